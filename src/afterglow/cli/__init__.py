@@ -1,0 +1,1 @@
+"""The `afterglow` program: one module per command."""

@@ -1,0 +1,57 @@
+"""The `afterglow` command: puts the subcommands together and turns errors into one line on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from afterglow.cli import chat, doctor, models
+from afterglow.errors import AfterglowError, Cancelled
+from afterglow.version import __version__
+
+app = typer.Typer(
+    name="afterglow",
+    help="Run language models on this machine. No token is computed twice.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
+app.add_typer(models.app, name="models")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"afterglow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error.")] = False,
+) -> None:
+    if verbose:
+        logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
+    try:
+        app()
+    except (KeyboardInterrupt, Cancelled):
+        sys.exit(130)
+    except AfterglowError as error:
+        print(f"afterglow: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader went away, as `head` does
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

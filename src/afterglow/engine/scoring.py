@@ -1,0 +1,66 @@
+"""How likely a model finds given tokens. Uses a sequence of its own and leaves it empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument
+from afterglow.llama.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One pass: tokens [start, stop) are decoded from position 0, those from `scored` on are scored."""
+
+    start: int
+    scored: int
+    stop: int
+
+
+def spans(count: int, limit: int) -> list[Span]:
+    """Passes that score tokens 1 … count-1, each once. Later passes begin half a context early, so that every
+    token is scored with at least half a context before it."""
+    passes = [Span(0, 1, min(count, limit))]
+    while passes[-1].stop < count:
+        scored = passes[-1].stop
+        start = scored - limit // 2
+        passes.append(Span(start, scored, min(count, start + limit)))
+    return passes
+
+
+def logprobs(context: Context, sequence: int, tokens: NDArray[np.int32]) -> tuple[list[float], int]:
+    """The log-probability of each token but the first, and in how many passes they were computed."""
+    if len(tokens) < 2:
+        raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
+    passes = spans(len(tokens), context.cells_per_sequence)
+    values: list[float] = []
+    try:
+        for span in passes:
+            context.memory.remove(sequence)
+            values += _score(context, sequence, tokens[span.start : span.stop], span.scored - span.start)
+    finally:
+        context.memory.remove(sequence)
+    return values, len(passes)
+
+
+def _score(context: Context, sequence: int, tokens: NDArray[np.int32], scored: int) -> Iterator[float]:
+    step = min(context.max_outputs, context.batch.capacity)
+    for start in range(0, len(tokens) - 1, step):  # the last token predicts nothing we were asked for
+        stop = min(start + step, len(tokens) - 1)
+        wanted = range(max(start, scored - 1), stop)
+        context.batch.clear()
+        context.batch.add(tokens[start:stop], position=start, sequence=sequence, outputs=len(wanted))
+        context.decode()
+        for index in wanted:
+            yield log_probability(context.logits(index - start), int(tokens[index + 1]))
+
+
+def log_probability(logits: NDArray[np.float32], token: int) -> float:
+    """The natural logarithm of the probability of `token`, in double precision."""
+    row = logits.astype(np.float64)
+    largest = row.max()
+    return float(row[token] - largest - np.log(np.exp(row - largest).sum()))

@@ -1,0 +1,62 @@
+"""LoRA adapters: loaded once for a model, applied to its contexts with a scale."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+from afterglow.errors import InvalidArgument, InvalidModel, ModelNotFound
+from afterglow.llama import probe
+from afterglow.llama.fingerprint import fingerprint
+from afterglow.llama.handle import Handle
+from afterglow.llama.library import library
+from afterglow.llama.model import Model
+
+
+class AdapterUser(Protocol):
+    """A context that applies adapters."""
+
+    def forget_adapter(self, adapter: Adapter) -> None: ...
+
+
+class Adapter(Handle):
+    """A LoRA adapter in memory.
+
+    >>> adapter = Adapter.load(model, Path("style.gguf"))
+    >>> context.set_adapters({adapter: 0.8})
+    """
+
+    def __init__(self, pointer: Any, model: Model, path: Path) -> None:
+        super().__init__("adapter", pointer, parent=model)
+        self.model = model
+        self.path = path
+        self.fingerprint = fingerprint(path)
+        self.users: weakref.WeakSet[AdapterUser] = weakref.WeakSet()
+
+    @classmethod
+    def load(cls, model: Model, path: Path) -> Adapter:
+        path, opened = Path(path), library()
+        if not path.is_file():
+            raise ModelNotFound(str(path), "there is no such adapter file")
+        probe.ensure_safe(path)
+        opened.log.take_error("")
+        pointer = opened.symbols.llama_adapter_lora_init(model.pointer, str(path).encode())
+        if pointer == opened.ffi.NULL:
+            raise InvalidModel(str(path), opened.log.take_error("llama.cpp refused this adapter without a word"))
+        return cls(pointer, model, path)
+
+    def check_model(self, model: Model) -> Any:
+        """The native pointer, if this adapter was loaded for `model`."""
+        if self.model is not model:
+            raise InvalidArgument("adapters", f"{self.path.name} was loaded for another model")
+        return self.pointer
+
+    def close(self) -> None:
+        """Free the adapter; contexts that still apply it go on without."""
+        for user in [] if self.closed else list(self.users):
+            user.forget_adapter(self)
+        super().close()
+
+    def _free(self, pointer: Any) -> None:
+        library().symbols.llama_adapter_lora_free(pointer)

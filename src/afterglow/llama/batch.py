@@ -1,0 +1,66 @@
+"""The rows of one decode, in C arrays made once and filled through numpy views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument
+from afterglow.llama.library import library
+
+
+class Batch:
+    """Rows to decode: each has a token, a position, a sequence, and may ask for an output (logits).
+
+    >>> batch.clear()
+    >>> batch.add([1, 2, 3], position=0, sequence=0, outputs=1)   # logits after the last of the three
+    """
+
+    def __init__(self, capacity: int, width: int = 0) -> None:
+        opened = library()
+        ffi = opened.ffi
+        self.capacity = capacity
+        self.count = 0
+        self._arrays = {
+            "token": ffi.new("llama_token[]", capacity),
+            "pos": ffi.new("llama_pos[]", capacity),
+            "sequence": ffi.new("llama_seq_id[]", capacity),
+            "n_seq_id": ffi.new("int32_t[]", [1] * capacity),
+            "logits": ffi.new("int8_t[]", capacity),
+            "seq_id": ffi.new("llama_seq_id *[]", capacity),
+        }
+        for row in range(capacity):  # every row belongs to one sequence, so these pointers never change
+            self._arrays["seq_id"][row] = self._arrays["sequence"] + row
+        self.tokens: NDArray[np.int32] = self._view("token", np.int32)
+        self.positions: NDArray[np.int32] = self._view("pos", np.int32)
+        self.sequences: NDArray[np.int32] = self._view("sequence", np.int32)
+        self.outputs: NDArray[np.int8] = self._view("logits", np.int8)
+        self.native = ffi.new("llama_batch *")[0]
+        for field in ("token", "pos", "n_seq_id", "seq_id", "logits"):
+            setattr(self.native, field, self._arrays[field])
+        self.hidden: NDArray[np.float32] | None = None
+        if width:  # rows that carry a hidden state beside their token, as MTP contexts want them
+            self._arrays["embd"] = ffi.new("float[]", capacity * width)
+            self.hidden = self._view("embd", np.float32).reshape(capacity, width)
+            self.native.embd = self._arrays["embd"]
+
+    def _view(self, field: str, kind: type) -> NDArray[np.generic]:  # type: ignore[type-arg]
+        return np.frombuffer(library().ffi.buffer(self._arrays[field]), dtype=kind)
+
+    def clear(self) -> None:
+        self.count = 0
+
+    def add(self, tokens: Sequence[int] | NDArray[np.int32], *, position: int, sequence: int, outputs: int = 0) -> None:
+        """Append consecutive tokens of one sequence from `position` on; the last `outputs` of them want logits."""
+        start, stop = self.count, self.count + len(tokens)
+        if stop > self.capacity:
+            raise InvalidArgument("tokens", f"would make a batch of {stop} rows; {self.capacity} fit")
+        self.tokens[start:stop] = tokens
+        self.positions[start:stop] = np.arange(position, position + len(tokens), dtype=np.int32)
+        self.sequences[start:stop] = sequence
+        self.outputs[start:stop] = 0
+        if outputs:
+            self.outputs[max(start, stop - outputs) : stop] = 1
+        self.count = stop

@@ -1,0 +1,216 @@
+"""A context: memory for sequences, and the decode that fills it. Single-threaded; validates before every call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, InvalidModel, MemoryFull, UnsupportedOperation
+from afterglow.llama.adapter import Adapter
+from afterglow.llama.arguments import real
+from afterglow.llama.batch import Batch
+from afterglow.llama.handle import Handle
+from afterglow.llama.library import library
+from afterglow.llama.memory import Memory
+from afterglow.llama.model import Model
+from afterglow.llama.settings import ContextSettings
+from afterglow.llama.state import States
+
+ABORTED = 2
+
+
+class Context(Handle):
+    """Sequences in memory and the means to extend them.
+
+    >>> with Context(model, ContextSettings(cells=1024)) as context:
+    ...     context.batch.add(tokens, position=0, sequence=0, outputs=1)
+    ...     context.decode()
+    ...     int(context.logits(len(tokens) - 1).argmax())
+    """
+
+    def __init__(self, model: Model, settings: ContextSettings, *, mtp_of: Context | None = None) -> None:
+        self._library = opened = library()
+        self.model = model
+        self.settings = settings
+        pointer = _create(model, settings, mtp_of)
+        super().__init__("context", pointer, parent=mtp_of or model)
+        symbols = opened.symbols
+        self.cells: int = symbols.llama_n_ctx(pointer)
+        self.cells_per_sequence: int = symbols.llama_n_ctx_seq(pointer)
+        self.sequences: int = symbols.llama_n_seq_max(pointer)
+        self.max_rollback: int = symbols.llama_n_rs_seq(pointer)
+        self.ubatch: int = symbols.llama_n_ubatch(pointer)
+        self.pooling: int = symbols.llama_pooling_type(pointer)
+        self.max_outputs = settings.batch if settings.embeddings else min(settings.outputs, settings.batch)
+        self.is_mtp = mtp_of is not None
+        self.batch = Batch(symbols.llama_n_batch(pointer), width=self._hidden_width() if self.is_mtp else 0)
+        self.memory = Memory(self)
+        self.state = States(self)
+        self.adapters: dict[Adapter, float] = {}
+        self.decodes = 0
+        self._outputs = np.zeros(0, dtype=np.int8)
+        self._interrupt = _interruptible(pointer)
+
+    def _free(self, pointer: Any) -> None:
+        self._library.symbols.llama_free(pointer)
+
+    def decode(self, batch: Batch | None = None) -> None:
+        """Compute the rows of `batch` (this context's own where none is given) and put them in memory.
+
+        `MemoryFull`: nothing was applied. `Cancelled` (see `interrupt`) and `DecodeFailed`: rows of finished
+        parts may have been applied; ask `memory.positions` and truncate your record.
+        """
+        batch = batch or self.batch
+        self._check(batch)
+        batch.native.n_tokens = batch.count
+        self._outputs = self._outputs[:0]
+        code = self._library.symbols.llama_decode(self.pointer, batch.native)
+        self._interrupt[0] = b"\0"
+        self.decodes += 1
+        if code != -1:  # before anything else, a decode applies the shifts that wait
+            self.memory.pending_shift = False
+        if code != 0:
+            raise self._failure(code, batch.count)
+        self.memory.decoded(batch.sequences[: batch.count])
+        self._outputs = batch.outputs[: batch.count].copy()
+        if self.settings.embeddings:
+            self._outputs[:] = 1
+
+    def _check(self, batch: Batch) -> None:
+        """Refuse every batch that would abort the process."""
+        count = batch.count
+        if not 0 < count <= self.batch.capacity:
+            raise InvalidArgument("batch", f"must have 1 to {self.batch.capacity} rows, not {count}")
+        if not self.model.info.causal and count > self.ubatch:
+            raise InvalidArgument("batch", f"must have at most {self.ubatch} rows on a non-causal model, not {count}")
+        if self.is_mtp and batch.hidden is None:
+            raise InvalidArgument("batch", "needs a hidden state beside each token in an MTP context")
+        outputs = count if self.settings.embeddings else int(np.count_nonzero(batch.outputs[:count]))
+        if outputs > self.max_outputs:
+            raise InvalidArgument("outputs", f"must be at most {self.max_outputs} in one decode, not {outputs}")
+        tokens, sequences = batch.tokens[:count], batch.sequences[:count]
+        if tokens.min() < 0 or tokens.max() >= self.model.vocabulary.size:
+            raise InvalidArgument("tokens", f"must be from 0 to {self.model.vocabulary.size - 1}")
+        if sequences.min() < 0 or sequences.max() >= self.sequences:
+            raise InvalidArgument("sequence", f"must be from 0 to {self.sequences - 1}, not {sequences.max()}")
+
+    def _failure(self, code: int, rows: int) -> Exception:
+        reason = self._library.log.take_error("no reason was given")
+        if code == 1:
+            return MemoryFull(rows, self.cells_per_sequence)
+        if code == ABORTED:
+            return Cancelled(f"a decode of {rows} rows was interrupted")
+        if code == -1:
+            return InvalidArgument("batch", f"was refused by llama.cpp: {reason}")
+        return DecodeFailed(code, reason)
+
+    def interrupt(self) -> None:
+        """Stop the decode that is running, or else the next, from any thread: it raises `Cancelled`. CPU only."""
+        self._interrupt[0] = b"\1"
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """The logits after `row` of the last decode: a view that the next decode overwrites."""
+        self._check_output(row)
+        pointer = self._library.symbols.llama_get_logits_ith(self.pointer, row)
+        if pointer == self._library.ffi.NULL:
+            raise UnsupportedOperation("logits", "this context computes no logits")
+        return self._floats(pointer, self.model.vocabulary.size)
+
+    def embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
+        """The embedding of a row, or of a whole sequence where this context pools: a copy."""
+        symbols, width = self._library.symbols, self.model.embedding_width
+        if not self.settings.embeddings:
+            raise UnsupportedOperation("embedding", "the context was made without `embeddings`")
+        if sequence is not None:
+            if self.pooling == 0:
+                raise UnsupportedOperation("the embedding of a sequence", "this context does not pool")
+            pointer = symbols.llama_get_embeddings_seq(self.pointer, self.memory.check_sequence(sequence))
+            width = self.model.classes if self.pooling == 4 else width
+        else:
+            self._check_output(row if row is not None else -1)
+            pointer = symbols.llama_get_embeddings_ith(self.pointer, row)
+        if pointer == self._library.ffi.NULL:
+            raise InvalidArgument("sequence", "has no embedding: it was not in the last decode")
+        return self._floats(pointer, width).copy()
+
+    def hidden(self, row: int) -> NDArray[np.float32]:
+        """The hidden state that MTP heads read, after `row` of the last decode: a view. See `keep_hidden`."""
+        if not 0 <= row < max(len(self._outputs), 1):
+            raise InvalidArgument("row", f"{row} was not in the last decode")
+        pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
+        return self._floats(pointer, self._hidden_width())
+
+    def keep_hidden(self, *, every_row: bool) -> None:
+        """From the next decode on, keep the hidden states that MTP heads read; of output rows, or of every row."""
+        if not self._library.mtp:
+            raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
+        self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
+
+    def set_adapters(self, adapters: Mapping[Adapter, float]) -> None:
+        """Apply these LoRA adapters with their scales from the next decode on; an empty mapping removes all."""
+        ffi = self._library.ffi
+        pointers = [adapter.check_model(self.model) for adapter in adapters]
+        scales = [real("scale", scale) for scale in adapters.values()]
+        array = ffi.new("struct llama_adapter_lora *[]", pointers)
+        code = self._library.symbols.llama_set_adapters_lora(
+            self.pointer, array, len(pointers), ffi.new("float[]", scales)
+        )
+        if code != 0:
+            raise InvalidArgument("adapters", f"were refused by llama.cpp with code {code}")
+        self.adapters = dict(adapters)
+        for adapter in adapters:
+            adapter.users.add(self)
+
+    def forget_adapter(self, adapter: Adapter) -> None:
+        """Stop using an adapter that is being closed."""
+        if not self.closed and adapter in self.adapters:
+            self.set_adapters({other: scale for other, scale in self.adapters.items() if other is not adapter})
+
+    @property
+    def adapter_key(self) -> str:
+        """What the applied adapters do to the numbers, as text for keys."""
+        return repr(sorted((adapter.fingerprint, scale) for adapter, scale in self.adapters.items() if scale))
+
+    def set_threads(self, threads: int, batch_threads: int) -> None:
+        """Threads for decodes of one row, and of more."""
+        self._library.symbols.llama_set_n_threads(self.pointer, max(threads, 1), max(batch_threads, 1))
+
+    def _hidden_width(self) -> int:
+        return int(self._library.symbols.llama_model_n_embd_out(self.model.pointer))
+
+    def _check_output(self, row: int) -> None:
+        if not (0 <= row < len(self._outputs) and self._outputs[row]):
+            raise InvalidArgument("row", f"{row} asked for no output in the last decode")
+
+    def _floats(self, pointer: Any, count: int) -> NDArray[np.float32]:
+        return np.frombuffer(self._library.ffi.buffer(pointer, count * 4), dtype=np.float32)
+
+
+def _create(model: Model, settings: ContextSettings, mtp_of: Context | None) -> Any:
+    opened = library()
+    parameters = settings.parameters()
+    if mtp_of is not None:
+        if not opened.mtp:
+            raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
+        if not model.settings.mtp or not model.info.mtp_layers:
+            raise UnsupportedOperation("MTP", "the model has no MTP heads, or was loaded without `mtp`")
+        parameters.ctx_type = 1
+        parameters.ctx_other = mtp_of.pointer
+    model.check_fits(settings)
+    opened.log.take_error("")
+    pointer = opened.symbols.llama_init_from_model(model.pointer, parameters)
+    if pointer == opened.ffi.NULL:
+        raise InvalidModel(str(model.path), opened.log.take_error("llama.cpp made no context and gave no reason"))
+    return pointer
+
+
+def _interruptible(pointer: Any) -> Any:
+    """Let a byte stop a decode. The callback is C's own `strlen` over that byte, so no Python runs inside."""
+    opened = library()
+    flag = opened.ffi.new("char[2]")
+    callback = opened.ffi.cast("ggml_abort_callback", opened.strlen)
+    opened.symbols.llama_set_abort_callback(pointer, callback, flag)
+    return flag

@@ -1,0 +1,67 @@
+"""One native object, one owner, one life: closing a parent closes its children first."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+from afterglow.errors import Closed
+
+_open: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+class Handle:
+    """Owns a native pointer until `close`. Subclasses say how to free it.
+
+    >>> with Model.load(path) as model, model.context(cells=512) as context:
+    ...     ...
+    """
+
+    def __init__(self, name: str, pointer: Any, parent: Handle | None = None) -> None:
+        self._name = name
+        self._pointer = pointer
+        self._children: list[Handle] = []
+        self._parent = parent
+        if parent is not None:
+            parent._children.append(self)
+        _open.add(self)
+
+    @property
+    def pointer(self) -> Any:
+        """The native pointer; `Closed` once this handle or one it belongs to was closed."""
+        if self._pointer is None:
+            raise Closed(self._name)
+        return self._pointer
+
+    @property
+    def closed(self) -> bool:
+        return self._pointer is None
+
+    def close(self) -> None:
+        """Free the native object and everything made from it. Closing twice is allowed."""
+        if self._pointer is None:
+            return
+        for child in reversed(self._children[:]):
+            child.close()
+        pointer, self._pointer = self._pointer, None
+        if self._parent is not None:
+            self._parent._children.remove(self)
+        _open.discard(self)
+        self._free(pointer)
+
+    def _free(self, pointer: Any) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_handles() -> list[Handle]:
+    """Every handle that was not closed yet: empty when nothing leaks."""
+    return list(_open)

@@ -1,0 +1,69 @@
+"""Lets a model file be tried by a child process first: a malformed one aborts inside llama.cpp.
+
+A file that passed is remembered by its fingerprint and the library's build, so the next load costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from afterglow.errors import InvalidModel
+from afterglow.llama.declarations import BUILD
+from afterglow.llama.fingerprint import fingerprint
+from afterglow.llama.inspection import inspect
+from afterglow.paths import cache_directory
+
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+PATIENCE = 10.0  # seconds for a small file; a large one gets more
+BYTES_PER_SECOND = 50_000_000
+
+
+def ensure_safe(path: Path) -> None:
+    """Return if loading `path` cannot hurt this process; `InvalidModel` with the reason if it would fail."""
+    files = parts(path)
+    remembered = cache_directory("probed") / f"{BUILD}-{'-'.join(fingerprint(file)[:32] for file in files[:2])}"
+    if remembered.exists():
+        return
+    for file in files:
+        inspect(file)
+    _try_in_child(path, sum(file.stat().st_size for file in files))
+    remembered.touch()
+
+
+def parts(path: Path) -> list[Path]:
+    """The files of a split model, or the one file; `InvalidModel` where a part is missing."""
+    match = PART.search(path.name)
+    if match is None:
+        return [path]
+    number, count = int(match[1]), int(match[2])
+    if number != 1:
+        raise InvalidModel(str(path), f"it is part {number} of {count}: name the first part")
+    stem = path.name[: match.start()]
+    files = [path.with_name(f"{stem}-{index:05}-of-{count:05}.gguf") for index in range(1, count + 1)]
+    for file in files:
+        if not file.is_file():
+            raise InvalidModel(str(path), f"its part {file.name} is missing")
+    return files
+
+
+def _try_in_child(path: Path, nbytes: int) -> None:
+    command = [sys.executable, "-m", "afterglow.llama.probe_child", str(path)]
+    # No GPU for the trial: starting one takes seconds, and its memory may be in use.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GGML_NO_BACKTRACE": "1"}
+    patience = PATIENCE + nbytes / BYTES_PER_SECOND
+    try:
+        child = subprocess.run(command, capture_output=True, timeout=patience, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        raise InvalidModel(str(path), f"a trial load took longer than {patience:.0f} s") from None
+    if child.returncode == 0:
+        return
+    last = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["it gave no reason"]
+    if child.returncode < 0:
+        how = signal.Signals(-child.returncode).name
+        raise InvalidModel(str(path), f"a trial load ended the process with {how}: {last[0]}")
+    raise InvalidModel(str(path), last[0])

@@ -1,0 +1,51 @@
+"""The child process of `probe`: loads a file, uses it a little, and says what went wrong on its last line."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from afterglow.errors import AfterglowError, InvalidModel
+from afterglow.llama.context import Context
+from afterglow.llama.header import read_header
+from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.settings import ContextSettings
+
+GIBIBYTE = 1024**3
+DECODED = 1 * GIBIBYTE  # a larger model is loaded but not run: reading all its weights takes too long
+EVERY_BYTE = bytes(range(1, 256)) + "Zürich 🌍 <|im_start|> the end.\n".encode()
+
+
+def main(path: Path) -> None:
+    size = path.stat().st_size
+    limit = 4 * size + 16 * GIBIBYTE  # a lie about sizes must not take the machine's memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if read_header(path).metadata.get("general.type") in ("adapter", "mmproj"):
+        return  # these load beside a model; their header was checked
+    with Model.load(path, ModelSettings(mmap=True), trust=True) as model:
+        vocabulary = model.vocabulary
+        tokens = vocabulary.tokenize(EVERY_BYTE, special=True, bos=True)
+        for token in range(vocabulary.size):
+            vocabulary.piece(token)
+        if size <= DECODED:
+            decode(model, tokens[:2] or [0])
+
+
+def decode(model: Model, tokens: list[int]) -> None:
+    settings = ContextSettings(cells=64, batch=32, ubatch=32, outputs=1, threads=1, embeddings=not model.info.causal)
+    with Context(model, settings) as context:
+        context.batch.add(tokens, position=0, sequence=0, outputs=1)
+        context.decode()
+        if model.info.causal and not np.isfinite(context.logits(len(tokens) - 1)).all():
+            raise InvalidModel(str(model.path), "its logits are not finite numbers")
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except AfterglowError as error:
+        print(getattr(error, "reason", error), file=sys.stderr)
+        sys.exit(1)

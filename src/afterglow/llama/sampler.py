@@ -1,0 +1,210 @@
+"""llama.cpp's samplers as one chain with one order on every path. Chooses; decides nothing about requests."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument, InvalidGrammar
+from afterglow.llama.handle import Handle
+from afterglow.llama.library import library
+from afterglow.llama.model import Model
+from afterglow.llama.sampling import Sampling
+
+CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+MAX_GRAMMAR = 256 * 1024  # bytes
+MAX_NESTING = 100  # llama.cpp's parser recurses; deeper is a stack overflow, not an error
+
+
+class SamplerChain(Handle):
+    """Chooses tokens as `sampling` says. `sample` draws, `accept` moves the state on; nothing else does.
+
+    >>> chain = SamplerChain(model, Sampling(temperature=0.7, seed=1))
+    >>> token = chain.sample(context.logits(row))
+    >>> chain.accept(token)
+    """
+
+    def __init__(self, model: Model, sampling: Sampling) -> None:
+        for token in sampling.logit_bias:
+            model.vocabulary.check(token)
+        self.model = model
+        self.sampling = sampling
+        self.seed = secrets.randbits(32) if sampling.seed is None or sampling.seed < 0 else sampling.seed % 2**32
+        self._grammar: Any = None
+        self._ended = False  # the grammar took its end: it must not be asked again
+        super().__init__("sampler", _chain(model, sampling, self.seed), parent=model)
+        if sampling.grammar:
+            try:
+                self._grammar = _grammar(model, sampling.grammar)
+            except InvalidGrammar:
+                self.close()
+                raise
+        self._plain = sampling.greedy and library().symbols.llama_sampler_chain_n(self._pointer) == 1
+        self._candidates = np.zeros(model.vocabulary.size, dtype=CANDIDATE)
+        self._ids = np.arange(model.vocabulary.size, dtype=np.int32)
+        self._array = library().ffi.new("llama_token_data_array *")
+
+    def sample(self, logits: NDArray[np.float32]) -> int:
+        """The next token. The state does not move: `accept` what is kept."""
+        if logits.shape != self._ids.shape:
+            raise InvalidArgument("logits", f"must be {self._ids.shape[0]} numbers, not {logits.shape}")
+        if self._plain and self._grammar is None:
+            assert self.pointer
+            return int(logits.argmax())
+        self._fill(logits)
+        if self._grammar is not None:
+            self._constrain()
+        library().symbols.llama_sampler_apply(self.pointer, self._array)
+        chosen = self._array.selected
+        assert 0 <= chosen < self._array.size, "a chain always ends in a sampler that selects"
+        return int(self._array.data[chosen].id)
+
+    def accept(self, token: int) -> None:
+        """Note that `token` was kept. `InvalidArgument` where the grammar forbids it: llama.cpp would abort."""
+        self.model.vocabulary.check(token)
+        if self._grammar is not None and not self._ended:
+            if not self.allows(token):
+                raise InvalidArgument("token", f"{token} is not allowed by the grammar here")
+            library().symbols.llama_sampler_accept(self._grammar, token)
+            self._ended = token in self.model.vocabulary.ends
+        elif self._ended:
+            raise InvalidArgument("token", f"{token} comes after the grammar's end")
+        library().symbols.llama_sampler_accept(self.pointer, token)
+
+    def allows(self, token: int) -> bool:
+        """Whether the grammar, if there is one, lets `token` be next."""
+        self.model.vocabulary.check(token)
+        if self._grammar is None:
+            return True
+        if self._ended:
+            return False
+        ffi = library().ffi
+        single = ffi.new("llama_token_data[1]", [{"id": token, "logit": 1.0, "p": 0.0}])
+        array = ffi.new("llama_token_data_array *", {"data": single, "size": 1, "selected": -1, "sorted": False})
+        library().symbols.llama_sampler_apply(self._grammar, array)
+        return bool(np.isfinite(single[0].logit))
+
+    def reset(self) -> None:
+        """Back to the beginning: nothing accepted, the grammar at its start, the seed as it was."""
+        symbols = library().symbols
+        symbols.llama_sampler_reset(self.pointer)
+        self._ended = False
+        if self._grammar is not None:
+            symbols.llama_sampler_reset(self._grammar)
+
+    def clone(self) -> SamplerChain:
+        """A second chain in the same state; what happens to one does not touch the other."""
+        symbols = library().symbols
+        twin = SamplerChain(self.model, self.sampling)
+        fresh, twin._pointer = twin._pointer, symbols.llama_sampler_clone(self.pointer)
+        symbols.llama_sampler_free(fresh)
+        if self._grammar is not None:
+            symbols.llama_sampler_free(twin._grammar)
+            twin._grammar = symbols.llama_sampler_clone(self._grammar)
+        twin._ended, twin.seed = self._ended, self.seed
+        return twin
+
+    def _fill(self, logits: NDArray[np.float32]) -> None:
+        self._candidates["id"] = self._ids
+        self._candidates["logit"] = logits
+        self._array.data = library().ffi.from_buffer("llama_token_data *", self._candidates)
+        self._array.size = len(self._candidates)
+        self._array.selected = -1
+        self._array.sorted = False
+
+    def _constrain(self) -> None:
+        if self._ended:
+            raise InvalidArgument("grammar", "has ended: there is no next token")
+        library().symbols.llama_sampler_apply(self._grammar, self._array)
+        if not np.isfinite(self._candidates["logit"]).any():
+            raise InvalidGrammar("no token of this model continues it here")
+
+    def _free(self, pointer: Any) -> None:
+        symbols = library().symbols
+        symbols.llama_sampler_free(pointer)
+        if self._grammar is not None:
+            symbols.llama_sampler_free(self._grammar)
+
+
+def _chain(model: Model, sampling: Sampling, seed: int) -> Any:
+    """The native chain in the documented order. The last link always selects."""
+    opened = library()
+    ffi, symbols, size = opened.ffi, opened.symbols, model.vocabulary.size
+    links: list[Any] = []
+    if sampling.logit_bias:
+        bias = ffi.new("llama_logit_bias[]", [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()])
+        links.append(symbols.llama_sampler_init_logit_bias(size, len(bias), bias))
+    penalties = (sampling.penalty_repeat, sampling.penalty_frequency, sampling.penalty_presence)
+    if sampling.penalty_last and penalties != (1.0, 0.0, 0.0):
+        links.append(symbols.llama_sampler_init_penalties(size, sampling.penalty_last, *penalties))
+    if sampling.dry_multiplier and sampling.dry_last:
+        links.append(_dry(model, sampling))
+    links += _selection(sampling, seed, size)
+    chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
+    for link in links:
+        symbols.llama_sampler_chain_add(chain, link)
+    return chain
+
+
+def _selection(sampling: Sampling, seed: int, size: int) -> list[Any]:
+    symbols = library().symbols
+    if sampling.greedy:
+        return [symbols.llama_sampler_init_greedy()]
+    if sampling.mirostat:
+        temperature = symbols.llama_sampler_init_temp(sampling.temperature)
+        tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
+        if sampling.mirostat == 1:
+            return [temperature, symbols.llama_sampler_init_mirostat(size, seed, tau, eta, 100)]
+        return [temperature, symbols.llama_sampler_init_mirostat_v2(seed, tau, eta)]
+    links = []
+    if sampling.top_n_sigma >= 0:
+        links.append(symbols.llama_sampler_init_top_n_sigma(sampling.top_n_sigma))
+    if sampling.top_k:
+        links.append(symbols.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.typical_p < 1:
+        links.append(symbols.llama_sampler_init_typical(sampling.typical_p, 1))
+    if sampling.top_p < 1:
+        links.append(symbols.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p > 0:
+        links.append(symbols.llama_sampler_init_min_p(sampling.min_p, 1))
+    if sampling.xtc_probability > 0:
+        links.append(symbols.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed))
+    links.append(
+        symbols.llama_sampler_init_temp_ext(sampling.temperature, sampling.dynamic_range, sampling.dynamic_exponent)
+    )
+    return [*links, symbols.llama_sampler_init_dist(seed)]
+
+
+def _dry(model: Model, sampling: Sampling) -> Any:
+    opened = library()
+    texts = [opened.ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_breakers if breaker]
+    return opened.symbols.llama_sampler_init_dry(
+        model.vocabulary.pointer,
+        sampling.dry_multiplier,
+        sampling.dry_base,
+        sampling.dry_allowed_length,
+        sampling.dry_last,
+        opened.ffi.new("char *[]", texts),
+        len(texts),
+    )
+
+
+def _grammar(model: Model, text: str) -> Any:
+    opened = library()
+    data = text.encode()
+    if len(data) > MAX_GRAMMAR:
+        raise InvalidGrammar(f"it has {len(data):,} bytes, {MAX_GRAMMAR:,} are allowed")
+    depth = deepest = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    if deepest > MAX_NESTING:
+        raise InvalidGrammar(f"it nests {deepest} groups, {MAX_NESTING} are allowed")
+    opened.log.take_error("")
+    pointer = opened.symbols.llama_sampler_init_grammar(model.vocabulary.pointer, data, b"root")
+    if pointer == opened.ffi.NULL:
+        raise InvalidGrammar(opened.log.take_error("it cannot be parsed, or has no rule `root`"))
+    return pointer

@@ -1,0 +1,88 @@
+"""How a context is made: validated numbers that become llama.cpp's parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from afterglow.errors import InvalidArgument, UnsupportedOption
+from afterglow.llama.arguments import INT32_MAX, integer, real
+from afterglow.llama.library import library
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+CACHE_TYPES: dict[str, int] = {
+    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
+}  # fmt: skip
+UNQUANTIZED = ("f32", "f16", "bf16")
+Pooling = Literal["model", "none", "mean", "cls", "last", "rank"]
+POOLING = {"model": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
+MAX_SEQUENCES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSettings:
+    """Everything about a context that the caller may choose.
+
+    `cells` is the total over all sequences. In streams (`unified=False`) each sequence has cells / sequences of
+    them for itself; unified, all share.
+    """
+
+    cells: int = 4096
+    sequences: int = 1
+    batch: int = 512  # rows one decode may hold
+    ubatch: int = 512  # rows computed at once
+    outputs: int = 64  # rows of one decode that may ask for logits; each costs a vocabulary of floats
+    threads: int = 0  # 0: llama.cpp's default
+    key_type: CacheType = "f16"
+    value_type: CacheType = "f16"
+    flash_attention: bool | None = None  # None: where the model and the device can
+    unified: bool = False
+    full_window: bool = False  # keep all cells of sliding-window layers, not only the window
+    rollback: int = 0  # entries a recurrent or hybrid sequence can drop after a decode, where it can at all
+    embeddings: bool = False
+    pooling: Pooling = "model"
+    rope_base: float = 0.0  # 0: the model's
+    rope_scale: float = 0.0  # 0: the model's
+
+    def __post_init__(self) -> None:
+        integer("cells", self.cells, 1, INT32_MAX - 256)
+        integer("sequences", self.sequences, 1, MAX_SEQUENCES)
+        integer("batch", self.batch, 1)
+        integer("ubatch", self.ubatch, 1)
+        integer("outputs", self.outputs, 1)
+        integer("threads", self.threads, 0, 512)
+        integer("rollback", self.rollback, 0, 64)
+        real("rope_base", self.rope_base, 0)
+        real("rope_scale", self.rope_scale, 0)
+        for name in ("key_type", "value_type"):
+            if getattr(self, name) not in CACHE_TYPES:
+                raise InvalidArgument(name, f"must be one of {', '.join(CACHE_TYPES)}, not {getattr(self, name)!r}")
+        if self.pooling not in get_args(Pooling):
+            raise InvalidArgument("pooling", f"must be one of {', '.join(POOLING)}, not {self.pooling!r}")
+        if self.value_type not in UNQUANTIZED and self.flash_attention is False:
+            raise UnsupportedOption("value_type", f"{self.value_type} needs flash attention, which was turned off")
+
+    def parameters(self) -> Any:
+        """These settings as llama.cpp's struct, started from its own defaults."""
+        parameters = library().symbols.llama_context_default_params()
+        parameters.n_ctx = self.cells
+        parameters.n_seq_max = self.sequences
+        parameters.n_batch = self.batch
+        parameters.n_ubatch = min(self.ubatch, self.batch)
+        parameters.n_outputs_max = min(self.outputs, self.batch)
+        parameters.n_outputs_max_per_seq = 0
+        parameters.n_rs_seq = self.rollback
+        parameters.type_k = CACHE_TYPES[self.key_type]
+        parameters.type_v = CACHE_TYPES[self.value_type]
+        parameters.flash_attn_type = -1 if self.flash_attention is None else int(self.flash_attention)
+        parameters.kv_unified = self.unified
+        parameters.swa_full = self.full_window
+        parameters.embeddings = self.embeddings
+        parameters.pooling_type = POOLING[self.pooling]
+        parameters.rope_freq_base = self.rope_base
+        parameters.rope_freq_scale = self.rope_scale
+        if self.threads:
+            parameters.n_threads = parameters.n_threads_batch = self.threads
+        if self.embeddings:  # every row is an output then
+            parameters.n_outputs_max = self.batch
+        return parameters

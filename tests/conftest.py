@@ -1,0 +1,60 @@
+"""What every test shares: caches of its own, and the rule that a skipped test is a failure unless it is explained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from afterglow import registry
+from afterglow.llama.handle import open_handles
+
+# Test ids that may be skipped, each with the reason why that is right.
+ALLOWED_SKIPS: dict[str, str] = {}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tiny models and probe results go to a temporary folder; the real model stays where `make chat` keeps it."""
+    before = dict(os.environ)
+    os.environ["AFTERGLOW_MODELS"] = str(registry.models_directory())
+    os.environ["AFTERGLOW_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_handle_stays_open() -> Iterator[None]:
+    """Every test closes the native handles it opened."""
+    before = set(open_handles())
+    yield
+    left = [handle for handle in open_handles() if handle not in before]
+    for handle in left:
+        handle.close()
+    assert not left, f"left open: {left}"
+
+
+@pytest.fixture(scope="session")
+def smollm2(caches_of_our_own: None) -> Path:
+    """The real chat model, fetched once."""
+    return registry.pull("smollm2")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("-m"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = {report.nodeid for report in reporter.stats.get("skipped", [])} if reporter else set()
+    unexplained = sorted(skipped - set(ALLOWED_SKIPS))
+    if unexplained and exitstatus == 0:
+        reporter.write_line(f"skipped without being on the list in tests/conftest.py: {unexplained}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

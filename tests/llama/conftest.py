@@ -1,0 +1,45 @@
+"""Tiny models and small contexts for the binding's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from afterglow import tiny
+from afterglow.llama.context import Context
+from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.settings import ContextSettings
+
+OpenModel = Callable[..., Model]
+OpenContext = Callable[..., Context]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def open_model(stack: ExitStack) -> OpenModel:
+    """Load a tiny model by name; closed at the end of the test."""
+
+    def load(name: str, **settings: object) -> Model:
+        model = Model.load(tiny.path(name), ModelSettings(**settings), trust=True)  # type: ignore[arg-type]
+        return stack.enter_context(model)
+
+    return load
+
+
+@pytest.fixture
+def open_context(open_model: OpenModel, stack: ExitStack) -> OpenContext:
+    """A small single-threaded context on a tiny model; closed at the end of the test."""
+
+    def make(name: str | Model, **settings: object) -> Context:
+        model = open_model(name) if isinstance(name, str) else name
+        defaults = {"cells": 2048, "sequences": 2, "batch": 256, "outputs": 32, "threads": 1}
+        return stack.enter_context(Context(model, ContextSettings(**{**defaults, **settings})))  # type: ignore[arg-type]
+
+    return make

@@ -1,0 +1,110 @@
+"""Does a name lead to the right file, and does removing remove only what is ours?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from registry_parts import content, publish
+
+from afterglow.errors import ModelNotFound, UnsupportedOperation
+from afterglow.registry import installed, models_directory, pull, remove, resolve
+
+
+def foreign_model() -> Path:
+    path = Path(os.environ["HOME"], ".lmstudio/models/owner/repo/model.gguf")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF and more")
+    return path
+
+
+def test_the_models_directory_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AFTERGLOW_MODELS", "~/mine")
+    assert models_directory() == Path(os.environ["HOME"], "mine")
+    monkeypatch.delenv("AFTERGLOW_MODELS")
+    assert models_directory() == tmp_path / "cache" / "models"
+    monkeypatch.delenv("AFTERGLOW_CACHE")
+    assert models_directory().parts[-2:] == ("afterglow", "models")
+    assert installed() == []
+    assert not models_directory().exists()  # asking makes nothing
+
+
+def test_a_path_is_itself(tmp_path, monkeypatch):
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    assert resolve(tmp_path / "some.gguf") == tmp_path / "some.gguf"
+    monkeypatch.chdir(tmp_path)
+    assert resolve("some.gguf") == Path("some.gguf")
+    with pytest.raises(ModelNotFound, match="no such file"):
+        resolve("./other.gguf")
+
+
+def test_a_name_is_resolved_once_it_is_pulled(tiny, models):
+    with pytest.raises(ModelNotFound, match="run `afterglow models pull tiny`"):
+        resolve("tiny")
+    path = resolve("tiny", fetch=True)
+    assert path.read_bytes() == tiny
+    assert resolve("tiny") == path
+    assert resolve(path.name) == path
+
+
+def test_a_file_put_there_by_hand_goes_by_its_file_name(models):
+    models.mkdir()
+    (models / "mine.gguf").write_bytes(b"GGUF")
+    assert [model.name for model in installed()] == ["mine.gguf"]
+    assert resolve("mine.gguf") == models / "mine.gguf"
+    remove("mine.gguf")
+    assert os.listdir(models) == []
+
+
+def test_a_damaged_model_is_not_resolved_and_can_be_removed(tiny, models):
+    path = pull("tiny")
+    path.write_bytes(b"GGUF")
+    assert [model.name for model in installed()] == [path.name]
+    with pytest.raises(ModelNotFound):
+        resolve("tiny")
+    assert remove("tiny").path == path
+    assert os.listdir(models) == []
+
+
+def test_an_unknown_name_is_answered_with_what_there_is():
+    with pytest.raises(ModelNotFound) as caught:
+        resolve("smolm2")
+    assert "did you mean smollm2?" in caught.value.advice
+    assert "qwen3-0.6b" in caught.value.advice
+    assert "afterglow models pull" in caught.value.advice
+    with pytest.raises(ModelNotFound):
+        pull("smolm2")
+    for odd in ("", "\0", "x" * 5_000, "~nobody-here/x"):
+        with pytest.raises(ModelNotFound):
+            resolve(odd)
+
+
+def test_a_model_of_another_program_is_resolved_and_never_removed():
+    path = foreign_model()
+    assert resolve("lmstudio:owner/repo/model.gguf") == path
+    with pytest.raises(UnsupportedOperation, match="belongs to lmstudio"):
+        remove("lmstudio:owner/repo/model.gguf")
+    assert path.exists()
+    with pytest.raises(ModelNotFound):
+        remove(str(path))
+    assert path.exists()
+
+
+def test_a_file_in_the_cache_of_the_hub_needs_no_pull(hub, models, tmp_path):
+    snapshot = tmp_path / "hub-home" / "hub" / "models--owner--repo" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.gguf").write_bytes(b"GGUF")
+    assert resolve("owner/repo:model.gguf", fetch=True) == snapshot / "model.gguf"
+    with pytest.raises(ModelNotFound):  # which revision the cache holds is not known
+        resolve("owner/repo@v2:model.gguf")
+
+
+def test_a_file_of_the_hub_is_removed_by_its_name(hub, models):
+    publish(hub, "owner/repo", "model.gguf", content(1_000))
+    pull("owner/repo:model.gguf")
+    assert remove("hf:owner/repo:model.gguf").size == 1_000
+    assert installed() == []
+    with pytest.raises(ModelNotFound):
+        remove("owner/repo:model.gguf")
