@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from afterglow.llama.formats import TENSOR_TYPES, ValueType
 
 LAYOUTS = {
-    ValueType.UINT8: "<B", ValueType.INT8: "<b", ValueType.UINT16: "<H", ValueType.INT16: "<h",
-    ValueType.UINT32: "<I", ValueType.INT32: "<i", ValueType.UINT64: "<Q", ValueType.INT64: "<q",
-    ValueType.FLOAT32: "<f", ValueType.FLOAT64: "<d", ValueType.BOOL: "<B",
+    ValueType.UINT8: "B", ValueType.INT8: "b", ValueType.UINT16: "H", ValueType.INT16: "h",
+    ValueType.UINT32: "I", ValueType.INT32: "i", ValueType.UINT64: "Q", ValueType.INT64: "q",
+    ValueType.FLOAT32: "f", ValueType.FLOAT64: "d", ValueType.BOOL: "B",
 }  # fmt: skip
 
 
@@ -86,7 +85,7 @@ class Document:
                 self.fields.setdefault(f"string length in {entry.key!r}", []).append(len(out))
                 out += struct.pack("<Q", len(value)) + value
         else:
-            out += b"".join(struct.pack(LAYOUTS[ValueType(entry.kind)], value) for value in entry.values)
+            out += struct.pack(f"<{len(entry.values)}{LAYOUTS[ValueType(entry.kind)]}", *entry.values)
 
 
 def padded(size: int, alignment: int) -> int:
@@ -141,11 +140,7 @@ def _parse_entry(data: bytes, position: int) -> tuple[Entry, int]:
             value, position = _parse_string(data, position)
             values.append(value)
     else:
-        layout = LAYOUTS[ValueType(kind)]
-        values = [value for (value,) in _iterate(layout, data, position, count)]
-        position += struct.calcsize(layout) * count
+        layout = f"<{count}{LAYOUTS[ValueType(kind)]}"
+        values = list(struct.unpack_from(layout, data, position))
+        position += struct.calcsize(layout)
     return Entry(key, kind, is_array, values), position
-
-
-def _iterate(layout: str, data: bytes, position: int, count: int) -> Iterator[tuple[Any, ...]]:
-    return struct.iter_unpack(layout, data[position : position + struct.calcsize(layout) * count])

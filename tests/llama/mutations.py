@@ -31,27 +31,28 @@ TEXTS = (
     b"longrope", b"adapter", b"mmproj", b"model", b"{% for x in range(10**9) %}x{% endfor %}", *ARCHITECTURES,
 )  # fmt: skip
 # Keys that llama.cpp reads and that few files have; those in OWN come behind the architecture's name.
-OWN = """
-vocab_size context_length embedding_length embedding_length_out embedding_length_per_layer_input block_count
-leading_dense_block_count feed_forward_length expert_feed_forward_length expert_count expert_used_count
-expert_shared_count expert_group_count expert_group_used_count expert_gating_func experts_per_group moe_every_n_layers
-nextn_predict_layers n_deepstack_layers deepstack_mapping pooling_type decoder_block_count token_shift_count
-interleave_moe_layer_step full_attention_interval num_loops attention.head_count attention.head_count_kv
-attention.key_length attention.value_length attention.sliding_window attention.sliding_window_pattern
-attention.shared_kv_layers attention.recurrent_layers attention.key_length_mla attention.value_length_mla
-attention.key_length_swa attention.relative_buckets_count attention.q_lora_rank attention.kv_lora_rank
-attention.group_norm_groups attention.temperature_length rope.dimension_count rope.dimension_count_swa
-rope.dimension_sections rope.scaling.original_context_length ssm.conv_kernel ssm.inner_size ssm.state_size
-ssm.time_step_rank ssm.group_count wkv.head_size shortconv.l_cache dense_2_feat_in dense_2_feat_out kda.head_dim
-hyper_connection.count hyper_connection.sinkhorn_iterations target_hidden_size classifier.pooling_type
-""".split()
-RARE = (
-    [f"{{}}.{name}" for name in OWN]
-    + """
-tokenizer.ggml.token_type_count tokenizer.ggml.suppress_tokens tokenizer.ggml.add_bos_token general.alignment
-tokenizer.ggml.add_eos_token general.file_type general.quantization_version split.count split.no
-""".split()
-)
+OWN = (
+    "vocab_size", "context_length", "embedding_length", "embedding_length_out", "embedding_length_per_layer_input",
+    "block_count", "leading_dense_block_count", "feed_forward_length", "expert_feed_forward_length", "expert_count",
+    "expert_used_count", "expert_shared_count", "expert_group_count", "expert_group_used_count",
+    "expert_gating_func", "experts_per_group", "moe_every_n_layers", "nextn_predict_layers", "n_deepstack_layers",
+    "deepstack_mapping", "pooling_type", "decoder_block_count", "token_shift_count", "interleave_moe_layer_step",
+    "full_attention_interval", "num_loops", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", "attention.sliding_window",
+    "attention.sliding_window_pattern", "attention.shared_kv_layers", "attention.recurrent_layers",
+    "attention.key_length_mla", "attention.value_length_mla", "attention.key_length_swa",
+    "attention.relative_buckets_count", "attention.q_lora_rank", "attention.kv_lora_rank",
+    "attention.group_norm_groups", "attention.temperature_length", "rope.dimension_count",
+    "rope.dimension_count_swa", "rope.dimension_sections", "rope.scaling.original_context_length",
+    "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count", "wkv.head_size",
+    "shortconv.l_cache", "dense_2_feat_in", "dense_2_feat_out", "kda.head_dim", "hyper_connection.count",
+    "hyper_connection.sinkhorn_iterations", "target_hidden_size", "classifier.pooling_type",
+)  # fmt: skip
+SHARED = (
+    "tokenizer.ggml.token_type_count", "tokenizer.ggml.suppress_tokens", "tokenizer.ggml.add_bos_token",
+    "general.alignment", "tokenizer.ggml.add_eos_token", "general.file_type", "general.quantization_version",
+    "split.count", "split.no",
+)  # fmt: skip
 
 Mutation = Callable[[Document, Random], str]
 
@@ -137,7 +138,7 @@ def duplicate_key(document: Document, random: Random) -> str:
 
 def duplicate_string(document: Document, random: Random) -> str:
     entry = chosen(document, random, lambda one: one.array and one.kind == ValueType.STRING)
-    if not entry.array or len(entry.values) < 2:
+    if entry.kind != ValueType.STRING or len(entry.values) < 2:
         return "nothing to duplicate"
     first, second = random.sample(range(len(entry.values)), 2)
     entry.values[second] = random.choice((entry.values[first], entry.values[first], b"", b"[EMPTY_3]"))
@@ -229,7 +230,7 @@ def remove_key(document: Document, random: Random) -> str:
 def add_key(document: Document, random: Random) -> str:
     architecture = document.entry("general.architecture")
     prefix = architecture.values[0] if architecture and architecture.kind == ValueType.STRING else b"llama"
-    key = random.choice(RARE).format(prefix.decode(errors="replace")).encode()
+    key = random.choice((*(prefix + b"." + name.encode() for name in OWN), *(name.encode() for name in SHARED)))
     kind = ValueType.UINT16 if key.startswith(b"split") else random.choice((ValueType.UINT32, ValueType.INT32))
     entry = Entry(key, kind, random.random() < 0.2, [])
     set_numbers(entry, random.choices(NUMBERS, k=random.randrange(6) if entry.array else 1))

@@ -64,6 +64,7 @@ def test_c15_a_draw_follows_the_softmax(chain, logits):
 
 def test_c15_a_seed_decides_every_draw_and_none_means_random(chain, logits):
     flat = np.zeros_like(logits)
+
     def sequence(**options):
         made = chain(**PLAIN, **options)
         return [made.sample(flat) for _ in range(12)]
@@ -130,10 +131,13 @@ def test_c15_the_order_is_the_documented_one(chain):
         penalty_repeat=1.1, dry_multiplier=1, logit_bias={A: 1.0}, dynamic_range=0.1,
     )  # fmt: skip
     symbols, text = library().symbols, library().text
-    links = [symbols.llama_sampler_chain_get(made.pointer, i) for i in range(symbols.llama_sampler_chain_n(made.pointer))]
+    links = [
+        symbols.llama_sampler_chain_get(made.pointer, i) for i in range(symbols.llama_sampler_chain_n(made.pointer))
+    ]
     names = [text(symbols.llama_sampler_name(link)).lstrip("+?") for link in links]
     assert names == [
-        "logit-bias", "penalties", "dry", "top-n-sigma", "top-k", "typical", "top-p", "min-p", "xtc", "temp-ext", "dist",
+        "logit-bias", "penalties", "dry", "top-n-sigma", "top-k", "typical", "top-p", "min-p", "xtc", "temp-ext",
+        "dist",
     ]  # fmt: skip
 
 
@@ -199,7 +203,15 @@ def test_c15_a_grammar_s_end_accepted_once_more_is_an_error_and_not_an_abort(cha
 
 @pytest.mark.parametrize(
     "grammar",
-    ["root ::= (", "nonsense", 'root ::= undefined', "root ::= root", 'other ::= "a"', "(" * 5000, "root ::= " + "(" * 500],
+    [
+        "root ::= (",
+        "nonsense",
+        "root ::= undefined",
+        "root ::= root",
+        'other ::= "a"',
+        "(" * 5000,
+        "root ::= " + "(" * 500,
+    ],
 )
 def test_c15_a_broken_grammar_is_refused_when_the_chain_is_made(chain, grammar):
     with pytest.raises(InvalidGrammar):

@@ -49,7 +49,7 @@ def check_state() -> None:
         for sequence in (0, 1):
             next_token(context, sequence, [5], position=len(tokens))
             rows.append(context.logits(0).copy())
-        assert np.array_equal(*rows), "the restored sequence computes other numbers"
+        assert np.array_equal(rows[0], rows[1]), "the restored sequence computes other numbers"
 
 
 def check_mtp() -> None:

@@ -19,8 +19,7 @@ class Batch:
     """
 
     def __init__(self, capacity: int, width: int = 0) -> None:
-        opened = library()
-        ffi = opened.ffi
+        ffi = library().ffi
         self.capacity = capacity
         self.count = 0
         self._arrays = {
@@ -33,21 +32,19 @@ class Batch:
         }
         for row in range(capacity):  # every row belongs to one sequence, so these pointers never change
             self._arrays["seq_id"][row] = self._arrays["sequence"] + row
-        self.tokens: NDArray[np.int32] = self._view("token", np.int32)
-        self.positions: NDArray[np.int32] = self._view("pos", np.int32)
-        self.sequences: NDArray[np.int32] = self._view("sequence", np.int32)
-        self.outputs: NDArray[np.int8] = self._view("logits", np.int8)
+        self.tokens: NDArray[np.int32] = np.frombuffer(ffi.buffer(self._arrays["token"]), dtype=np.int32)
+        self.positions: NDArray[np.int32] = np.frombuffer(ffi.buffer(self._arrays["pos"]), dtype=np.int32)
+        self.sequences: NDArray[np.int32] = np.frombuffer(ffi.buffer(self._arrays["sequence"]), dtype=np.int32)
+        self.outputs: NDArray[np.int8] = np.frombuffer(ffi.buffer(self._arrays["logits"]), dtype=np.int8)
         self.native = ffi.new("llama_batch *")[0]
         for field in ("token", "pos", "n_seq_id", "seq_id", "logits"):
             setattr(self.native, field, self._arrays[field])
         self.hidden: NDArray[np.float32] | None = None
         if width:  # rows that carry a hidden state beside their token, as MTP contexts want them
             self._arrays["embd"] = ffi.new("float[]", capacity * width)
-            self.hidden = self._view("embd", np.float32).reshape(capacity, width)
+            hidden = np.frombuffer(ffi.buffer(self._arrays["embd"]), dtype=np.float32)
+            self.hidden = hidden.reshape(capacity, width)
             self.native.embd = self._arrays["embd"]
-
-    def _view(self, field: str, kind: type) -> NDArray[np.generic]:  # type: ignore[type-arg]
-        return np.frombuffer(library().ffi.buffer(self._arrays[field]), dtype=kind)
 
     def clear(self) -> None:
         self.count = 0

@@ -49,7 +49,9 @@ def estimate(header: Header, settings: ContextSettings) -> Footprint:
     recurrent_layers = sum(1 for keys, _ in layers if not keys) if shape.recurrent else 0
     states = settings.sequences * (1 + settings.rollback)
     logits = settings.outputs * shape.vocabulary * 4
-    activations = settings.ubatch * (12 * shape.number("embedding_length") + 3 * shape.number("feed_forward_length")) * 4
+    activations = (
+        settings.ubatch * (12 * shape.number("embedding_length") + 3 * shape.number("feed_forward_length")) * 4
+    )
     return Footprint(
         weights=sum(tensor.nbytes for tensor in header.tensors),
         cells=int(total),
@@ -111,7 +113,7 @@ class Shape:
         window = self.number("attention.sliding_window")
         if window and not settings.full_window and self._is_windowed(layer):
             sequences = settings.sequences if settings.unified else 1
-            each = min(each, padded(window * sequences + settings.ubatch))
+            each = min(each, padded(window * sequences + min(settings.ubatch, settings.batch)))
         return each * streams
 
     def _is_windowed(self, layer: int) -> bool:

@@ -78,15 +78,20 @@ class Library:
         self.ffi.cdef(MTP_DECLARATIONS)
         self.symbols: Any = Symbols([_open(self.ffi, path) for path in _load_order(found.files)])
         self._check()
-        self.log, self._log_callback = logs.attach(self.ffi, self.symbols)
+        self.log = logs.LogBridge()
         self.version: str = self.text(self.symbols.llama_version())
         self.mtp = all(hasattr(self.symbols, name) for name in MTP_NAMES.values())
         for name, exported in MTP_NAMES.items() if self.mtp else ():
             setattr(self.symbols, name, getattr(self.symbols, exported))
+        c: Any = self.ffi.dlopen(None)
+        self.strlen: Any = c.strlen
+
+    def start(self) -> None:
+        """What happens once in a process: the log goes to `logging`, the compute backends are there."""
+        self._log_callback = logs.attach(self.log, self.ffi, self.symbols)  # lives as long as the library
         if self.symbols.ggml_backend_dev_count() == 0:  # builds whose backends are plug-ins beside the library
-            self.symbols.ggml_backend_load_all_from_path(str(found.path.parent).encode())
+            self.symbols.ggml_backend_load_all_from_path(str(self.found.path.parent).encode())
         self.symbols.llama_backend_init()
-        self.strlen: Any = self.ffi.dlopen(None).strlen
 
     @property
     def build(self) -> str:
@@ -132,7 +137,9 @@ def library() -> Library:
     found = providers.find()
     check_machine(found)
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else an abort starts a debugger on the dying process
-    return Library(found)
+    opened = Library(found)
+    opened.start()
+    return opened
 
 
 def check_machine(found: providers.Found) -> None:

@@ -39,9 +39,8 @@ class LogBridge:
         return line or otherwise
 
 
-def attach(ffi: Any, symbols: Any) -> tuple[LogBridge, object]:
-    """Send the library's log through a bridge. The second value must live as long as the library."""
-    bridge = LogBridge()
+def attach(bridge: LogBridge, ffi: Any, symbols: Any) -> object:
+    """Send the library's log through `bridge`. What is returned must live as long as the library."""
 
     @ffi.callback("void(enum ggml_log_level, const char *, void *)")  # type: ignore[untyped-decorator]
     def receive(level: int, text: Any, _: Any) -> None:
@@ -49,4 +48,4 @@ def attach(ffi: Any, symbols: Any) -> tuple[LogBridge, object]:
 
     symbols.llama_log_set(receive, ffi.NULL)
     symbols.mtmd_log_set(receive, ffi.NULL)
-    return bridge, receive
+    return receive

@@ -177,7 +177,7 @@ class Memory:
         delta = integer("delta", delta)
         if held is None or delta == 0:
             return
-        if not 0 <= max(first, held[0]) + delta or held[1] + delta >= INT32_MAX:
+        if not max(first, held[0]) + delta >= 0 or held[1] + delta >= INT32_MAX:
             raise InvalidArgument("delta", f"{delta} would move a position out of range")
         self._symbols.llama_memory_seq_add(self._native("shift"), sequence, first, last, delta)
         self.pending_shift = True

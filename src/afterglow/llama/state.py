@@ -59,9 +59,7 @@ class State:
             raise InvalidState("its checksum is wrong")
         positions = None if last < 0 else (first, last)
         scope: Scope = "partial" if partial else "full"
-        return cls(
-            key=key, scope=scope, positions=positions, data=np.frombuffer(view[ENVELOPE.size :], dtype=np.uint8)
-        )
+        return cls(key=key, scope=scope, positions=positions, data=np.frombuffer(view[ENVELOPE.size :], dtype=np.uint8))
 
 
 class StateOwner(Protocol):

@@ -101,7 +101,7 @@ class Vocabulary:
             raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}") from None
         if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
             raise InvalidArgument("tokens", "must be a flat list of whole numbers")
-        if array.size and not (0 <= int(array.min()) and int(array.max()) < self.size):
+        if array.size and not (int(array.min()) >= 0 and int(array.max()) < self.size):
             worst = int(array.min()) if array.min() < 0 else int(array.max())
             raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}, not {worst}")
         return array.astype(np.int32)

@@ -11,7 +11,7 @@ from pathlib import Path
 from afterglow.llama.header import Header, read_header
 from afterglow.llama.inspection.dimensions import check_dimensions
 from afterglow.llama.inspection.facts import Facts
-from afterglow.llama.inspection.projector import check_projector
+from afterglow.llama.inspection.projector import check_adapter, check_projector
 from afterglow.llama.inspection.tokens import check_tokens
 from afterglow.llama.inspection.weights import check_weights
 
@@ -30,13 +30,13 @@ def inspect(path: Path) -> Header:
         facts.fail("it does not say which architecture it has (general.architecture is missing or empty)")
     kind = facts.text("general.type")
     if kind == "adapter":
-        _check_adapter(facts)
+        check_adapter(facts)
     elif kind == "mmproj" or facts.architecture == "clip":
         check_projector(facts)
     else:
         check_dimensions(facts)
         check_tokens(facts)
-        check_weights(facts)
+    check_weights(facts)
     return header
 
 
@@ -50,9 +50,3 @@ def _part(facts: Facts) -> int:
                 f"it is part {number + 1} of {count}, its name should end in -{number + 1:05}-of-{count:05}.gguf"
             )
     return number if count > 1 else 0
-
-
-def _check_adapter(facts: Facts) -> None:
-    """llama.cpp reads these without asking how they are stored, and aborts when it is otherwise."""
-    facts.text("adapter.type")
-    facts.real("adapter.lora.alpha")

@@ -28,7 +28,7 @@ BOUNDS = {
     "classifier.pooling_type": (0, 4), "attention.head_count": (0, 65_536), "attention.head_count_kv": (0, 65_536),
     "attention.key_length": (0, 65_536), "attention.value_length": (0, 65_536),
     "attention.key_length_swa": (0, 65_536), "attention.value_length_swa": (0, 65_536),
-    "attention.sliding_window": (0, INTEGER), "rope.dimension_count": (2, 65_536),
+    "attention.sliding_window": (0, 2**28), "rope.dimension_count": (2, 65_536),
     "rope.dimension_count_swa": (2, 65_536), "rope.scaling.original_context_length": (0, INTEGER),
     "ssm.conv_kernel": (0, 256), "ssm.inner_size": (0, WIDTH), "ssm.state_size": (0, WIDTH),
     "ssm.time_step_rank": (0, WIDTH), "ssm.group_count": (0, 65_536), "wkv.head_size": (0, 65_536),
@@ -102,16 +102,18 @@ def _check_rotation(facts: Facts) -> None:
     if not heads or heads[0] == 0:
         return
     width = facts.number(facts.own("attention.key_length"), facts.number(facts.own("embedding_length")) // heads[0])
-    rotated = facts.number(facts.own("rope.dimension_count"), width)
-    if facts.has(facts.own("rope.dimension_count")) and (rotated % 2 or rotated > width):
-        facts.fail(f"{rotated:,} dimensions of heads of {width:,} are said to be rotated")
+    local = facts.number(facts.own("attention.key_length_swa"), width)
+    for name, room in (("rope.dimension_count", width), ("rope.dimension_count_swa", local)):
+        rotated = facts.number(facts.own(name))
+        if rotated % 2 or rotated > room:
+            facts.fail(f"{facts.own(name)} is {rotated:,}, it must be even and the heads have {room:,} dimensions")
     key = facts.own("rope.dimension_sections")
     sections = facts.array(key, ValueType.UINT32, ValueType.INT32)
     if sections is None:
         return
     total = sum(int(section) for section in sections)
     if len(sections) > 4 or min(sections, default=-1) < 0 or not 0 < total <= width:
-        facts.fail(f"{key} is {sections[:8].tolist()}, which does not divide heads of {width:,}")
+        facts.fail(f"{key} is {sections[:8].tolist()}, which does not divide heads of {width:,} dimensions")
 
 
 def _check_state(facts: Facts) -> None:

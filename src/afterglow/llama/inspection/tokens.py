@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +27,8 @@ SUFFIX_BYTES = 2**28  # plamo's tokenizers store every suffix of every token
 ADDED = {"llama": (True, False), "bert": (True, False), "t5": (False, True), "gemma4": (True, False)}
 BEGINNINGS = {"llama": 1, "bert": 101, "gpt2": 11, "hybriddna": 11, "whitespace": 11, "plamo2": 1, "plamo3": 1}
 ENDS = {"llama": 2, "t5": 1, "gpt2": 11, "hybriddna": 11, "whitespace": 11, "plamo2": 2, "plamo3": 2}
-SEPARATOR = 102
+SEPARATORS = {"bert": 102}
+UNKNOWNS = {"bert": 100, "t5": 2}
 
 
 def check_tokens(facts: Facts) -> None:
@@ -68,18 +69,23 @@ def _check_special(facts: Facts, model: str, count: int) -> None:
     for key in facts.header.metadata:
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and facts.number(key) >= count:
             facts.fail(f"{key} is {facts.number(key):,}, the vocabulary has {count:,} tokens")
-    begins, ends = ADDED.get(model, (False, False))
-    begins = facts.flag("tokenizer.ggml.add_bos_token", begins) or model in ("bert", "gemma4")
-    ends = facts.flag("tokenizer.ggml.add_eos_token", ends) and model != "bert"
-    needed = (
-        [("bos", BEGINNINGS)] * begins
-        + [("eos", ENDS)] * ends
-        + [("seperator", {"bert": SEPARATOR})] * (model == "bert")
-    )
-    for name, defaults in needed:
+    for name, defaults in _needed(facts, model):
         key = f"tokenizer.ggml.{name}_token_id"
         if not facts.has(key) and defaults.get(model, count) >= count:
-            facts.fail(f"a token is to be added to each text, but {key} does not say which")
+            facts.fail(f"its tokenizer needs a token that {key} does not name")
+
+
+def _needed(facts: Facts, model: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """The special tokens that this tokenizer cannot do without, and where each model has them if the file is silent."""
+    begins, ends = ADDED.get(model, (False, False))
+    if facts.flag("tokenizer.ggml.add_bos_token", begins) or model in ("bert", "gemma4"):
+        yield "bos", BEGINNINGS
+    if facts.flag("tokenizer.ggml.add_eos_token", ends) and model != "bert":
+        yield "eos", ENDS
+    if model in SEPARATORS:
+        yield "seperator", SEPARATORS  # the format's spelling
+    if model in UNKNOWNS:
+        yield "unknown", UNKNOWNS
 
 
 def _check_merges(facts: Facts, model: str) -> None:
@@ -105,7 +111,8 @@ def _check_texts(facts: Facts, model: str, tokens: Strings) -> None:
     if model == "llama":
         _check_bytes(facts, unique)
     elif model == "rwkv":
-        _check_prefixes(facts, texts)
+        # llama.cpp never ends when a text begins like a token but no token is found: each byte must be one.
+        _check_bytes(facts, {_unescaped(text) for text in texts})
     elif model.startswith("plamo") and sum(len(text) ** 2 for text in texts) > SUFFIX_BYTES:
         facts.fail(f"its tokens have more than {SUFFIX_BYTES:,} bytes of suffixes, which no vocabulary has")
     elif model == "bert":
@@ -118,15 +125,6 @@ def _check_bytes(facts: Facts, texts: set[bytes]) -> None:
     for byte in range(256):
         if b"<0x%02X>" % byte not in texts and bytes([byte]) not in texts:
             facts.fail(f"its vocabulary has no token for the byte {byte:#04x}: text with it would end the process")
-
-
-def _check_prefixes(facts: Facts, texts: Iterable[bytes]) -> None:
-    """llama.cpp never ends when a text begins like a token and no token ends there, so each first byte must be one."""
-    unescaped = [_unescaped(text) for text in texts]
-    alone = {text for text in unescaped if len(text) == 1}
-    for text in unescaped:
-        if text and text[:1] not in alone:
-            facts.fail(f"its vocabulary has {text[:32]!r} but not {text[:1]!r}: text with it would never be tokenized")
 
 
 def _unescaped(text: bytes) -> bytes:

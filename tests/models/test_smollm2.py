@@ -1,0 +1,58 @@
+"""Does it hold on a model people run? SmolLM2-135M-Instruct, fetched from its package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import afterglow
+
+RIVER = Path(__file__).parents[1] / "data" / "river.txt"
+
+
+def test_it_answers_a_question(model: afterglow.Model) -> None:
+    prompt = model.chat_prompt([("user", "What is the capital of France? Answer in one word.")])
+    answer = model.complete(prompt, max_tokens=16)
+    assert "Paris" in answer.text
+    assert answer.finish == "stop"
+
+
+def test_it_knows_what_it_is(model: afterglow.Model) -> None:
+    assert model.info.architecture == "llama"
+    assert model.info.parameters == 134_515_008
+    assert model.info.memory == "attention"
+    assert model.supports("chat_template")
+
+
+def test_c16_perplexity_of_a_fixed_text_is_that_of_the_raw_logits_in_double_precision(model: afterglow.Model) -> None:
+    tokens = model.tokenize(RIVER.read_text())[:2000]
+    assert len(tokens) == 2000
+    perplexity = model.perplexity(tokens)
+    assert perplexity == pytest.approx(direct_perplexity(model, tokens), rel=1e-3)
+    assert 5 < perplexity < 60
+
+
+def direct_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
+    """From the raw logits in float64, in the batches that scoring uses: another shape of batch moves this by 0.13 %."""
+    context = model._lifecycle.context
+    total = 0.0
+    for start in range(0, len(tokens) - 1, context.max_outputs):
+        chunk = tokens[start : min(start + context.max_outputs, len(tokens) - 1)]
+        context.batch.clear()
+        context.batch.add(chunk, position=start, sequence=0, outputs=len(chunk))
+        context.decode()
+        rows = np.stack([context.logits(row) for row in range(len(chunk))]).astype(np.float64)
+        rows -= rows.max(axis=1, keepdims=True)
+        targets = tokens[start + 1 : start + 1 + len(chunk)]
+        total += float((rows[np.arange(len(chunk)), targets] - np.log(np.exp(rows).sum(axis=1))).sum())
+    context.memory.remove(0)
+    return float(np.exp(-total / (len(tokens) - 1)))
+
+
+def test_the_estimate_of_its_memory_is_what_llama_cpp_allocates(model: afterglow.Model) -> None:
+    settings = model.settings[1]
+    footprint = model._lifecycle.model.footprint(settings)
+    assert footprint.cells == 30 * 2 * 3 * 64 * 2 * settings.cells  # layers, keys and values, heads, width, f16
+    assert footprint.weights == model.info.nbytes
