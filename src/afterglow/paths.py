@@ -9,8 +9,11 @@ import platformdirs
 
 
 def cache_directory(name: str) -> Path:
-    """The folder `name` inside afterglow's cache, created where it is missing."""
-    root = os.environ.get("AFTERGLOW_CACHE") or platformdirs.user_cache_path("afterglow")
-    folder = Path(root).expanduser() / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """Where the folder `name` of afterglow's cache is, or will be.
+
+    >>> cache_directory("models").name
+    'models'
+    """
+    chosen = os.environ.get("AFTERGLOW_CACHE")
+    root = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("afterglow", appauthor=False)
+    return root / name

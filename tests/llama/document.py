@@ -51,6 +51,14 @@ class Document:
     def entry(self, key: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.key == key.encode()), None)
 
+    def put(self, key: str, kind: ValueType, *values: Any, array: bool = False) -> None:
+        """Set a key, new or not; several values are an array."""
+        self.drop(key)
+        self.entries.append(Entry(key.encode(), kind, array or len(values) > 1, list(values)))
+
+    def drop(self, key: str) -> None:
+        self.entries = [entry for entry in self.entries if entry.key != key.encode()]
+
     def write(self) -> bytes:
         """The file; tensors lie one after the other, each at a multiple of the alignment."""
         out = bytearray(b"GGUF" + struct.pack("<IQQ", self.version, len(self.weights), len(self.entries)))

@@ -14,11 +14,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from document import Document, Entry, Weights, parse, tensor_bytes
+from document import Document, Entry, parse
+from tensor_mutations import HUGE, change_tensor
 
-from afterglow.llama.formats import TENSOR_TYPES, ValueType
+from afterglow.llama.formats import ValueType
 
-HUGE = (2**16, 2**24, 2**28, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 NUMBERS = (0, 1, 2, 3, 5, 31, 64, 255, 1023, 4096, 65_537, 10**6, 2**24, 2**30, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)
 REALS = (0.0, -0.0, -1.0, 1e-30, 1e30, 3e38, math.inf, -math.inf, math.nan)
 ALIGNMENTS = (0, 1, 2, 3, 4, 8, 16, 33, 48, 64, 128, 4096, 2**20, 2**31, 2**32 - 1)
@@ -255,75 +255,11 @@ def change_alignment(document: Document, random: Random) -> str:
     return f"alignment {alignment}, laid out by {document.alignment}"
 
 
-def change_tensor(document: Document, random: Random) -> str:
-    if not document.weights:
-        return "no tensor to change"
-    one, other = random.choice(document.weights), random.choice(document.weights)
-    return random.choice(TENSOR_CHANGES)(document, one, other, random)
-
-
-def retype(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    kind = random.choice((*TENSOR_TYPES, 4, 5, 31, 36, 43, 2**31, 2**32 - 1))
-    if kind in TENSOR_TYPES:
-        resize(one, one.shape, kind)
-    one.kind = kind
-    return f"{one.name!r} has type {kind}"
-
-
-def reshape(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    shape = list(random.choice((one.shape[::-1], other.shape, [*one.shape, 1], [math.prod(one.shape)], [])))
-    if shape and random.random() < 0.7:
-        index = random.randrange(len(shape))
-        shape[index] = random.choice((0, 1, shape[index] * 2, shape[index] + 1, shape[index] // 2, *HUGE))
-    if one.kind in TENSOR_TYPES and tensor_bytes(shape, one.kind) < 2**22 and random.random() < 0.8:
-        resize(one, shape, one.kind)
-    one.shape = shape
-    return f"{one.name!r} has shape {shape}"
-
-
-def reorder(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    one.name, other.name = other.name, one.name
-    return f"{one.name!r} and {other.name!r} change places"
-
-
-def move(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    one.offset = random.choice((0, 1, 32, 2**20, *HUGE)) % 2**64
-    return f"{one.name!r} is moved to {one.offset}"
-
-
-def remove(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    document.weights = [weights for weights in document.weights if weights is not one]
-    return f"remove tensor {one.name!r}"
-
-
-def rename(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    old, one.name = (
-        one.name,
-        random.choice((other.name, b"", b"x" * 63, b"x" * 64, one.name + b"\0", b"rope_freqs.weight")),
-    )
-    return f"{old!r} is called {one.name!r}"
-
-
-def repeat(document: Document, one: Weights, other: Weights, random: Random) -> str:
-    document.weights.append(
-        replace(one, name=random.choice((one.name, b"extra", b"blk.0.attn_q.bias", b"output.weight")))
-    )
-    return f"{one.name!r} appears again as {document.weights[-1].name!r}"
-
-
-TENSOR_CHANGES = (retype, reshape, reshape, reorder, move, remove, rename, repeat)
 STRUCTURED: tuple[Mutation, ...] = (
     duplicate_key, duplicate_string, change_strings, change_number, change_number, change_number, change_numbers,
     change_text, change_architecture, change_type, change_length, remove_key, add_key, add_key, change_special_token,
     change_alignment, change_tensor, change_tensor,
 )  # fmt: skip
-
-
-def resize(one: Weights, shape: list[int], kind: int) -> None:
-    """Give the tensor as many bytes as its new shape and type need."""
-    size = tensor_bytes(shape, kind)
-    if one.data and size <= 2**24:
-        one.data = (one.data * (size // len(one.data) + 1))[:size]
 
 
 def finite(number: float) -> float:

@@ -11,8 +11,10 @@ from typing import IO, NoReturn
 
 from afterglow.errors import InvalidModel
 
-HEADER_BYTES = 256 * 1024 * 1024  # the largest real headers are near 32 MiB
-STRINGS = 4_194_304  # in all arrays together; the largest real headers have under 800,000
+# Bounds on work, several times what the largest real models have: llama.cpp reads arrays element by element.
+HEADER_BYTES = 64 * 1024 * 1024
+STRINGS = 1_500_000
+NUMBERS = 8_000_000
 CHUNK = 1024 * 1024
 
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -23,7 +25,7 @@ class Cursor:
 
     def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
         self.path, self.size, self.position = path, size, 0
-        self.strings_left = STRINGS
+        self.strings_left, self.numbers_left = STRINGS, NUMBERS  # in all arrays together
         self.data = bytearray()
         self._file = file
 
@@ -41,6 +43,16 @@ class Cursor:
             if not chunk:
                 self.fail(f"the file ended at byte {len(self.data):,} while it was read")
             self.data += chunk
+
+    def spend(self, count: int, strings: bool, what: str) -> None:
+        """Account for an array's elements."""
+        if strings:
+            self.strings_left -= count
+        else:
+            self.numbers_left -= count
+        if self.strings_left < 0 or self.numbers_left < 0:
+            limit = STRINGS if strings else NUMBERS
+            self.fail(f"{what} has {count:,} elements, all arrays together may have {limit:,} of this kind")
 
     def take(self, count: int, what: str) -> bytes:
         end = self.position + count

@@ -17,15 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidModel
-from afterglow.llama.cursor import HEADER_BYTES, STRINGS, U32, U64, Cursor
+from afterglow.llama.cursor import HEADER_BYTES, U32, U64, Cursor
 from afterglow.llama.formats import NUMBERS, TENSOR_TYPES, ValueType
 
-# Bounds on work, far above every real model: llama.cpp searches its keys and tensors one by one and reads an array
-# element by element, so a file with more than this is minutes of work, or a lie.
-KEYS = 16_384
-TENSORS = 16_384
-
-KEY_BYTES = 65_535
+KEYS = 4096  # llama.cpp searches keys and tensors one by one; real models have under 200 and 3,000
+TENSORS = 8192
+KEY_BYTES = 1024
 NAME_BYTES = 63
 DIMENSIONS = 4
 ELEMENTS = 2**63 - 1
@@ -172,6 +169,7 @@ def _read_array(cursor: Cursor, what: str) -> tuple[Value, ValueType]:
     size = U64.size if kind is ValueType.STRING else np.dtype(NUMBERS[kind]).itemsize
     if count * size > room:
         cursor.fail(f"{what} at byte {place:,} claims {count:,} elements, the file has {room:,} more bytes")
+    cursor.spend(count, kind is ValueType.STRING, what)
     if kind is ValueType.STRING:
         return _read_strings(cursor, count, what), kind
     elements = np.frombuffer(cursor.take(count * size, what), NUMBERS[kind])
@@ -179,9 +177,6 @@ def _read_array(cursor: Cursor, what: str) -> tuple[Value, ValueType]:
 
 
 def _read_strings(cursor: Cursor, count: int, what: str) -> Strings:
-    cursor.strings_left -= count
-    if cursor.strings_left < 0:
-        cursor.fail(f"{what} has {count:,} strings, the limit of a file is {STRINGS:,}")
     start = position = cursor.position
     data, loaded, unpack = cursor.data, len(cursor.data), U64.unpack_from
     ends = array("Q")

@@ -32,6 +32,7 @@ def ensure_safe(path: Path) -> None:
     for file in files:
         inspect(file)
     _try_in_child(path, sum(file.stat().st_size for file in files))
+    remembered.parent.mkdir(parents=True, exist_ok=True)
     remembered.touch()
 
 

@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from afterglow.errors import ModelNotFound, UnsupportedOperation
+from afterglow.paths import cache_directory
 from afterglow.registry.catalogue import CATALOGUE, Entry, HubFile, from_filename, parse
 from afterglow.registry.fetch import fetch as fetch_source
 from afterglow.registry.foreign import LocalModel, discover
@@ -26,9 +25,7 @@ def models_directory() -> Path:
     """
     if chosen := os.environ.get("AFTERGLOW_MODELS"):
         return Path(os.path.expanduser(chosen))
-    if chosen := os.environ.get("AFTERGLOW_CACHE"):
-        return Path(os.path.expanduser(chosen)) / "models"
-    return user_cache_path("afterglow", appauthor=False) / "models"
+    return cache_directory("models")
 
 
 def installed() -> list[LocalModel]:

@@ -13,9 +13,8 @@ from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
 
-import platformdirs
-
 from afterglow.errors import ModelNotFound
+from afterglow.paths import cache_directory
 from afterglow.tiny import adapter, attention, constructed, embedding, hybrid, projector, recurrent
 from afterglow.tiny.constructed import CYCLE, successor_of
 
@@ -54,16 +53,11 @@ def path(name: str, directory: Path | None = None) -> Path:
     """
     if name not in _RECIPES:
         raise ModelNotFound(name, f"the tiny models are {', '.join(_RECIPES)}")
-    directory = directory or _cache_directory()
+    directory = directory or cache_directory("tiny")
     file = directory / f"{name}-{_fingerprint(name)}.gguf"
     if not file.exists():
         _write(_RECIPES[name], file)
     return file
-
-
-def _cache_directory() -> Path:
-    override = os.environ.get("AFTERGLOW_CACHE")
-    return (Path(override) if override else platformdirs.user_cache_path("afterglow")) / "tiny"
 
 
 def _fingerprint(name: str) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
 from afterglow.llama.formats import ValueType
-from afterglow.llama.header import Strings
+from afterglow.llama.header import Strings, decoded
 from afterglow.llama.inspection.facts import Facts
 
 ESCAPED = re.compile(rb"\\(x[0-9a-f]{2}|[^x])", re.DOTALL)
@@ -20,7 +19,7 @@ BYTE_TYPE = 6
 
 TOKEN_BYTES = 16_384  # the longest real tokens, runs of spaces, have 1,024; tries recurse once for each byte
 VOCABULARY_BYTES = 32 * 1024 * 1024  # the largest real vocabularies have 3 MiB; a trie takes a hundred times as much
-SUFFIX_BYTES = 2**28  # plamo's tokenizers store every suffix of every token
+SUFFIXES = 2**28  # plamo's tokenizers look for every piece of every suffix of every token
 
 # What each tokenizer adds around a text, where the file does not say: (beginning, end), and the tokens it takes for
 # them. llama.cpp aborts when it has to add one that is not there.
@@ -41,6 +40,7 @@ def check_tokens(facts: Facts) -> None:
     tokens = facts.strings("tokenizer.ggml.tokens")
     if not tokens:
         facts.fail("it has no vocabulary (tokenizer.ggml.tokens is missing or empty)")
+    _check_rows(facts, len(tokens))
     _check_lengths(facts, len(tokens))
     _check_special(facts, model, len(tokens))
     _check_merges(facts, model)
@@ -55,6 +55,13 @@ def _check_size(facts: Facts) -> None:
     largest = max((size for tensor in facts.header.tensors for size in tensor.shape), default=0)
     if facts.header.split_count <= 1 and claimed > largest:
         facts.fail(f"{facts.own('vocab_size')} is {claimed:,}, its largest tensor has {largest:,} rows")
+
+
+def _check_rows(facts: Facts, count: int) -> None:
+    """llama.cpp says this too, but only after seconds over a vocabulary that is too large."""
+    for tensor in facts.header.tensors:
+        if tensor.name == "token_embd.weight" and facts.architecture != "eagle3" and tensor.shape[1:] != (count,):
+            facts.fail(f"it has {count:,} tokens, but its {tensor.name} has the shape {list(tensor.shape)}")
 
 
 def _check_lengths(facts: Facts, count: int) -> None:
@@ -105,20 +112,26 @@ def _check_texts(facts: Facts, model: str, tokens: Strings) -> None:
         facts.fail(f"its longest token has {longest:,} bytes and all together {total:,}, which no vocabulary has")
     unique = set(texts)
     if len(unique) != len(texts):
-        first, second = next((one, two) for one, two in pairwise(sorted(texts)) if one == two)
-        numbers = [number for number, text in enumerate(texts) if text == first == second]
-        facts.fail(f"tokens {numbers[0]:,} and {numbers[1]:,} are the same: {first[:32]!r}")
+        _fail_on_repeated(facts, texts)
     if model == "llama":
         _check_bytes(facts, unique)
     elif model == "rwkv":
         # llama.cpp never ends when a text begins like a token but no token is found: each byte must be one.
         _check_bytes(facts, {_unescaped(text) for text in texts})
-    elif model.startswith("plamo") and sum(len(text) ** 2 for text in texts) > SUFFIX_BYTES:
-        facts.fail(f"its tokens have more than {SUFFIX_BYTES:,} bytes of suffixes, which no vocabulary has")
+    elif model.startswith("plamo") and sum(len(decoded(text)) ** 3 for text in texts) > SUFFIXES:
+        facts.fail(f"its tokens are too long, up to {longest:,} bytes, for a tokenizer that takes them to pieces")
     elif model == "bert":
         types = facts.array("tokenizer.ggml.token_type", ValueType.INT32)
         if types is not None and BYTE_TYPE in types:
             facts.fail("its vocabulary has byte tokens, which a word-piece tokenizer cannot write")
+
+
+def _fail_on_repeated(facts: Facts, texts: list[bytes]) -> None:
+    seen: dict[bytes, int] = {}
+    for number, text in enumerate(texts):
+        if text in seen:
+            facts.fail(f"tokens {seen[text]:,} and {number:,} are the same: {text[:32]!r}")
+        seen[text] = number
 
 
 def _check_bytes(facts: Facts, texts: set[bytes]) -> None:
@@ -128,7 +141,7 @@ def _check_bytes(facts: Facts, texts: set[bytes]) -> None:
 
 
 def _unescaped(text: bytes) -> bytes:
-    """A token of RWKV's list, which writes bytes as `\\xe9`. Only what decides the first byte and the length."""
+    """A token of RWKV's list, which writes bytes as `\\xe9`."""
     return ESCAPED.sub(lambda found: _byte(found[1]), text)
 
 
