@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from verdict import opened, refusal
+from verdict import opened, passes, refusal
 
 from afterglow.llama.formats import ValueType
 
@@ -93,3 +93,11 @@ def test_an_unknown_word_is_refused_with_the_known_ones(key: str, tmp_path: Path
     document = opened("draft")
     document.put(f"llama.{key}", TEXT, b"sideways")
     assert f"llama.{key} is 'sideways', it must be one of" in refusal(document, tmp_path)
+
+
+def test_a_number_for_each_layer_must_be_a_whole_one(tmp_path: Path) -> None:
+    document = opened("draft")
+    document.put("llama.attention.head_count", F32, 2.0, array=True)
+    assert "head_count is stored as an array of FLOAT32, it must be an array of UINT32" in refusal(document, tmp_path)
+    document.put("llama.attention.head_count", I32, 2, array=True)
+    assert passes(document, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from document import Document, Entry, Weights, parse
 
 from afterglow import tiny
 from afterglow.errors import InvalidModel
+from afterglow.llama.cursor import Cursor
 from afterglow.llama.formats import TENSOR_TYPES, ValueType
 from afterglow.llama.header import Header, Strings, Value, read_header
 from afterglow.llama.library import library
@@ -184,6 +186,20 @@ def test_a_string_of_an_array_longer_than_the_file_is_refused(document: Document
 def test_an_array_that_would_take_llama_cpp_minutes_is_refused(document: Document, refused: Refused) -> None:
     data = with_field(document, "count of b'tokenizer.ggml.tokens'", 2_000_000) + bytes(16_000_000)
     assert "2,000,000 elements, all arrays together may have 1,500,000" in refused(data)
+
+
+def test_a_header_that_is_most_of_a_large_file_is_refused(document: Document, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(with_field(document, "string length in b'general.architecture'", 2**26))
+    os.truncate(path, 2**27)  # takes no room: what lies behind the end was never written
+    with pytest.raises(InvalidModel, match="bytes long, over the limit of 67,108,864"):
+        read_header(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    cursor = Cursor(tmp_path / "model.gguf", io.BytesIO(b"GGUF"), size=100)
+    with pytest.raises(InvalidModel, match="the file ended at byte 4 while it was read"):
+        cursor.take(8, "the version")
 
 
 def test_an_unknown_value_type_is_refused(document: Document, refused: Refused) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mutations import mutations
 
 from afterglow import tiny
-from afterglow.errors import InvalidModel
+from afterglow.errors import InvalidModel, OutOfMemory
 from afterglow.llama import probe
 from afterglow.llama.context import Context
 from afterglow.llama.fingerprint import fingerprint
@@ -39,8 +39,7 @@ def attack(original: str, count: int, folder: Path) -> tuple[int, int]:
             with Model.load(path) as model:
                 Context(model, ContextSettings(cells=256, batch=32, threads=1, outputs=1)).close()
             loaded += 1
-        except InvalidModel as error:
-            assert error.reason
+        except (InvalidModel, OutOfMemory):  # a lie about sizes may pass as a model too large for here
             refused += 1
         used = seconds_used() - started
         assert used < 2, f"{what} took {used:.1f} s"

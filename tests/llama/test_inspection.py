@@ -123,6 +123,12 @@ def test_a_projector_of_absurd_size_is_refused(key: str, value: int, reason: str
     assert reason in refusal(document, tmp_path)
 
 
+def test_a_projector_with_an_epsilon_below_zero_is_refused(tmp_path: Path) -> None:
+    document = opened("projector-qwen")
+    document.put("clip.vision.attention.layer_norm_epsilon", F32, -1.0)
+    assert "layer_norm_epsilon is -1.0, it must be zero or more" in refusal(document, tmp_path)
+
+
 def test_a_part_of_a_model_is_known_by_its_name(tmp_path: Path) -> None:
     document = opened("draft")
     document.put("split.count", U16, 3)

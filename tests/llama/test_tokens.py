@@ -152,3 +152,11 @@ def test_a_table_of_replacements_that_leads_out_of_itself_is_refused(table: list
     assert passes(document, tmp_path)
     document.put("tokenizer.ggml.precompiled_charsmap", ValueType.UINT8, *table)
     assert "tokenizer.ggml.precompiled_charsmap" in refusal(document, tmp_path)
+
+
+def test_tokens_that_are_no_strings_are_refused(tmp_path: Path) -> None:
+    document = opened("draft")
+    document.put("tokenizer.ggml.tokens", U32, 1, 2)
+    assert refusal(document, tmp_path) == (
+        "tokenizer.ggml.tokens is stored as an array of UINT32, it must be an array of STRING"
+    )

@@ -56,11 +56,12 @@ def _score(context: Context, sequence: int, tokens: NDArray[np.int32], scored: i
         context.batch.add(tokens[start:stop], position=start, sequence=sequence, outputs=len(wanted))
         context.decode()
         for index in wanted:
-            yield log_probability(context.logits(index - start), int(tokens[index + 1]))
+            yield float(log_probabilities(context.logits(index - start))[tokens[index + 1]])
 
 
-def log_probability(logits: NDArray[np.float32], token: int) -> float:
-    """The natural logarithm of the probability of `token`, in double precision."""
-    row = logits.astype(np.float64)
-    largest = row.max()
-    return float(row[token] - largest - np.log(np.exp(row - largest).sum()))
+def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The natural logarithm of every token's probability, in double precision."""
+    row: NDArray[np.float64] = logits.astype(np.float64)
+    row -= row.max()
+    row -= np.log(np.exp(row).sum())
+    return row

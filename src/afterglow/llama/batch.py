@@ -61,3 +61,16 @@ class Batch:
         if outputs:
             self.outputs[max(start, stop - outputs) : stop] = 1
         self.count = stop
+
+    def add_one(self, token: int, *, position: int, sequence: int, output: bool) -> None:
+        """Append one row: what generating sequences do at every step."""
+        row = self.count
+        if row == self.capacity:
+            raise InvalidArgument("tokens", f"would make a batch of {row + 1} rows; {self.capacity} fit")
+        self.tokens[row], self.positions[row], self.sequences[row], self.outputs[row] = (
+            token,
+            position,
+            sequence,
+            output,
+        )
+        self.count = row + 1

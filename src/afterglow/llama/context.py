@@ -111,6 +111,10 @@ class Context(Handle):
         """Stop the decode that is running, or else the next, from any thread: it raises `Cancelled`. CPU only."""
         self._interrupt[0] = b"\1"
 
+    def uninterrupt(self) -> None:
+        """Let the next decode run, should an interruption have come too late for the last."""
+        self._interrupt[0] = b"\0"
+
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits after `row` of the last decode: a view that the next decode overwrites."""
         self._check_output(row)

@@ -19,7 +19,7 @@ from afterglow.llama.settings import ContextSettings
 
 
 class StateCopier(Protocol):
-    def copy(self, source: int, target: int) -> None: ...
+    def copy(self, source: int, target: int) -> int: ...
 
 
 class MemoryOwner(Protocol):
@@ -121,8 +121,9 @@ class Memory:
             return self.resumable(sequence, first)
         return self.kind == "attention" or (self.kind == "window" and self._context.settings.full_window)
 
-    def copy(self, source: int, target: int, *, start: int | None = None, stop: int | None = None) -> None:
-        """Give `target` the positions [start, stop) of `source`. The target must hold nothing from `start` on.
+    def copy(self, source: int, target: int, *, start: int | None = None, stop: int | None = None) -> int:
+        """Give `target` the positions [start, stop) of `source`; the bytes that were moved. The target must hold
+        nothing from `start` on.
 
         Unified, cells are shared and nothing is moved. In streams the bytes are copied, at once: llama.cpp's own
         copy waits for the next decode, and saving or overwriting either side before it is silently wrong.
@@ -132,17 +133,18 @@ class Memory:
         first, last = self._range(start, stop)
         held = self.positions(source)
         if source == target or held is None or first > held[1]:
-            return
+            return 0
         self._check_copy(held, source, target, first, last)
         if self._context.settings.unified:
             self._symbols.llama_memory_seq_cp(self._native("copy"), source, target, first, last)
             self._rows[target] = 0
-            return
-        self._context.state.copy(source, target)
+            return 0
+        nbytes = self._context.state.copy(source, target)
         if last <= held[1]:
             assert self._remove(self._native("copy"), target, last, INT32_MAX)
         if first > 0:
             assert self._remove(self._native("copy"), target, 0, first)
+        return nbytes
 
     def _check_copy(self, held: tuple[int, int], source: int, target: int, first: int, last: int) -> None:
         there = self.positions(target)

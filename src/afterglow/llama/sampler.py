@@ -43,14 +43,13 @@ class SamplerChain(Handle):
                 self.close()
                 raise
         self._plain = sampling.greedy and library().symbols.llama_sampler_chain_n(self._pointer) == 1
-        self._candidates = np.zeros(model.vocabulary.size, dtype=CANDIDATE)
-        self._ids = np.arange(model.vocabulary.size, dtype=np.int32)
+        self._candidates: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._array = library().ffi.new("llama_token_data_array *")
 
     def sample(self, logits: NDArray[np.float32]) -> int:
         """The next token. The state does not move: `accept` what is kept."""
-        if logits.shape != self._ids.shape:
-            raise InvalidArgument("logits", f"must be {self._ids.shape[0]} numbers, not {logits.shape}")
+        if logits.shape != (self.model.vocabulary.size,):
+            raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
         if self._plain and self._grammar is None:
             assert self.pointer
             return int(logits.argmax())
@@ -108,7 +107,9 @@ class SamplerChain(Handle):
         return twin
 
     def _fill(self, logits: NDArray[np.float32]) -> None:
-        self._candidates["id"] = self._ids
+        if self._candidates is None:
+            self._candidates = np.zeros(len(logits), dtype=CANDIDATE)
+        self._candidates["id"] = np.arange(len(logits), dtype=np.int32)
         self._candidates["logit"] = logits
         self._array.data = library().ffi.from_buffer("llama_token_data *", self._candidates)
         self._array.size = len(self._candidates)
@@ -116,6 +117,7 @@ class SamplerChain(Handle):
         self._array.sorted = False
 
     def _constrain(self) -> None:
+        assert self._candidates is not None
         if self._ended:
             raise InvalidArgument("grammar", "has ended: there is no next token")
         library().symbols.llama_sampler_apply(self._grammar, self._array)

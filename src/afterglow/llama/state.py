@@ -152,9 +152,11 @@ class States:
             raise MemoryFull(last + 1, self._context.cells_per_sequence)
         memory.replaced(sequence, last)
 
-    def copy(self, source: int, target: int) -> None:
-        """Make `target` hold what `source` does, at once and in any layout."""
-        self.load(target, self.save(source))
+    def copy(self, source: int, target: int) -> int:
+        """Make `target` hold what `source` does, at once and in any layout. The bytes that were moved."""
+        state = self.save(source)
+        self.load(target, state)
+        return state.nbytes
 
     def save_file(self, path: Path, sequence: int | None = None) -> None:
         """Write one sequence, or all, to a file: whole or not at all."""

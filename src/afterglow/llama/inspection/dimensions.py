@@ -107,13 +107,11 @@ def _check_rotation(facts: Facts) -> None:
         rotated = facts.number(facts.own(name))
         if rotated % 2 or rotated > room:
             facts.fail(f"{facts.own(name)} is {rotated:,}, it must be even and the heads have {room:,} dimensions")
-    key = facts.own("rope.dimension_sections")
-    sections = facts.array(key, ValueType.UINT32, ValueType.INT32)
-    if sections is None:
-        return
-    total = sum(int(section) for section in sections)
-    if len(sections) > 4 or min(sections, default=-1) < 0 or not 0 < total <= width:
-        facts.fail(f"{key} is {sections[:8].tolist()}, which does not divide heads of {width:,} dimensions")
+    sections = facts.numbers(facts.own("rope.dimension_sections"))
+    if sections and (len(sections) > 4 or min(sections) < 0 or not 0 < sum(sections) <= width):
+        facts.fail(
+            f"{facts.own('rope.dimension_sections')} is {sections[:8]}, which does not divide heads of {width:,}"
+        )
 
 
 def _check_state(facts: Facts) -> None:

@@ -1,0 +1,112 @@
+"""The seam between the engine and whatever computes. `LlamaBackend` and `FakeBackend` stand behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.entries import Ids
+from afterglow.llama.sampling import Sampling
+
+Scope = Literal["full", "partial"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What the backend's memory is like: known at load, never learned by failing."""
+
+    memory: Literal["attention", "window", "recurrent", "hybrid"]
+    sequences: int
+    cells: int  # of one sequence
+    batch_cells: int  # of one decode
+    ubatch_cells: int  # computed at once
+    outputs: int  # rows of one decode that may give logits
+    shared: bool  # unified: sequences share the cells, and a copy costs nothing
+    interruptible: bool  # a decode can be stopped in the middle
+
+    @property
+    def partial_state(self) -> bool:
+        """Checkpoints smaller than the whole state exist."""
+        return self.memory != "attention"
+
+    @property
+    def forks_anywhere(self) -> bool:
+        """A copy can be cut at any entry where its source could. Otherwise only whole sequences can be copied."""
+        return self.memory == "attention" or (self.memory == "window" and self.shared)
+
+    @property
+    def checkpoints_need_cells(self) -> bool:
+        """A partial state is complete only over attention cells that are still there."""
+        return self.memory != "recurrent"
+
+    @property
+    def survives_abort(self) -> bool:
+        """A decode that was stopped leaves the other sequences in its batch whole."""
+        return self.memory in ("attention", "window")
+
+
+class State(Protocol):
+    """A saved sequence."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Sampler(Protocol):
+    """Chooses tokens. `sample` draws, `accept` moves its state on."""
+
+    def sample(self, logits: NDArray[np.float32]) -> int: ...
+    def accept(self, token: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive entries of one sequence in one decode; the last `outputs` of them give logits."""
+
+    sequence: int
+    ids: Ids | list[int]
+    position: int
+    outputs: int
+
+
+class Backend(Protocol):
+    """Memory for sequences and the decode that fills it. One thread; no policy."""
+
+    capabilities: Capabilities
+    ends: frozenset[int]  # tokens that end an answer
+
+    def decode(self, spans: Sequence[Span]) -> None:
+        """Compute all spans in one decode. MemoryFull: nothing was applied. Cancelled, DecodeFailed: ask `held`."""
+
+    def logits(self, span: int, row: int) -> NDArray[np.float32]:
+        """The logits after a row of a span of the last decode: a view."""
+
+    def sampler(self, sampling: Sampling) -> Sampler: ...
+    def piece(self, token: int) -> bytes: ...
+    def held(self, sequence: int) -> tuple[int, int] | None:
+        """The first and last position in memory."""
+
+    def resumable(self, sequence: int, position: int) -> bool:
+        """Could this sequence drop everything from `position` on and continue there, exactly?"""
+
+    def truncate(self, sequence: int, position: int) -> None:
+        """Drop everything from `position` on. Only where `resumable`."""
+
+    def copy(self, source: int, target: int, stop: int) -> int:
+        """Give the empty `target` the positions before `stop` of `source`; the bytes that were moved."""
+
+    def save(self, sequence: int, scope: Scope) -> State: ...
+    def load(self, sequence: int, state: State) -> None: ...
+    def clear(self, sequence: int) -> None: ...
+    def interrupt(self) -> None:
+        """Stop the decode that runs, from any thread."""
+
+    def uninterrupt(self) -> None:
+        """Let the next decode run, should an interruption have come too late."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,35 @@
+"""What things take on this machine, measured as they happen. Plans are made with these numbers."""
+
+from __future__ import annotations
+
+WEIGHT = 0.2  # of a new measurement
+TELLING = 256 * 1024  # bytes
+
+
+class Costs:
+    """Running averages, in seconds."""
+
+    def __init__(self) -> None:
+        self.per_entry = 1e-3  # to compute one prompt entry
+        self.per_byte = 2e-10  # to move one byte of memory
+        self.bytes_per_entry = 20_000.0  # of a whole state
+        self.per_step = 1e-3  # of a decode with nothing but generating rows
+
+    def computed(self, entries: int, seconds: float) -> None:
+        """A decode of prompt entries took so long."""
+        self.per_entry += WEIGHT * (seconds / entries - self.per_entry)
+
+    def stepped(self, seconds: float) -> None:
+        """A decode of generating rows only took so long."""
+        self.per_step += WEIGHT * (seconds - self.per_step)
+
+    def moved(self, nbytes: int, seconds: float, entries: int) -> None:
+        """Saving, loading or copying a state took so long. A small one tells only what a call costs."""
+        if nbytes >= TELLING:
+            self.per_byte += WEIGHT * (seconds / nbytes - self.per_byte)
+        if nbytes and entries:
+            self.bytes_per_entry += WEIGHT * (nbytes / entries - self.bytes_per_entry)
+
+    def of_copy(self, entries: int) -> float:
+        """Expected seconds to copy a sequence of so many entries: there and back."""
+        return 2 * entries * self.bytes_per_entry * self.per_byte

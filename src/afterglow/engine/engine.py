@@ -1,0 +1,397 @@
+"""The engine: many requests, one memory, one decode at a time. Synchronous; call `step` until nothing is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.backend import Backend, Span
+from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.job import Job
+from afterglow.engine.memory import Explanation, PrefixMemory
+from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request, Token
+from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
+from afterglow.engine.scoring import log_probabilities
+from afterglow.engine.sequence import Sequence
+from afterglow.engine.stops import StopMatcher
+from afterglow.errors import (
+    AfterglowError,
+    Cancelled,
+    DecodeFailed,
+    InvalidArgument,
+    MemoryFull,
+    PromptTooLong,
+)
+
+MAX_ATTEMPTS = 3
+SMALLEST_WAIT = 16  # entries below which computing them twice is simpler than waiting for somebody else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the engine may be told."""
+
+    gap: float = 0.1  # seconds between the tokens of running answers that long prompts should not exceed
+    deterministic: bool = False
+    grid: int = 64  # entries in a chunk, in deterministic mode
+    parked_bytes: int = 1024**3  # for sequences of jobs that had to make room
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine did so far."""
+
+    decodes: int = 0
+    rows: int = 0
+    prompt_entries: int = 0
+    reused_entries: int = 0
+    parked: int = 0
+    coalesced: int = 0
+    interrupted: int = 0
+    widest: int = 0  # most jobs in one decode
+
+
+class Engine:
+    """Requests in, events out.
+
+    >>> engine.submit(Request(id="a", entries=[1, 2, 3], max_tokens=8))
+    >>> while engine.busy:
+    ...     for event in engine.step():
+    ...         print(event)
+    """
+
+    def __init__(self, backend: Backend, settings: EngineSettings | None = None) -> None:
+        self.backend = backend
+        self.settings = settings or EngineSettings()
+        self.ledger = Ledger()
+        grid = self.settings.grid if self.settings.deterministic else 0
+        self.memory = PrefixMemory(backend, self.ledger, self.settings.checkpoints, grid)
+        self.counters = Counters()
+        self._jobs: dict[str, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._events: list[Event] = []
+        self._guard = threading.Lock()  # over the two below: cancel may come from another thread
+        self._decoding: list[Job] = []
+        self._cancelling: set[str] = set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def submit(self, request: Request) -> None:
+        """Accept a request; its events come from `step`. A request that can never be served raises at once."""
+        ids = self.ledger.ids(request.entries)
+        self._check(request, ids)
+        sampler = self.backend.sampler(request.sampling)
+        stops = StopMatcher(request.stop) if request.stop else None
+        room = self.backend.capabilities.cells
+        job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, room=room)
+        self._jobs[request.id] = job
+        self._waiting.append(job)
+
+    def _check(self, request: Request, ids: Ids) -> None:
+        limit = self.backend.capabilities.cells
+        if request.id in self._jobs:
+            raise InvalidArgument("id", f"{request.id!r} is being served already")
+        if not len(ids):
+            raise InvalidArgument("entries", "must be at least one")
+        if (cells := self.ledger.cells(ids)) > limit:
+            raise PromptTooLong(cells, limit)
+        if request.sequence is not None and not 0 <= request.sequence < len(self.memory.slots):
+            raise InvalidArgument("sequence", f"must be from 0 to {len(self.memory.slots) - 1}")
+
+    def cancel(self, id: str) -> None:
+        """End a request, from any thread. Inside a decode too, where that hurts nobody else's memory."""
+        with self._guard:
+            self._cancelling.add(id)
+            doomed = [job for job in self._decoding if job.request.id in self._cancelling]
+            alone = doomed and len(doomed) == len(self._decoding)
+            capabilities = self.backend.capabilities
+            if capabilities.interruptible and (alone or (doomed and capabilities.survives_abort)):
+                self.backend.interrupt()
+
+    def step(self) -> list[Event]:
+        """Do one decode's worth of work; what came of it."""
+        self._events = []
+        self._end_unwanted()
+        self._admit()
+        if chosen := self._schedule():
+            self._decode(chosen)
+        return self._events
+
+    def explain(self, request: Request) -> Explanation:
+        """What of this request's prompt is in memory now, and why not more of it could be used."""
+        ids = self.ledger.ids(request.entries)
+        return self.memory.explain(ids, self.memory.plan(ids, reuse=request.reuse, slot=request.sequence))
+
+    def close(self) -> None:
+        """End every request and give memory back."""
+        for job in list(self._jobs.values()):
+            self._fail(job, Cancelled("the engine was closed"))
+        self.backend.close()
+
+    # --- beginning and ending jobs
+
+    def _end_unwanted(self) -> None:
+        with self._guard:
+            cancelled, self._cancelling = self._cancelling, set()
+        for id in cancelled:
+            if job := self._jobs.get(id):
+                self._fail(job, Cancelled(f"request {id} was cancelled"))
+        for job in [job for job in self._jobs.values() if job.deadline_passed]:
+            self._finish(job, "deadline")
+
+    def _admit(self) -> None:
+        for job in sorted(self._waiting, key=lambda job: -job.request.priority):
+            if self._is_led(job):
+                continue
+            begun = self._begin(job) if job.parked is None else self._unpark(job)
+            if not begun and job.request.sequence is None:
+                break  # no slot for this one is no slot for the next
+
+    def _begin(self, job: Job) -> bool:
+        """Give the job memory to work in. False: there is no slot for it now."""
+        known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)]) if job.generated else job.prompt
+        reuse = self.memory.plan(known, reuse=job.request.reuse, slot=job.request.sequence)
+        if reuse is None:
+            return False
+        if self._find_leader(job, reuse.keep):
+            return True
+        sequence, kept = self.memory.begin(reuse)
+        if not job.admitted:
+            job.reused = min(kept, len(job.prompt))
+            self.counters.reused_entries += job.reused
+        job.cuts = self.memory.cuts(job.prompt, job.request.boundaries, kept)
+        self._run(job, sequence)
+        return True
+
+    def _find_leader(self, job: Job, keep: int) -> bool:
+        """Whether somebody is computing more of this prompt's beginning than is there: then once is enough."""
+        if not job.request.reuse:
+            return False
+        for other in self._running:
+            depth = self.memory.round_down(min(common_prefix(other.prompt, job.prompt), len(job.prompt) - 1))
+            if depth - max(keep, len(self._held(other))) >= SMALLEST_WAIT:
+                job.leader, job.leader_depth = other, depth
+                other.cuts.append(depth)
+                self.counters.coalesced += 1
+                return True
+        return False
+
+    def _is_led(self, job: Job) -> bool:
+        leader = job.leader
+        if leader is not None and leader in self._running and len(self._held(leader)) < job.leader_depth:
+            return True
+        job.leader = None
+        return False
+
+    def _held(self, job: Job) -> Sequence:
+        assert job.sequence is not None
+        return job.sequence
+
+    def _run(self, job: Job, sequence: Sequence) -> None:
+        job.sequence = sequence
+        job.admitted = job.admitted or time.monotonic()
+        self._waiting.remove(job)
+        self._running.append(job)
+
+    def _finish(self, job: Job, reason: Reason, stop: bytes | int | None = None) -> None:
+        self._events.append(Finished(job.request.id, reason, job.usage(), stop))
+        self._forget(job)
+
+    def _fail(self, job: Job, error: AfterglowError) -> None:
+        self._events.append(Failed(job.request.id, error, job.usage()))
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.request.id]
+        job.sampler.close()
+        if job in self._waiting:
+            self._waiting.remove(job)
+        else:
+            self._stop_running(job)
+
+    def _stop_running(self, job: Job) -> None:
+        self._running.remove(job)
+        sequence, job.sequence = self._held(job), None
+        self.memory.release(sequence)
+
+    # --- one decode
+
+    def _schedule(self) -> list[tuple[Job, int]]:
+        now, costs = time.monotonic(), self.memory.costs
+        if self.settings.deterministic:
+            return grid_step(self._running, self.settings.grid, now)
+        cells = self.backend.capabilities.batch_cells
+        generating = sum(job.generating for job in self._running)
+        prompts = prompt_budget(generating, self.settings.gap, costs.per_step, costs.per_entry, cells)
+        return schedule(self._running, Budget(cells=cells, prompt_entries=prompts), now)
+
+    def _decode(self, chosen: list[tuple[Job, int]]) -> None:
+        spans = [self._span(job, count) for job, count in chosen]
+        jobs = [job for job, _ in chosen]
+        with self._guard:
+            self._decoding = jobs
+        started = time.perf_counter()
+        try:
+            self.backend.decode(spans)
+        except MemoryFull as error:
+            self._make_room(jobs, error)
+            return
+        except (Cancelled, DecodeFailed, InvalidArgument) as error:
+            self._recover(jobs, error)
+            return
+        finally:
+            with self._guard:
+                self._decoding = []
+                self.backend.uninterrupt()
+        self._apply(jobs, spans, started)
+
+    def _span(self, job: Job, count: int) -> Span:
+        sequence = self._held(job)
+        complete = len(sequence) + count == job.known
+        return Span(sequence.number, job.pending(count), sequence.position, int(complete))
+
+    def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
+        rows = 0
+        for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
+            rows += len(span.ids)
+            self._held(job).decoded(span.ids)
+            job.decoded_at = started
+            if self.settings.deterministic:
+                self._note_alignment(job, len(span.ids))
+            if span.outputs:
+                self._sample(job, self.backend.logits(index, len(span.ids) - 1))
+            else:
+                self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
+                self._at_cut(job)
+        self._measure(rows, len(jobs), time.perf_counter() - started)
+
+    def _note_alignment(self, job: Job, count: int) -> None:
+        sequence, grid = self._held(job), self.settings.grid
+        length = len(sequence)
+        if length <= len(job.prompt) and length - count == sequence.aligned and length % grid == 0:
+            sequence.aligned = length
+
+    def _measure(self, rows: int, jobs: int, seconds: float) -> None:
+        self.counters.decodes += 1
+        self.counters.rows += rows
+        self.counters.prompt_entries += rows if rows > jobs else 0
+        self.counters.widest = max(self.counters.widest, jobs)
+        if rows == jobs:
+            self.memory.costs.stepped(seconds)
+        else:
+            self.memory.costs.computed(rows, seconds)
+
+    def _at_cut(self, job: Job) -> None:
+        sequence = self._held(job)
+        if len(sequence) in job.cuts and self.backend.capabilities.partial_state:
+            self.memory.take_checkpoint(sequence)
+
+    def _sample(self, job: Job, logits: NDArray[np.float32]) -> None:
+        request = job.request
+        if not job.first_token:
+            job.first_token = time.monotonic()
+        if request.max_tokens == 0:
+            return self._finish(job, "length")
+        try:
+            token = job.sampler.sample(logits)
+            job.sampler.accept(token)
+        except AfterglowError as error:
+            return self._fail(job, error)
+        job.generated.append(token)
+        self._events.append(self._token(job, token, logits))
+        ending = self._ending(job, token)
+        if ending is not None:
+            self._finish(job, *ending)
+
+    def _token(self, job: Job, token: int, logits: NDArray[np.float32]) -> Token:
+        count = job.request.logprobs
+        if count is None:
+            return Token(job.request.id, token)
+        values = log_probabilities(logits)
+        likeliest = np.argsort(-values, kind="stable")[:count]
+        return Token(
+            job.request.id,
+            token,
+            float(values[token]),
+            tuple((int(one), float(values[one])) for one in likeliest),
+        )
+
+    def _ending(self, job: Job, token: int) -> tuple[Reason, bytes | int | None] | None:
+        request = job.request
+        if token in request.stop_tokens or (token in self.backend.ends and not request.ignore_ends):
+            return "stop", token
+        if job.stops is not None and (stop := job.stops.feed(self.backend.piece(token))) is not None:
+            return "stop", stop
+        if len(job.generated) == request.max_tokens:
+            return "length", None
+        if self._held(job).position >= job.room:  # the token has no cell to go to
+            return "length", None
+        return None
+
+    # --- when memory is full, or a decode failed
+
+    def _make_room(self, jobs: list[Job], error: MemoryFull) -> None:
+        """Evict what is idle; else the youngest job steps aside; a job that is alone ends where it is."""
+        if self.memory.evict():
+            return
+        youngest = max(self._running, key=lambda job: job.submitted)
+        if len(self._running) > 1:
+            self._park(youngest)
+        elif youngest.generated:
+            self._finish(youngest, "length")
+        else:
+            self._fail(youngest, error)
+
+    def _park(self, job: Job) -> None:
+        sequence = self._held(job)
+        parked = sum(other.parked.nbytes for other in self._waiting if other.parked is not None)
+        expected = len(sequence) * self.memory.costs.bytes_per_entry
+        if len(sequence) and parked + expected <= self.settings.parked_bytes:
+            job.parked = self.backend.save(sequence.number, "full")
+            job.parked_ids = sequence.ids.copy()
+        sequence.clear()
+        self._stop_running(job)
+        self._waiting.appendleft(job)
+        self.counters.parked += 1
+
+    def _unpark(self, job: Job) -> bool:
+        reuse = self.memory.plan(job.prompt, reuse=False, slot=job.request.sequence)
+        if reuse is None or (self._running and self.backend.capabilities.shared):
+            return False  # unified: it comes back when there is room again, not to push others out
+        state, ids, job.parked, job.parked_ids = job.parked, job.parked_ids, None, None
+        assert state is not None
+        assert ids is not None
+        sequence, _ = self.memory.begin(reuse)
+        try:
+            sequence.load(ids, state, 0)
+        except AfterglowError:
+            sequence.clear()
+        self._run(job, sequence)
+        return True
+
+    def _recover(self, jobs: list[Job], error: AfterglowError) -> None:
+        """Make every record true again after a decode that stopped in the middle."""
+        self.counters.interrupted += isinstance(error, Cancelled)
+        for job in jobs:
+            sequence = self._held(job)
+            if self.backend.capabilities.survives_abort and sequence.resumable(len(sequence)):
+                self.backend.truncate(sequence.number, sequence.position)
+            else:
+                sequence.clear()
+            if not isinstance(error, Cancelled):
+                job.attempts += 1
+            if job.attempts >= MAX_ATTEMPTS:
+                self._fail(job, error)
+            elif len(sequence) == 0:
+                self._stop_running(job)
+                self._waiting.appendleft(job)

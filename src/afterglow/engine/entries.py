@@ -1,0 +1,102 @@
+"""What a prompt is made of: tokens, and pictures or clips as single entries. Knows nothing of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One picture or clip. It is one entry, so no match, cut or checkpoint can fall inside it."""
+
+    digest: bytes  # of the content and of the projector settings that shape it
+    cells: int  # KV cells it fills
+    positions: int  # steps it takes; with M-RoPE another number
+
+
+Entry: TypeAlias = int | Media
+
+
+class Ledger:
+    """Gives every media a negative number, so that entries are arrays and a match is one comparison."""
+
+    def __init__(self) -> None:
+        self._media: list[Media] = []
+        self._numbers: dict[Media, int] = {}
+
+    def ids(self, entries: Sequence[Entry] | NDArray[np.generic]) -> Ids:
+        """The entries as numbers: tokens as they are, equal media as equal negative numbers."""
+        if isinstance(entries, np.ndarray):
+            return entries.astype(np.int64)
+        return np.array([entry if isinstance(entry, int) else self._number(entry) for entry in entries], dtype=np.int64)
+
+    def media(self, number: int) -> Media:
+        return self._media[-number - 1]
+
+    def cells(self, ids: Ids) -> int:
+        """KV cells that these entries fill."""
+        return len(ids) + sum(self.media(int(number)).cells - 1 for number in ids[ids < 0])
+
+    def positions(self, ids: Ids) -> int:
+        """Positions that these entries take."""
+        return len(ids) + sum(self.media(int(number)).positions - 1 for number in ids[ids < 0])
+
+    def _number(self, media: Media) -> int:
+        if media not in self._numbers:
+            self._media.append(media)
+            self._numbers[media] = -len(self._media)
+        return self._numbers[media]
+
+
+class Record:
+    """A growing array of entries. Appending does not copy what is there."""
+
+    def __init__(self, ids: Ids | None = None) -> None:
+        self._length = 0 if ids is None else len(ids)
+        self._buffer: Ids = np.zeros(max(64, 2 * self._length), dtype=np.int64)
+        if ids is not None:
+            self._buffer[: self._length] = ids
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def ids(self) -> Ids:
+        """A view that later changes may overwrite."""
+        return self._buffer[: self._length]
+
+    def append(self, number: int) -> None:
+        if self._length == len(self._buffer):
+            self._grow(1)
+        self._buffer[self._length] = number
+        self._length += 1
+
+    def extend(self, ids: Ids) -> None:
+        if self._length + len(ids) > len(self._buffer):
+            self._grow(len(ids))
+        self._buffer[self._length : self._length + len(ids)] = ids
+        self._length += len(ids)
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self._length
+        self._length = length
+
+    def _grow(self, room: int) -> None:
+        larger = np.zeros(2 * (len(self._buffer) + room), dtype=np.int64)
+        larger[: self._length] = self._buffer[: self._length]
+        self._buffer = larger
+
+
+def common_prefix(one: Ids, other: Ids) -> int:
+    """How many entries two arrays share from the start."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length

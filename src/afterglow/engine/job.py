@@ -1,0 +1,86 @@
+"""A request while it runs: what is known of it, and how much of that memory still lacks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from afterglow.engine.backend import Sampler, State
+from afterglow.engine.entries import Ids
+from afterglow.engine.request import Request, Usage
+from afterglow.engine.sequence import Sequence
+from afterglow.engine.stops import StopMatcher
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Job:
+    """Known entries are the prompt and what was generated; the backlog is what memory does not hold yet.
+
+    Work is a gap to close: a chunk of the prompt and one generated token are the same thing.
+    """
+
+    request: Request
+    prompt: Ids
+    sampler: Sampler
+    stops: StopMatcher | None
+    room: int  # entries that its sequence can hold
+    sequence: Sequence | None = None
+    generated: list[int] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)  # depths at which its memory has to stand still
+    parked: State | None = None  # its memory, while it had to make room
+    parked_ids: Ids | None = None
+    leader: Job | None = None  # who is computing the beginning of this prompt right now
+    leader_depth: int = 0
+    reused: int = 0
+    attempts: int = 0  # decodes that failed under it
+    cancelled: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    decoded_at: float = 0.0
+
+    @property
+    def known(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def backlog(self) -> int:
+        return self.known - (0 if self.sequence is None else len(self.sequence))
+
+    @property
+    def generating(self) -> bool:
+        """Whether only the newest token is missing in memory: somebody is waiting for the next."""
+        return bool(self.generated) and self.backlog == 1
+
+    def pending(self, count: int) -> Ids | list[int]:
+        """The next `count` entries that memory lacks."""
+        assert self.sequence is not None
+        start, prompt = len(self.sequence), len(self.prompt)
+        if start >= prompt:
+            return self.generated[start - prompt : start - prompt + count]
+        return self.prompt[start : start + count]
+
+    def next_stop(self) -> int:
+        """How many entries can be decoded before memory has to stand still."""
+        assert self.sequence is not None
+        length = len(self.sequence)
+        end = self.known if length >= len(self.prompt) else len(self.prompt)
+        return min([cut for cut in self.cuts if cut > length], default=end) - length
+
+    @property
+    def deadline_passed(self) -> bool:
+        limit = self.request.deadline
+        return limit is not None and time.monotonic() - self.submitted > limit
+
+    def usage(self) -> Usage:
+        now = time.monotonic()
+        admitted = self.admitted or now
+        first = self.first_token or now
+        return Usage(
+            prompt=len(self.prompt),
+            cached=self.reused,
+            generated=len(self.generated),
+            queue_time=admitted - self.submitted,
+            prefill_time=first - admitted,
+            decode_time=now - first,
+        )

@@ -1,0 +1,89 @@
+"""What is asked of the engine and what it answers: plain values that can cross a process border."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.entries import Entry
+from afterglow.errors import AfterglowError
+from afterglow.llama.sampling import Sampling
+
+Reason: TypeAlias = Literal["stop", "length", "deadline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked. It never changes."""
+
+    id: str
+    entries: Sequence[Entry] | NDArray[np.int64]
+    boundaries: frozenset[int] = frozenset()  # where a later prompt may diverge: the ends of messages
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None  # None: until the model ends or memory does
+    stop: tuple[bytes, ...] = ()  # texts that end the answer, wherever they fall among tokens
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_ends: bool = False  # go on after the model's own end tokens
+    logprobs: int | None = None  # how many alternatives to report with each token; None: no logprobs at all
+    priority: int = 0  # higher goes first
+    deadline: float | None = None  # seconds from submission; the answer so far is the answer then
+    reuse: bool = True
+    sequence: int | None = None  # the slot of memory to use, where the caller wants a certain one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request took. Times in seconds."""
+
+    prompt: int = 0
+    cached: int = 0  # prompt entries that were not computed again
+    generated: int = 0
+    queue_time: float = 0.0
+    prefill_time: float = 0.0
+    decode_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """So many of the prompt's entries are in memory."""
+
+    id: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The next token of an answer. `alternatives` are the likeliest tokens here with their log-probabilities."""
+
+    id: str
+    token: int
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer is complete. `stop` is the text or token that ended it, where one did."""
+
+    id: str
+    reason: Reason
+    usage: Usage
+    stop: bytes | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There is no answer, or only the part that came before."""
+
+    id: str
+    error: AfterglowError
+    usage: Usage
+
+
+Event: TypeAlias = Progress | Token | Finished | Failed
+EndEvent: TypeAlias = Finished | Failed

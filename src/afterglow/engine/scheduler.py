@@ -1,0 +1,63 @@
+"""Which entries of which jobs the next decode computes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from afterglow.engine.job import Job
+
+AGING = 64  # entries that a job may be longer for each second it has waited, and still go first
+SMALLEST_CHUNK = 16  # a prompt always moves on, however little time there is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much one decode may hold."""
+
+    cells: int  # of the batch
+    prompt_entries: int  # of prompts, so that generating jobs are not kept waiting
+
+
+def schedule(jobs: Sequence[Job], budget: Budget, now: float) -> list[tuple[Job, int]]:
+    """Jobs that generate come first, each with its whole backlog; prompts fill the rest in chunks.
+
+    Among prompts the shortest remaining goes first, and waiting makes a job shorter, so nobody starves.
+    """
+    left, chosen = budget.cells, []
+    for job in jobs:
+        if job.generating and left:
+            chosen.append((job, 1))
+            left -= 1
+    prompts = [job for job in jobs if not job.generating and job.backlog > 0]
+    left = min(left, budget.prompt_entries)
+    for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
+        count = min(left, job.next_stop())
+        if count > 0:
+            chosen.append((job, count))
+            left -= count
+    return chosen
+
+
+def urgency(job: Job, now: float) -> float:
+    """Smaller goes first: remaining entries, less what waiting has earned."""
+    return job.backlog - AGING * (now - job.submitted)
+
+
+def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float, cells: int) -> int:
+    """Prompt entries that fit into a decode without making `generating` jobs wait longer than `gap` seconds."""
+    if not generating:
+        return cells
+    return max(SMALLEST_CHUNK, min(cells, int((gap - per_step) / per_entry)))
+
+
+def grid_step(jobs: Sequence[Job], grid: int, now: float) -> list[tuple[Job, int]]:
+    """The deterministic schedule: one job in a decode, prompts in chunks that end at multiples of `grid`."""
+    waiting = [job for job in jobs if job.backlog > 0]
+    if not waiting:
+        return []
+    job = min(waiting, key=lambda job: (-job.request.priority, job.decoded_at, job.submitted))  # in turn
+    assert job.sequence is not None
+    length = len(job.sequence)
+    # Generated tokens were computed one by one and, should that be lost, are again.
+    return [(job, 1 if length >= len(job.prompt) else min(job.next_stop(), grid - length % grid))]

@@ -1,0 +1,88 @@
+"""A slot of memory and the record of what is in it. The only object that changes memory."""
+
+from __future__ import annotations
+
+import time
+
+from afterglow.engine.backend import Backend, State
+from afterglow.engine.entries import Ids, Ledger, Record
+
+
+class Sequence:
+    """Invariant: `record` is exactly what memory holds, entry for entry."""
+
+    def __init__(self, number: int, backend: Backend, ledger: Ledger) -> None:
+        self.number = number
+        self.record = Record()
+        self.aligned = 0  # leading entries computed in whole chunks of the deterministic grid
+        self.busy = False
+        self.last_used = time.monotonic()
+        self._backend = backend
+        self._ledger = ledger
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+    @property
+    def ids(self) -> Ids:
+        return self.record.ids
+
+    @property
+    def position(self) -> int:
+        """The position of the next entry; with media not the number of entries."""
+        return self._position
+
+    def position_at(self, length: int) -> int:
+        """The position of the entry with index `length`."""
+        return self._position if length == len(self) else self._ledger.positions(self.ids[:length])
+
+    def resumable(self, length: int) -> bool:
+        """Whether the sequence could go on after its first `length` entries."""
+        return self._backend.resumable(self.number, self.position_at(length))
+
+    def decoded(self, ids: Ids | list[int]) -> None:
+        """Note that memory took these entries."""
+        if isinstance(ids, list):
+            for number in ids:
+                self.record.append(number)
+            self._position += len(ids)
+        else:
+            self.record.extend(ids)
+            self._position += self._ledger.positions(ids)
+
+    def truncate(self, length: int) -> None:
+        """Forget everything after the first `length` entries; only where `resumable`."""
+        if length < len(self):
+            self._backend.truncate(self.number, self.position_at(length))
+            self._note(length)
+
+    def clear(self) -> None:
+        self._backend.clear(self.number)
+        self._note(0)
+
+    def copy_from(self, source: Sequence, length: int) -> int:
+        """Become the first `length` entries of `source`. The bytes that were moved."""
+        self.clear()
+        nbytes = self._backend.copy(source.number, self.number, source.position_at(length))
+        self.decoded(source.ids[:length].copy())
+        self.aligned = min(source.aligned, length)
+        return nbytes
+
+    def load(self, ids: Ids, state: State, aligned: int) -> None:
+        """Become what `state` held when it was saved with these entries."""
+        self._note(0)
+        self._backend.load(self.number, state)
+        self.decoded(ids)
+        self.aligned = aligned
+
+    def restore(self, length: int, state: State, aligned: int) -> None:
+        """Go back to the first `length` entries with a partial state; the cells before it are still here."""
+        self._backend.load(self.number, state)
+        self._note(length)
+        self.aligned = min(aligned, length)
+
+    def _note(self, length: int) -> None:
+        self.record.truncate(length)
+        self._position = self._ledger.positions(self.record.ids)
+        self.aligned = min(self.aligned, length)
