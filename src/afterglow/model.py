@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import codecs
+import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
 from afterglow import registry
-from afterglow.engine import greedy, scoring
+from afterglow.chat.detokenizer import Detokenizer
+from afterglow.completion import Choice, Completion, Score
+from afterglow.engine import scoring, snapshots
+from afterglow.engine.engine import Engine, EngineSettings
 from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
+from afterglow.engine.llama import LlamaBackend
+from afterglow.engine.memory import Explanation
+from afterglow.engine.request import Failed, Finished, Request, Token
+from afterglow.engine.snapshots import Snapshot
+from afterglow.engine.stream import Stream
+from afterglow.engine.thread import EngineThread
 from afterglow.errors import InvalidArgument
 from afterglow.llama.arguments import integer
 from afterglow.llama.devices import devices, free_memory
@@ -27,45 +36,36 @@ from afterglow.llama.header import read_header
 from afterglow.llama.library import library
 from afterglow.llama.model import ModelInfo, ModelSettings, Progress
 from afterglow.llama.probe import ensure_safe
+from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import CacheType, ContextSettings
 
-Finish = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A finished answer. `finish` is `stop` where the model ended it, `length` where a limit did."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finish: Finish
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """`values[i]` is the log-probability of `tokens[i + 1]` after everything before it.
-
-    Tokens beyond the context length are scored in overlapping windows; `windows` says how many there were.
-    """
-
-    tokens: tuple[int, ...]
-    values: tuple[float, ...]
-    windows: int
+GREEDY = Sampling(temperature=0)
 
 
 class Model:
     """A model ready for use. Make one with `afterglow.load`; close it, or use it in a `with`.
+
+    Any number of threads and asyncio tasks may use it at once: their requests share the decodes, and every prompt
+    begins from whatever is in memory already.
 
     >>> import afterglow
     >>> with afterglow.load("smollm2") as model:
     ...     print(model.complete("The capital of France is", max_tokens=8).text)
     """
 
-    def __init__(self, lifecycle: Lifecycle, name: str) -> None:
+    def __init__(self, lifecycle: Lifecycle, name: str, settings: EngineSettings) -> None:
         self.name = name
         self._lifecycle = lifecycle
-        self._lock = threading.Lock()  # a context serves one caller at a time
+        self._engine_settings = settings
+        self._engine: EngineThread | None = None
+        self._lock = threading.Lock()  # over transitions
+        self._scoring = threading.Lock()  # one sequence is kept for it
+        self._numbers = itertools.count()
+        self._snapshots: dict[str, Snapshot] = {}
+        if lifecycle.stage is Stage.ACTIVE:
+            self._start()
+
+    # --- what it is
 
     @property
     def state(self) -> Stage:
@@ -104,12 +104,11 @@ class Model:
     def capabilities(self) -> frozenset[str]:
         """What this model can do here. See `supports`."""
         model, info = self._lifecycle.model, self.info
-        recurrent = info.memory in ("recurrent", "hybrid")
         answers = {
             "generation": info.causal,
             "embeddings": True,
             "kv_cache": info.memory != "recurrent",
-            "hidden_state": recurrent,
+            "hidden_state": info.memory in ("recurrent", "hybrid"),
             "trim": info.memory == "attention",
             "partial_state": info.memory != "attention",
             "sliding_window": info.window > 0,
@@ -128,6 +127,8 @@ class Model:
         """
         return capability in self.capabilities
 
+    # --- tokens
+
     def tokenize(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """The token ids of `text`. Control tokens written in it stay text unless `special`."""
         return self._lifecycle.model.vocabulary.tokenize(text, special=special, bos=bos)
@@ -140,33 +141,121 @@ class Model:
         """How many tokens `text` is, without the ones a prompt begins with."""
         return len(self.tokenize(text))
 
-    def complete(self, prompt: str | Sequence[int], *, max_tokens: int = 128) -> Completion:
-        """Continue `prompt` with the most likely tokens."""
+    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """The tokens of a conversation of (role, text) pairs, ready for the assistant's answer."""
+        model = self._lifecycle.model
+        return model.vocabulary.tokenize(model.format_chat(messages), special=True, bos=True)
+
+    # --- answers
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Continue `prompt`; the options are those of `request`. `n` answers share one prompt.
+
+        `on_token` is called once for each token of the first answer. Setting `cancel` ends the work at once and
+        raises `Cancelled`.
+
+        >>> model.complete("Once upon a time", max_tokens=20, temperature=0.8, seed=1, stop=["."]).text
+        """
+        integer("n", n, 1, 128)
+        streams = [self._submit(self._numbered(self.request(prompt, **options), index)) for index in range(n)]
+        choices, ends = [], []
+        try:
+            for index, stream in enumerate(streams):
+                choice, end = self._gather(stream, on_token if index == 0 else None, cancel, options.get("stop", ()))
+                choices.append(choice)
+                ends.append(end)
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return Completion(choices=tuple(choices), usages=tuple(end.usage for end in ends))
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
+        """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work."""
+        events = self._submit(self.request(prompt, **options))
+        return self._texts(events, options.get("stop", ()))
+
+    async def stream_async(self, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[str]:
+        """The same for asyncio.
+
+        >>> async for piece in model.stream_async("Once upon a time"):
+        ...     print(piece, end="")
+        """
+        events = self._submit(self.request(prompt, **options))
+        detokenizer, piece = Detokenizer(options.get("stop", ())), self._piece
+        async for event in events:
+            if isinstance(event, Token) and (text := detokenizer.feed(piece(event.token))):
+                yield text
+        if rest := detokenizer.finish(self._stopped_by(events)):
+            yield rest
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        sequence: int | None = None,
+        boundaries: Sequence[int] = (),
+        priority: int = 0,
+        deadline: float | None = None,
+        reuse: bool = True,
+    ) -> Request:
+        """What is asked of the engine, out of text or tokens.
+
+        `temperature` 0 takes the most likely token; `sampling` has every other way to choose. `logprobs` is the
+        number of alternatives to report. `sequence` names the slot of memory to use. `boundaries` are prompt
+        lengths at which a later prompt may part from this one. `deadline` is in seconds: what there is by then is
+        the answer.
+        """
+        if not self.info.causal:
+            raise InvalidArgument("prompt", "cannot be continued: this model only makes embeddings")
         tokens = self._prompt(prompt)
-        answer = tuple(self._generate(tokens, max_tokens))
-        ended = bool(answer) and answer[-1] in self._lifecycle.model.vocabulary.ends
-        return Completion(
-            text=self.detokenize(answer),
-            tokens=answer,
-            finish="stop" if ended else "length",
-            prompt_tokens=len(tokens),
+        if not len(tokens):
+            raise InvalidArgument("prompt", "must have at least one token")
+        chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
+        return Request(
+            id=str(next(self._numbers)),
+            entries=tokens.astype(np.int64),
+            sampling=chosen if seed is None else replace(chosen, seed=seed),
+            max_tokens=integer("max_tokens", max_tokens, 0),
+            stop=tuple(text.encode() for text in stop),
+            logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, 1000),
+            sequence=sequence,
+            boundaries=frozenset(boundaries),
+            priority=priority,
+            deadline=deadline,
+            reuse=reuse,
         )
 
-    def stream(self, prompt: str | Sequence[int], *, max_tokens: int = 128) -> Iterator[str]:
-        """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        vocabulary = self._lifecycle.model.vocabulary
-        for token in self._generate(self._prompt(prompt), max_tokens):
-            if text := decoder.decode(vocabulary.piece(token, special=False)):
-                yield text
-        if rest := decoder.decode(b"", final=True):
-            yield rest
+    def explain(self, prompt: str | Sequence[int]) -> Explanation:
+        """What of this prompt is in memory now, where it parts from it, and why not more could be reused."""
+        request = self.request(prompt)
+        return self._running().call(lambda engine: engine.explain(request))
+
+    # --- how likely a text is
 
     def logprobs(self, text: str | Sequence[int]) -> Score:
         """How likely the model finds each token of `text` but the first. Text begins as the model's prompts do."""
         tokens = self._prompt(text)
-        with self._lock:
-            values, windows = scoring.logprobs(self._lifecycle.context, SCORING, tokens)
+        engine, context = self._running(), self._lifecycle.context
+        sequence = context.sequences - 1  # the engine leaves this one alone
+        with self._scoring:
+            values, windows = scoring.logprobs(
+                context, sequence, tokens, run=lambda work: engine.call(lambda _: work())
+            )
         return Score(tokens=tuple(int(token) for token in tokens), values=tuple(values), windows=windows)
 
     def perplexity(self, text: str | Sequence[int]) -> float:
@@ -174,32 +263,68 @@ class Model:
         values = self.logprobs(text).values
         return math.exp(-math.fsum(values) / len(values))
 
-    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """The tokens of a conversation of (role, text) pairs, ready for the assistant's answer."""
-        model = self._lifecycle.model
-        return model.vocabulary.tokenize(model.format_chat(messages), special=True, bos=True)
+    # --- what is in memory
+
+    def fork(self, sequence: int | None = None) -> int:
+        """Copy an idle sequence, the last used where none is named; the copy's number, to be given to `complete`."""
+        return self._running().call(
+            lambda engine: snapshots.fork(engine, snapshots.latest(engine) if sequence is None else sequence)
+        )
+
+    def snapshot(self, name: str, sequence: int | None = None) -> None:
+        """Keep what an idle sequence holds, the last used where none is named, under a name."""
+        self._snapshots[name] = self._running().call(
+            lambda engine: snapshots.take(engine, snapshots.latest(engine) if sequence is None else sequence)
+        )
+
+    def restore(self, name: str, sequence: int | None = None) -> int:
+        """Put a snapshot back into memory; the next request that begins like it uses it. The sequence's number."""
+        snapshot = self._named(name)
+        return self._running().call(lambda engine: snapshots.put(engine, snapshot, sequence))
+
+    def save_snapshot(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write a snapshot to a file."""
+        snapshots.write(self._named(name), Path(path))
+
+    def load_snapshot(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Read a snapshot from a file; `InvalidState` where it is damaged or of another model, once restored."""
+        self._snapshots[name] = snapshots.read(Path(path))
+
+    def forget(self, sequence: int | None = None) -> None:
+        """Clear an idle sequence, or all of memory."""
+        self._running().call(lambda engine: snapshots.clear(engine, sequence))
+
+    # --- states
 
     def warm(self) -> None:
         """COLD → WARM: weights in RAM."""
-        self._lifecycle.warm()
+        with self._lock:
+            self._lifecycle.warm()
 
     def activate(self) -> None:
         """COLD or WARM → ACTIVE: ready to compute."""
-        self._lifecycle.activate()
+        with self._lock:
+            self._lifecycle.activate()
+            self._start()
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: the context and the GPU are given back."""
         with self._lock:
+            self._lifecycle.require("deactivate", Stage.ACTIVE)
+            self._stop()
             self._lifecycle.deactivate()
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: everything is given back; `activate` brings it back."""
         with self._lock:
+            self._lifecycle.require("unload", Stage.WARM, Stage.ACTIVE)
+            self._stop()
             self._lifecycle.unload()
 
     def close(self) -> None:
-        """Give everything back for good."""
+        """Give everything back for good; requests that run end with an error."""
         with self._lock:
+            self._stop()
             self._lifecycle.close()
 
     def __enter__(self) -> Self:
@@ -210,32 +335,100 @@ class Model:
     ) -> None:
         self.close()
 
+    # --- the engine behind it
+
+    def _start(self) -> None:
+        if not self.info.causal:
+            return
+        context = self._lifecycle.context
+        backend = LlamaBackend(context, sequences=context.sequences - 1)
+        self._engine = EngineThread(lambda: Engine(backend, self._engine_settings))
+
+    def _stop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _running(self) -> EngineThread:
+        assert self._lifecycle.context  # WrongState or Closed where there is none
+        if self._engine is None:
+            raise InvalidArgument("prompt", "cannot be continued: this model only makes embeddings")
+        return self._engine
+
+    def _submit(self, request: Request) -> Stream:
+        return self._running().submit(request)
+
+    def _numbered(self, request: Request, index: int) -> Request:
+        """The request for answer `index`: the same prompt with another draw."""
+        if index == 0:
+            return request
+        seed = request.sampling.seed
+        sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
+        return replace(request, id=str(next(self._numbers)), sampling=sampling)
+
+    def _gather(
+        self,
+        stream: Stream,
+        on_token: Callable[[int], None] | None,
+        cancel: threading.Event | None,
+        stops: Sequence[str],
+    ) -> tuple[Choice, Finished]:
+        tokens: list[Token] = []
+        for event in stream.until(cancel):
+            if isinstance(event, Token):
+                tokens.append(event)
+                if on_token is not None:
+                    on_token(event.token)
+        end = stream.end
+        if isinstance(end, Failed):
+            raise end.error
+        assert end is not None
+        detokenizer = Detokenizer(stops)
+        text = "".join(detokenizer.feed(self._piece(token.token)) for token in tokens)
+        return Choice.of(tokens, text + detokenizer.finish(self._stopped_by(stream)), end), end
+
+    def _texts(self, events: Stream, stops: Sequence[str]) -> Iterator[str]:
+        detokenizer = Detokenizer(stops)
+        for event in events:
+            if isinstance(event, Token) and (text := detokenizer.feed(self._piece(event.token))):
+                yield text
+        if rest := detokenizer.finish(self._stopped_by(events)):
+            yield rest
+
+    def _stopped_by(self, events: Stream) -> str | None:
+        """The stop text that ended an answer; an answer that failed raises."""
+        if isinstance(events.end, Failed):
+            raise events.end.error
+        stop = events.end.stop if events.end is not None else None
+        return stop.decode() if isinstance(stop, bytes) else None
+
+    def _piece(self, token: int) -> bytes:
+        return self._lifecycle.model.vocabulary.piece(token, special=False)
+
     def _prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
         vocabulary = self._lifecycle.model.vocabulary
         return vocabulary.check_all(self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt)
 
-    def _generate(self, prompt: NDArray[np.int32], max_tokens: int) -> Iterator[int]:
-        integer("max_tokens", max_tokens, 0)
-        if not self.info.causal:
-            raise InvalidArgument("prompt", "cannot be continued: this model only makes embeddings")
-        with self._lock:
-            yield from greedy.generate(self._lifecycle.context, GENERATING, prompt, max_tokens)
-
-
-GENERATING, SCORING = 0, 1  # the sequences of the context, so that scoring never disturbs an answer
+    def _named(self, name: str) -> Snapshot:
+        if name not in self._snapshots:
+            raise InvalidArgument("name", f"there is no snapshot called {name!r}")
+        return self._snapshots[name]
 
 
 def load(
     model: str | os.PathLike[str],
     *,
     context: int = 4096,
+    sequences: int = 4,
     gpu_layers: int | None = None,
     threads: int | None = None,
     key_type: CacheType = "f16",
     value_type: CacheType = "f16",
     flash_attention: bool | None = None,
+    unified: bool = False,
     mmap: bool = True,
     mlock: bool = False,
+    engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
     progress: Progress | None = None,
@@ -243,8 +436,9 @@ def load(
 ) -> Model:
     """Load a model by name (`afterglow models` lists them) or by path.
 
-    `context` is how many tokens one request can hold. `gpu_layers` None puts as many layers on a GPU as fit, if
-    there is one. With `fetch`, a known model that is not here yet is downloaded.
+    `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
+    conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one. With
+    `fetch`, a known model that is not here yet is downloaded.
 
     >>> with afterglow.load("smollm2", context=2048) as model:
     ...     model.count_tokens("How many tokens is this?")
@@ -252,13 +446,15 @@ def load(
     """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
     ensure_safe(path)
+    slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
     context_settings = ContextSettings(
-        cells=2 * integer("context", context, 1),
-        sequences=2,
+        cells=slots * integer("context", context, 1, 2**31 // 256),
+        sequences=slots,
         threads=usable_cores() if threads is None else threads,
         key_type=key_type,
         value_type=value_type,
         flash_attention=flash_attention,
+        unified=unified,
     )
     layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
     model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock)
@@ -268,7 +464,7 @@ def load(
             lifecycle.warm(progress)
         case Stage.ACTIVE:
             lifecycle.activate(progress)
-    return Model(lifecycle, str(model))
+    return Model(lifecycle, str(model), engine or EngineSettings())
 
 
 def usable_cores() -> int:

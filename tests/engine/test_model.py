@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 
 import afterglow
 from afterglow import tiny
-from afterglow.errors import Closed, InvalidArgument, ModelNotFound, PromptTooLong, WrongState
+from afterglow.errors import (
+    Cancelled,
+    Closed,
+    InvalidArgument,
+    InvalidState,
+    ModelNotFound,
+    PromptTooLong,
+    WrongState,
+)
 from afterglow.llama.handle import open_handles
 
 CYCLE = tiny.CYCLE.decode()
@@ -24,7 +33,7 @@ def test_a_completion_is_the_one_known_by_construction(kind):
     with load(f"successor-{kind}") as model:
         answer = model.complete(CYCLE[:5], max_tokens=40)
         assert answer.text == (CYCLE * 3)[5:45]
-        assert (answer.finish, answer.prompt_tokens, len(answer.tokens)) == ("length", 5, 40)
+        assert (answer.finish, answer.usage.prompt, len(answer.tokens)) == ("length", 5, 40)
 
 
 def test_a_stream_yields_the_same_text_in_pieces():
@@ -87,7 +96,7 @@ def test_c17_a_model_says_what_it_is_and_can():
         assert "partial_state" in model.capabilities
         assert model.context_length == 256
         assert model.backend.startswith("llama.cpp b11549")
-        assert model.settings[1].cells == 512
+        assert model.settings[1].cells == 5 * 256  # four sequences, and one for scoring
     with load("recurrent") as model:
         assert not model.supports("kv_cache")
         assert model.supports("hidden_state")
@@ -108,18 +117,158 @@ def test_a_model_goes_cold_and_comes_back():
     assert not open_handles()
 
 
-def test_threads_wait_for_each_other():
+def test_c14_threads_and_asyncio_tasks_share_the_model():
     with load("successor-attention") as model:
         answers = []
         threads = [
-            threading.Thread(target=lambda: answers.append(model.complete(CYCLE[:5], max_tokens=30).text))
-            for _ in range(6)
+            threading.Thread(target=lambda n=n: answers.append(model.complete(CYCLE[: 3 + n], max_tokens=30).text[:1]))
+            for n in range(6)
         ]
+
+        async def piece(n: int) -> str:
+            return "".join([text async for text in model.stream_async(CYCLE[: 3 + n], max_tokens=30)])[:1]
+
+        async def tasks() -> list[str]:
+            return await asyncio.gather(*(piece(n) for n in range(6)))
+
         for thread in threads:
             thread.start()
+        asked = asyncio.run(tasks())
         for thread in threads:
             thread.join()
-        assert answers == [(CYCLE * 2)[5:35]] * 6
+        assert sorted(answers) == sorted(asked) == list(CYCLE[3:9])
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_c14_several_answers_share_one_prompt(kind):
+    with load(kind) as model:
+        prompt = "the rain in spain and the thin heron"
+        answer = model.complete(prompt, n=3, temperature=1.5, seed=4, max_tokens=10)
+        assert len({choice.tokens for choice in answer.choices}) > 1
+        length = model.count_tokens(prompt)
+        assert [usage.cached for usage in answer.usages] == [0, length - 1, length - 1]
+
+
+def test_c14_a_seed_repeats_an_answer_and_its_absence_does_not():
+    with load("attention") as model:
+
+        def draw(seed):
+            return model.complete("the rain", temperature=3.0, seed=seed, max_tokens=12).tokens
+
+        assert draw(1) == draw(1) != draw(2)
+        assert draw(None) != draw(None)
+
+
+def test_c14_on_token_is_called_once_for_each_token():
+    with load("successor-attention") as model:
+        seen: list[int] = []
+        answer = model.complete(CYCLE[:5], max_tokens=9, on_token=seen.append)
+        assert tuple(seen) == answer.tokens
+
+
+def test_c14_a_cancel_flag_ends_the_work():
+    with load("successor-attention", context=4096) as model:
+        flag = threading.Event()
+        threading.Timer(0.1, flag.set).start()
+        with pytest.raises(Cancelled):
+            model.complete(CYCLE[:5], max_tokens=4000, cancel=flag)
+        assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
+
+
+def test_c14_an_explicit_sequence_is_used():
+    with load("successor-attention") as model:
+        model.complete(CYCLE[:9], max_tokens=4, sequence=3)
+        again = model.complete(CYCLE[:9], max_tokens=4, sequence=3)
+        assert again.usage.cached == 8
+        with pytest.raises(InvalidArgument, match="sequence"):
+            model.complete(CYCLE[:5], sequence=4)
+
+
+def test_stop_texts_never_show_and_are_reported():
+    with load("successor-attention") as model:
+        answer = model.complete(CYCLE[:5], max_tokens=40, stop=["klm", "zzz"])
+        assert (answer.text, answer.finish, answer.choices[0].stop) == ("fghij", "stop", "klm")
+        assert "".join(model.stream(CYCLE[:5], max_tokens=40, stop=["klm"])) == "fghij"
+        partial = model.complete(CYCLE[:5], max_tokens=3, stop=["ghz"])
+        assert partial.text == "fgh"  # what looked like a stop and was none
+
+
+def test_logprobs_come_with_an_answer():
+    with load("attention") as model:
+        choice = model.complete("the rain", max_tokens=5, logprobs=2).choices[0]
+        assert len(choice.logprobs) == len(choice.alternatives) == 5
+        assert all(pair[0][0] == token for pair, token in zip(choice.alternatives, choice.tokens, strict=True))
+        assert model.complete("the rain", max_tokens=5).choices[0].logprobs == ()
+
+
+def test_a_deadline_s_answer_is_what_there_is():
+    with load("successor-attention", context=4096) as model:
+        answer = model.complete(CYCLE[:5], max_tokens=4000, deadline=0.1)
+        assert answer.finish == "deadline"
+        assert 0 < len(answer.tokens) < 4000
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_c17_a_named_snapshot_is_really_used_by_the_next_request(kind, tmp_path):
+    prompt = "the rain in spain and the thin heron"
+    with load(kind) as model:
+        first = model.complete(prompt, max_tokens=6)
+        model.snapshot("spain")
+        model.save_snapshot("spain", tmp_path / "spain.state")
+        turn = [*model.tokenize(prompt), *first.tokens, 60, 61]
+        expected = model.complete(turn, max_tokens=6).tokens
+        model.forget()
+        assert model.complete(turn, max_tokens=6, reuse=False).usage.cached == 0
+        model.forget()
+        model.restore("spain")
+        answer = model.complete(turn, max_tokens=6)
+        assert answer.usage.cached == len(turn) - 3
+        assert answer.tokens == expected
+    with load(kind) as model:  # another life, from the file
+        model.load_snapshot("again", tmp_path / "spain.state")
+        model.restore("again")
+        assert model.complete(turn, max_tokens=6).usage.cached == len(turn) - 3
+        with pytest.raises(InvalidArgument, match="no snapshot"):
+            model.restore("never taken")
+
+
+def test_c17_a_damaged_or_foreign_snapshot_is_refused(tmp_path):
+    path = tmp_path / "one.state"
+    with load("attention") as model:
+        model.complete("the rain in spain", max_tokens=4)
+        model.snapshot("one")
+        model.save_snapshot("one", path)
+    with load("successor-attention") as model:
+        model.load_snapshot("one", path)
+        with pytest.raises(InvalidState, match="another model"):
+            model.restore("one")
+        assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(InvalidState):
+            model.load_snapshot("two", path)
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_c17_a_fork_is_a_sequence_of_its_own(kind):
+    with load(kind) as model:
+        first = model.complete("the rain in spain", max_tokens=6)
+        twin = model.fork()
+        turn = [*model.tokenize("the rain in spain"), *first.tokens, 70, 71]
+        answer = model.complete(turn, max_tokens=4, sequence=twin)
+        assert answer.usage.cached == len(turn) - 3
+
+
+def test_explain_says_where_a_prompt_parts_from_memory_and_why():
+    with load("hybrid") as model:
+        prompt = model.tokenize("the rain in spain and the thin heron on the river")
+        first = model.complete(prompt, max_tokens=2)
+        edited = [*prompt[:10], 99, *prompt[11:]]
+        explained = model.explain(edited)
+        assert (explained.shared, explained.reused, explained.cause) == (10, 0, "no checkpoint")
+        assert (explained.ours, explained.theirs) == (99, prompt[10])
+        assert explained.computed == len(edited)
+        assert model.explain([*prompt, first.tokens[0], 9]).cause == "all of it"
+        assert model.explain([7, 8, 9]).cause == "nothing in common"
 
 
 def test_an_embedding_model_does_not_complete():

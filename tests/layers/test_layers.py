@@ -12,7 +12,7 @@ LAYERS = {
     "errors": 0, "version": 0, "paths": 0,
     "llama": 1, "registry": 1, "tiny": 1,
     "engine": 2,
-    "chat": 3,
+    "chat": 3, "completion": 3, "testing": 3,
     "model": 4,
     "server": 5, "agent": 5,
     "cli": 6,

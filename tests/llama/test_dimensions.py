@@ -81,6 +81,13 @@ def test_a_recurrent_state_of_absurd_size_is_refused(tmp_path: Path) -> None:
     assert "the recurrent state of one layer would have" in refusal(document, tmp_path)
 
 
+@pytest.mark.parametrize(("key", "value"), [("inner_size", 63), ("time_step_rank", 3), ("group_count", 0)])
+def test_heads_that_do_not_fill_a_delta_net_are_refused(key: str, value: int, tmp_path: Path) -> None:
+    document = opened("hybrid")
+    document.put(f"qwen35.ssm.{key}", U32, value)
+    assert "do not make an inner size of" in refusal(document, tmp_path)
+
+
 @pytest.mark.parametrize("epsilon", [-1.0, -math.inf, math.inf, math.nan])
 def test_an_epsilon_below_zero_is_refused(epsilon: float, tmp_path: Path) -> None:
     document = opened("draft")

@@ -102,6 +102,8 @@ def test_a_vocabulary_that_would_never_end_is_refused(tmp_path: Path) -> None:
     assert passes(document, tmp_path)
     speak(document, b"rwkv", [text for text in escaped if text != b"\\x74"] + [b"the"])
     assert "no token for the byte 0x74" in refusal(document, tmp_path)
+    speak(document, b"rwkv", BYTES)  # another tokenizer's spelling
+    assert "no token for the byte 0x00" in refusal(document, tmp_path)
 
 
 def test_a_token_of_absurd_length_is_refused(tmp_path: Path) -> None:

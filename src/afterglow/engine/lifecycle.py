@@ -73,14 +73,14 @@ class Lifecycle:
     def warm(self, progress: Progress | None = None) -> None:
         """COLD → WARM: load the weights into RAM, nothing on a GPU."""
         with self._lock:
-            self._require("warm", Stage.COLD)
+            self.require("warm", Stage.COLD)
             self._model = self._load(Stage.WARM, progress)
             self._stage = Stage.WARM
 
     def activate(self, progress: Progress | None = None) -> None:
         """COLD or WARM → ACTIVE: weights where they compute, and a context."""
         with self._lock:
-            self._require("activate", Stage.COLD, Stage.WARM)
+            self.require("activate", Stage.COLD, Stage.WARM)
             old = self._model
             model = old if old is not None and not self._uses_gpu else self._load(Stage.ACTIVE, progress)
             try:
@@ -96,7 +96,7 @@ class Lifecycle:
     def deactivate(self) -> None:
         """ACTIVE → WARM: give back the context and the GPU, keep the weights in RAM."""
         with self._lock:
-            self._require("deactivate", Stage.ACTIVE)
+            self.require("deactivate", Stage.ACTIVE)
             old, context = self.model, self.context
             model = self._load(Stage.WARM, None) if self._uses_gpu else old
             self._model, self._context, self._stage = model, None, Stage.WARM
@@ -107,7 +107,7 @@ class Lifecycle:
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: give everything back."""
         with self._lock:
-            self._require("unload", Stage.WARM, Stage.ACTIVE)
+            self.require("unload", Stage.WARM, Stage.ACTIVE)
             self._release()
 
     def close(self) -> None:
@@ -142,7 +142,8 @@ class Lifecycle:
         if model is not None:
             model.close()  # closes the context, its child
 
-    def _require(self, call: str, *stages: Stage) -> None:
+    def require(self, call: str, *stages: Stage) -> None:
+        """`WrongState` unless the model is in one of these stages; `Closed` after `close`."""
         if self._closed:
             raise Closed("model")
         if self._stage not in stages:

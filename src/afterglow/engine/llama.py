@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Sampler, Scope, Span, State
+from afterglow.engine.engine import Engine, EngineSettings
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
 from afterglow.llama.devices import devices
+from afterglow.llama.model import Model, ModelSettings
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
+from afterglow.llama.settings import ContextSettings
 
 
 class LlamaBackend:
     """The engine's memory on llama.cpp. Owns nothing: whoever made the context closes it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, sequences: int | None = None) -> None:
+        """Use the first `sequences` of the context, or all."""
         info, settings = context.model.info, context.settings
         assert info.memory != "none"
         self.context = context
         self.capabilities = Capabilities(
             memory=info.memory,
-            sequences=context.sequences,
+            sequences=context.sequences if sequences is None else sequences,
             cells=context.cells_per_sequence,
             batch_cells=context.batch.capacity,
             ubatch_cells=context.ubatch,
@@ -94,3 +100,28 @@ class LlamaBackend:
 
     def close(self) -> None:
         """Nothing of its own to give back."""
+
+
+class OwningBackend(LlamaBackend):
+    """A backend that came with its model, and goes with it."""
+
+    def close(self) -> None:
+        self.context.model.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaEngine:
+    """Makes an engine on a model file, wherever it is called: the recipe that travels to a child process."""
+
+    path: Path
+    model: ModelSettings = field(default_factory=ModelSettings)
+    context: ContextSettings = field(default_factory=ContextSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+
+    def __call__(self) -> Engine:
+        model = Model.load(self.path, self.model)
+        try:
+            return Engine(OwningBackend(Context(model, self.context)), self.engine)
+        except BaseException:
+            model.close()
+            raise

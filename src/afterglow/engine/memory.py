@@ -139,11 +139,15 @@ class PrefixMemory:
         idle = [slot for slot in self.slots if not slot.busy and len(slot)]
         if not idle:
             return False
-        slot = min(idle, key=self._loss)
-        self._tree.remove(slot)
+        self.forget(min(idle, key=self._loss))
+        return True
+
+    def forget(self, slot: Sequence) -> None:
+        """Empty an idle sequence."""
+        if slot in self._tree:
+            self._tree.remove(slot)
         slot.clear()
         self._drop_uncovered()
-        return True
 
     def cuts(self, ids: Ids, boundaries: frozenset[int], start: int) -> list[int]:
         """Where the prefill of this prompt from `start` on has to stand still for checkpoints."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument
 from afterglow.llama.context import Context
+
+Work = Callable[[], list[float]]
+Run = Callable[[Work], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +35,37 @@ def spans(count: int, limit: int) -> list[Span]:
     return passes
 
 
-def logprobs(context: Context, sequence: int, tokens: NDArray[np.int32]) -> tuple[list[float], int]:
-    """The log-probability of each token but the first, and in how many passes they were computed."""
+def logprobs(context: Context, sequence: int, tokens: NDArray[np.int32], run: Run) -> tuple[list[float], int]:
+    """The log-probability of each token but the first, and in how many passes they were computed.
+
+    Each decode goes through `run`, so that others can use the context between two of them.
+    """
     if len(tokens) < 2:
         raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
     passes = spans(len(tokens), context.cells_per_sequence)
     values: list[float] = []
     try:
         for span in passes:
-            context.memory.remove(sequence)
-            values += _score(context, sequence, tokens[span.start : span.stop], span.scored - span.start)
+            run(lambda: [float(context.memory.remove(sequence))])
+            values += _score(context, sequence, tokens[span.start : span.stop], span.scored - span.start, run)
     finally:
-        context.memory.remove(sequence)
+        run(lambda: [float(context.memory.remove(sequence))])
     return values, len(passes)
 
 
-def _score(context: Context, sequence: int, tokens: NDArray[np.int32], scored: int) -> Iterator[float]:
+def _score(context: Context, sequence: int, tokens: NDArray[np.int32], scored: int, run: Run) -> Iterator[float]:
     step = min(context.max_outputs, context.batch.capacity)
     for start in range(0, len(tokens) - 1, step):  # the last token predicts nothing we were asked for
         stop = min(start + step, len(tokens) - 1)
         wanted = range(max(start, scored - 1), stop)
-        context.batch.clear()
-        context.batch.add(tokens[start:stop], position=start, sequence=sequence, outputs=len(wanted))
-        context.decode()
-        for index in wanted:
-            yield float(log_probabilities(context.logits(index - start))[tokens[index + 1]])
+
+        def work(start: int = start, stop: int = stop, wanted: range = wanted) -> list[float]:
+            context.batch.clear()
+            context.batch.add(tokens[start:stop], position=start, sequence=sequence, outputs=len(wanted))
+            context.decode()
+            return [float(log_probabilities(context.logits(i - start))[tokens[i + 1]]) for i in wanted]
+
+        yield from run(work)
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:

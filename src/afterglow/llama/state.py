@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState, MemoryFull, UnsupportedOperation
 from afterglow.llama.arguments import integer
+from afterglow.llama.files import write_whole
 from afterglow.llama.library import library
 from afterglow.llama.memory import Memory
 from afterglow.llama.model import Model
@@ -162,17 +161,7 @@ class States:
         """Write one sequence, or all, to a file: whole or not at all."""
         wanted = range(self._context.sequences) if sequence is None else [sequence]
         blobs = [(one, self.save(one).to_bytes()) for one in wanted]
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                for one, blob in blobs:
-                    file.write(struct.pack("<iQ", one, len(blob)) + blob)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(Path(path), [part for one, blob in blobs for part in (struct.pack("<iQ", one, len(blob)), blob)])
 
     def load_file(self, path: Path, sequence: int | None = None) -> list[int]:
         """Load a file of `save_file`; with `sequence`, its one state into that sequence. Everything is checked

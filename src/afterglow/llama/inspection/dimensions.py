@@ -38,6 +38,7 @@ BOUNDS = {
 }  # fmt: skip
 REQUIRED = ("context_length", "embedding_length", "block_count")
 PER_LAYER = ("expert_used_count", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 ACTIVATIONS = ("gelu", "silu", "tanh")
 
@@ -115,8 +116,14 @@ def _check_rotation(facts: Facts) -> None:
 
 
 def _check_state(facts: Facts) -> None:
+    """The state of recurrent layers: its size, and for gated delta nets that it is as wide as it is high."""
     inner, state = facts.number(facts.own("ssm.inner_size")), facts.number(facts.own("ssm.state_size"))
     groups, kernel = facts.number(facts.own("ssm.group_count")), facts.number(facts.own("ssm.conv_kernel"))
     elements = max(inner * state, kernel * (inner + 2 * groups * state))
     if elements > STATE:
         facts.fail(f"the recurrent state of one layer would have {elements:,} elements, the limit is {STATE:,}")
+    heads = facts.number(facts.own("ssm.time_step_rank"))
+    if facts.architecture in DELTA_NETS and (inner != heads * state or not groups or heads % groups):
+        facts.fail(
+            f"{heads:,} heads in {groups:,} groups with states of {state:,} do not make an inner size of {inner:,}"
+        )

@@ -13,6 +13,7 @@ from afterglow.llama.header import Strings, decoded
 from afterglow.llama.inspection.facts import Facts
 
 ESCAPED = re.compile(rb"\\(x[0-9a-f]{2}|[^x])", re.DOTALL)
+SPELLED = {b"<0x%02X>" % byte: bytes([byte]) for byte in range(256)}
 WORDLESS = ("none", "no_vocab")
 BYTE_PAIRS = ("gpt2", "hybriddna", "whitespace", "gemma4")
 BYTE_TYPE = 6
@@ -114,10 +115,10 @@ def _check_texts(facts: Facts, model: str, tokens: Strings) -> None:
     if len(unique) != len(texts):
         _fail_on_repeated(facts, texts)
     if model == "llama":
-        _check_bytes(facts, unique)
+        _check_bytes(facts, {SPELLED.get(text, text) for text in unique})
     elif model == "rwkv":
         # llama.cpp never ends when a text begins like a token but no token is found: each byte must be one.
-        _check_bytes(facts, {_unescaped(text) for text in texts})
+        _check_bytes(facts, {_unescaped(text) for text in unique})
     elif model.startswith("plamo") and sum(len(decoded(text)) ** 3 for text in texts) > SUFFIXES:
         facts.fail(f"its tokens are too long, up to {longest:,} bytes, for a tokenizer that takes them to pieces")
     elif model == "bert":
@@ -136,7 +137,7 @@ def _fail_on_repeated(facts: Facts, texts: list[bytes]) -> None:
 
 def _check_bytes(facts: Facts, texts: set[bytes]) -> None:
     for byte in range(256):
-        if b"<0x%02X>" % byte not in texts and bytes([byte]) not in texts:
+        if bytes([byte]) not in texts:
             facts.fail(f"its vocabulary has no token for the byte {byte:#04x}: text with it would end the process")
 
 

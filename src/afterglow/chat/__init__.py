@@ -1,0 +1,1 @@
+"""Text: what tokens say. Knows no requests and no memory."""

@@ -1,0 +1,72 @@
+"""What a model answers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from afterglow.engine.request import Finished, Reason, Token, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer. `finish` says what ended it: `stop`, `length` or `deadline`."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: Reason
+    stop: str | int | None  # the stop text, or the token, that ended it
+    logprobs: tuple[float, ...] = ()
+    alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token], text: str, end: Finished) -> Choice:
+        return cls(
+            text=text,
+            tokens=tuple(token.token for token in tokens),
+            finish=end.reason,
+            stop=end.stop.decode() if isinstance(end.stop, bytes) else end.stop,
+            logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
+            alternatives=tuple(token.alternatives for token in tokens if token.alternatives),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answers to one prompt, and what each took. `text`, `tokens`, `finish` and `usage` are the first's.
+
+    >>> answer = model.complete("Once upon a time", n=2, temperature=0.8)
+    >>> answer.text == answer.choices[0].text
+    True
+    """
+
+    choices: tuple[Choice, ...]
+    usages: tuple[Usage, ...]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.choices[0].tokens
+
+    @property
+    def finish(self) -> Reason:
+        return self.choices[0].finish
+
+    @property
+    def usage(self) -> Usage:
+        return self.usages[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """`values[i]` is the log-probability of `tokens[i + 1]` after everything before it.
+
+    Tokens beyond the context length are scored in overlapping windows; `windows` says how many there were.
+    """
+
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+    windows: int
