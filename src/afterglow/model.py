@@ -25,7 +25,7 @@ from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.memory import Explanation
 from afterglow.engine.request import Failed, Finished, Request, Token
-from afterglow.engine.snapshots import Snapshot
+from afterglow.engine.sequence import Saved
 from afterglow.engine.stream import Stream
 from afterglow.engine.thread import EngineThread
 from afterglow.errors import InvalidArgument
@@ -61,7 +61,7 @@ class Model:
         self._lock = threading.Lock()  # over transitions
         self._scoring = threading.Lock()  # one sequence is kept for it
         self._numbers = itertools.count()
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: dict[str, Saved] = {}
         if lifecycle.stage is Stage.ACTIVE:
             self._start()
 
@@ -409,7 +409,7 @@ class Model:
         vocabulary = self._lifecycle.model.vocabulary
         return vocabulary.check_all(self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt)
 
-    def _named(self, name: str) -> Snapshot:
+    def _named(self, name: str) -> Saved:
         if name not in self._snapshots:
             raise InvalidArgument("name", f"there is no snapshot called {name!r}")
         return self._snapshots[name]

@@ -357,8 +357,7 @@ class Engine:
         parked = sum(other.parked.nbytes for other in self._waiting if other.parked is not None)
         expected = len(sequence) * self.memory.costs.bytes_per_entry
         if len(sequence) and parked + expected <= self.settings.parked_bytes:
-            job.parked = self.backend.save(sequence.number, "full")
-            job.parked_ids = sequence.ids.copy()
+            job.parked = sequence.save()
         sequence.clear()
         self._stop_running(job)
         self._waiting.appendleft(job)
@@ -368,12 +367,11 @@ class Engine:
         reuse = self.memory.plan(job.prompt, reuse=False, slot=job.request.sequence)
         if reuse is None or (self._running and self.backend.capabilities.shared):
             return False  # unified: it comes back when there is room again, not to push others out
-        state, ids, job.parked, job.parked_ids = job.parked, job.parked_ids, None, None
-        assert state is not None
-        assert ids is not None
+        saved, job.parked = job.parked, None
+        assert saved is not None
         sequence, _ = self.memory.begin(reuse)
         try:
-            sequence.load(ids, state, 0)
+            sequence.load(saved.ids, saved.state, saved.aligned)
         except AfterglowError:
             sequence.clear()
         self._run(job, sequence)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from afterglow.engine.backend import Sampler, State
+from afterglow.engine.backend import Sampler
 from afterglow.engine.entries import Ids
 from afterglow.engine.request import Request, Usage
-from afterglow.engine.sequence import Sequence
+from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.stops import StopMatcher
 
 
@@ -27,8 +27,7 @@ class Job:
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)  # depths at which its memory has to stand still
-    parked: State | None = None  # its memory, while it had to make room
-    parked_ids: Ids | None = None
+    parked: Saved | None = None  # its memory, while it had to make room
     leader: Job | None = None  # who is computing the beginning of this prompt right now
     leader_depth: int = 0
     reused: int = 0

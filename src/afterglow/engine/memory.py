@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from afterglow.engine.reuse import Continue, Fork, Fresh, Restore, Reuse, Situat
 from afterglow.engine.sequence import Sequence
 from afterglow.errors import AfterglowError
 
-Anchor: TypeAlias = Sequence | Checkpoint
+CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
 Cause: TypeAlias = Literal[
     "nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "not asked"
 ]
@@ -47,8 +48,10 @@ class PrefixMemory:
         self._backend = backend
         self._settings = settings
         self._grid = grid  # 0: any length can be reused
-        self._tree: PrefixTree[Anchor] = PrefixTree()
+        self._idle: PrefixTree[Sequence] = PrefixTree()  # by what they hold
+        self._marks: PrefixTree[Checkpoint] = PrefixTree()
         self.slots = [Sequence(number, backend, ledger) for number in range(backend.capabilities.sequences)]
+        self._unused = dict.fromkeys(self.slots)  # idle sequences, the longest idle first
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -61,8 +64,7 @@ class PrefixMemory:
             return None
         target, target_loss = self._spare() if wanted is None else (wanted, 0.0)
         capabilities = self._backend.capabilities
-        match = self._tree.match(ids)
-        checkpoints = [anchor for anchor in self._tree.along(match) if isinstance(anchor, Checkpoint)]
+        checkpoints = list(self._marks.along(self._marks.match(ids)))
         sources = list(self._sources(ids)) if reuse else []
         if wanted is not None:  # only this slot may be used up; the others may be copied
             sources = [source for source in sources if source.slot is wanted or source.slot.busy]
@@ -89,8 +91,9 @@ class PrefixMemory:
     def begin(self, reuse: Reuse) -> tuple[Sequence, int]:
         """Carry out a plan. The sequence, now busy, and how many entries of the prompt it holds."""
         target = reuse.slot if isinstance(reuse, Continue) else reuse.target
-        if target in self._tree:
-            self._tree.remove(target)
+        if target in self._idle:
+            self._idle.remove(target)
+        del self._unused[target]
         target.busy = True
         try:
             self._carry_out(reuse)
@@ -130,13 +133,14 @@ class PrefixMemory:
         """The sequence is idle again; what it holds can be found."""
         sequence.busy = False
         sequence.last_used = time.monotonic()
+        self._unused[sequence] = None
         if len(sequence):
-            self._tree.insert(sequence.ids, sequence)
+            self._idle.insert(sequence.ids, sequence)
         self._drop_uncovered()
 
     def evict(self) -> bool:
         """Empty the idle sequence that can best be spared; False: there is none."""
-        idle = [slot for slot in self.slots if not slot.busy and len(slot)]
+        idle = [slot for slot in self._unused if len(slot)][:CANDIDATES]
         if not idle:
             return False
         self.forget(min(idle, key=self._loss))
@@ -144,8 +148,8 @@ class PrefixMemory:
 
     def forget(self, slot: Sequence) -> None:
         """Empty an idle sequence."""
-        if slot in self._tree:
-            self._tree.remove(slot)
+        if slot in self._idle:
+            self._idle.remove(slot)
         slot.clear()
         self._drop_uncovered()
 
@@ -153,8 +157,7 @@ class PrefixMemory:
         """Where the prefill of this prompt from `start` on has to stand still for checkpoints."""
         if not self._backend.capabilities.partial_state:
             return []
-        match = self._tree.match(ids)
-        taken = [anchor.depth for anchor in self._tree.along(match) if isinstance(anchor, Checkpoint)]
+        taken = [checkpoint.depth for checkpoint in self._marks.along(self._marks.match(ids))]
         ubatch = self._backend.capabilities.ubatch_cells
         points = cut_points(len(ids), boundaries, taken, ubatch, self._settings)
         return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
@@ -170,7 +173,7 @@ class PrefixMemory:
         while self.checkpoint_bytes + checkpoint.nbytes > self._settings.max_bytes:
             self._drop(min(self.checkpoints, key=lambda one: one.last_used))
         self.checkpoints.append(checkpoint)
-        self._tree.insert(checkpoint.ids, checkpoint)
+        self._marks.insert(checkpoint.ids, checkpoint)
         self._thin(checkpoint)
 
     def explain(self, ids: Ids, reuse: Reuse | None) -> Explanation:
@@ -199,34 +202,29 @@ class PrefixMemory:
         return "window passed" if self._backend.capabilities.memory == "window" else "no checkpoint"
 
     def _sources(self, ids: Ids) -> Iterator[Source]:
-        match, now = self._tree.match(ids), time.monotonic()
-        for slot in self.slots:
-            if slot.busy:
-                shared = common_prefix(slot.ids, ids)
-            else:
-                shared = self._tree.shared(slot, match) if slot in self._tree else 0
-            if self._grid:
-                shared = min(shared, slot.aligned)
-            if shared:
-                yield Source(slot, shared, 0.0 if slot.busy else now - slot.last_used)
+        now = time.monotonic()
+        found = self._idle.nearest(self._idle.match(ids), CANDIDATES)
+        found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy]
+        for slot, shared in found:
+            usable = min(shared, slot.aligned) if self._grid else shared
+            if usable:
+                yield Source(slot, usable, 0.0 if slot.busy else now - slot.last_used)
 
     def _spare(self) -> tuple[Sequence | None, float]:
-        idle = [slot for slot in self.slots if not slot.busy]
-        if not idle:
+        empty = next((slot for slot in self._unused if not len(slot)), None)
+        if empty is not None:
+            return empty, 0.0
+        if not self._unused:
             return None, 0.0
-        slot = min(idle, key=self._loss)
+        slot = min(itertools.islice(self._unused, CANDIDATES), key=self._loss)
         return slot, self._loss(slot)
 
     def _loss(self, slot: Sequence) -> float:
         """What it is expected to cost to lose this sequence: nothing where others hold the same."""
-        if not len(slot):
-            return 0.0
-        held = max((common_prefix(slot.ids, other.ids) for other in self.slots if other is not slot), default=0)
-        return loss(len(slot) - held, time.monotonic() - slot.last_used, self.costs)
+        return loss(self._idle.unique(slot), time.monotonic() - slot.last_used, self.costs)
 
     def _thin(self, newest: Checkpoint) -> None:
-        path = [anchor for anchor in self._tree.above(newest) if isinstance(anchor, Checkpoint)]
-        by_depth = {checkpoint.depth: checkpoint for checkpoint in path}
+        by_depth = {checkpoint.depth: checkpoint for checkpoint in self._marks.above(newest)}
         for depth in thinned(sorted(by_depth), self._settings.max_checkpoints):
             self._drop(by_depth[depth])
 
@@ -236,10 +234,10 @@ class PrefixMemory:
             return
         busy = [slot for slot in self.slots if slot.busy]
         for checkpoint in self.checkpoints[:]:
-            idle = any(isinstance(anchor, Sequence) for anchor in self._tree.below(checkpoint))
+            idle = self._idle.match(checkpoint.ids).length == checkpoint.depth
             if not idle and not any(common_prefix(slot.ids, checkpoint.ids) == checkpoint.depth for slot in busy):
                 self._drop(checkpoint)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         self.checkpoints.remove(checkpoint)
-        self._tree.remove(checkpoint)
+        self._marks.remove(checkpoint)

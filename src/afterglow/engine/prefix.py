@@ -16,7 +16,7 @@ A = TypeVar("A", bound=Hashable)
 class Node(Generic[A]):
     """A stretch of entries after its parent's. `depth` is where it ends, counted from the root."""
 
-    __slots__ = ("anchors", "children", "depth", "edge", "parent")
+    __slots__ = ("anchors", "children", "count", "depth", "edge", "parent")
 
     def __init__(self, edge: Ids, parent: Node[A] | None) -> None:
         self.edge = edge
@@ -24,6 +24,7 @@ class Node(Generic[A]):
         self.depth: int = len(edge) + (parent.depth if parent else 0)
         self.children: dict[int, Node[A]] = {}
         self.anchors: list[A] = []
+        self.count = 0  # anchors here and below
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class PrefixTree(Generic[A]):
 
     >>> tree = PrefixTree()
     >>> tree.insert(np.array([1, 2, 3, 4]), "conversation")
-    >>> tree.shared("conversation", tree.match(np.array([1, 2, 9])))
-    2
+    >>> tree.nearest(tree.match(np.array([1, 2, 9])), limit=4)
+    [('conversation', 2)]
     """
 
     def __init__(self) -> None:
@@ -70,11 +71,13 @@ class PrefixTree(Generic[A]):
             node, depth = child, child.depth
         node.anchors.append(anchor)
         self._nodes[anchor] = node
+        self._count(node, 1)
 
     def remove(self, anchor: A) -> None:
         """Take `anchor` away, and every branch that leads nowhere without it."""
         node = self._nodes.pop(anchor)
         node.anchors.remove(anchor)
+        self._count(node, -1)
         while node.parent is not None and not node.anchors and not node.children:
             parent = node.parent
             del parent.children[int(node.edge[0])]
@@ -97,32 +100,32 @@ class PrefixTree(Generic[A]):
             node = child
         return Match(tuple(path), length)
 
-    def shared(self, anchor: A, match: Match[A]) -> int:
-        """How many entries of the matched prompt lead to `anchor` too."""
+    def nearest(self, match: Match[A], limit: int) -> list[tuple[A, int]]:
+        """Anchors that share most with the matched prompt, and how many entries, at most `limit` of them."""
+        found: list[tuple[A, int]] = []
+        seen: Node[A] | None = None
+        for node in reversed(match.path):
+            shared = min(node.depth, match.length)
+            for anchor in self._below(node, seen):
+                if len(found) == limit:
+                    return found
+                found.append((anchor, shared))
+            seen = node
+        return found
+
+    def unique(self, anchor: A) -> int:
+        """How many of the last entries on the way to `anchor` lead to no other."""
         node: Node[A] | None = self._nodes[anchor]
-        while node is not None:
-            index = node.depth and next((i for i, one in enumerate(match.path) if one is node), 0)
-            if index or node.parent is None:
-                return min(match.path[index].depth, match.length)
+        end = self._nodes[anchor].depth
+        while node is not None and node.count == 1:
             node = node.parent
-        raise AssertionError("every node leads to the root")
+        return end - (node.depth if node is not None else 0)
 
     def along(self, match: Match[A]) -> Iterator[A]:
         """The anchors that the prompt runs through, deepest first."""
         for node in reversed(match.path):
             if node.depth <= match.length:
                 yield from node.anchors
-
-    def depth(self, anchor: A) -> int:
-        return self._nodes[anchor].depth
-
-    def below(self, anchor: A) -> Iterator[A]:
-        """Every anchor whose path runs through that of `anchor`, itself included."""
-        waiting = [self._nodes[anchor]]
-        while waiting:
-            node = waiting.pop()
-            yield from node.anchors
-            waiting += node.children.values()
 
     def above(self, anchor: A) -> Iterator[A]:
         """Every anchor on the way to `anchor`, itself included, deepest first."""
@@ -131,10 +134,25 @@ class PrefixTree(Generic[A]):
             yield from node.anchors
             node = node.parent
 
+    def _below(self, top: Node[A], without: Node[A] | None) -> Iterator[A]:
+        """Every anchor at or below a node, but for one branch."""
+        waiting = [top]
+        while waiting:
+            node = waiting.pop()
+            if node is not without:
+                yield from node.anchors
+                waiting += node.children.values()
+
+    def _count(self, node: Node[A] | None, change: int) -> None:
+        while node is not None:
+            node.count += change
+            node = node.parent
+
     def _split(self, node: Node[A], at: int) -> Node[A]:
         """Cut an edge in two; the upper part is the new node."""
         assert node.parent is not None
         upper: Node[A] = Node(node.edge[:at], node.parent)
+        upper.count = node.count
         node.parent.children[int(node.edge[0])] = upper
         node.edge, node.parent = node.edge[at:], upper
         upper.children[int(node.edge[0])] = node

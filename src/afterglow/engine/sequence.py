@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from afterglow.engine.backend import Backend, State
 from afterglow.engine.entries import Ids, Ledger, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole sequence, taken out of memory."""
+
+    ids: Ids
+    state: State
+    aligned: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes + self.ids.nbytes
 
 
 class Sequence:
@@ -68,6 +82,9 @@ class Sequence:
         self.decoded(source.ids[:length].copy())
         self.aligned = min(source.aligned, length)
         return nbytes
+
+    def save(self) -> Saved:
+        return Saved(self.ids.copy(), self._backend.save(self.number, "full"), self.aligned)
 
     def load(self, ids: Ids, state: State, aligned: int) -> None:
         """Become what `state` held when it was saved with these entries."""

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from afterglow.engine.backend import State
 from afterglow.engine.engine import Engine
-from afterglow.engine.entries import Ids
 from afterglow.engine.reuse import Fresh
+from afterglow.engine.sequence import Saved
 from afterglow.errors import EngineError, InvalidArgument, InvalidState, MemoryFull
 from afterglow.llama import state as llama_state
 from afterglow.llama.files import write_whole
 
 MAGIC = b"afterglow snapshot\x01"
-HEADER = struct.Struct("<QQ")  # entries, bytes of the state
+HEADER = struct.Struct("<QQQ")  # entries, those on the deterministic grid, bytes of the state
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a sequence held, entry for entry."""
-
-    ids: Ids
-    state: State
-
-
-def take(engine: Engine, sequence: int) -> Snapshot:
+def take(engine: Engine, sequence: int) -> Saved:
     """A copy of an idle sequence."""
     if not 0 <= sequence < len(engine.memory.slots):
         raise InvalidArgument("sequence", f"must be from 0 to {len(engine.memory.slots) - 1}")
     slot = engine.memory.slots[sequence]
     if slot.busy or not len(slot):
         raise InvalidArgument("sequence", f"{sequence} is {'in use' if slot.busy else 'empty'}")
-    return Snapshot(slot.ids.copy(), engine.backend.save(sequence, "full"))
+    return slot.save()
 
 
-def put(engine: Engine, snapshot: Snapshot, sequence: int | None = None) -> int:
+def put(engine: Engine, snapshot: Saved, sequence: int | None = None) -> int:
     """Load a snapshot into a slot, the least valuable where none is named; the next request finds it there."""
     reuse = engine.memory.plan(snapshot.ids, reuse=False, slot=sequence)
     if not isinstance(reuse, Fresh):
         raise MemoryFull(len(snapshot.ids), engine.backend.capabilities.cells)
     slot, _ = engine.memory.begin(reuse)
     try:
-        slot.load(snapshot.ids, snapshot.state, 0)
+        slot.load(snapshot.ids, snapshot.state, snapshot.aligned)
     except (EngineError, InvalidState):
         slot.clear()
         raise
@@ -74,24 +64,26 @@ def clear(engine: Engine, sequence: int | None = None) -> None:
             engine.memory.forget(slot)
 
 
-def write(snapshot: Snapshot, path: Path) -> None:
+def write(snapshot: Saved, path: Path) -> None:
     """Put a snapshot in a file: whole or not at all."""
     assert isinstance(snapshot.state, llama_state.State)
     body = snapshot.state.to_bytes()
-    write_whole(path, [MAGIC, HEADER.pack(len(snapshot.ids), len(body)), snapshot.ids.tobytes(), body])
+    write_whole(
+        path, [MAGIC, HEADER.pack(len(snapshot.ids), snapshot.aligned, len(body)), snapshot.ids.tobytes(), body]
+    )
 
 
-def read(path: Path) -> Snapshot:
+def read(path: Path) -> Saved:
     """A snapshot out of a file; `InvalidState` where it is not one, or damaged."""
     data = memoryview(path.read_bytes())
     start = len(MAGIC) + HEADER.size
     if len(data) < start or bytes(data[: len(MAGIC)]) != MAGIC:
         raise InvalidState(f"{path} is not an afterglow snapshot of this version")
-    count, nbytes = HEADER.unpack_from(data, len(MAGIC))
+    count, aligned, nbytes = HEADER.unpack_from(data, len(MAGIC))
     if len(data) != start + 8 * count + nbytes:
         raise InvalidState(f"{path} is not as long as it says")
     ids = np.frombuffer(data[start : start + 8 * count], dtype=np.int64)
     state = llama_state.State.from_bytes(data[start + 8 * count :])
     if state.positions is None or state.positions[1] + 1 != count:
         raise InvalidState(f"{path} has {count} entries and another number of positions")
-    return Snapshot(ids, state)
+    return Saved(ids, state, aligned)
