@@ -7,7 +7,7 @@ missing or doubled cell changes the tokens that come out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Scope, Span, State
-from afterglow.errors import InvalidState, MemoryFull
+from afterglow.engine.entries import Ledger
+from afterglow.errors import Cancelled, InvalidArgument, InvalidState, MemoryFull
 from afterglow.llama.sampling import Sampling
 
 Kind = Literal["attention", "window", "recurrent", "hybrid"]
@@ -24,7 +25,7 @@ WINDOW = 24
 
 def mix(*values: int) -> int:
     """A 62-bit hash of numbers."""
-    data = b"".join(value.to_bytes(9, "little", signed=True) for value in values)
+    data = b"".join([value.to_bytes(9, "little", signed=True) for value in values])
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 2
 
 
@@ -34,6 +35,10 @@ class Cell:
 
     position: int
     content: int
+    weight: int = field(init=False, repr=False)  # what it adds to the sum that later entries see
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", mix(self.position, self.content))
 
 
 @dataclass(slots=True)
@@ -44,7 +49,8 @@ class FakeMemory:
     window: list[Cell] = field(default_factory=list)
     state: int = 0
     position: int = 0  # of the next entry
-    rows: int = 0  # of the last decode: how far a rollback could go
+    rows: int = 0  # of the last decode: a rollback has to be shorter
+    past: list[int] = field(default_factory=list)  # states 1, 2, … entries ago; stale beyond `rows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,9 @@ class FakeSampler:
 class FakeBackend:
     """A backend of any memory kind in a few hundred lines of arithmetic.
 
+    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`. Prompts may hold media
+    once `ledger` is the engine's.
+
     >>> backend = FakeBackend("hybrid", sequences=2)
     >>> backend.decode([Span(0, [1, 2, 3], position=0, outputs=1)])
     >>> backend.logits(0, 2).shape
@@ -96,6 +105,7 @@ class FakeBackend:
         shared: bool = False,
         vocabulary: int = 64,
         total_cells: int | None = None,
+        rollback: int = 0,
     ) -> None:
         self.capabilities = Capabilities(
             memory=memory,
@@ -110,40 +120,81 @@ class FakeBackend:
         self.ends = frozenset({0})
         self.vocabulary = vocabulary
         self.total_cells = total_cells if total_cells is not None else cells * sequences
+        self.rollback = rollback
+        self.ledger: Ledger | None = None
         self.history: list[list[tuple[int, int]]] = []  # (sequence, rows) of every span of every decode
         self.faults: list[Exception] = []  # raised by the coming decodes, one each
         self.closed = False
         self._memory = [FakeMemory() for _ in range(sequences)]
         self._logits: list[list[int]] = []
+        self._interrupted = False
 
     # --- computing
 
     def decode(self, spans: Sequence[Span]) -> None:
-        rows = sum(len(span.ids) for span in spans)
-        assert 0 < rows <= self.capabilities.batch_cells
-        assert len({span.sequence for span in spans}) == len(spans), "one span of a sequence in a decode"
+        self._check(spans)
+        if self._interrupted:
+            self._fail(Cancelled("the decode was interrupted"), spans)
         if self.faults:
             self._fail(self.faults.pop(0), spans)
-        if self._used() + rows > self.total_cells:
-            raise MemoryFull(rows, self.total_cells)
+        self._find_room(spans)
         self.history.append([(span.sequence, len(span.ids)) for span in spans])
-        self._logits = [[self._compute(span.sequence, int(number)) for number in span.ids] for span in spans]
+        self._logits = [self._compute(span.sequence, span.ids) for span in spans]
+
+    def _check(self, spans: Sequence[Span]) -> None:
+        """What llama.cpp would refuse, or abort on."""
+        assert 0 < sum(len(span.ids) for span in spans) <= self.capabilities.batch_cells
+        assert sum(span.outputs for span in spans) <= self.capabilities.outputs
+        assert len({span.sequence for span in spans}) == len(spans), "one span of a sequence in a decode"
         for span in spans:
-            self._memory[span.sequence].rows = len(span.ids)
+            assert span.position == self._memory[span.sequence].position, "positions follow one another"
+            if max(span.ids) >= self.vocabulary or (min(span.ids) < 0 and self.ledger is None):
+                raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary - 1}")
+
+    def _find_room(self, spans: Sequence[Span]) -> None:
+        needed = {span.sequence: sum(self._size(int(number))[0] for number in span.ids) for span in spans}
+        if self.capabilities.memory == "recurrent":
+            return  # a state does not grow
+        if self._used() + sum(needed.values()) > self.total_cells:
+            raise MemoryFull(sum(needed.values()), self.total_cells)
+        for sequence, cells in needed.items():
+            if not self.capabilities.shared and len(self._memory[sequence].cells) + cells > self.capabilities.cells:
+                raise MemoryFull(cells, self.capabilities.cells)
+
+    def _size(self, number: int) -> tuple[int, int]:
+        """The cells and the positions of an entry."""
+        if number >= 0 or self.ledger is None:
+            return 1, 1
+        media = self.ledger.media(number)
+        return media.cells, media.positions
 
     def _fail(self, fault: Exception, spans: Sequence[Span]) -> None:
         """As llama.cpp does: full memory changes nothing; an aborted decode leaves half of its rows behind, and
         recurrent neighbours in ruins."""
         if not isinstance(fault, MemoryFull):
             for span in spans:
-                for number in span.ids[: len(span.ids) // 2]:
-                    self._compute(span.sequence, int(number))
+                self._compute(span.sequence, span.ids[: len(span.ids) // 2])
                 self._memory[span.sequence].state ^= 0xBAD
         raise fault
 
-    def _compute(self, sequence: int, number: int) -> int:
-        memory, kind = self._memory[sequence], self.capabilities.memory
+    def _compute(self, sequence: int, ids: Sequence[int] | NDArray[np.int64]) -> list[int]:
+        """Take the entries into memory; what each of them came to."""
+        memory = self._memory[sequence]
+        states: list[int] = []
+        contents = []
+        for number in ids:
+            states = [] if number < 0 else [memory.state, *states]
+            contents.append(self._take(memory, int(number)))
+        kept = states[:-1][: self.rollback]  # the newest first; what the first row found is not among them
+        memory.past[: len(kept)] = kept
+        memory.rows = len(states)
+        return contents
+
+    def _take(self, memory: FakeMemory, number: int) -> int:
+        kind = self.capabilities.memory
         seen = [memory.position, number]
+        if number < 0 and self.ledger is not None:
+            seen[1] = -1 - int.from_bytes(blake2b(self.ledger.media(number).digest, digest_size=7).digest(), "little")
         if kind != "recurrent":
             seen += [len(memory.cells), fold(memory.cells)]
         if kind == "window":
@@ -152,14 +203,15 @@ class FakeBackend:
         if kind in ("recurrent", "hybrid"):
             seen.append(memory.state)
         content = mix(*seen)
-        cell = Cell(memory.position, content)
+        count, positions = self._size(number)
+        cells = [Cell(memory.position + min(i, positions - 1), content + i) for i in range(count)]
+        memory.position += positions
         if kind != "recurrent":
-            memory.cells.append(cell)
+            memory.cells += cells
         if kind == "window":
-            memory.window = [*memory.window, cell][-WINDOW - 8 :]
+            memory.window = [cell for cell in memory.window + cells if cell.position >= memory.position - WINDOW - 8]
         if kind in ("recurrent", "hybrid"):
             memory.state = content
-        memory.position += 1
         return content
 
     def logits(self, span: int, row: int) -> NDArray[np.float32]:
@@ -169,6 +221,15 @@ class FakeBackend:
 
     def _used(self) -> int:
         return len({id(cell) for memory in self._memory for cell in memory.cells})
+
+    def contents(self, sequence: int) -> tuple[object, ...]:
+        """Everything that later entries of this sequence depend on: equal for equal pasts, however they came."""
+        memory, kind = self._memory[sequence], self.capabilities.memory
+        cells = tuple((cell.position, cell.content) for cell in memory.cells)
+        window = tuple((cell.position, cell.content) for cell in memory.window)
+        assert not window or cells[-len(window) :] == window, "a window is the end of its sequence"
+        visible = tuple(cell for cell in window if cell[0] > memory.position - WINDOW)
+        return memory.position, cells, visible, memory.state if kind in ("recurrent", "hybrid") else 0
 
     # --- memory
 
@@ -185,8 +246,10 @@ class FakeBackend:
         memory = self._memory[sequence]
         if position == 0 or position == memory.position:
             return position <= memory.position
-        if position > memory.position or self.capabilities.memory in ("recurrent", "hybrid"):
+        if position > memory.position:
             return False
+        if self.capabilities.memory in ("recurrent", "hybrid"):
+            return memory.position - position <= min(self.rollback, memory.rows - 1)
         if self.capabilities.memory == "window":
             return memory.window[0].position <= max(0, position - WINDOW)
         return True
@@ -196,9 +259,12 @@ class FakeBackend:
             self._memory[sequence] = FakeMemory()
             return
         memory = self._memory[sequence]
+        if back := memory.position - position:
+            memory.state = memory.past[back - 1] if back <= len(memory.past) else memory.state
+            memory.rows = 0  # one rollback for each decode
         memory.cells = [cell for cell in memory.cells if cell.position < position]
         memory.window = [cell for cell in memory.window if cell.position < position]
-        memory.position = min(memory.position, position)
+        memory.position = position
 
     def copy(self, source: int, target: int, stop: int) -> int:
         assert self._memory[target].position == 0, "a copy needs an empty target"
@@ -220,7 +286,10 @@ class FakeBackend:
         saved, memory = duplicate(state.memory, fresh=state.scope == "full"), self._memory[sequence]
         if state.scope == "partial":  # the attention cells are those that are there, whatever they are
             saved.cells = [cell for cell in memory.cells if cell.position < saved.position]
-        saved.rows = 0
+        self._memory[sequence] = FakeMemory()
+        limit = self.total_cells - self._used() if self.capabilities.shared else self.capabilities.cells
+        if len(saved.cells) > limit:
+            raise MemoryFull(len(saved.cells), limit)
         self._memory[sequence] = saved
 
     def clear(self, sequence: int) -> None:
@@ -234,9 +303,11 @@ class FakeBackend:
     def piece(self, token: int) -> bytes:
         return bytes([97 + token % 26])
 
-    def interrupt(self) -> None: ...
+    def interrupt(self) -> None:
+        self._interrupted = True
 
-    def uninterrupt(self) -> None: ...
+    def uninterrupt(self) -> None:
+        self._interrupted = False
 
     def close(self) -> None:
         self.closed = True
@@ -244,13 +315,10 @@ class FakeBackend:
 
 def fold(cells: Sequence[Cell]) -> int:
     """One number for all cells; another one as soon as any differs, lacks or is there twice."""
-    total = 0
-    for cell in cells:
-        total += mix(cell.position, cell.content)
-    return total % 2**61
+    return sum([cell.weight for cell in cells]) % 2**61
 
 
 def duplicate(memory: FakeMemory, *, fresh: bool) -> FakeMemory:
-    """A copy; `fresh` cells are new ones, others are shared."""
-    cells = [Cell(cell.position, cell.content) for cell in memory.cells] if fresh else list(memory.cells)
-    return FakeMemory(cells, list(memory.window), memory.state, memory.position, memory.rows)
+    """A copy, which cannot be rolled back; `fresh` cells are new ones, others are shared."""
+    cells = [replace(cell) for cell in memory.cells] if fresh else list(memory.cells)
+    return FakeMemory(cells, list(memory.window), memory.state, memory.position)

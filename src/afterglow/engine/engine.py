@@ -231,9 +231,12 @@ class Engine:
         if self.settings.deterministic:
             return grid_step(self._running, self.settings.grid, now)
         cells = self.backend.capabilities.batch_cells
-        generating = sum(job.generating for job in self._running)
-        prompts = prompt_budget(generating, self.settings.gap, costs.per_step, costs.per_entry, cells)
-        return schedule(self._running, Budget(cells=cells, prompt_entries=prompts), now)
+        generating: list[Job] = []
+        prompts: list[Job] = []
+        for job in self._running:
+            (generating if job.generating else prompts).append(job)
+        entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
+        return schedule(generating, prompts, Budget(cells=cells, prompt_entries=entries), now)
 
     def _decode(self, chosen: list[tuple[Job, int]]) -> None:
         spans = [self._span(job, count) for job, count in chosen]

@@ -19,18 +19,13 @@ class Budget:
     prompt_entries: int  # of prompts, so that generating jobs are not kept waiting
 
 
-def schedule(jobs: Sequence[Job], budget: Budget, now: float) -> list[tuple[Job, int]]:
-    """Jobs that generate come first, each with its whole backlog; prompts fill the rest in chunks.
+def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, now: float) -> list[tuple[Job, int]]:
+    """Jobs that generate come first, each with its newest token; prompts fill the rest in chunks.
 
     Among prompts the shortest remaining goes first, and waiting makes a job shorter, so nobody starves.
     """
-    left, chosen = budget.cells, []
-    for job in jobs:
-        if job.generating and left:
-            chosen.append((job, 1))
-            left -= 1
-    prompts = [job for job in jobs if not job.generating and job.backlog > 0]
-    left = min(left, budget.prompt_entries)
+    chosen = [(job, 1) for job in generating[: budget.cells]]
+    left = min(budget.cells - len(chosen), budget.prompt_entries)
     for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
         count = min(left, job.next_stop())
         if count > 0:

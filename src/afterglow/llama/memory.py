@@ -195,6 +195,8 @@ class Memory:
 
     def decoded(self, sequences: NDArray[np.int32]) -> None:
         """Note a decode of one row of each of `sequences`: it decides how far each can be rolled back."""
+        if not self._context.max_rollback:
+            return
         counts = np.bincount(sequences, minlength=len(self._rows))
         np.copyto(self._rows, counts, where=counts > 0)
 

@@ -1,0 +1,202 @@
+"""What the engine costs beside the native library: how much slower than a bare loop is it, and where does time go?
+
+The bare loop is llama_decode and an argmax on the same context: nobody can be faster. Pairs alternate, medians are
+compared, one thread. CPU time is judged, because the machines this runs on are shared; wall time is shown beside it.
+
+    python benchmarks/engine.py [--quick] [--model smollm2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from afterglow import registry, tiny
+from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.engine.engine import Engine, EngineSettings
+from afterglow.engine.entries import Ledger, common_prefix
+from afterglow.engine.llama import LlamaBackend
+from afterglow.engine.memory import PrefixMemory
+from afterglow.engine.request import Request
+from afterglow.llama.context import Context
+from afterglow.llama.library import library
+from afterglow.llama.model import Model
+from afterglow.llama.sampling import Sampling
+from afterglow.llama.settings import ContextSettings
+from afterglow.testing import FakeBackend
+
+GREEDY = Sampling(temperature=0)
+
+
+@dataclass
+class Row:
+    name: str
+    value: float
+    unit: str
+    bar: str
+    passed: bool
+    spread: str = ""
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def bare(context: Context, prompts: list[list[int]], tokens: int) -> None:
+    """llama_decode and argmax, for all sequences in one batch, with nothing around it."""
+    batch, positions = context.batch, [len(prompt) for prompt in prompts]
+    batch.clear()
+    for sequence, prompt in enumerate(prompts):
+        batch.add(prompt, position=0, sequence=sequence, outputs=1)
+    context.decode()
+    last = [int(context.logits(row - 1).argmax()) for row in np.cumsum(positions)]
+    for _ in range(tokens - 1):
+        batch.clear()
+        for sequence, token in enumerate(last):
+            batch.add_one(token, position=positions[sequence], sequence=sequence, output=True)
+            positions[sequence] += 1
+        context.decode()
+        last = [int(context.logits(row).argmax()) for row in range(len(prompts))]
+    for sequence in range(len(prompts)):
+        context.memory.remove(sequence)
+
+
+def through_engine(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=tokens, ignore_ends=True))
+    while engine.busy:
+        engine.step()
+    for slot in engine.memory.slots:
+        engine.memory.forget(slot)
+
+
+def ratio(model: Model, sequences: int, pairs: int, tokens: int, bar: float) -> Row:
+    """Bare time over engine time: 1 is as fast as can be."""
+    settings = ContextSettings(cells=512 * sequences, sequences=sequences, batch=128, outputs=16, threads=1)
+    rng = np.random.default_rng(0)
+    prompts = [[int(t) for t in rng.integers(100, model.vocabulary.size - 100, 12)] for _ in range(sequences)]
+    with Context(model, settings) as context:
+        engine = Engine(LlamaBackend(context), EngineSettings(gap=10))
+        bare(context, prompts, 4)
+        through_engine(engine, prompts, 4)
+        ratios, walls = [], []
+        for index in range(pairs):
+            works = [lambda: bare(context, prompts, tokens), lambda: through_engine(engine, prompts, tokens)]
+            order = (0, 1) if index % 2 else (1, 0)
+            times = {which: timed(works[which]) for which in order}
+            ratios.append(times[0][1] / times[1][1])
+            walls.append(times[0][0] / times[1][0])
+    value = statistics.median(ratios)
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}, wall {statistics.median(walls):.3f}"
+    return Row(f"{sequences} sequence(s): bare / engine", value, "x", f"≥ {bar}", value >= bar, spread)
+
+
+def python_per_step(steps: int) -> Row:
+    """Time of a step with eight generating sequences on a tiny model, less the native calls in it."""
+    with Model.load(tiny.path("attention"), trust=True) as model:
+        settings = ContextSettings(cells=8 * 4096, sequences=8, batch=64, outputs=16, threads=1)
+        with Context(model, settings) as context:
+            engine = Engine(LlamaBackend(context), EngineSettings(gap=10))
+            for number in range(8):
+                prompt = list(range(30 + number, 50 + number))
+                engine.submit(
+                    Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=4000, ignore_ends=True)
+                )
+            symbols, native = library().symbols, [0.0]
+            originals = {name: getattr(symbols, name) for name in ("llama_decode", "llama_get_logits_ith")}
+
+            def watched(function):  # type: ignore[no-untyped-def]
+                def call(*arguments):  # type: ignore[no-untyped-def]
+                    started = time.perf_counter()
+                    try:
+                        return function(*arguments)
+                    finally:
+                        native[0] += time.perf_counter() - started
+
+                return call
+
+            for _ in range(30):
+                engine.step()
+            for name, function in originals.items():
+                setattr(symbols, name, watched(function))
+            samples = []
+            try:
+                for _ in range(steps):
+                    native[0] = 0.0
+                    started = time.perf_counter()
+                    engine.step()
+                    samples.append((time.perf_counter() - started - native[0]) * 1e6)
+            finally:
+                for name, function in originals.items():
+                    setattr(symbols, name, function)
+            engine.close()
+    value = statistics.median(samples)
+    return Row(
+        "Python time per step, 8 sequences", value, "µs", "≤ 120", value <= 120, f"p90 {np.percentile(samples, 90):.0f}"
+    )
+
+
+def planning(conversations: int, repeat: int) -> Row:
+    """A plan over a memory full of conversations that share a system prompt."""
+    rng = np.random.default_rng(1)
+    backend = FakeBackend("attention", sequences=conversations, cells=8192)
+    memory = PrefixMemory(backend, Ledger(), CheckpointSettings())
+    system = rng.integers(1, 50_000, 1000)
+    for slot in memory.slots:
+        slot.record.extend(np.concatenate([system, rng.integers(1, 50_000, 3000)]))
+        backend._memory[slot.number].position = 4000
+        slot._position = 4000
+        memory._idle.insert(slot.ids, slot)
+    times = []
+    for index in range(repeat):
+        prompt = np.concatenate([memory.slots[index % conversations].ids[:3500], rng.integers(1, 50_000, 200)])
+        started = time.perf_counter()
+        memory.plan(prompt)
+        times.append((time.perf_counter() - started) * 1e3)
+    value = statistics.median(times)
+    return Row(
+        f"plan over {conversations} conversations of 4,000", value, "ms", "≤ 2", value <= 2, f"max {max(times):.2f}"
+    )
+
+
+def matching(repeat: int) -> Row:
+    one = np.random.default_rng(2).integers(0, 100_000, 32_768)
+    other = one.copy()
+    other[-1] += 1
+    times = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        assert common_prefix(one, other) == 32_767
+        times.append((time.perf_counter() - started) * 1e3)
+    value = statistics.median(times)
+    return Row("match of 32,768 entries", value, "ms", "≤ 1", value <= 1, f"max {max(times):.2f}")
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--quick", action="store_true", help="less work, the same checks, under 90 s")
+    arguments.add_argument("--model", default="smollm2")
+    chosen = arguments.parse_args()
+    pairs, tokens = (7, 24) if chosen.quick else (9, 96)
+    rows = [python_per_step(300 if chosen.quick else 1500), planning(1000, 50), matching(50)]
+    with Model.load(registry.resolve(chosen.model, fetch=True)) as model:
+        rows.append(ratio(model, 1, pairs, tokens, 0.97))
+        rows.append(ratio(model, 8, pairs, tokens // 3, 0.95))
+    for row in rows:
+        mark = "ok" if row.passed else "MISSED"
+        print(f"{row.name:45} {row.value:9.3f} {row.unit:3} {row.bar:8} {mark:7} {row.spread}")
+    print(json.dumps({"benchmark": "engine", "build": library().build, "rows": [vars(row) for row in rows]}))
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Who goes into the next decode: generating jobs first, short prompts before long, nobody for ever."""
+
+from __future__ import annotations
+
+import pytest
+from play import Answer, collect, fake, play, prompt, request
+
+from afterglow.engine.engine import EngineSettings
+from afterglow.engine.scheduler import SMALLEST_CHUNK, prompt_budget
+from afterglow.engine.stops import StopMatcher
+
+
+def test_a_prompt_alone_gets_the_whole_batch():
+    assert prompt_budget(0, gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 512
+
+
+def test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves():
+    assert prompt_budget(3, gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 80
+    assert prompt_budget(3, gap=0.1, per_step=0.2, per_entry=0.001, cells=512) == SMALLEST_CHUNK
+    assert prompt_budget(3, gap=10, per_step=0.2, per_entry=0.001, cells=512) == 512
+
+
+def test_a_long_prompt_does_not_stop_running_answers():
+    engine = fake(batch_cells=512, settings=EngineSettings(gap=0.05), cells=8192)
+    engine.memory.costs.per_entry = 0.001
+    engine.submit(request("talking", prompt(10, 1), max_tokens=60, ignore_ends=True))
+    answers: dict[str, Answer] = {}
+    for _ in range(5):
+        collect(answers, engine)
+    engine.memory.costs.per_entry, engine.memory.costs.per_step = 0.001, 0.001
+    engine.submit(request("long", prompt(3000, 2)))
+    before = len(answers["talking"].tokens)
+    collect(answers, engine)
+    assert len(answers["talking"].tokens) == before + 1  # it got its token in the same decode
+    assert sorted(engine.backend.history[-1]) == [(0, 1), (1, 49)]  # and the prompt what fits into the gap
+
+
+def test_a_short_prompt_overtakes_a_long_one():
+    engine = fake(batch_cells=64, cells=4096)
+    engine.submit(request("long", prompt(2000, 1), max_tokens=1))
+    answers: dict[str, Answer] = {}
+    collect(answers, engine)
+    engine.submit(request("short", prompt(20, 2), max_tokens=1))
+    while "short" not in answers or answers["short"].end is None:
+        collect(answers, engine)
+    assert answers["long"].end is None
+
+
+def test_waiting_earns_a_long_prompt_its_turn():
+    engine = fake(batch_cells=16, cells=4096, sequences=2)
+    engine.submit(request("long", prompt(300, 1), max_tokens=1))
+    answers: dict[str, Answer] = {}
+    collect(answers, engine)
+    long = engine._jobs["long"]
+    long.submitted -= 60  # as if it had waited a minute
+    engine.submit(request("short", prompt(40, 2), max_tokens=1))
+    collect(answers, engine)
+    assert engine.backend.history[-1][0][0] == 0  # the long one goes on
+
+
+def test_priority_goes_before_length():
+    engine = fake(sequences=1)
+    answers = play(engine, *(request(str(n), prompt(10, n), priority=n) for n in range(4)))
+    ended = [answers[str(n)].end.usage.queue_time for n in range(4)]
+    assert ended == sorted(ended, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "found"),
+    [
+        ([b"the e", b"nd"], [b"end"], b"end"),
+        ([b"e", b"n", b"d"], [b"end"], b"end"),
+        ([b"ending"], [b"end", b"ending"], b"end"),
+        ([b"abab", b"ac"], [b"abac"], b"abac"),
+        ([b"nothing", b"here"], [b"end"], None),
+        (["é".encode()[:1], "é".encode()[1:]], ["é".encode()], "é".encode()),
+    ],
+)
+def test_a_stop_is_found_the_moment_its_last_byte_is_there(pieces, stops, found):
+    matcher = StopMatcher(stops)
+    results = [matcher.feed(piece) for piece in pieces]
+    assert results[:-1] == [None] * (len(pieces) - 1)
+    assert results[-1] == found
