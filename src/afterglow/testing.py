@@ -52,6 +52,14 @@ class FakeMemory:
     rows: int = 0  # of the last decode: a rollback has to be shorter
     past: list[int] = field(default_factory=list)  # states 1, 2, … entries ago; stale beyond `rows`
 
+    def contents(self) -> tuple[object, ...]:
+        """Everything that later entries depend on: equal for equal pasts, however they came."""
+        cells = [(cell.position, cell.content) for cell in self.cells]
+        window = [(cell.position, cell.content) for cell in self.window]
+        assert cells[len(cells) - len(window) :] == window, "a window is the end of its sequence"
+        visible = [cell for cell in window if cell[0] > self.position - WINDOW]
+        return self.position, cells, visible, self.state
+
 
 @dataclass(frozen=True, slots=True)
 class FakeState:
@@ -86,8 +94,9 @@ class FakeSampler:
 class FakeBackend:
     """A backend of any memory kind in a few hundred lines of arithmetic.
 
-    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`. Prompts may hold media
-    once `ledger` is the engine's.
+    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`. With `rounding` the
+    shape of a decode moves what its rows come to, as floating point does. Prompts may hold media once `ledger` is the
+    engine's.
 
     >>> backend = FakeBackend("hybrid", sequences=2)
     >>> backend.decode([Span(0, [1, 2, 3], position=0, outputs=1)])
@@ -106,6 +115,7 @@ class FakeBackend:
         vocabulary: int = 64,
         total_cells: int | None = None,
         rollback: int = 0,
+        rounding: bool = False,
     ) -> None:
         self.capabilities = Capabilities(
             memory=memory,
@@ -121,6 +131,7 @@ class FakeBackend:
         self.vocabulary = vocabulary
         self.total_cells = total_cells if total_cells is not None else cells * sequences
         self.rollback = rollback
+        self.rounding = rounding
         self.ledger: Ledger | None = None
         self.history: list[list[tuple[int, int]]] = []  # (sequence, rows) of every span of every decode
         self.faults: list[Exception] = []  # raised by the coming decodes, one each
@@ -139,7 +150,8 @@ class FakeBackend:
             self._fail(self.faults.pop(0), spans)
         self._find_room(spans)
         self.history.append([(span.sequence, len(span.ids)) for span in spans])
-        self._logits = [self._compute(span.sequence, span.ids) for span in spans]
+        shape = mix(*[len(span.ids) for span in spans]) if self.rounding else 0
+        self._logits = [self._compute(span.sequence, span.ids, shape) for span in spans]
 
     def _check(self, spans: Sequence[Span]) -> None:
         """What llama.cpp would refuse, or abort on."""
@@ -174,25 +186,25 @@ class FakeBackend:
         if not isinstance(fault, MemoryFull):
             for span in spans:
                 self._compute(span.sequence, span.ids[: len(span.ids) // 2])
-                self._memory[span.sequence].state ^= 0xBAD
+                self._memory[span.sequence].state ^= 0xBAD * (not self.capabilities.survives_abort)
         raise fault
 
-    def _compute(self, sequence: int, ids: Sequence[int] | NDArray[np.int64]) -> list[int]:
+    def _compute(self, sequence: int, ids: Sequence[int] | NDArray[np.int64], shape: int = 0) -> list[int]:
         """Take the entries into memory; what each of them came to."""
         memory = self._memory[sequence]
         states: list[int] = []
-        contents = []
+        contents: list[int] = []
         for number in ids:
             states = [] if number < 0 else [memory.state, *states]
-            contents.append(self._take(memory, int(number)))
+            contents.append(self._take(memory, int(number), shape and mix(shape, len(contents))))
         kept = states[:-1][: self.rollback]  # the newest first; what the first row found is not among them
         memory.past[: len(kept)] = kept
         memory.rows = len(states)
         return contents
 
-    def _take(self, memory: FakeMemory, number: int) -> int:
+    def _take(self, memory: FakeMemory, number: int, shape: int) -> int:
         kind = self.capabilities.memory
-        seen = [memory.position, number]
+        seen = [memory.position, number, shape]
         if number < 0 and self.ledger is not None:
             seen[1] = -1 - int.from_bytes(blake2b(self.ledger.media(number).digest, digest_size=7).digest(), "little")
         if kind != "recurrent":
@@ -222,16 +234,10 @@ class FakeBackend:
     def _used(self) -> int:
         return len({id(cell) for memory in self._memory for cell in memory.cells})
 
-    def contents(self, sequence: int) -> tuple[object, ...]:
-        """Everything that later entries of this sequence depend on: equal for equal pasts, however they came."""
-        memory, kind = self._memory[sequence], self.capabilities.memory
-        cells = tuple((cell.position, cell.content) for cell in memory.cells)
-        window = tuple((cell.position, cell.content) for cell in memory.window)
-        assert not window or cells[-len(window) :] == window, "a window is the end of its sequence"
-        visible = tuple(cell for cell in window if cell[0] > memory.position - WINDOW)
-        return memory.position, cells, visible, memory.state if kind in ("recurrent", "hybrid") else 0
-
     # --- memory
+
+    def contents(self, sequence: int) -> tuple[object, ...]:
+        return self._memory[sequence].contents()
 
     def held(self, sequence: int) -> tuple[int, int] | None:
         memory = self._memory[sequence]

@@ -269,6 +269,9 @@ def test_explain_says_where_a_prompt_parts_from_memory_and_why():
         assert explained.computed == len(edited)
         assert model.explain([*prompt, first.tokens[0], 9]).cause == "all of it"
         assert model.explain([7, 8, 9]).cause == "nothing in common"
+        model.forget()
+        gone = model.explain(prompt)
+        assert (gone.cause, gone.reused, gone.lost) == ("evicted", 0, len(prompt) - 1)
 
 
 def test_an_embedding_model_does_not_complete():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -13,6 +14,7 @@ from mutations import mutations
 from afterglow import tiny
 from afterglow.errors import InvalidModel, OutOfMemory
 from afterglow.llama import probe
+from afterglow.llama.adapter import Adapter
 from afterglow.llama.context import Context
 from afterglow.llama.fingerprint import fingerprint
 from afterglow.llama.model import Model
@@ -67,7 +69,7 @@ def test_a_file_that_passed_is_not_tried_again(tmp_path: Path, monkeypatch: pyte
     path.write_bytes(tiny.path("attention").read_bytes())
     tried: list[Path] = []
     original = probe._try_in_child
-    monkeypatch.setattr(probe, "_try_in_child", lambda *args: (tried.append(args[0]), original(*args)))
+    monkeypatch.setattr(probe, "_try_in_child", lambda *args: (tried.append(args[0][0]), original(*args)))
     monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
     probe.ensure_safe(path)
     started = time.perf_counter()
@@ -94,7 +96,7 @@ def test_an_endless_trial_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.write_bytes(tiny.path("attention").read_bytes())
     monkeypatch.setattr(probe, "PATIENCE", 0.01)
     with pytest.raises(InvalidModel, match="took longer"):
-        probe._try_in_child(path, 0)
+        probe._try_in_child([path], 0)
 
 
 def test_a_trial_that_dies_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,17 @@ def test_a_trial_that_dies_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
     script.chmod(0o755)
     monkeypatch.setattr(probe.sys, "executable", str(script))
     with pytest.raises(InvalidModel, match=r"SIGABRT: GGML_ASSERT"):
-        probe._try_in_child(tmp_path / "x.gguf", 0)
+        probe._try_in_child([tmp_path / "x.gguf"], 0)
+
+
+def test_damaged_adapters_are_refused_or_loaded(tmp_path: Path) -> None:
+    damaged = itertools.islice(mutations(tiny.path("adapter").read_bytes(), 3), 30)
+    with Model.load(tiny.path("attention")) as model:
+        for number, (_, data) in enumerate(damaged):
+            path = tmp_path / f"{number}.gguf"
+            path.write_bytes(data)
+            with contextlib.suppress(InvalidModel):
+                Adapter.load(model, path).close()
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all", b"\x80\x04pickle", b"GGUF" + b"\0" * 100])

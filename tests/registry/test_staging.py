@@ -22,10 +22,16 @@ pull("tiny")
 """
 
 
+def heed_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start_pull(index):
     """A process in the middle of its pull, and the pip under it."""
     served, data = index
-    process = subprocess.Popen([sys.executable, "-c", PULL.format(source=source_of(data))], stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", PULL.format(source=source_of(data))]
+    # A test run in the background inherits that interrupts are ignored.
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed_interrupts)
     assert served.halfway.wait(20)
     (pip,) = psutil.Process(process.pid).children()
     return process, pip

@@ -1,107 +1,157 @@
-"""The other end of `EngineProcess`: `python -m afterglow.engine.child FILE_DESCRIPTOR PARENT`."""
+"""The other end of `EngineProcess`, and what travels between the two: (kind, key, content).
+
+Content that is the caller's own travels as bytes inside the message, so that what cannot be unpickled is one caller's
+error, and whoever reads the pipe never runs foreign code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
+import pickle
 import queue
 import signal
 import sys
 import threading
+import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.request import Event, Failed, Request, Usage
-from afterglow.errors import AfterglowError, EngineCrashed
+from afterglow.engine.request import Event, Failed, Usage
+from afterglow.engine.thread import Attempt, EngineLoop, attempt, describe, shut
+from afterglow.errors import AfterglowError, EngineError, InvalidArgument
 
 PR_SET_PDEATHSIG = 1
 
 
 class Service:
-    """Reads commands on one thread, steps the engine on another, and writes events back."""
+    """Reads messages on one thread, steps the engine on another, and writes back."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.engine: Engine | None = None
+        self._connection = connection
         self._sending = threading.Lock()
-
-    def send(self, kind: str, content: object) -> None:
-        with self._sending:
-            self.connection.send((kind, content))
+        self._recipe: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._loop = EngineLoop(self._deliver)
 
     def read(self) -> None:
-        """Take commands as they come, also while the engine is computing. Without a parent there is no more to do."""
+        """Take messages as they come, also while the engine computes. Without a parent there is no more to do."""
+        self._send("pong")
         while True:
             try:
-                kind, content = self.connection.recv()
+                kind, key, content = self._connection.recv()
             except (EOFError, OSError):
-                os._exit(0)
-            if kind == "ping":
-                self.send("pong", None)
-            elif kind == "cancel" and self.engine is not None:
-                self.engine.cancel(content)
-            else:
-                self.commands.put((kind, content))
+                vanish()
+            match kind:
+                case "ping":
+                    self._send("pong")
+                case "make":
+                    self._recipe.put(content)
+                case "submit":
+                    self._submit(key, content)
+                case "cancel":
+                    self._loop.cancel(key)
+                case "call":
+                    self._loop.do(functools.partial(self._call, key, content))
+                case "close":
+                    self._loop.close()
 
     def serve(self) -> None:
-        _, make = self.commands.get()
+        """Make the engine and run it until closed. One that crashed is not closed: who knows what it would do."""
         try:
-            engine = self.engine = make()
-        except AfterglowError as error:
-            return self.send("failed", error)
-        except Exception as error:
-            return self.send("failed", EngineCrashed(f"{type(error).__name__}: {error}"))
-        self.send("ready", None)
-        while self.obey(engine):
-            if events := engine.step():
-                self.send("events", events)
-        engine.close()
+            engine: Engine = unpack("make", self._recipe.get())()
+        except BaseException as error:
+            return self._send("failed", content=portable(error))
+        self._send("ready")
+        try:
+            self._loop.run(engine)
+        except BaseException as error:
+            self._send("crashed", describe(error), traceback.format_exc())
+            os._exit(1)
+        shut(engine)
 
-    def obey(self, engine: Engine) -> bool:
-        """Do what was asked since the last step; wait where there is no work. False: the end."""
-        while True:
+    def _submit(self, id: str, content: bytes) -> None:
+        try:
+            self._loop.submit(unpack("request", content))
+        except InvalidArgument as error:
+            self._deliver([Failed(id, error, Usage())])
+
+    def _call(self, number: int, content: bytes, engine: Engine) -> None:
+        result: Attempt = attempt(lambda engine: unpack("function", content)(engine), engine)
+        try:
+            packed = pack("function", (result[0], None if result[1] is None else portable(result[1])))
+        except InvalidArgument as error:
+            packed = pack("function", (None, error))
+        self._send("answer", number, packed)
+
+    def _deliver(self, events: list[Event]) -> None:
+        self._send("events", content=[sendable(event) for event in events])
+
+    def _send(self, kind: str, key: object = None, content: object = None) -> None:
+        with self._sending:
             try:
-                kind, content = self.commands.get(block=not engine.busy)
-            except queue.Empty:
-                return True
-            if kind == "close":
-                return False
-            if kind == "submit":
-                self.submit(engine, content)
-            elif kind == "call":
-                self.call(engine, *content)
+                self._connection.send((kind, key, content))
+            except OSError:
+                vanish()
 
-    def submit(self, engine: Engine, request: Request) -> None:
-        try:
-            engine.submit(request)
-        except AfterglowError as error:
-            refused: list[Event] = [Failed(request.id, error, Usage())]
-            self.send("events", refused)
 
-    def call(self, engine: Engine, number: int, function: Any) -> None:
-        try:
-            self.send("answer", (number, function(engine), None))
-        except Exception as error:
-            self.send("answer", (number, None, error))
+def pack(name: str, value: object) -> bytes:
+    """Pickle something of the caller's; `InvalidArgument` says what is wrong with it."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # pickling runs whatever the value's class says
+        raise InvalidArgument(name, f"cannot travel between processes: {describe(error)}") from error
+
+
+def unpack(name: str, content: bytes) -> Any:
+    """The reverse, on the other side."""
+    try:
+        return pickle.loads(content)
+    except Exception as error:
+        raise InvalidArgument(name, f"cannot travel between processes: {describe(error)}") from error
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error itself where it survives the way to the parent; else what it says."""
+    try:
+        unpack("error", pack("error", error))
+    except InvalidArgument:
+        return EngineError(describe(error))
+    return error
+
+
+def sendable(event: Event) -> Event:
+    """The event, with an error that survives the way to the parent."""
+    if not isinstance(event, Failed):
+        return event
+    error = portable(event.error)
+    assert isinstance(error, AfterglowError)
+    return replace(event, error=error)
+
+
+def vanish() -> NoReturn:
+    """End at once, with everything that was started here. We lead a group of our own."""
+    with contextlib.suppress(OSError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def die_with(parent: int) -> None:
     """Leave no orphan: the kernel ends us with our parent, where it can; else the closed pipe does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(0)
+    if os.getppid() != parent:  # it died before we asked
+        vanish()
 
 
 def main() -> None:
-    die_with(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to the parent, which closes us
-    service = Service(Connection(int(sys.argv[1])))
-    threading.Thread(target=service.read, daemon=True).start()
+    """Called with a file descriptor to speak through and the parent's process id."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    os.set_inheritable(descriptor, False)
+    service = Service(Connection(descriptor))
+    threading.Thread(target=service.read, name="afterglow-reader", daemon=True).start()
     service.serve()
-
-
-if __name__ == "__main__":
-    main()

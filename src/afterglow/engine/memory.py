@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -18,9 +19,8 @@ from afterglow.engine.sequence import Sequence
 from afterglow.errors import AfterglowError
 
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
-Cause: TypeAlias = Literal[
-    "nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "not asked"
-]
+REMEMBERED = 64  # evicted sequences whose entries are kept, so that `explain` can tell what is missing
+Cause: TypeAlias = Literal["nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "evicted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,18 @@ class Explanation:
     shared: int  # entries that the best match in memory has in common with the prompt
     ours: int | None  # the first differing entry of the prompt
     theirs: int | None  # and of what is in memory
-    cause: Cause  # why not more of what is shared is reused
+    cause: Cause  # why not more of what is shared, or was, is reused
+    evicted: int = 0  # entries of the prompt that memory held once
 
     @property
     def computed(self) -> int:
+        """Entries that have to be computed."""
         return self.prompt - self.reused
+
+    @property
+    def lost(self) -> int:
+        """Entries that have to be computed again for that cause."""
+        return max(0, min(max(self.shared, self.evicted), self.prompt - 1) - self.reused)
 
 
 class PrefixMemory:
@@ -52,6 +59,7 @@ class PrefixMemory:
         self._marks: PrefixTree[Checkpoint] = PrefixTree()
         self.slots = [Sequence(number, backend, ledger) for number in range(backend.capabilities.sequences)]
         self._unused = dict.fromkeys(self.slots)  # idle sequences, the longest idle first
+        self._evicted: deque[Ids] = deque(maxlen=REMEMBERED)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -93,6 +101,8 @@ class PrefixMemory:
         target = reuse.slot if isinstance(reuse, Continue) else reuse.target
         if target in self._idle:
             self._idle.remove(target)
+        if not isinstance(reuse, Continue):
+            self._remember(target)
         del self._unused[target]
         target.busy = True
         try:
@@ -150,6 +160,7 @@ class PrefixMemory:
         """Empty an idle sequence."""
         if slot in self._idle:
             self._idle.remove(slot)
+        self._remember(slot)
         slot.clear()
         self._drop_uncovered()
 
@@ -182,17 +193,25 @@ class PrefixMemory:
         shared = best.shared if best else 0
         reused = reuse.keep if reuse else 0
         theirs = None if best is None or shared >= len(best.slot) else int(best.slot.ids[shared])
+        evicted = max((common_prefix(gone, ids) for gone in self._evicted), default=0)
         return Explanation(
             prompt=len(ids),
             reused=reused,
             shared=shared,
             ours=int(ids[shared]) if shared < len(ids) else None,
             theirs=theirs,
-            cause=self._cause(shared, reused, len(ids)),
+            cause=self._cause(shared, reused, len(ids), evicted),
+            evicted=evicted,
         )
 
-    def _cause(self, shared: int, reused: int, length: int) -> Cause:
+    def _remember(self, slot: Sequence) -> None:
+        if len(slot):
+            self._evicted.append(slot.ids.copy())
+
+    def _cause(self, shared: int, reused: int, length: int, evicted: int) -> Cause:
         usable = min(shared, length - 1)
+        if min(evicted, length - 1) > max(usable, reused):
+            return "evicted"
         if not shared:
             return "nothing in common"
         if reused >= usable:

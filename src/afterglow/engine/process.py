@@ -5,55 +5,60 @@ The same interface as `EngineThread`. A busy Python thread beside the engine wou
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
-import socket
-import subprocess
-import sys
+import atexit
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from afterglow.engine.child import pack, unpack
 from afterglow.engine.engine import Engine
-from afterglow.engine.request import Failed, Finished, Request, Usage
-from afterglow.engine.stream import Stream
-from afterglow.errors import AfterglowError, Closed, EngineCrashed
+from afterglow.engine.request import Failed, Request, Usage
+from afterglow.engine.spawn import Child, Message
+from afterglow.engine.stream import Stream, Waiting, refused
+from afterglow.engine.thread import describe, logger
+from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
 
 T = TypeVar("T")
 START_TIMEOUT = 600.0  # loading a large model takes its time
-HEARTBEAT = 1.0
 SILENCE = 10.0  # without a sign of life the child counts as dead
-MAX_STARTS = 3  # in a row, without becoming ready
+MAX_STARTS = 3  # again, in a row, without becoming ready
+YOUNG = 10.0  # a child that died before this age is followed by a pause
+LONGEST_PAUSE = 5.0
+HEARTBEAT = 1.0
 
 
 class EngineProcess:
     """Owns a child process with an engine in it, and starts another when it dies.
 
     `make` is pickled: a function of a module, or an object like `LlamaEngine`, that makes the engine over there.
+    `silence` is how many seconds without a sign of life count as death.
+
+    While a child is being started again, requests wait for it. They fail only when that is given up.
     """
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
-        self._make = make
-        self._lock = threading.RLock()
-        self._streams: dict[str, Stream] = {}
-        self._answers: dict[int, Future[Any]] = {}
-        self._numbers = itertools.count()
-        self._closing = False
-        self._broken: AfterglowError | None = None
-        self._child: Child | None = None
+    def __init__(
+        self, make: Callable[[], Engine], *, silence: float = SILENCE, start_timeout: float = START_TIMEOUT
+    ) -> None:
         self.restarts = 0
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
+        self._make = pack("make", make)
+        self._silence, self._start_timeout = silence, start_timeout
+        self._heartbeat = min(HEARTBEAT, silence / 4)
+        self._waiting = Waiting(self.cancel)  # its lock is over what follows, too; nothing under it ever blocks
+        self._child: Child | None = None
+        self._unsent: dict[str | int, Message] = {}  # while no child is ready
+        self._closing = threading.Event()
+        self._started: Future[None] = Future()
         self._keeper = threading.Thread(target=self._keep, name="afterglow-keeper", daemon=True)
         self._keeper.start()
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
+        atexit.register(self.close)
+        try:
+            self._started.result()
+        except BaseException:  # also Ctrl-C while a model loads
+            self.close()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -62,36 +67,45 @@ class EngineProcess:
         return None if child is None else child.process.pid
 
     def submit(self, request: Request) -> Stream:
-        """Hand a request in. What is wrong with it comes as its only event."""
-        stream = Stream(request.id, self.cancel)
-        with self._lock:
-            self._check()
-            if request.id in self._streams:
-                raise AfterglowError(f"request {request.id!r} is being served already")
-            self._streams[request.id] = stream
-            self._send("submit", request)
+        """Hand a request in; never waits. What is wrong with it comes as its only event."""
+        try:
+            content = pack("request", request)
+            with self._waiting.lock:
+                stream = self._waiting.stream(request.id)
+                self._post(request.id, ("submit", request.id, content))
+        except InvalidArgument as error:
+            return refused(request.id, error)
         return stream
 
     def cancel(self, id: str) -> None:
-        with self._lock:
-            self._send("cancel", id)
+        """End a request now, also in the middle of a decode. One that is not there is no error."""
+        with self._waiting.lock:
+            if self._unsent.pop(id, None) is not None:
+                self._waiting.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage())])
+            elif self._child is not None:
+                self._child.send("cancel", id)
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function of a module on the engine, over there; what it returns comes back pickled."""
-        answer: Future[T] = Future()
-        with self._lock:
-            self._check()
-            number = next(self._numbers)
-            self._answers[number] = answer
-            self._send("call", (number, function))
-        return answer.result()
+        content = pack("function", function)
+        with self._waiting.lock:
+            number, answer = self._waiting.answer()
+            self._post(number, ("call", number, content))
+        value, error = unpack("function", answer.result())
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End every request and the child. Closing twice is allowed."""
-        with self._lock:
-            self._closing = True
-            self._send("close", None)
-        self._keeper.join()
+        with self._waiting.lock:
+            self._waiting.refuse(Closed("engine"))
+            if self._child is not None and not self._closing.is_set():
+                self._child.dismiss()
+            self._closing.set()
+        if threading.current_thread() is not self._keeper:
+            self._keeper.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -101,120 +115,112 @@ class EngineProcess:
     ) -> None:
         self.close()
 
-    def _check(self) -> None:
-        if self._closing:
-            raise Closed("engine")
-        if self._broken is not None:
-            raise self._broken
-        if self._child is None:
-            raise EngineCrashed("it is being started again; try in a moment")
-
-    def _send(self, kind: str, content: object) -> None:
-        if self._child is not None:
-            self._child.send(kind, content)
+    def _post(self, key: str | int, message: Message) -> None:
+        """Hand a message to the child, or keep it until there is one that is ready."""
+        if self._child is not None and self._child.ready:
+            self._child.send(*message)
+        else:
+            self._unsent[key] = message
 
     # --- the keeper's thread
 
     def _keep(self) -> None:
-        """Start children and listen to them until closed, or until they die at birth too often."""
-        failures = 0
-        while not self._closing and failures < MAX_STARTS:
-            try:
-                child = Child(self._make)
-            except AfterglowError as error:
-                failures += 1
-                self._error = self._broken = error
-                if not self._ready.is_set():
-                    break  # the first start: whoever made us wants to know
-                continue
-            failures, self._broken = 0, None
-            with self._lock:
-                self._child = child
-            self._ready.set()
-            reason = self._listen(child)
-            with self._lock:
-                self._child = None
-                self._fail_all(Closed("engine") if self._closing else EngineCrashed(reason))
-            self.restarts += not self._closing
-        self._ready.set()
+        try:
+            error = self._supervise()
+        except BaseException as unexpected:  # a bug here must not leave anybody waiting
+            logger.exception("the keeper of the engine's process crashed")
+            error = EngineCrashed(describe(unexpected))
+        reason = error if isinstance(error, AfterglowError) else EngineCrashed(describe(error))
+        self._waiting.refuse(reason)
+        self._waiting.fail(reason)
+        if not self._started.done():
+            self._started.set_exception(error)
+
+    def _supervise(self) -> BaseException:
+        """Have a child live, one after the other; why that is over."""
+        failures, pause = 0, 0.0
+        while not self._closing.wait(pause):
+            born = time.monotonic()
+            error, was_ready = self._raise_child()
+            if not self._started.done():
+                return error  # whoever made us wants to know
+            failures = 0 if was_ready else failures + 1
+            if failures == MAX_STARTS:
+                return EngineCrashed(f"it could not be started again: {describe(error)}")
+            self.restarts += 1
+            pause = min(2 * pause + 0.25, LONGEST_PAUSE) if time.monotonic() - born < YOUNG else 0.0
+        return Closed("engine")
+
+    def _raise_child(self) -> tuple[BaseException, bool]:
+        """One child from its start to its end: what ended it, and whether it was ever ready."""
+        try:
+            child = Child(self._make, start_timeout=self._start_timeout, silence=self._silence)
+        except OSError as error:
+            return EngineCrashed(f"no process could be started: {error}"), False
+        with self._waiting.lock:
+            self._child = child
+            if self._closing.is_set():
+                child.dismiss()
+        try:
+            why = self._listen(child)
+        finally:
+            how = child.end()
+        crash = EngineCrashed(child.last_words or f"{why} ({how})")
+        with self._waiting.lock:
+            self._child = None
+            if child.ready and not self._closing.is_set():  # where it never was, everybody waits for the next
+                self._waiting.fail(crash)
+        return child.failure or crash, child.ready
 
     def _listen(self, child: Child) -> str:
-        heard = asked = time.monotonic()
-        while True:
-            now = time.monotonic()
-            if now - asked > HEARTBEAT:
-                child.send("ping", None)
-                asked = now
-            if now - heard > SILENCE:
-                return child.end(f"it gave no sign of life for {SILENCE:.0f} s")
+        """Take what the child sends until it is gone, or has to go; why.
+
+        What is counted are missed answers and not seconds: a computer that slept missed one.
+        """
+        missed = 0
+        while missed * self._heartbeat < self._silence:
+            if child.overdue:
+                child.kill()
+                return "it took too long"
             try:
-                if child.connection.poll(HEARTBEAT):
-                    self._receive(*child.connection.recv())
-                    heard = time.monotonic()
+                if child.connection.poll(self._heartbeat):
+                    self._receive(child, *child.connection.recv())
+                    missed = 0
+                    continue
+            except BlockingIOError:  # it stopped in the middle of a message
+                break
             except (EOFError, OSError):
-                return child.end("it ended")
+                return "it ended"
+            except Exception as error:
+                child.kill()
+                return f"it sent what cannot be read, {describe(error)}"
+            missed += child.heard  # before its first word it is importing, which may take long on a cold disk
+            child.send("ping")
+        child.kill()
+        return f"it gave no sign of life for {self._silence:.0f} s"
 
-    def _receive(self, kind: str, content: Any) -> None:
-        if kind == "events":
-            for event in content:
-                stream = self._streams.get(event.id)
-                if isinstance(event, Finished | Failed):
-                    self._streams.pop(event.id, None)
-                if stream is not None:
-                    stream.put(event)
-        elif kind == "answer":
-            number, value, error = content
-            future = self._answers.pop(number)
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+    def _receive(self, child: Child, kind: str, key: Any, content: Any) -> None:
+        child.heard = True
+        match kind:
+            case "events":
+                self._waiting.deliver(content)
+            case "answer":
+                self._waiting.resolve(key, content)
+            case "ready":
+                self._welcome(child)
+            case "failed":
+                child.failure = content
+                child.expect_end()
+            case "crashed":
+                child.last_words = key
+                child.expect_end()
+                logger.error("the engine crashed in its process\n%s", content)
 
-    def _fail_all(self, reason: AfterglowError) -> None:
-        streams, self._streams = self._streams, {}
-        answers, self._answers = self._answers, {}
-        for stream in streams.values():
-            stream.put(Failed(stream.id, reason, Usage()))
-        for answer in answers.values():
-            answer.set_exception(reason)
-
-
-class Child:
-    """One child process, ready to serve."""
-
-    def __init__(self, make: Callable[[], Engine]) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "afterglow.engine.child", str(theirs.fileno()), str(os.getpid())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        self.connection = Connection(ours.detach())
-        self._sending = threading.Lock()
-        try:
-            self.send("make", make)
-            if not self.connection.poll(START_TIMEOUT):
-                raise EngineCrashed(self.end(f"it was not ready within {START_TIMEOUT:.0f} s"))
-            kind, content = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise EngineCrashed(self.end("it ended while it was starting")) from error
-        if kind == "failed":
-            self.end("")
-            raise content
-
-    def send(self, kind: str, content: object) -> None:
-        """A child that is gone hears nothing; its end is noticed by whoever listens."""
-        try:
-            with self._sending:
-                self.connection.send((kind, content))
-        except (OSError, ValueError):
-            return
-
-    def end(self, reason: str) -> str:
-        """Make sure that the process is gone; `reason` with how it went."""
-        self.connection.close()
-        try:
-            code = self.process.wait(5 if reason.startswith("it ended") else 0.1)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{reason} ({how})"
+    def _welcome(self, child: Child) -> None:
+        with self._waiting.lock:
+            child.ready, child.deadline = True, None
+            for message in self._unsent.values():
+                child.send(*message)
+            self._unsent.clear()
+        if not self._started.done():
+            self._started.set_result(None)

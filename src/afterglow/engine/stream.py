@@ -1,31 +1,40 @@
-"""The events of one request, on their way to whoever asked: from threads and from asyncio."""
+"""The events of one request, on their way to whoever asked, and the table of everybody who waits.
+
+It knows threads and asyncio, and nothing of where the engine is.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from copy import copy
 from typing import Any
 
-from afterglow.engine.request import Event, Failed, Finished
+from afterglow.engine.request import EndEvent, Event, Failed, Finished, Usage
+from afterglow.errors import AfterglowError, Closed, InvalidArgument
 
 POLL = 0.02  # seconds between looks at a cancel flag
 
 
 class Stream:
-    """Iterate over it, in a thread or with `async for`, until the request ends.
+    """Iterate over it, in a thread or with `async for`, until the request ends. Leaving early cancels it.
+
+    It is for one reader at a time. Events wait in it without bound, so a slow reader holds nobody up.
 
     >>> for event in engine_thread.submit(request):
     ...     print(event)
     """
 
-    def __init__(self, id: str, cancel: Callable[[str], None]) -> None:
+    def __init__(self, id: str, cancel: Callable[[Stream], None]) -> None:
         self.id = id
-        self.end: Finished | Failed | None = None
+        self.end: EndEvent | None = None  # once it was read
         self._cancel = cancel
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._wake: Callable[[], Any] | None = None
+        self._wake: Callable[[], None] | None = None
 
     def put(self, event: Event) -> None:
         """Called by the engine's side, from its thread."""
@@ -34,47 +43,48 @@ class Stream:
             wake()
 
     def cancel(self) -> None:
-        """Ask for an end; it comes as `Failed(Cancelled)`."""
-        self._cancel(self.id)
+        """Ask for an end; it comes as `Failed(Cancelled)`, unless another end is on its way already."""
+        self._cancel(self)
 
     def __iter__(self) -> Iterator[Event]:
-        try:
-            while self.end is None:
-                yield self._note(self._queue.get())
-        finally:
-            self._abandon()
+        return self.until(None)
 
     def until(self, cancel: threading.Event | None) -> Iterator[Event]:
         """Iterate, and cancel the request once `cancel` is set."""
-        if cancel is None:
-            yield from self
-            return
-        asked = False
-        while self.end is None:
-            if cancel.is_set() and not asked:
-                asked = True
-                self.cancel()
-            try:
-                yield self._note(self._queue.get(timeout=POLL))
-            except queue.Empty:
-                continue
+        asked = cancel is None
+        try:
+            while self.end is None:
+                if cancel is not None and not asked and cancel.is_set():
+                    asked = True
+                    self.cancel()
+                try:
+                    event = self._queue.get(timeout=None if asked else POLL)
+                except queue.Empty:
+                    continue
+                yield self._note(event)
+        finally:
+            self._abandon()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(arrived.set)
+            except RuntimeError:  # the loop was closed: nobody will ever read on
+                self._wake = None
+                self.cancel()
 
         self._wake = wake
         try:
             while self.end is None:
-                while not self._queue.empty() and self.end is None:
-                    yield self._note(self._queue.get())
-                if self.end is None:
-                    arrived.clear()
-                    if self._queue.empty():
-                        await arrived.wait()
+                arrived.clear()  # before the look: what comes after it sets it again
+                try:
+                    event = self._queue.get_nowait()
+                except queue.Empty:
+                    await arrived.wait()
+                else:
+                    yield self._note(event)
         finally:
             self._wake = None
             self._abandon()
@@ -87,3 +97,82 @@ class Stream:
     def _abandon(self) -> None:
         if self.end is None:  # nobody is listening any more
             self.cancel()
+
+
+class Waiting:
+    """Everybody who waits for the engine. Each gets exactly one end, and after `refuse` nobody begins to wait.
+
+    Errors are handed out as copies: whoever raises one writes a traceback into it.
+    """
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        self.lock = threading.RLock()  # re-entrant: a forgotten stream may be collected, and cancel, at any moment
+        self._cancel = cancel
+        self._streams: dict[str, Stream] = {}
+        self._answers: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._over: AfterglowError | None = None
+
+    def stream(self, id: str) -> Stream:
+        """A place for the events of a new request."""
+        with self.lock:
+            self._check()
+            if id in self._streams:
+                raise InvalidArgument("id", f"{id!r} is being served already")
+            stream = self._streams[id] = Stream(id, self._cancel_stream)
+            return stream
+
+    def answer(self) -> tuple[int, Future[Any]]:
+        """A place for the answer to a call, and its number."""
+        with self.lock:
+            self._check()
+            number, answer = next(self._numbers), Future[Any]()
+            self._answers[number] = answer
+            return number, answer
+
+    def deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            ended = isinstance(event, Finished | Failed)
+            with self.lock:
+                stream = self._streams.pop(event.id, None) if ended else self._streams.get(event.id)
+            if stream is not None:
+                stream.put(event)
+
+    def resolve(self, number: int, value: object) -> None:
+        """Give a call its answer."""
+        with self.lock:
+            answer = self._answers.pop(number, None)
+        if answer is not None:
+            answer.set_result(value)
+
+    def refuse(self, error: AfterglowError) -> None:
+        """From now on there is nothing to wait for, and this is why. Closed is stronger than crashed."""
+        with self.lock:
+            if not isinstance(self._over, Closed):
+                self._over = error
+
+    def fail(self, error: AfterglowError) -> None:
+        """Everybody who waits now gets this error."""
+        with self.lock:
+            streams, self._streams = self._streams, {}
+            answers, self._answers = self._answers, {}
+        for stream in streams.values():
+            stream.put(Failed(stream.id, copy(error), Usage()))
+        for answer in answers.values():
+            answer.set_exception(copy(error))
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise copy(self._over)
+
+    def _cancel_stream(self, stream: Stream) -> None:
+        with self.lock:  # its id may be another request's by now
+            if self._streams.get(stream.id) is stream:
+                self._cancel(stream.id)
+
+
+def refused(id: str, error: AfterglowError) -> Stream:
+    """The stream of a request that was not accepted: what is wrong with it is its only event."""
+    stream = Stream(id, cancel=lambda _: None)
+    stream.put(Failed(id, error, Usage()))
+    return stream

@@ -2,112 +2,69 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.request import Event, Failed, Finished, Request, Usage
-from afterglow.engine.stream import Stream
-from afterglow.errors import AfterglowError, Closed, EngineCrashed
+from afterglow.engine.stream import Stream, Waiting, refused
+from afterglow.errors import AfterglowError, Closed, EngineCrashed, InvalidArgument
 
 T = TypeVar("T")
+Command: TypeAlias = Callable[[Engine], None]
+Attempt: TypeAlias = tuple[Any, BaseException | None]  # what came of a call: a value or an error
+logger = logging.getLogger("afterglow.engine")
 
 
-class EngineThread:
-    """Owns an engine and the one thread that touches it.
+class EngineLoop:
+    """Steps an engine, and does between the steps what others ask for. All but `run` is for any thread."""
 
-    >>> with EngineThread(lambda: Engine(backend)) as engine:
-    ...     events = list(engine.submit(Request(id="a", entries=[1, 2, 3])))
-    """
-
-    def __init__(self, make: Callable[[], Engine]) -> None:
-        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}
+    def __init__(self, deliver: Callable[[list[Event]], None]) -> None:
+        self._deliver = deliver
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
-        self._dead: AfterglowError | None = None
-        self._ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make,), name="afterglow-engine", daemon=True)
-        self._thread.start()
-        self._ready.result()
+        self._live: set[str] = set()  # the requests that the engine has
 
-    def submit(self, request: Request) -> Stream:
-        """Hand a request in. What is wrong with it comes as its only event."""
-        stream = Stream(request.id, self.cancel)
-
-        def begin(engine: Engine) -> None:
-            try:
-                engine.submit(request)
-                self._streams[request.id] = stream
-            except AfterglowError as error:
-                stream.put(Failed(request.id, error, Usage()))
-
-        self._send(begin)
-        return stream
+    def submit(self, request: Request) -> None:
+        """Begin a request; what is wrong with it is delivered as its only event."""
+        self._commands.put(functools.partial(self._begin, request))
 
     def cancel(self, id: str) -> None:
-        """End a request now, also in the middle of a decode."""
+        """End a request now, also in the middle of a decode; one that is on its way, as soon as it is there."""
+
+        def end(engine: Engine) -> None:
+            if id in self._live:
+                engine.cancel(id)
+
         if (engine := self._engine) is not None:
-            engine.cancel(id)
+            end(engine)
+        self._commands.put(end)
 
-    def call(self, function: Callable[[Engine], T]) -> T:
-        """Run something on the engine's thread, between two steps, and wait for what it returns."""
-        answer: Future[T] = Future()
-
-        def run(engine: Engine) -> None:
-            try:
-                answer.set_result(function(engine))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        self._send(run)
-        return answer.result()
-
-    def close(self) -> None:
-        """End every request, and the thread. Closing twice is allowed."""
-        if self._dead is None:
-            self._dead = Closed("engine")
-            self._commands.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _send(self, command: Callable[[Engine], None]) -> None:
-        if self._dead is not None:
-            raise self._dead
+    def do(self, command: Command) -> None:
+        """Run something between two steps. An error in it is an error of the engine."""
         self._commands.put(command)
 
-    def _run(self, make: Callable[[], Engine]) -> None:
-        try:
-            engine = self._engine = make()
-        except BaseException as error:
-            self._ready.set_exception(error)
-            return
-        self._ready.set_result(None)
-        reason: AfterglowError = Closed("engine")
-        try:
-            while self._obey(engine):
-                for event in engine.step():
-                    self._deliver(event)
-        except Exception as error:  # a bug in the engine must not leave anybody waiting
-            reason = EngineCrashed(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            self._dead = reason
-            for stream in self._streams.values():
-                stream.put(Failed(stream.id, reason, Usage()))
-            self._streams.clear()
-            engine.close()
+    def close(self) -> None:
+        """Let `run` return soon, also in the middle of a decode. Commands given before are still obeyed."""
+        if (engine := self._engine) is not None:
+            for id in self._live.copy():
+                engine.cancel(id)
+        self._commands.put(None)
+
+    def run(self, engine: Engine) -> None:
+        """Serve until closed. Raises whatever the engine raises; it cannot be used any more then."""
+        self._engine = engine
+        while self._obey(engine):
+            if events := engine.step():
+                self._live.difference_update(event.id for event in events if isinstance(event, Finished | Failed))
+                self._deliver(events)
 
     def _obey(self, engine: Engine) -> bool:
         """Do what was asked since the last step; wait for something where there is no work. False: the end."""
@@ -120,8 +77,115 @@ class EngineThread:
                 return False
             command(engine)
 
-    def _deliver(self, event: Event) -> None:
-        stream = self._streams[event.id]
-        if isinstance(event, Finished | Failed):
-            del self._streams[event.id]
-        stream.put(event)
+    def _begin(self, request: Request, engine: Engine) -> None:
+        try:
+            engine.submit(request)
+        except AfterglowError as error:
+            refusal = error
+        except Exception as error:  # nothing was begun: it is the request's fault, and nobody else's trouble
+            refusal = InvalidArgument("request", f"cannot be served: {describe(error)}")
+        else:
+            self._live.add(request.id)
+            return
+        self._deliver([Failed(request.id, refusal, Usage())])
+
+
+class EngineThread:
+    """Owns an engine and the one thread that touches it.
+
+    >>> with EngineThread(lambda: Engine(backend)) as engine:
+    ...     events = list(engine.submit(Request(id="a", entries=[1, 2, 3])))
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        self._waiting = Waiting(self.cancel)
+        self._loop = EngineLoop(self._waiting.deliver)
+        self._engine: Engine | None = None
+        self._made: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make,), name="afterglow-engine", daemon=True)
+        self._thread.start()
+        try:
+            self._made.result()
+        except BaseException:  # also Ctrl-C while a model loads: then it is closed as soon as it is there
+            self._loop.close()
+            raise
+        atexit.register(self.close)  # the library must not be torn down while the thread is inside it
+
+    def submit(self, request: Request) -> Stream:
+        """Hand a request in. What is wrong with it comes as its only event."""
+        try:
+            stream = self._waiting.stream(request.id)
+        except InvalidArgument as error:
+            return refused(request.id, error)
+        self._loop.submit(request)
+        return stream
+
+    def cancel(self, id: str) -> None:
+        """End a request now, also in the middle of a decode. One that is not there is no error."""
+        self._loop.cancel(id)
+
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """Run something on the engine's thread, between two steps, and wait for what it returns."""
+        if threading.current_thread() is self._thread:  # from inside another call: waiting would be for ever
+            assert self._engine is not None
+            return function(self._engine)
+        number, answer = self._waiting.answer()
+        self._loop.do(lambda engine: self._waiting.resolve(number, attempt(function, engine)))
+        value, error = answer.result()
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End every request, and the thread. Closing twice is allowed."""
+        self._waiting.refuse(Closed("engine"))
+        self._loop.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, make: Callable[[], Engine]) -> None:
+        try:
+            engine = self._engine = make()
+        except BaseException as error:
+            self._made.set_exception(error)
+            return
+        self._made.set_result(None)
+        reason: AfterglowError = Closed("engine")
+        try:
+            self._loop.run(engine)
+        except BaseException as error:  # a bug in the engine must not leave anybody waiting
+            logger.exception("the engine crashed")
+            reason = EngineCrashed(describe(error))
+        self._waiting.refuse(reason)
+        self._waiting.fail(reason)
+        shut(engine)
+
+
+def attempt(function: Callable[[Engine], Any], engine: Engine) -> Attempt:
+    """What a function of the engine returns or raises, as a value: it is somebody else's answer."""
+    try:
+        return function(engine), None
+    except BaseException as error:
+        return None, error
+
+
+def shut(engine: Engine) -> None:
+    """Close an engine, which may be one that crashed: what it holds natively is given back in any case."""
+    try:
+        engine.close()
+    except Exception:
+        logger.exception("the engine could not be closed in order")
+        engine.backend.close()
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from blake3 import blake3
+
 from afterglow.errors import InvalidModel
 from afterglow.llama.declarations import BUILD
 from afterglow.llama.fingerprint import fingerprint
@@ -23,15 +25,19 @@ PATIENCE = 10.0  # seconds for a small file; a large one gets more
 BYTES_PER_SECOND = 50_000_000
 
 
-def ensure_safe(path: Path) -> None:
-    """Return if loading `path` cannot hurt this process; `InvalidModel` with the reason if it would fail."""
-    files = parts(path)
-    remembered = cache_directory("probed") / f"{BUILD}-{'-'.join(fingerprint(file)[:32] for file in files[:2])}"
+def ensure_safe(path: Path, adapter: Path | None = None) -> None:
+    """Return if loading `path` cannot hurt this process; `InvalidModel` with the reason if it would fail.
+
+    With `adapter`, the same for that adapter applied to this model.
+    """
+    tried = [path, *([adapter] if adapter else [])]
+    files = [*parts(path), *tried[1:]]
+    remembered = cache_directory("probed") / f"{BUILD}-{fingerprints(files)}"
     if remembered.exists():
         return
     for file in files:
         inspect(file)
-    _try_in_child(path, sum(file.stat().st_size for file in files))
+    _try_in_child(tried, sum(file.stat().st_size for file in files))
     remembered.parent.mkdir(parents=True, exist_ok=True)
     remembered.touch()
 
@@ -52,8 +58,14 @@ def parts(path: Path) -> list[Path]:
     return files
 
 
-def _try_in_child(path: Path, nbytes: int) -> None:
-    command = [sys.executable, "-m", "afterglow.llama.probe_child", str(path)]
+def fingerprints(files: list[Path]) -> str:
+    """One name for several files together."""
+    return str(blake3("".join(fingerprint(file) for file in files).encode()).hexdigest()[:32])
+
+
+def _try_in_child(paths: list[Path], nbytes: int) -> None:
+    path = paths[-1]  # the one in question
+    command = [sys.executable, "-m", "afterglow.llama.probe_child", *map(str, paths)]
     # No GPU for the trial: starting one takes seconds, and its memory may be in use.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GGML_NO_BACKTRACE": "1"}
     patience = PATIENCE + nbytes / BYTES_PER_SECOND

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from afterglow.errors import AfterglowError, InvalidModel
+from afterglow.llama.adapter import Adapter
 from afterglow.llama.context import Context
 from afterglow.llama.header import read_header
 from afterglow.llama.model import Model, ModelSettings
@@ -19,7 +20,7 @@ DECODED = 1 * GIBIBYTE  # a larger model is loaded but not run: reading all its 
 EVERY_BYTE = bytes(range(1, 256)) + "Zürich 🌍 <|im_start|> the end.\n".encode()
 
 
-def main(path: Path) -> None:
+def main(path: Path, adapter: Path | None) -> None:
     size = path.stat().st_size
     limit = 4 * size + 16 * GIBIBYTE  # a lie about sizes must not take the machine's memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -31,12 +32,14 @@ def main(path: Path) -> None:
         for token in range(vocabulary.size):
             vocabulary.piece(token)
         if size <= DECODED:
-            decode(model, tokens[:2] or [0])
+            decode(model, tokens[:2] or [0], adapter)
 
 
-def decode(model: Model, tokens: list[int]) -> None:
+def decode(model: Model, tokens: list[int], adapter: Path | None) -> None:
     settings = ContextSettings(cells=64, batch=32, ubatch=32, outputs=1, threads=1, embeddings=not model.info.causal)
     with Context(model, settings) as context:
+        if adapter is not None:
+            context.set_adapters({Adapter.load(model, adapter, trust=True): 1.0})
         context.batch.add(tokens, position=0, sequence=0, outputs=1)
         context.decode()
         if model.info.causal and not np.isfinite(context.logits(len(tokens) - 1)).all():
@@ -45,7 +48,7 @@ def decode(model: Model, tokens: list[int]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
     except AfterglowError as error:
         print(getattr(error, "reason", error), file=sys.stderr)
         sys.exit(1)

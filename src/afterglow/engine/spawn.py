@@ -1,0 +1,120 @@
+"""A child process as its parent sees it: starting it, writing to it, and making sure that it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import TypeAlias
+
+Message: TypeAlias = tuple[str, str | int | None, bytes | None]  # kind, key, content
+ENTRY = "from afterglow.engine.child import main; main()"
+CLOSE_TIMEOUT = 5.0  # to end in order, when asked to
+GRACE = 1.0  # to be gone, once it hung up
+KILL_TIMEOUT = 10.0  # a process that waits for a device may outlive its own death
+
+
+class Child:
+    """One child process and the pipe to it. `send`, `kill` and `dismiss` are for any thread and never block."""
+
+    def __init__(self, make: bytes, *, start_timeout: float, silence: float) -> None:
+        self.heard = self.ready = False
+        self.failure: BaseException | None = None  # why it could not make its engine
+        self.last_words = ""  # why its engine crashed
+        self.deadline: float | None = time.monotonic() + start_timeout  # for whatever it has to do now
+        self._socket, theirs = socket.socketpair()
+        try:
+            # A read that stops in the middle of a message is silence, too.
+            timeout = struct.pack("ll", int(silence), int(silence % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            self.process = start(theirs)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+        self.connection = Connection(self._socket.fileno())
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.send("make", None, make)
+        self._writer = threading.Thread(target=self._write, name="afterglow-writer", daemon=True)
+        self._writer.start()
+
+    @property
+    def overdue(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def send(self, kind: str, key: str | int | None = None, content: bytes | None = None) -> None:
+        """Have something written. A child that is gone hears nothing; whoever listens to it will notice."""
+        self._outbox.put((kind, key, content))
+
+    def dismiss(self) -> None:
+        """Let it end: in order where it is ready, else at once."""
+        self.expect_end()
+        if self.ready:
+            self.send("close")
+        else:
+            self.kill()
+
+    def expect_end(self) -> None:
+        """It was told to end, or said that it would: from now on it has little time."""
+        self.deadline = time.monotonic() + CLOSE_TIMEOUT
+
+    def kill(self) -> None:
+        """End it now, with everything that it started."""
+        with contextlib.suppress(OSError):  # it is gone already
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """Wait until nothing is left, of the process and of what belongs to it here; how it went."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_TIMEOUT)
+        self._outbox.put(None)
+        with contextlib.suppress(OSError):  # wakes the writer, should it be stuck
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._writer.join()
+        self._socket.detach()
+        self.connection.close()
+        return manner(self.process.returncode)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self.connection.send(message)
+            except OSError:
+                return
+
+
+def start(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """A Python like this one that finds the same modules, in a group of its own: Ctrl-C is for us, not for it."""
+    descriptor = theirs.fileno()
+    search = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", ENTRY, str(descriptor), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+        process_group=0,
+        env={**os.environ, "PYTHONPATH": search},
+    )
+
+
+def manner(code: int | None) -> str:
+    """How a process went, in words."""
+    if code is None:
+        return "it cannot be killed"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

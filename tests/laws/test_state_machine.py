@@ -1,0 +1,373 @@
+"""Random lives of an engine: whatever is asked of it, in whatever order, it does as if it had done nothing else.
+
+Hypothesis submits, steps, cancels, edits, forks, evicts and breaks things. After every step memory is compared with
+one computed from scratch (truth.py), and every answer with that of an engine that served nobody else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
+from truth import Damaged, check_all
+
+from afterglow.engine import checkpoint, engine, job, memory, sequence, snapshots
+from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.engine.engine import MAX_ATTEMPTS, EngineSettings
+from afterglow.engine.request import Failed, Finished, Request
+from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, MemoryFull
+from afterglow.llama.sampling import Sampling
+
+LONGEST = 70  # entries of a prompt
+
+
+class Clock:
+    """Time that passes only when it is told to, and a little with every look: plans depend on it."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+@lru_cache(maxsize=8192)
+def alone(kind: str, cells: int, entries: tuple[int, ...], options: tuple) -> Answer:
+    """The answer of an engine that serves nothing else and has computed nothing before."""
+    named = dict(options)
+    return ask(fake(kind, sequences=1, cells=cells), entries, **named | {"sampling": SAMPLINGS[named["sampling"]]})
+
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seed 1": Sampling(temperature=0.7, seed=1),
+    "seed 2": Sampling(temperature=1.5, seed=2),
+}
+WHAT = st.fixed_dictionaries(  # what decides the answer
+    {
+        "sampling": st.sampled_from(sorted(SAMPLINGS)),
+        "max_tokens": st.sampled_from([5, 1, 0, 30, None]),
+        "stop": st.sampled_from([(), (), (b"e",), (b"no", b"kq", b"dx")]),
+        "ignore_ends": st.booleans(),
+    }
+)
+HOW = st.fixed_dictionaries(  # what must not
+    {
+        "boundaries": st.sampled_from([0, 0, 5, 11]).map(
+            lambda apart: frozenset(range(apart, LONGEST, apart or LONGEST))
+        ),
+        "priority": st.sampled_from([0, 0, 0, 1]),
+        "reuse": st.sampled_from([True, True, True, False]),
+        "sequence": st.sampled_from([None, None, None, 0, 1]),
+        "deadline": st.sampled_from([None, None, None, 5.0]),
+    }
+)
+SEED = st.integers(0, 5)
+PICK = st.integers(0, 20)
+
+
+class Life(RuleBasedStateMachine):
+    """One engine, from its making to the end of its last request."""
+
+    def __init__(self, kind: str, shared: bool, clock: Clock) -> None:
+        super().__init__()
+        self.kind, self.shared, self.clock = kind, shared, clock
+        self.requests: dict[str, Request] = {}
+        self.named: dict[str, tuple] = {}
+        self.answers: dict[str, Answer] = {}
+        self.submitted: dict[str, float] = {}
+        self.cancelled: set[str] = set()
+        self.squeezed: set[str] = set()  # had to end where they were, in memory that was called full
+        self.failures: Counter[str] = Counter()  # decodes that were made to fail
+        self.snapshots: list[snapshots.Saved] = []
+
+    @initialize(
+        sequences=st.sampled_from([3, 2, 1]),
+        batch=st.sampled_from([64, 16, 3]),
+        cells=st.sampled_from([80, 110, 200]),
+        rollback=st.sampled_from([0, 0, 3]),
+        parked=st.sampled_from([10**9, 6000, 0]),
+        limits=st.sampled_from([(8, 10**9), (3, 10**9), (1, 10**9), (4, 1500), (0, 10**9)]),
+        often=st.sampled_from([0, 9]),
+    )
+    def make(self, sequences, batch, cells, rollback, parked, limits, often):
+        self.clock.now = 1e9
+        checkpoints = CheckpointSettings(
+            max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=often, min_tokens=8, min_gap=4
+        )
+        self.cells = cells
+        self.engine = fake(
+            self.kind,
+            EngineSettings(checkpoints=checkpoints, parked_bytes=parked),
+            sequences=sequences,
+            batch_cells=batch,
+            cells=cells,
+            total_cells=cells if self.shared else None,
+            shared=self.shared,
+            rollback=rollback,
+        )
+
+    # --- asking
+
+    def submit(self, entries: list[int], what: dict, how: dict) -> None:
+        id = str(len(self.requests))
+        entries = entries[:LONGEST] or [1]
+        if how["sequence"] is not None:
+            how = how | {"sequence": self.slot(how["sequence"])}
+        options = what | {"sampling": SAMPLINGS[what["sampling"]]}
+        self.requests[id] = Request(id=id, entries=entries, **options, **how)
+        self.named[id] = tuple(what.items())
+        self.answers[id] = Answer()
+        self.submitted[id] = self.clock.now
+        self.engine.submit(self.requests[id])
+        self.engine._jobs[id].submitted = self.clock.now
+
+    def earlier(self, pick: int) -> tuple[list[int], list[int]]:
+        id = str(len(self.requests) - 1 - pick % len(self.requests))
+        return list(self.requests[id].entries), self.answers[id].tokens
+
+    def anything_asked(self) -> bool:
+        return bool(self.requests)
+
+    @rule(length=st.sampled_from([30, 1, 60, 69]), seed=SEED, what=WHAT, how=HOW)
+    def ask_something_new(self, length, seed, what, how):
+        self.submit(prompt(length, seed), what, how)
+
+    @precondition(anything_asked)
+    @rule(pick=PICK, length=st.sampled_from([3, 12]), seed=SEED, what=WHAT, how=HOW)
+    def go_on_with_a_conversation(self, pick, length, seed, what, how):
+        entries, tokens = self.earlier(pick)
+        self.submit(entries + tokens + prompt(length, seed), what, how)
+
+    @precondition(anything_asked)
+    @rule(pick=PICK, at=st.sampled_from([1, 2, 4, 20]), length=st.sampled_from([3, 12]), seed=SEED, what=WHAT, how=HOW)
+    def edit_an_earlier_prompt(self, pick, at, length, seed, what, how):
+        entries, _ = self.earlier(pick)
+        self.submit(entries[:-at] + prompt(length, 100 + seed), what, how)
+
+    @precondition(anything_asked)
+    @rule(pick=PICK, what=WHAT, how=HOW)
+    def ask_the_same_again(self, pick, what, how):
+        self.submit(self.earlier(pick)[0], what, how)
+
+    @rule(seed=SEED, length=st.sampled_from([20, 50]), tails=st.lists(SEED, min_size=2, max_size=4), what=WHAT, how=HOW)
+    def ask_several_on_one_prefix(self, seed, length, tails, what, how):
+        for tail in tails:
+            self.submit(prompt(length, 200 + seed) + prompt(tail, 300 + tail), what, how)
+
+    # --- working
+
+    def step(self) -> None:
+        now = self.clock.now
+        running = set(self.engine._jobs)
+        collect(self.answers, self.engine)
+        for one in self.engine.memory.checkpoints:
+            one.last_used = max(one.last_used, 1e9)
+        for id in running - set(self.engine._jobs):
+            self.judge(id)
+        for id in self.engine._jobs:
+            assert id not in self.cancelled, f"{id} goes on after it was cancelled"
+            deadline = self.requests[id].deadline
+            assert deadline is None or now - self.submitted[id] <= deadline, f"{id} goes on after its deadline"
+        check_all(self.engine)
+
+    def judge(self, id: str) -> None:
+        """Whether this request ended as it should have."""
+        request, answer = self.requests[id], self.answers[id]
+        expected = alone(self.kind, self.cells, tuple(request.entries), self.named[id])
+        assert answer.end is not None, f"{id} is gone without an end"
+        assert answer.tokens == expected.tokens[: len(answer.tokens)]
+        usage = answer.end.usage
+        assert (usage.prompt, usage.generated) == (len(request.entries), len(answer.tokens))
+        assert usage.cached < usage.prompt
+        match answer.end:
+            case Failed(_, Cancelled()):
+                assert id in self.cancelled
+            case Failed(_, DecodeFailed()):
+                assert self.failures[id] >= MAX_ATTEMPTS
+            case Finished(_, "deadline"):
+                assert self.clock.now - self.submitted[id] > request.deadline
+            case Failed(_, MemoryFull()):
+                assert id in self.squeezed
+            case Finished(_, reason, _, stop):
+                assert id in self.squeezed or answer.tokens == expected.tokens
+                assert id in self.squeezed or (reason, stop) == (expected.end.reason, expected.end.stop)
+            case other:
+                raise AssertionError(other)
+
+    @rule(count=st.sampled_from([1, 1, 2, 5, 20]))
+    def work(self, count):
+        for _ in range(count):
+            self.step()
+
+    @rule(seconds=st.sampled_from([0.1, 6.0, 2000.0]))
+    def let_time_pass(self, seconds):
+        self.clock.now += seconds
+
+    # --- disturbing
+
+    def busy(self) -> bool:
+        return self.engine.busy
+
+    @precondition(busy)
+    @rule(pick=PICK)
+    def cancel(self, pick):
+        id = list(self.engine._jobs)[pick % len(self.engine._jobs)]
+        self.cancelled.add(id)
+        self.engine.cancel(id)
+        self.step()
+
+    @precondition(busy)
+    @rule(pick=PICK)
+    def cancel_inside_a_decode(self, pick):
+        id = list(self.engine._jobs)[pick % len(self.engine._jobs)]
+        backend = self.engine.backend
+        original = backend.decode
+
+        def decode(spans):
+            self.engine.cancel(id)
+            original(spans)
+
+        backend.decode = decode
+        try:
+            self.step()
+        finally:
+            del backend.decode
+        if id in self.engine._jobs:
+            self.cancelled.add(id)
+            self.engine.cancel(id)
+            self.step()
+
+    @precondition(busy)
+    @rule(fault=st.sampled_from([DecodeFailed(-3, "planted"), Cancelled("planted"), MemoryFull(1, 1)]))
+    def let_a_decode_fail(self, fault):
+        before = set(self.engine._jobs)
+        self.engine.backend.faults.append(fault)
+        if isinstance(fault, MemoryFull):
+            self.squeezed |= before
+        if isinstance(fault, DecodeFailed):
+            self.failures.update(before)
+        self.step()
+        self.engine.backend.faults.clear()
+        self.squeezed -= set(self.engine._jobs)
+
+    # --- memory
+
+    def slot(self, pick: int) -> int:
+        return pick % len(self.engine.memory.slots)
+
+    @rule(pick=PICK)
+    def keep_a_snapshot(self, pick):
+        slot = self.engine.memory.slots[self.slot(pick)]
+        if slot.busy or not len(slot):
+            with pytest.raises(InvalidArgument):
+                snapshots.take(self.engine, slot.number)
+        else:
+            self.snapshots.append(snapshots.take(self.engine, slot.number))
+
+    @precondition(lambda self: self.snapshots)
+    @rule(pick=PICK, into=st.sampled_from([None, None, 0, 1]))
+    def put_a_snapshot_back(self, pick, into):
+        snapshot = self.snapshots[pick % len(self.snapshots)]
+        try:
+            number = snapshots.put(self.engine, snapshot, None if into is None else self.slot(into))
+        except MemoryFull:
+            return  # every slot is busy, or others hold the cells
+        assert np.array_equal(self.engine.memory.slots[number].ids, snapshot.ids)
+
+    @rule(pick=PICK)
+    def fork(self, pick):
+        slot = self.engine.memory.slots[self.slot(pick)]
+        if not slot.busy and len(slot):
+            try:
+                snapshots.fork(self.engine, slot.number)
+            except MemoryFull:
+                return
+
+    @rule(pick=PICK)
+    def forget(self, pick):
+        snapshots.clear(self.engine, self.slot(pick))
+
+    @rule()
+    def evict(self):
+        idle = [slot for slot in self.engine.memory.slots if not slot.busy and len(slot)]
+        assert self.engine.memory.evict() == bool(idle)
+        assert sum(len(slot) == 0 for slot in idle) == bool(idle)
+
+    @precondition(lambda self: self.engine.memory.checkpoints)
+    @rule(pick=PICK)
+    def damage_a_checkpoint(self, pick):
+        checkpoints = self.engine.memory.checkpoints
+        checkpoints[pick % len(checkpoints)].state = Damaged()
+
+    @precondition(anything_asked)
+    @rule(pick=PICK, how=HOW)
+    def ask_why(self, pick, how):
+        entries, tokens = self.earlier(pick)
+        request = Request(id="why", entries=(entries + tokens)[:LONGEST], **how | {"sequence": None})
+        explanation = self.engine.explain(request)
+        assert 0 <= explanation.reused < explanation.prompt == len(request.entries)
+
+    # --- always
+
+    @invariant()
+    def everything_is_as_it_should_be(self):
+        if hasattr(self, "engine"):
+            check_all(self.engine)
+
+    def teardown(self):
+        if sys.exc_info()[0] is not None or not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            if not self.engine.busy:
+                break
+            self.step()
+        assert not self.engine.busy, "it does not end"
+        assert all(answer.end is not None for answer in self.answers.values())
+        assert not any(slot.busy for slot in self.engine.memory.slots)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (checkpoint, engine, job, memory, sequence):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+MODERATE = settings(
+    max_examples=40, stateful_step_count=30, derandomize=True, deadline=None, database=None, print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+THOROUGH = settings(MODERATE, max_examples=300, stateful_step_count=60, derandomize=False)
+
+
+@pytest.mark.parametrize("shared", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_life_of_an_engine_is_as_if_every_request_were_its_only_one(kind, shared, clock):
+    run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=MODERATE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_lives_of_an_engine_are_as_if_every_request_were_its_only_one(kind, shared, clock):
+    run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=THOROUGH)

@@ -1,0 +1,129 @@
+"""What must be true of an engine on the fake between any two steps, whatever happened before.
+
+Nothing here believes a record: memory is compared with one that computed the same entries from scratch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+import numpy as np
+
+from afterglow.engine.backend import Span
+from afterglow.engine.engine import Engine
+from afterglow.engine.entries import Entry, Ids, Ledger, common_prefix
+from afterglow.engine.prefix import Node, PrefixTree
+from afterglow.testing import FakeBackend
+
+
+def check_all(engine: Engine) -> None:
+    """Every law that can be seen from outside of a step."""
+    check_jobs(engine)
+    check_memory(engine)
+    check_trees(engine)
+    check_checkpoints(engine)
+    check_budgets(engine)
+
+
+def check_memory(engine: Engine) -> None:
+    """The record equals memory: each slot holds what a cold computation of its record holds."""
+    for slot in engine.memory.slots:
+        held = engine.backend.held(slot.number)
+        assert (held[1] + 1 if held else 0) == slot.position, f"slot {slot.number}: {held}, record {slot.position}"
+        assert engine.backend.contents(slot.number) == cold(engine, slot.ids), f"slot {slot.number} is not its record"
+        assert engine.backend.resumable(slot.number, slot.position), f"slot {slot.number} cannot go on"
+        assert 0 <= slot.aligned <= len(slot)
+
+
+def cold(engine: Engine, ids: Ids) -> tuple[object, ...]:
+    """What memory holds after these entries were computed in one go, with nothing before and nobody beside."""
+    entries = tuple(int(one) if one >= 0 else engine.ledger.media(int(one)) for one in ids)
+    return computed(engine.backend.capabilities.memory, entries)
+
+
+@lru_cache(maxsize=4096)
+def computed(kind: str, entries: tuple[Entry, ...]) -> tuple[object, ...]:
+    backend = FakeBackend(kind, sequences=1, cells=2**20, batch_cells=2**20)  # type: ignore[arg-type]
+    backend.ledger = Ledger()
+    if entries:
+        backend.decode([Span(0, backend.ledger.ids(entries), position=0, outputs=1)])
+    return backend.contents(0)
+
+
+def check_jobs(engine: Engine) -> None:
+    """Every job is in one place, every busy slot has one job, and memory never runs ahead of what is known."""
+    jobs, running, waiting = engine._jobs.values(), engine._running, list(engine._waiting)
+    assert Counter(map(id, jobs)) == Counter(map(id, running + waiting))
+    assert all(job.sequence is None for job in waiting)
+    assert not engine._decoding
+    slots = [job.sequence.number for job in running]
+    assert sorted(slots) == [slot.number for slot in engine.memory.slots if slot.busy]
+    for job in engine._jobs.values():
+        known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)])
+        for ids in [job.sequence.ids] if job.sequence else [job.parked.ids] if job.parked else []:
+            assert len(ids) < len(known), f"{job.request.id}: nothing is left to compute"
+            assert common_prefix(ids, known) == len(ids), f"{job.request.id} works on the memory of something else"
+        assert not job.sampler.closed
+
+
+def check_trees(engine: Engine) -> None:
+    """What can be found is what there is: each idle sequence and each checkpoint once, under its entries."""
+    memory = engine.memory
+    idle = {slot: slot.ids for slot in memory.slots if not slot.busy and len(slot)}
+    check_tree(memory._idle, idle)
+    check_tree(memory._marks, {checkpoint: checkpoint.ids for checkpoint in memory.checkpoints})
+    assert len(set(memory.checkpoints)) == len(memory.checkpoints)
+    assert set(memory._unused) == {slot for slot in memory.slots if not slot.busy}
+
+
+def check_tree(tree: PrefixTree, expected: dict) -> None:
+    found = {}
+    check_node(tree.root, np.zeros(0, dtype=np.int64), found)
+    assert set(found) == set(expected) == set(tree._nodes)
+    for anchor, ids in expected.items():
+        assert np.array_equal(found[anchor], ids), f"{anchor} is in the tree as something else"
+
+
+def check_node(node: Node, above: Ids, found: dict) -> int:
+    ids = np.concatenate([above, node.edge])
+    assert node.depth == len(ids)
+    assert node.parent is None or node.anchors or len(node.children) > 1, "a node that leads on only"
+    for anchor in node.anchors:
+        assert anchor not in found, "an anchor in two places"
+        found[anchor] = ids
+    below = 0
+    for first, child in node.children.items():
+        assert child.parent is node
+        assert child.edge[0] == first
+        below += check_node(child, ids, found)
+    assert node.count == below + len(node.anchors)
+    return node.count
+
+
+def check_checkpoints(engine: Engine) -> None:
+    """A checkpoint is the state after its entries, and cells that cover it are there."""
+    for checkpoint in engine.memory.checkpoints:
+        if isinstance(checkpoint.state, Damaged):
+            continue
+        assert checkpoint.state.memory.contents() == cold(engine, checkpoint.ids), "a checkpoint of something else"
+        if engine.backend.capabilities.checkpoints_need_cells:
+            covered = [common_prefix(slot.ids, checkpoint.ids) == checkpoint.depth for slot in engine.memory.slots]
+            assert any(covered), "a checkpoint without its cells"
+
+
+class Damaged:
+    """A state that does not load."""
+
+    nbytes = 1
+
+
+def check_budgets(engine: Engine) -> None:
+    """Bytes of checkpoints, checkpoints on a path, bytes of parked jobs, cells."""
+    settings, memory = engine.settings, engine.memory
+    assert memory.checkpoint_bytes <= settings.checkpoints.max_bytes
+    assert sum(job.parked.nbytes for job in engine._waiting if job.parked) <= settings.parked_bytes
+    assert engine.backend._used() <= engine.backend.total_cells
+    for checkpoint in memory.checkpoints:
+        path = [one for one in memory.checkpoints if common_prefix(one.ids, checkpoint.ids) == one.depth]
+        assert len(path) <= settings.checkpoints.max_checkpoints, f"checkpoints at {[one.depth for one in path]}"
