@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import doctest
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import afterglow
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -25,6 +30,22 @@ def test_an_example_runs(code: str, smollm2: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+PUBLIC = [name for name in afterglow.__all__ if name != "__version__"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_examples_in_docstrings_are_true(name: str, smollm2: Path) -> None:
+    thing = getattr(afterglow, name)
+    assert ">>>" in (thing.__doc__ or ""), f"{name} has no example"
+    tests = [test for test in doctest.DocTestFinder(recurse=True).find(thing, name) if test.examples]
+    with afterglow.load(smollm2, context=512) as model:
+        for test in tests:
+            test.globs.update({**vars(afterglow), "afterglow": afterglow, "model": model, "asyncio": asyncio})
+            failures = io.StringIO()
+            doctest.DocTestRunner(verbose=False).run(test, out=failures.write, clear_globs=False)
+            assert not failures.getvalue(), failures.getvalue()
 
 
 def test_the_readme_names_every_folder_of_the_package() -> None:

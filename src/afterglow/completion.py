@@ -10,7 +10,12 @@ from afterglow.engine.request import Finished, Reason, Token, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer. `finish` says what ended it: `stop`, `length` or `deadline`."""
+    """One answer. `finish` says what ended it: `stop`, `length` or `deadline`.
+
+    >>> choice = model.complete("One, two, three,", max_tokens=20, stop=["five"]).choices[0]
+    >>> choice.text, choice.finish, choice.stop
+    (' four, ', 'stop', 'five')
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -35,9 +40,9 @@ class Choice:
 class Completion:
     """The answers to one prompt, and what each took. `text`, `tokens`, `finish` and `usage` are the first's.
 
-    >>> answer = model.complete("Once upon a time", n=2, temperature=0.8)
-    >>> answer.text == answer.choices[0].text
-    True
+    >>> answer = model.complete("Once upon a time", n=2, temperature=0.8, max_tokens=8)
+    >>> len(answer.choices), answer.text == answer.choices[0].text
+    (2, True)
     """
 
     choices: tuple[Choice, ...]
@@ -65,6 +70,10 @@ class Score:
     """`values[i]` is the log-probability of `tokens[i + 1]` after everything before it.
 
     Tokens beyond the context length are scored in overlapping windows; `windows` says how many there were.
+
+    >>> score = model.logprobs("The capital of France is Paris")
+    >>> len(score.tokens) - len(score.values), score.windows
+    (1, 1)
     """
 
     tokens: tuple[int, ...]

@@ -19,7 +19,14 @@ from __future__ import annotations
 
 
 class AfterglowError(Exception):
-    """The root: `except AfterglowError` catches everything this library raises on purpose."""
+    """The root: `except AfterglowError` catches everything this library raises on purpose.
+
+    >>> try:
+    ...     afterglow.load("no such model")
+    ... except AfterglowError as error:
+    ...     print(type(error).__name__)
+    ModelNotFound
+    """
 
 
 class LoadError(AfterglowError):

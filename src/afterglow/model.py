@@ -48,9 +48,8 @@ class Model:
     Any number of threads and asyncio tasks may use it at once: their requests share the decodes, and every prompt
     begins from whatever is in memory already.
 
-    >>> import afterglow
-    >>> with afterglow.load("smollm2") as model:
-    ...     print(model.complete("The capital of France is", max_tokens=8).text)
+    >>> model.complete("The capital of France is", max_tokens=2).text
+    ' Paris.'
     """
 
     def __init__(self, lifecycle: Lifecycle, name: str, settings: EngineSettings) -> None:
@@ -134,7 +133,11 @@ class Model:
         return self._lifecycle.model.vocabulary.tokenize(text, special=special, bos=bos)
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of `tokens`; half characters become U+FFFD."""
+        """The text of `tokens`; half characters become U+FFFD.
+
+        >>> model.detokenize(model.tokenize("naïve"))
+        'naïve'
+        """
         return self._lifecycle.model.vocabulary.detokenize(tokens, special=special).decode("utf-8", "replace")
 
     def count_tokens(self, text: str) -> int:
@@ -162,7 +165,9 @@ class Model:
         `on_token` is called once for each token of the first answer. Setting `cancel` ends the work at once and
         raises `Cancelled`.
 
-        >>> model.complete("Once upon a time", max_tokens=20, temperature=0.8, seed=1, stop=["."]).text
+        >>> answer = model.complete("Once upon a time", max_tokens=5, n=2, temperature=0.8, seed=1)
+        >>> [len(choice.tokens) for choice in answer.choices]
+        [5, 5]
         """
         integer("n", n, 1, 128)
         streams = [self._submit(self._numbered(self.request(prompt, **options), index)) for index in range(n)]
@@ -179,15 +184,21 @@ class Model:
         return Completion(choices=tuple(choices), usages=tuple(end.usage for end in ends))
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
-        """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work."""
+        """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work.
+
+        >>> list(model.stream("One, two, three,", max_tokens=2))
+        [' four', ',']
+        """
         events = self._submit(self.request(prompt, **options))
         return self._texts(events, options.get("stop", ()))
 
     async def stream_async(self, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[str]:
         """The same for asyncio.
 
-        >>> async for piece in model.stream_async("Once upon a time"):
-        ...     print(piece, end="")
+        >>> async def shout():
+        ...     return [piece.upper() async for piece in model.stream_async("One, two, three,", max_tokens=2)]
+        >>> asyncio.run(shout())
+        [' FOUR', ',']
         """
         events = self._submit(self.request(prompt, **options))
         detokenizer, piece = Detokenizer(options.get("stop", ())), self._piece
@@ -241,7 +252,12 @@ class Model:
         )
 
     def explain(self, prompt: str | Sequence[int]) -> Explanation:
-        """What of this prompt is in memory now, where it parts from it, and why not more could be reused."""
+        """What of this prompt is in memory now, where it parts from it, and why not more could be reused.
+
+        >>> answer = model.complete("The rain in Spain", max_tokens=1)
+        >>> model.explain("The rain in Portugal").shared
+        3
+        """
         request = self.request(prompt)
         return self._running().call(lambda engine: engine.explain(request))
 
@@ -259,7 +275,11 @@ class Model:
         return Score(tokens=tuple(int(token) for token in tokens), values=tuple(values), windows=windows)
 
     def perplexity(self, text: str | Sequence[int]) -> float:
-        """exp of the mean negative log-probability: 1 is certainty, the vocabulary's size is a blind guess."""
+        """exp of the mean negative log-probability: 1 is certainty, the vocabulary's size is a blind guess.
+
+        >>> model.perplexity("The cat sat on the mat.") < model.perplexity("Mat the the cat on sat.")
+        True
+        """
         values = self.logprobs(text).values
         return math.exp(-math.fsum(values) / len(values))
 
@@ -272,7 +292,15 @@ class Model:
         )
 
     def snapshot(self, name: str, sequence: int | None = None) -> None:
-        """Keep what an idle sequence holds, the last used where none is named, under a name."""
+        """Keep what an idle sequence holds, the last used where none is named, under a name.
+
+        >>> answer = model.complete("A long story that is worth keeping:", max_tokens=1)
+        >>> model.snapshot("story")
+        >>> model.forget()
+        >>> number = model.restore("story")
+        >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached
+        7
+        """
         self._snapshots[name] = self._running().call(
             lambda engine: snapshots.take(engine, snapshots.latest(engine) if sequence is None else sequence)
         )
@@ -440,8 +468,8 @@ def load(
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one. With
     `fetch`, a known model that is not here yet is downloaded.
 
-    >>> with afterglow.load("smollm2", context=2048) as model:
-    ...     model.count_tokens("How many tokens is this?")
+    >>> with afterglow.load("smollm2", context=512) as small:
+    ...     small.count_tokens("How many tokens is this?")
     6
     """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)

@@ -35,7 +35,11 @@ SMALLEST_WAIT = 16  # entries below which computing them twice is simpler than w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the engine may be told."""
+    """What the engine may be told.
+
+    >>> EngineSettings(gap=0.05, deterministic=True).grid
+    64
+    """
 
     gap: float = 0.1  # seconds between the tokens of running answers that long prompts should not exceed
     deterministic: bool = False

@@ -20,6 +20,12 @@ from afterglow.llama.settings import ContextSettings
 
 
 class Stage(StrEnum):
+    """Where a model is between its file and its use.
+
+    >>> model.state is Stage.ACTIVE, model.state == "active"
+    (True, True)
+    """
+
     COLD = "cold"
     WARM = "warm"
     ACTIVE = "active"

@@ -17,6 +17,10 @@ class Sampling:
     """Every way to shape the choice. The order is always: logit bias, grammar, penalties, DRY, top-n-sigma, top-k,
     typical, top-p, min-p, XTC, temperature, draw. Mirostat takes the place of everything from top-n-sigma to XTC
     and of the draw. At temperature 0 the most likely token that bias, grammar, penalties and DRY leave is taken.
+
+    >>> yes_or_no = Sampling(temperature=0, grammar='root ::= "yes" | "no"')
+    >>> model.complete("Is the sky blue? Answer:", sampling=yes_or_no).text in ("yes", "no")
+    True
     """
 
     temperature: float = 0.8
