@@ -20,11 +20,12 @@ import numpy as np
 
 from afterglow import registry, tiny
 from afterglow.engine.checkpoint import CheckpointSettings
-from afterglow.engine.engine import Engine, EngineSettings
+from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Ledger, common_prefix
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.request import Request
+from afterglow.engine.settings import EngineSettings
 from afterglow.llama.context import Context
 from afterglow.llama.library import library
 from afterglow.llama.model import Model

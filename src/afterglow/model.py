@@ -1,4 +1,4 @@
-"""The public face: `load()` and `Model`. Text begins and ends here; computing happens in the engine."""
+"""The public face: `Model`. Text begins and ends here; computing happens in the engine."""
 
 from __future__ import annotations
 
@@ -13,31 +13,27 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
-from afterglow import registry
-from afterglow.chat.detokenizer import Detokenizer
-from afterglow.completion import Choice, Completion, Score
+from afterglow.answers import gather, texts, texts_async
+from afterglow.completion import Completion, Score
 from afterglow.engine import scoring, snapshots
-from afterglow.engine.engine import Engine, EngineSettings
-from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
+from afterglow.engine.engine import Engine
+from afterglow.engine.lifecycle import Lifecycle, Stage
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.memory import Explanation
-from afterglow.engine.request import Failed, Finished, Request, Token
+from afterglow.engine.request import Request
 from afterglow.engine.sequence import Saved
+from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stream import Stream
 from afterglow.engine.thread import EngineThread
 from afterglow.errors import InvalidArgument
 from afterglow.llama.arguments import integer
-from afterglow.llama.devices import devices, free_memory
-from afterglow.llama.footprint import layers_that_fit
-from afterglow.llama.header import read_header
+from afterglow.llama.devices import devices
 from afterglow.llama.library import library
-from afterglow.llama.model import ModelInfo, ModelSettings, Progress
-from afterglow.llama.probe import ensure_safe
+from afterglow.llama.model import ModelInfo, ModelSettings
 from afterglow.llama.sampling import Sampling
-from afterglow.llama.settings import CacheType, ContextSettings
+from afterglow.llama.settings import ContextSettings
 
 GREEDY = Sampling(temperature=0)
 
@@ -171,17 +167,16 @@ class Model:
         """
         integer("n", n, 1, 128)
         streams = [self._submit(self._numbered(self.request(prompt, **options), index)) for index in range(n)]
-        choices, ends = [], []
+        stops = options.get("stop", ())
         try:
-            for index, stream in enumerate(streams):
-                choice, end = self._gather(stream, on_token if index == 0 else None, cancel, options.get("stop", ()))
-                choices.append(choice)
-                ends.append(end)
+            first = gather(streams[0], self._piece, stops, on_token, cancel)
+            others = [gather(stream, self._piece, stops, None, cancel) for stream in streams[1:]]
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        return Completion(choices=tuple(choices), usages=tuple(end.usage for end in ends))
+        choices, usages = zip(first, *others, strict=True)
+        return Completion(choices=choices, usages=usages)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
         """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work.
@@ -189,10 +184,9 @@ class Model:
         >>> list(model.stream("One, two, three,", max_tokens=2))
         [' four', ',']
         """
-        events = self._submit(self.request(prompt, **options))
-        return self._texts(events, options.get("stop", ()))
+        return texts(self._submit(self.request(prompt, **options)), self._piece, options.get("stop", ()))
 
-    async def stream_async(self, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[str]:
+    def stream_async(self, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[str]:
         """The same for asyncio.
 
         >>> async def shout():
@@ -200,13 +194,7 @@ class Model:
         >>> asyncio.run(shout())
         [' FOUR', ',']
         """
-        events = self._submit(self.request(prompt, **options))
-        detokenizer, piece = Detokenizer(options.get("stop", ())), self._piece
-        async for event in events:
-            if isinstance(event, Token) and (text := detokenizer.feed(piece(event.token))):
-                yield text
-        if rest := detokenizer.finish(self._stopped_by(events)):
-            yield rest
+        return texts_async(self._submit(self.request(prompt, **options)), self._piece, options.get("stop", ()))
 
     def request(
         self,
@@ -394,42 +382,6 @@ class Model:
         sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
         return replace(request, id=str(next(self._numbers)), sampling=sampling)
 
-    def _gather(
-        self,
-        stream: Stream,
-        on_token: Callable[[int], None] | None,
-        cancel: threading.Event | None,
-        stops: Sequence[str],
-    ) -> tuple[Choice, Finished]:
-        tokens: list[Token] = []
-        for event in stream.until(cancel):
-            if isinstance(event, Token):
-                tokens.append(event)
-                if on_token is not None:
-                    on_token(event.token)
-        end = stream.end
-        if isinstance(end, Failed):
-            raise end.error
-        assert end is not None
-        detokenizer = Detokenizer(stops)
-        text = "".join(detokenizer.feed(self._piece(token.token)) for token in tokens)
-        return Choice.of(tokens, text + detokenizer.finish(self._stopped_by(stream)), end), end
-
-    def _texts(self, events: Stream, stops: Sequence[str]) -> Iterator[str]:
-        detokenizer = Detokenizer(stops)
-        for event in events:
-            if isinstance(event, Token) and (text := detokenizer.feed(self._piece(event.token))):
-                yield text
-        if rest := detokenizer.finish(self._stopped_by(events)):
-            yield rest
-
-    def _stopped_by(self, events: Stream) -> str | None:
-        """The stop text that ended an answer; an answer that failed raises."""
-        if isinstance(events.end, Failed):
-            raise events.end.error
-        stop = events.end.stop if events.end is not None else None
-        return stop.decode() if isinstance(stop, bytes) else None
-
     def _piece(self, token: int) -> bytes:
         return self._lifecycle.model.vocabulary.piece(token, special=False)
 
@@ -441,67 +393,3 @@ class Model:
         if name not in self._snapshots:
             raise InvalidArgument("name", f"there is no snapshot called {name!r}")
         return self._snapshots[name]
-
-
-def load(
-    model: str | os.PathLike[str],
-    *,
-    context: int = 4096,
-    sequences: int = 4,
-    gpu_layers: int | None = None,
-    threads: int | None = None,
-    key_type: CacheType = "f16",
-    value_type: CacheType = "f16",
-    flash_attention: bool | None = None,
-    unified: bool = False,
-    mmap: bool = True,
-    mlock: bool = False,
-    engine: EngineSettings | None = None,
-    state: Stage | str = Stage.ACTIVE,
-    fetch: bool = False,
-    progress: Progress | None = None,
-    hooks: Sequence[LoadHook] = (),
-) -> Model:
-    """Load a model by name (`afterglow models` lists them) or by path.
-
-    `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
-    conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one. With
-    `fetch`, a known model that is not here yet is downloaded.
-
-    >>> with afterglow.load("smollm2", context=512) as small:
-    ...     small.count_tokens("How many tokens is this?")
-    6
-    """
-    path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
-    ensure_safe(path)
-    slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
-    context_settings = ContextSettings(
-        cells=slots * integer("context", context, 1, 2**31 // 256),
-        sequences=slots,
-        threads=usable_cores() if threads is None else threads,
-        key_type=key_type,
-        value_type=value_type,
-        flash_attention=flash_attention,
-        unified=unified,
-    )
-    layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
-    model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock)
-    lifecycle = Lifecycle(path, model_settings, context_settings, hooks=hooks)
-    match Stage(state):
-        case Stage.WARM:
-            lifecycle.warm(progress)
-        case Stage.ACTIVE:
-            lifecycle.activate(progress)
-    return Model(lifecycle, str(model), engine or EngineSettings())
-
-
-def usable_cores() -> int:
-    """Cores this process may use; hyper-threads only slow matrix products down, so they do not count."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
-
-
-def fitting_layers(path: Path, settings: ContextSettings) -> int:
-    """How many layers to put on the GPUs of this machine; 0 where there is none."""
-    free = free_memory(gpu=True)
-    return layers_that_fit(read_header(path), settings, free) if free else 0

@@ -8,7 +8,7 @@ import pytest
 from play import ask, fake, prompt
 
 from afterglow.engine.checkpoint import CheckpointSettings, cut_points, thinned
-from afterglow.engine.engine import EngineSettings
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 
 DEFAULTS = CheckpointSettings()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from play import Answer, collect, fake, play, prompt, request
 
-from afterglow.engine.engine import EngineSettings
 from afterglow.engine.scheduler import SMALLEST_CHUNK, prompt_budget
+from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
 
 

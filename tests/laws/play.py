@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from afterglow.engine.engine import Engine, EngineSettings
+from afterglow.engine.engine import Engine
 from afterglow.engine.request import Failed, Finished, Progress, Request, Token
+from afterglow.engine.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
 

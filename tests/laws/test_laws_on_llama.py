@@ -10,8 +10,9 @@ import pytest
 from play import KINDS, LAYOUTS, Answer, ask, check, collect, play, request
 
 from afterglow import tiny
-from afterglow.engine.engine import Engine, EngineSettings
+from afterglow.engine.engine import Engine
 from afterglow.engine.llama import LlamaEngine
+from afterglow.engine.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 

@@ -6,7 +6,7 @@ import pytest
 from play import GREEDY, KINDS, LAYOUTS, Answer, ask, check, collect, fake, play, prompt, reference, request
 
 from afterglow.engine.checkpoint import CheckpointSettings
-from afterglow.engine.engine import EngineSettings
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, MemoryFull, PromptTooLong
 from afterglow.llama.sampling import Sampling
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from afterglow import registry
 from afterglow.cli.models import progress_shown
 from afterglow.errors import ModelNotFound
-from afterglow.model import Model, load
+from afterglow.loading import load
+from afterglow.model import Model
 
 Message = tuple[str, str]
 EXIT_WORDS = ("/exit", "/quit", "/bye")

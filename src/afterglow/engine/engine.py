@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Backend, Span
-from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.entries import Ids, Ledger, common_prefix
 from afterglow.engine.job import Job
 from afterglow.engine.memory import Explanation, PrefixMemory
@@ -19,6 +18,7 @@ from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, 
 from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
 from afterglow.engine.scoring import log_probabilities
 from afterglow.engine.sequence import Sequence
+from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
 from afterglow.errors import (
     AfterglowError,
@@ -31,21 +31,6 @@ from afterglow.errors import (
 
 MAX_ATTEMPTS = 3
 SMALLEST_WAIT = 16  # entries below which computing them twice is simpler than waiting for somebody else
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What the engine may be told.
-
-    >>> EngineSettings(gap=0.05, deterministic=True).grid
-    64
-    """
-
-    gap: float = 0.1  # seconds between the tokens of running answers that long prompts should not exceed
-    deterministic: bool = False
-    grid: int = 64  # entries in a chunk, in deterministic mode
-    parked_bytes: int = 1024**3  # for sequences of jobs that had to make room
-    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
 
 
 @dataclass(slots=True)

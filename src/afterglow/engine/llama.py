@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Sampler, Scope, Span, State
-from afterglow.engine.engine import Engine, EngineSettings
+from afterglow.engine.engine import Engine
+from afterglow.engine.settings import EngineSettings
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
 from afterglow.llama.devices import devices

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from afterglow.engine.child import pack, unpack
 from afterglow.engine.engine import Engine
 from afterglow.engine.request import Failed, Request, Usage
-from afterglow.engine.spawn import Child, Message
+from afterglow.engine.spawn import Child
 from afterglow.engine.stream import Stream, Waiting, refused
 from afterglow.engine.thread import describe, logger
 from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
@@ -42,13 +42,13 @@ class EngineProcess:
     def __init__(
         self, make: Callable[[], Engine], *, silence: float = SILENCE, start_timeout: float = START_TIMEOUT
     ) -> None:
-        self.restarts = 0
+        self.restarts = 0  # how often another child had to be started
         self._make = pack("make", make)
         self._silence, self._start_timeout = silence, start_timeout
         self._heartbeat = min(HEARTBEAT, silence / 4)
         self._waiting = Waiting(self.cancel)  # its lock is over what follows, too; nothing under it ever blocks
         self._child: Child | None = None
-        self._unsent: dict[str | int, Message] = {}  # while no child is ready
+        self._unsent: dict[tuple[str, str | int], bytes] = {}  # what waits until a child is ready, by kind and key
         self._closing = threading.Event()
         self._started: Future[None] = Future()
         self._keeper = threading.Thread(target=self._keep, name="afterglow-keeper", daemon=True)
@@ -72,7 +72,7 @@ class EngineProcess:
             content = pack("request", request)
             with self._waiting.lock:
                 stream = self._waiting.stream(request.id)
-                self._post(request.id, ("submit", request.id, content))
+                self._post("submit", request.id, content)
         except InvalidArgument as error:
             return refused(request.id, error)
         return stream
@@ -80,7 +80,7 @@ class EngineProcess:
     def cancel(self, id: str) -> None:
         """End a request now, also in the middle of a decode. One that is not there is no error."""
         with self._waiting.lock:
-            if self._unsent.pop(id, None) is not None:
+            if self._unsent.pop(("submit", id), None) is not None:
                 self._waiting.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage())])
             elif self._child is not None:
                 self._child.send("cancel", id)
@@ -90,7 +90,7 @@ class EngineProcess:
         content = pack("function", function)
         with self._waiting.lock:
             number, answer = self._waiting.answer()
-            self._post(number, ("call", number, content))
+            self._post("call", number, content)
         value, error = unpack("function", answer.result())
         if error is not None:
             raise error
@@ -115,12 +115,12 @@ class EngineProcess:
     ) -> None:
         self.close()
 
-    def _post(self, key: str | int, message: Message) -> None:
+    def _post(self, kind: str, key: str | int, content: bytes) -> None:
         """Hand a message to the child, or keep it until there is one that is ready."""
         if self._child is not None and self._child.ready:
-            self._child.send(*message)
+            self._child.send(kind, key, content)
         else:
-            self._unsent[key] = message
+            self._unsent[kind, key] = content
 
     # --- the keeper's thread
 
@@ -219,8 +219,8 @@ class EngineProcess:
     def _welcome(self, child: Child) -> None:
         with self._waiting.lock:
             child.ready, child.deadline = True, None
-            for message in self._unsent.values():
-                child.send(*message)
-            self._unsent.clear()
+            unsent, self._unsent = self._unsent, {}
+            for (kind, key), content in unsent.items():
+                child.send(kind, key, content)
         if not self._started.done():
             self._started.set_result(None)

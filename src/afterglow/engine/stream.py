@@ -166,9 +166,9 @@ class Waiting:
             raise copy(self._over)
 
     def _cancel_stream(self, stream: Stream) -> None:
-        with self.lock:  # its id may be another request's by now
-            if self._streams.get(stream.id) is stream:
-                self._cancel(stream.id)
+        """Without the lock: a stream is collected, and cancels, also in a thread that holds the engine's own."""
+        if self._streams.get(stream.id) is stream:  # its id may be another request's by now
+            self._cancel(stream.id)
 
 
 def refused(id: str, error: AfterglowError) -> Stream:

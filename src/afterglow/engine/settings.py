@@ -1,0 +1,31 @@
+"""What an engine may be told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.errors import InvalidArgument
+from afterglow.llama.arguments import integer, real
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the engine may be told.
+
+    >>> EngineSettings(gap=0.05, deterministic=True).grid
+    64
+    """
+
+    gap: float = 0.1  # seconds between the tokens of running answers that long prompts should not exceed
+    deterministic: bool = False
+    grid: int = 64  # entries in a chunk, in deterministic mode
+    parked_bytes: int = 1024**3  # for sequences of jobs that had to make room
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    def __post_init__(self) -> None:
+        real("gap", self.gap, 0)
+        integer("grid", self.grid, 1, 65_536)
+        integer("parked_bytes", self.parked_bytes, 0, 2**62)
+        if not isinstance(self.checkpoints, CheckpointSettings):
+            raise InvalidArgument("checkpoints", f"must be CheckpointSettings, not {self.checkpoints!r}")

@@ -1,0 +1,85 @@
+"""`load()`: from a name or a path to a model that can be used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from afterglow import registry
+from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
+from afterglow.engine.settings import EngineSettings
+from afterglow.llama.arguments import integer
+from afterglow.llama.devices import free_memory
+from afterglow.llama.footprint import layers_that_fit
+from afterglow.llama.header import read_header
+from afterglow.llama.model import ModelSettings, Progress
+from afterglow.llama.probe import ensure_safe
+from afterglow.llama.settings import CacheType, ContextSettings
+from afterglow.model import Model
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    context: int = 4096,
+    sequences: int = 4,
+    gpu_layers: int | None = None,
+    threads: int | None = None,
+    key_type: CacheType = "f16",
+    value_type: CacheType = "f16",
+    flash_attention: bool | None = None,
+    unified: bool = False,
+    mmap: bool = True,
+    mlock: bool = False,
+    engine: EngineSettings | None = None,
+    state: Stage | str = Stage.ACTIVE,
+    fetch: bool = False,
+    progress: Progress | None = None,
+    hooks: Sequence[LoadHook] = (),
+) -> Model:
+    """Load a model by name (`afterglow models` lists them) or by path.
+
+    `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
+    conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one. With
+    `fetch`, a known model that is not here yet is downloaded.
+
+    >>> with afterglow.load("smollm2", context=512) as small:
+    ...     small.count_tokens("How many tokens is this?")
+    6
+    """
+    path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
+    ensure_safe(path)
+    slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
+    context_settings = ContextSettings(
+        cells=slots * integer("context", context, 1, 2**31 // 256),
+        sequences=slots,
+        threads=usable_cores() if threads is None else threads,
+        key_type=key_type,
+        value_type=value_type,
+        flash_attention=flash_attention,
+        unified=unified,
+    )
+    layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
+    model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock)
+    lifecycle = Lifecycle(path, model_settings, context_settings, hooks=hooks)
+    match Stage(state):
+        case Stage.WARM:
+            lifecycle.warm(progress)
+        case Stage.ACTIVE:
+            lifecycle.activate(progress)
+    return Model(lifecycle, str(model), engine or EngineSettings())
+
+
+def usable_cores() -> int:
+    """Cores this process may use; hyper-threads only slow matrix products down, so they do not count."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def fitting_layers(path: Path, settings: ContextSettings) -> int:
+    """How many layers to put on the GPUs of this machine; 0 where there is none."""
+    free = free_memory(gpu=True)
+    return layers_that_fit(read_header(path), settings, free) if free else 0
