@@ -6,7 +6,7 @@
     │   └── OutOfMemory · LibraryError
     ├── RequestError   the caller can fix it; HTTP 4xx
     │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState
-    │   └── PromptTooLong · InvalidGrammar · InvalidState
+    │   └── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
     ├── EngineError    we could not; HTTP 5xx
     │   └── MemoryFull · DecodeFailed · EngineCrashed · Closed
     └── Cancelled      the caller asked for it
@@ -177,6 +177,18 @@ class InvalidGrammar(RequestError):
     def __str__(self) -> str:
         where = "" if self.position is None else f" at position {self.position}"
         return f"invalid grammar{where}: {self.reason}"
+
+
+class InvalidTemplate(RequestError):
+    """The chat template cannot render this conversation; `line` is the template's line, where that is known."""
+
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        super().__init__(reason, line)
+        self.reason, self.line = reason, line
+
+    def __str__(self) -> str:
+        where = "" if self.line is None else f" (line {self.line})"
+        return f"the chat template refuses this conversation{where}: {self.reason}"
 
 
 class InvalidState(RequestError):

@@ -6,16 +6,20 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.answers import gather, texts, texts_async
+from afterglow.chat.messages import Writable
+from afterglow.chat.messages import messages as read_messages
+from afterglow.chat.prompt import Prompt, PromptBuilder
+from afterglow.chat.template import ChatTemplate
 from afterglow.completion import Completion, Score
 from afterglow.engine import scoring, snapshots
 from afterglow.engine.engine import Engine
@@ -36,6 +40,7 @@ from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 
 GREEDY = Sampling(temperature=0)
+Promptable: TypeAlias = str | Sequence[int] | Prompt
 
 
 class Model:
@@ -57,6 +62,8 @@ class Model:
         self._scoring = threading.Lock()  # one sequence is kept for it
         self._numbers = itertools.count()
         self._snapshots: dict[str, Saved] = {}
+        self._building = threading.Lock()
+        self._prompts: tuple[object, ChatTemplate, PromptBuilder] | None = None
         if lifecycle.stage is Stage.ACTIVE:
             self._start()
 
@@ -140,16 +147,29 @@ class Model:
         """How many tokens `text` is, without the ones a prompt begins with."""
         return len(self.tokenize(text))
 
-    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """The tokens of a conversation of (role, text) pairs, ready for the assistant's answer."""
-        model = self._lifecycle.model
-        return model.vocabulary.tokenize(model.format_chat(messages), special=True, bos=True)
+    def chat_prompt(
+        self,
+        messages: Sequence[Writable],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """A conversation as the model's own template writes it, ready for the assistant's answer.
+
+        Messages are (role, text) pairs or OpenAI's dictionaries. Control tokens that somebody wrote in them stay
+        text. `arguments` go to the template (`enable_thinking`, …). The result goes into `complete` or `stream`.
+
+        >>> prompt = model.chat_prompt([("user", "What is the capital of France?")])
+        >>> model.complete(prompt, max_tokens=20).text
+        'The capital of France is Paris.'
+        """
+        return self._builder().build(read_messages(messages), tools=tools, arguments=arguments)
 
     # --- answers
 
     def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: Promptable,
         *,
         n: int = 1,
         on_token: Callable[[int], None] | None = None,
@@ -178,7 +198,7 @@ class Model:
         choices, usages = zip(first, *others, strict=True)
         return Completion(choices=choices, usages=usages)
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Promptable, **options: Any) -> Iterator[str]:
         """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work.
 
         >>> list(model.stream("One, two, three,", max_tokens=2))
@@ -186,7 +206,7 @@ class Model:
         """
         return texts(self._submit(self.request(prompt, **options)), self._piece, options.get("stop", ()))
 
-    def stream_async(self, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[str]:
+    def stream_async(self, prompt: Promptable, **options: Any) -> AsyncIterator[str]:
         """The same for asyncio.
 
         >>> async def shout():
@@ -198,7 +218,7 @@ class Model:
 
     def request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Promptable,
         *,
         max_tokens: int = 128,
         temperature: float = 0.0,
@@ -233,13 +253,13 @@ class Model:
             stop=tuple(text.encode() for text in stop),
             logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, 1000),
             sequence=sequence,
-            boundaries=frozenset(boundaries),
+            boundaries=frozenset(boundaries) | (prompt.boundaries if isinstance(prompt, Prompt) else frozenset()),
             priority=priority,
             deadline=deadline,
             reuse=reuse,
         )
 
-    def explain(self, prompt: str | Sequence[int]) -> Explanation:
+    def explain(self, prompt: Promptable) -> Explanation:
         """What of this prompt is in memory now, where it parts from it, and why not more could be reused.
 
         >>> answer = model.complete("The rain in Spain", max_tokens=1)
@@ -364,6 +384,8 @@ class Model:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+        with self._building:
+            self._drop_builder()
 
     def _running(self) -> EngineThread:
         assert self._lifecycle.context  # WrongState or Closed where there is none
@@ -385,9 +407,28 @@ class Model:
     def _piece(self, token: int) -> bytes:
         return self._lifecycle.model.vocabulary.piece(token, special=False)
 
-    def _prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
+    def _prompt(self, prompt: Promptable) -> NDArray[np.int32]:
         vocabulary = self._lifecycle.model.vocabulary
+        if isinstance(prompt, Prompt):
+            prompt = prompt.tokens
         return vocabulary.check_all(self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt)
+
+    def _builder(self) -> PromptBuilder:
+        """What renders and tokenizes conversations; it goes with the weights."""
+        model = self._lifecycle.model
+        with self._building:
+            if self._prompts is None or self._prompts[0] is not model:
+                self._drop_builder()
+                vocabulary = model.vocabulary
+                special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
+                template = ChatTemplate(model.chat_template(), special)
+                self._prompts = model, template, PromptBuilder(vocabulary, template)
+            return self._prompts[2]
+
+    def _drop_builder(self) -> None:
+        if self._prompts is not None:
+            self._prompts[1].close()
+        self._prompts = None
 
     def _named(self, name: str) -> Saved:
         if name not in self._snapshots:

@@ -279,7 +279,7 @@ class FakeBackend:
             self.truncate(target, stop)
         elif self.capabilities.memory == "window":
             memory = self._memory[target]
-            memory.window = memory.window[-WINDOW:]
+            memory.window = [cell for cell in memory.window if cell.position >= memory.position - WINDOW]
         return 0 if self.capabilities.shared else 100 * stop
 
     def save(self, sequence: int, scope: Scope) -> FakeState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -182,22 +182,6 @@ class Model(Handle):
         """The model's own chat template, or the one it calls `name` (for example `tool_use`)."""
         wanted = self._library.ffi.NULL if name is None else name.encode()
         return self._library.text(self._library.symbols.llama_model_chat_template(self.pointer, wanted)) or None
-
-    def format_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """(role, text) pairs as the model's own template writes them, open for the assistant's answer.
-
-        llama.cpp recognises the common templates; any other is written as ChatML.
-        """
-        ffi, apply = self._library.ffi, self._library.symbols.llama_chat_apply_template
-        texts = [(ffi.new("char[]", role.encode()), ffi.new("char[]", text.encode())) for role, text in messages]
-        chat = ffi.new("llama_chat_message[]", [{"role": role, "content": text} for role, text in texts])
-        for template in (self.chat_template() or "chatml", "chatml"):
-            size = apply(template.encode(), chat, len(texts), True, ffi.NULL, 0)
-            if size >= 0:
-                buffer = ffi.new("char[]", size + 1)
-                apply(template.encode(), chat, len(texts), True, buffer, size + 1)
-                return bytes(ffi.buffer(buffer, size)).decode("utf-8", "replace")
-        raise InvalidArgument("messages", "cannot be written by llama.cpp's templates")
 
     def _string(self, function: Any, *arguments: Any) -> str:
         """Call one of llama.cpp's functions that fill a text buffer, with a buffer that is large enough."""

@@ -14,6 +14,7 @@ from afterglow.llama.arguments import integer
 from afterglow.llama.handle import Handle
 from afterglow.llama.library import library
 
+CONTROL_OR_UNKNOWN = 1 << 3 | 1 << 0
 SPECIAL = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
 
 
@@ -47,6 +48,18 @@ class Vocabulary:
         """The tokens that end an answer."""
         is_end = self._library.symbols.llama_vocab_is_eog
         return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
+
+    def text(self, token: int) -> str:
+        """A token as the file writes it: what stands for a control token in templates."""
+        pointer = self._library.symbols.llama_vocab_get_text(self.pointer, self.check(token))
+        return self._library.text(pointer)
+
+    @functools.cached_property
+    def control_texts(self) -> dict[str, int]:
+        """The control tokens by the text that stands for them in templates."""
+        attributes = self._library.symbols.llama_vocab_get_attr
+        control = [token for token in range(self.size) if attributes(self.pointer, token) & CONTROL_OR_UNKNOWN]
+        return {text: token for token in control if (text := self.text(token))}
 
     @property
     def adds_bos(self) -> bool:

@@ -1,0 +1,133 @@
+"""Messages of a conversation: what callers write, checked, and what templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from afterglow.errors import InvalidArgument
+
+KNOWN = frozenset(
+    {"role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "refusal"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the model made. `arguments` is the JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation.
+
+    >>> Message(role="user", content="Hello").role
+    'user'
+    """
+
+    role: str
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Writable: TypeAlias = Message | Mapping[str, Any] | tuple[str, str]
+
+
+def messages(values: Sequence[Writable]) -> list[Message]:
+    """What callers write (messages, OpenAI's dictionaries, or (role, text) pairs) as messages."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise InvalidArgument("messages", "must be a list of messages")
+    if not values:
+        raise InvalidArgument("messages", "must be at least one")
+    return [_message(value, f"messages[{index}]") for index, value in enumerate(values)]
+
+
+def _message(value: Writable, where: str) -> Message:
+    if isinstance(value, Message):
+        return value
+    if isinstance(value, tuple) and len(value) == 2:
+        role, content = value
+        return Message(role=_text(role, f"{where}.role"), content=_text(content, f"{where}.content"))
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(where, f"must be a message, not {type(value).__name__}")
+    if unknown := sorted(set(value) - KNOWN):
+        raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of a message")
+    calls = value.get("tool_calls") or ()
+    return Message(
+        role=_text(value.get("role"), f"{where}.role"),
+        content=_content(value.get("content"), f"{where}.content"),
+        reasoning=_optional(value.get("reasoning_content", value.get("reasoning")), f"{where}.reasoning_content"),
+        tool_calls=tuple(_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
+        tool_call_id=_optional(value.get("tool_call_id"), f"{where}.tool_call_id"),
+        name=_optional(value.get("name"), f"{where}.name"),
+    )
+
+
+def _content(value: Any, where: str) -> str:
+    """Text, or a list of parts of which all are text: pictures come with the models that see them."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        raise InvalidArgument(where, f"must be text or a list of parts, not {type(value).__name__}")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise InvalidArgument(f"{where}[{index}].type", f"must be 'text', not {kind!r}")
+        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
+    return "".join(texts)
+
+
+def _call(value: Any, where: str) -> ToolCall:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidArgument(where, "must have a `function` with `name` and `arguments`")
+    arguments = function.get("arguments", "{}")
+    return ToolCall(
+        id=_optional(value.get("id"), f"{where}.id") or "",
+        name=_text(function.get("name"), f"{where}.function.name"),
+        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+    )
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
+    return value
+
+
+def _optional(value: Any, where: str) -> str | None:
+    return None if value is None else _text(value, where)
+
+
+def readable(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: transformers' dictionaries, arguments as objects."""
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        written["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        written["tool_calls"] = [_readable_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        written["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        written["name"] = message.name
+    return written
+
+
+def _readable_call(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:  # what the model wrote is not JSON: the template gets it as it is
+        arguments = call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,0 +1,146 @@
+"""Conversations as entries: control tokens only where the template put them, boundaries where messages end.
+
+The text is cut at control tokens, and every stretch between two is tokenized once and remembered, so that the next
+turn of a long conversation tokenizes only what is new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.template import ChatTemplate
+from afterglow.errors import InvalidTemplate
+from afterglow.llama.vocabulary import Vocabulary
+
+REMEMBERED = 8192  # stretches of text
+RECENT = 3  # messages at the end whose ends are boundaries; older ones were, when they were the last
+PRIVATE_USE = range(0xE000, 0xF8FF)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens, and the lengths at which a later prompt of the same conversation may part from this one."""
+
+    tokens: tuple[int, ...]
+    boundaries: frozenset[int]
+    text: str
+
+
+class PromptBuilder:
+    """Renders and tokenizes the conversations of one model.
+
+    >>> builder = PromptBuilder(vocabulary, template)
+    >>> builder.build([Message(role="user", content="Hello")]).tokens
+    """
+
+    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate) -> None:
+        self._vocabulary = vocabulary
+        self._template = template
+        self._control = vocabulary.control_texts
+        texts = sorted(self._control, key=len, reverse=True)
+        self._cut = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._stretches: OrderedDict[str, list[int]] = OrderedDict()
+
+    def build(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt for the assistant's next message."""
+        mark = unused_character(messages)
+        shielded = [self._shield(message, mark) for message in messages]
+        text = self._template.render(shielded, tools=tools, arguments=arguments)
+        tokens = self.tokenize(text, mark)
+        boundaries = set()
+        for count in self._ends(messages):
+            try:
+                part = self._template.render(shielded[:count], tools=tools, generation=False, arguments=arguments)
+            except InvalidTemplate:
+                continue  # some templates render only whole conversations
+            boundaries.add(common_length(self.tokenize(common_text(part, text), mark), tokens))
+        return Prompt(tuple(tokens), frozenset(boundaries - {0, len(tokens)}), text.replace(mark, ""))
+
+    def tokenize(self, text: str, mark: str = "") -> list[int]:
+        """Rendered text as tokens, with the model's start token where it wants one and the template wrote none."""
+        tokens: list[int] = []
+        start = 0
+        for match in self._cut.finditer(text):
+            tokens += self._stretch(text[start : match.start()], mark)
+            tokens.append(self._control[match[0]])
+            start = match.end()
+        tokens += self._stretch(text[start:], mark)
+        bos = self._vocabulary.special.get("bos")
+        if self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
+            tokens.insert(0, bos)
+        return tokens
+
+    def _stretch(self, text: str, mark: str) -> list[int]:
+        if not text:
+            return []
+        known = self._stretches.get(text)
+        if known is None:
+            known = self._vocabulary.tokenize(text.replace(mark, "") if mark else text)
+            self._stretches[text] = known
+            if len(self._stretches) > REMEMBERED:
+                self._stretches.popitem(last=False)
+        else:
+            self._stretches.move_to_end(text)
+        return known
+
+    def _ends(self, messages: Sequence[Message]) -> set[int]:
+        """After how many messages a later prompt is likely to part from this one."""
+        system = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+        return {system, *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
+
+    def _shield(self, message: Message, mark: str) -> Message:
+        """Break up the texts of control tokens in what people and tools wrote, so that they stay text."""
+        return replace(
+            message,
+            content=self._broken(message.content, mark),
+            reasoning=None if message.reasoning is None else self._broken(message.reasoning, mark),
+            tool_calls=tuple(
+                ToolCall(id=call.id, name=call.name, arguments=self._broken(call.arguments, mark))
+                for call in message.tool_calls
+            ),
+        )
+
+    def _broken(self, text: str, mark: str) -> str:
+        return self._cut.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
+
+
+def unused_character(messages: Sequence[Message]) -> str:
+    """A character of Unicode's private use that nobody wrote."""
+    written = set().union(*(message.content + (message.reasoning or "") for message in messages)) if messages else set()
+    written |= set().union(*(call.arguments for message in messages for call in message.tool_calls), set())
+    return next(chr(code) for code in PRIVATE_USE if chr(code) not in written)
+
+
+def common_text(one: str, other: str) -> str:
+    """What two texts begin with in common."""
+    if other.startswith(one):
+        return one
+    length = min(len(one), len(other))
+    low, high = 0, length
+    while low < high:  # slices compare at C's speed
+        middle = (low + high + 1) // 2
+        if one[:middle] == other[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return one[:low]
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    length = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        length += 1
+    return length

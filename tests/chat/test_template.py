@@ -1,0 +1,138 @@
+"""Chat templates: rendered as transformers does, and whatever they try, an error and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from afterglow.chat import template as module
+from afterglow.chat.messages import Message, messages, readable
+from afterglow.chat.template import ChatTemplate
+from afterglow.errors import InvalidArgument, InvalidTemplate
+
+CONVERSATION = messages([("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"), ("user", "Bye")])
+
+
+def render(source: str | None, conversation=CONVERSATION, **options) -> str:
+    with ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}) as template:
+        return template.render(conversation, **options)
+
+
+def test_c20_a_model_without_a_template_is_written_as_chatml():
+    assert render(None, CONVERSATION[:2]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_blocks_are_trimmed_as_transformers_does():
+    source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}"
+    assert render(source) == "Be brief.\nHello\nHi\nBye\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[1]['content'] }}{{ eos_token }}", "<s>Hello</s>"),
+        ("{{ {'ä': [1, None]} | tojson }}", '{"ä": [1, null]}'),
+        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        (
+            "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }} {% endfor %}",
+            "system user ",
+        ),
+        ("{% generation %}said{% endgeneration %}", "said"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ thinking }}", "yes"),
+        ("{{ tools is none }}", "True"),
+    ],
+)
+def test_what_template_authors_rely_on_is_there(source, expected):
+    assert render(source, arguments={"thinking": "yes"}) == expected
+
+
+def test_c20_a_template_without_system_messages_gets_their_text_with_the_first_question():
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    )
+    assert render(source) == "[user] Be brief.\n\nHello\n[assistant] Hi\n[user] Bye\n"
+
+
+def test_c20_a_refusal_carries_the_template_s_reason_and_line():
+    with pytest.raises(InvalidTemplate) as caught:
+        render("line one\n{{ raise_exception('roles must alternate') }}")
+    assert (caught.value.reason, caught.value.line) == ("roles must alternate", 2)
+
+
+def test_a_syntax_error_is_refused_with_its_line():
+    with pytest.raises(InvalidTemplate) as caught:
+        render("one\ntwo\n{% for %}")
+    assert caught.value.line == 3
+
+
+HOSTILE = {
+    "loops without end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "writes without end": "{% for a in range(99999) %}{% for b in range(999) %}xxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "takes all memory": "{{ 'x' * 9999999999 }}",
+    "takes all memory by a filter": "{{ 'x' | center(9999999999) }}",
+    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "reaches for the interpreter": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "reaches for the system": "{{ self.__init__.__globals__['os'].system('true') }}",
+    "reaches for files": "{% include '/etc/passwd' %}",
+    "changes its input": "{{ messages.append(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_gets_an_error_and_nothing_else(name, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 2.0)
+    started = time.monotonic()
+    with pytest.raises(InvalidTemplate):
+        render(HOSTILE[name])
+    assert time.monotonic() - started < 20
+    assert render(None, CONVERSATION[1:2]).startswith("<|im_start|>user")  # and the next one is served
+
+
+def test_one_template_goes_on_after_another_rendering_was_ended(monkeypatch):
+    with ChatTemplate(
+        "{% if messages[0].content == 'loop' %}" + HOSTILE["loops without end"] + "{% endif %}fine"
+    ) as one:
+        assert one.render([Message(role="user", content="x")]) == "fine"
+        monkeypatch.setattr(module, "PATIENCE", 0.5)
+        with pytest.raises(InvalidTemplate, match="longer"):
+            one.render([Message(role="user", content="loop")])
+        monkeypatch.setattr(module, "PATIENCE", 5.0)
+        assert one.render([Message(role="user", content="x")]) == "fine"
+
+
+def test_openai_s_dictionaries_are_messages():
+    (message,) = messages(
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                "reasoning_content": "hm",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+            }
+        ]
+    )
+    assert (message.content, message.reasoning) == ("ab", "hm")
+    assert readable(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ([], "messages"),
+        ("text", "messages"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "colour": "red"}], "messages[0].colour"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([("user", "x"), {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0]"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_its_place(value, where):
+    with pytest.raises(InvalidArgument) as caught:
+        messages(value)
+    assert caught.value.name == where
