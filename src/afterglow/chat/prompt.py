@@ -70,12 +70,16 @@ class PromptBuilder:
     def tokenize(self, text: str, mark: str = "") -> list[int]:
         """Rendered text as tokens, with the model's start token where it wants one and the template wrote none."""
         tokens: list[int] = []
-        start = 0
+        start, strip = 0, False
         for match in self._cut.finditer(text):
-            tokens += self._stretch(text[start : match.start()], mark)
-            tokens.append(self._control[match[0]])
-            start = match.end()
-        tokens += self._stretch(text[start:], mark)
+            token = self._control[match[0]]
+            before, after = self._vocabulary.strips(token)
+            stretch = text[start : match.start()]
+            stretch = stretch.lstrip() if strip else stretch
+            tokens += self._stretch(stretch.rstrip() if before else stretch, mark)
+            tokens.append(token)
+            start, strip = match.end(), after
+        tokens += self._stretch(text[start:].lstrip() if strip else text[start:], mark)
         bos = self._vocabulary.special.get("bos")
         if self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
             tokens.insert(0, bos)

@@ -14,7 +14,7 @@ from afterglow.llama.arguments import integer
 from afterglow.llama.handle import Handle
 from afterglow.llama.library import library
 
-CONTROL_OR_UNKNOWN = 1 << 3 | 1 << 0
+CONTROL_OR_UNKNOWN, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 7, 1 << 8
 SPECIAL = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
 
 
@@ -60,6 +60,11 @@ class Vocabulary:
         attributes = self._library.symbols.llama_vocab_get_attr
         control = [token for token in range(self.size) if attributes(self.pointer, token) & CONTROL_OR_UNKNOWN]
         return {text: token for token in control if (text := self.text(token))}
+
+    def strips(self, token: int) -> tuple[bool, bool]:
+        """Whether a control token takes the white space before it, and behind it, away."""
+        attributes = self._library.symbols.llama_vocab_get_attr(self.pointer, self.check(token))
+        return bool(attributes & STRIPS_BEFORE), bool(attributes & STRIPS_AFTER)
 
     @property
     def adds_bos(self) -> bool:
