@@ -32,6 +32,15 @@ def test_an_example_runs(code: str, smollm2: Path, tmp_path: Path) -> None:
     assert done.stdout
 
 
+@pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
+def test_a_script_runs(script: Path, smollm2: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 PUBLIC = [name for name in afterglow.__all__ if name != "__version__"]
 
 

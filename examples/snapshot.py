@@ -1,0 +1,22 @@
+"""Keep what was computed for a long text in a file, and go on from there in another process."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import afterglow
+
+TEXT = "It was a bright day in the harbour, and the boats were coming in one after the other. " * 12
+path = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()) / "harbour.state"
+
+with afterglow.load("smollm2", fetch=True, context=2048) as model:
+    first = model.complete(TEXT, max_tokens=1)
+    model.snapshot("harbour")
+    model.save_snapshot("harbour", path)
+    print(f"computed {first.usage.prompt - first.usage.cached} tokens, kept {path.stat().st_size:,} bytes")
+
+with afterglow.load("smollm2", context=2048) as model:
+    model.load_snapshot("harbour", path)
+    model.restore("harbour")
+    answer = model.complete(TEXT + "In the evening", max_tokens=16)
+    print(f"computed {answer.usage.prompt - answer.usage.cached} tokens:{answer.text}")
