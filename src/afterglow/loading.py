@@ -56,6 +56,7 @@ def load(
     context_settings = ContextSettings(
         cells=slots * integer("context", context, 1, 2**31 // 256),
         sequences=slots,
+        outputs=max(64, slots),
         threads=usable_cores() if threads is None else threads,
         key_type=key_type,
         value_type=value_type,

@@ -186,7 +186,8 @@ class FakeBackend:
         if not isinstance(fault, MemoryFull):
             for span in spans:
                 self._compute(span.sequence, span.ids[: len(span.ids) // 2])
-                self._memory[span.sequence].state ^= 0xBAD * (not self.capabilities.survives_abort)
+                if self.capabilities.memory in ("recurrent", "hybrid"):
+                    self._memory[span.sequence].state ^= 0xBAD
         raise fault
 
     def _compute(self, sequence: int, ids: Sequence[int] | NDArray[np.int64], shape: int = 0) -> list[int]:
@@ -274,12 +275,11 @@ class FakeBackend:
 
     def copy(self, source: int, target: int, stop: int) -> int:
         assert self._memory[target].position == 0, "a copy needs an empty target"
-        self._memory[target] = duplicate(self._memory[source], fresh=not self.capabilities.shared)
-        if self.capabilities.forks_anywhere:
-            self.truncate(target, stop)
-        elif self.capabilities.memory == "window":
-            memory = self._memory[target]
+        memory = self._memory[target] = duplicate(self._memory[source], fresh=not self.capabilities.shared)
+        if not self.capabilities.shared:  # a window arrives without what lies before it
             memory.window = [cell for cell in memory.window if cell.position >= memory.position - WINDOW]
+        if stop < memory.position:
+            self.truncate(target, stop)
         return 0 if self.capabilities.shared else 100 * stop
 
     def save(self, sequence: int, scope: Scope) -> FakeState:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from play import Answer, collect, fake, play, prompt, request
 
+from afterglow.engine.engine import Engine
 from afterglow.engine.scheduler import SMALLEST_CHUNK, prompt_budget
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
+from afterglow.errors import InvalidArgument
+from afterglow.testing import FakeBackend
 
 
 def test_a_prompt_alone_gets_the_whole_batch():
@@ -56,6 +61,25 @@ def test_waiting_earns_a_long_prompt_its_turn():
     engine.submit(request("short", prompt(40, 2), max_tokens=1))
     collect(answers, engine)
     assert engine.backend.history[-1][0][0] == 0  # the long one goes on
+
+
+def test_more_generating_jobs_than_a_batch_holds_take_turns():
+    engine = fake(sequences=6, batch_cells=2)
+    for number in range(6):
+        engine.submit(request(str(number), prompt(2, number), max_tokens=20, ignore_ends=True))
+    answers: dict[str, Answer] = {}
+    for _ in range(40):
+        collect(answers, engine)
+    said = [len(answers[str(number)].tokens) for number in range(6)]
+    assert min(said) >= 8  # nobody is left out, though prompts came in between
+    engine.close()
+
+
+def test_an_engine_needs_an_output_for_each_sequence():
+    backend = FakeBackend(sequences=4)
+    backend.capabilities = replace(backend.capabilities, outputs=3)
+    with pytest.raises(InvalidArgument, match="outputs"):
+        Engine(backend)
 
 
 def test_priority_goes_before_length():

@@ -57,6 +57,9 @@ class Engine:
     """
 
     def __init__(self, backend: Backend, settings: EngineSettings | None = None) -> None:
+        capabilities = backend.capabilities
+        if capabilities.outputs < capabilities.sequences:
+            raise InvalidArgument("outputs", f"must be at least one for each of {capabilities.sequences} sequences")
         self.backend = backend
         self.settings = settings or EngineSettings()
         self.ledger = Ledger()

@@ -24,7 +24,10 @@ def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, 
 
     Among prompts the shortest remaining goes first, and waiting makes a job shorter, so nobody starves.
     """
-    chosen = [(job, 1) for job in generating[: budget.cells]]
+    room = budget.cells - (min(SMALLEST_CHUNK, budget.cells // 2) if prompts else 0)
+    if len(generating) > room:  # more than the batch holds take turns
+        generating = sorted(generating, key=lambda job: job.decoded_at)
+    chosen = [(job, 1) for job in generating[:room]]
     left = min(budget.cells - len(chosen), budget.prompt_entries)
     for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
         count = min(left, job.next_stop())
