@@ -78,7 +78,8 @@ class Backend(Protocol):
     """Memory for sequences and the decode that fills it. One thread; no policy."""
 
     capabilities: Capabilities
-    ends: frozenset[int]  # tokens that end an answer
+    vocabulary: int  # tokens there are
+    ends: frozenset[int]  # those that end an answer
 
     def decode(self, spans: Sequence[Span]) -> None:
         """Compute all spans in one decode. MemoryFull: nothing was applied. Cancelled, DecodeFailed: ask `held`."""

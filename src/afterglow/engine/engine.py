@@ -95,6 +95,8 @@ class Engine:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         if not len(ids):
             raise InvalidArgument("entries", "must be at least one")
+        if (worst := int(ids.max())) >= self.backend.vocabulary:
+            raise InvalidArgument("entries", f"must be tokens from 0 to {self.backend.vocabulary - 1}, not {worst}")
         if (cells := self.ledger.cells(ids)) > limit:
             raise PromptTooLong(cells, limit)
         if request.sequence is not None and not 0 <= request.sequence < len(self.memory.slots):
@@ -102,6 +104,8 @@ class Engine:
 
     def cancel(self, id: str) -> None:
         """End a request, from any thread. Inside a decode too, where that hurts nobody else's memory."""
+        if id not in self._jobs:
+            return
         with self._guard:
             self._cancelling.add(id)
             doomed = [job for job in self._decoding if job.request.id in self._cancelling]
@@ -145,6 +149,8 @@ class Engine:
         for job in sorted(self._waiting, key=lambda job: -job.request.priority):
             if self._is_led(job):
                 continue
+            if job.aside and self._running and self.backend.capabilities.shared:
+                break  # it would only push somebody else out
             begun = self._begin(job) if job.parked is None else self._unpark(job)
             if not begun and job.request.sequence is None:
                 break  # no slot for this one is no slot for the next
@@ -190,7 +196,7 @@ class Engine:
         return job.sequence
 
     def _run(self, job: Job, sequence: Sequence) -> None:
-        job.sequence = sequence
+        job.sequence, job.aside = sequence, False
         job.admitted = job.admitted or time.monotonic()
         self._waiting.remove(job)
         self._running.append(job)
@@ -329,7 +335,7 @@ class Engine:
             return "stop", stop
         if len(job.generated) == request.max_tokens:
             return "length", None
-        if self._held(job).position >= job.room:  # the token has no cell to go to
+        if self._held(job).cells >= job.room:  # the token has no cell to go to
             return "length", None
         return None
 
@@ -352,16 +358,18 @@ class Engine:
         parked = sum(other.parked.nbytes for other in self._waiting if other.parked is not None)
         expected = len(sequence) * self.memory.costs.bytes_per_entry
         if len(sequence) and parked + expected <= self.settings.parked_bytes:
-            job.parked = sequence.save()
+            saved = sequence.save()
+            job.parked = saved if parked + saved.nbytes <= self.settings.parked_bytes else None
         sequence.clear()
         self._stop_running(job)
         self._waiting.appendleft(job)
+        job.aside = True
         self.counters.parked += 1
 
     def _unpark(self, job: Job) -> bool:
         reuse = self.memory.plan(job.prompt, reuse=False, slot=job.request.sequence)
-        if reuse is None or (self._running and self.backend.capabilities.shared):
-            return False  # unified: it comes back when there is room again, not to push others out
+        if reuse is None:
+            return False
         saved, job.parked = job.parked, None
         assert saved is not None
         sequence, _ = self.memory.begin(reuse)

@@ -9,6 +9,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.errors import InvalidArgument
+from afterglow.llama.arguments import integer
+
 Ids: TypeAlias = NDArray[np.int64]
 
 
@@ -34,8 +37,13 @@ class Ledger:
     def ids(self, entries: Sequence[Entry] | NDArray[np.generic]) -> Ids:
         """The entries as numbers: tokens as they are, equal media as equal negative numbers."""
         if isinstance(entries, np.ndarray):
+            if entries.ndim != 1 or entries.dtype.kind not in "iu" or (entries.size and int(entries.min()) < 0):
+                raise InvalidArgument("entries", "must be one row of token ids")
             return entries.astype(np.int64)
-        return np.array([entry if isinstance(entry, int) else self._number(entry) for entry in entries], dtype=np.int64)
+        return np.array([self._id(entry) for entry in entries], dtype=np.int64)
+
+    def _id(self, entry: Entry) -> int:
+        return self._number(entry) if isinstance(entry, Media) else integer("entries", entry, 0)
 
     def media(self, number: int) -> Media:
         return self._media[-number - 1]

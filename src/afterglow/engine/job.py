@@ -32,7 +32,7 @@ class Job:
     leader_depth: int = 0
     reused: int = 0
     attempts: int = 0  # decodes that failed under it
-    cancelled: bool = False
+    aside: bool = False  # it made room for others, and comes back when there is room again
     submitted: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     first_token: float = 0.0

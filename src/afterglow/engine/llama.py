@@ -39,6 +39,7 @@ class LlamaBackend:
             shared=settings.unified,
             interruptible=all(device.kind == "cpu" for device in devices()) or not context.model.settings.gpu_layers,
         )
+        self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends
         self._first_rows: list[int] = []
 

@@ -175,6 +175,8 @@ class PrefixMemory:
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the partial state of the sequence as it stands, within the limits."""
+        if any(known.depth == len(sequence) for known in self._marks.along(self._marks.match(sequence.ids))):
+            return
         started = time.perf_counter()
         state = self._backend.save(sequence.number, "partial")
         self.costs.moved(state.nbytes, time.perf_counter() - started, 0)
@@ -243,9 +245,13 @@ class PrefixMemory:
         return loss(self._idle.unique(slot), time.monotonic() - slot.last_used, self.costs)
 
     def _thin(self, newest: Checkpoint) -> None:
-        by_depth = {checkpoint.depth: checkpoint for checkpoint in self._marks.above(newest)}
-        for depth in thinned(sorted(by_depth), self._settings.max_checkpoints):
-            self._drop(by_depth[depth])
+        """Let go of what is too much along every path that runs through the newest checkpoint."""
+        for end in self._marks.below(newest):
+            if end not in self._marks:
+                continue  # gone with another path
+            by_depth = {checkpoint.depth: checkpoint for checkpoint in self._marks.above(end)}
+            for depth in thinned(sorted(by_depth), self._settings.max_checkpoints):
+                self._drop(by_depth[depth])
 
     def _drop_uncovered(self) -> None:
         """Let go of checkpoints whose cells are gone: nothing can be made of them any more."""

@@ -127,6 +127,10 @@ class PrefixTree(Generic[A]):
             if node.depth <= match.length:
                 yield from node.anchors
 
+    def below(self, anchor: A) -> list[A]:
+        """Every anchor whose way runs through that of `anchor`, itself included."""
+        return list(self._below(self._nodes[anchor], None))
+
     def above(self, anchor: A) -> Iterator[A]:
         """Every anchor on the way to `anchor`, itself included, deepest first."""
         node: Node[A] | None = self._nodes[anchor]

@@ -146,7 +146,8 @@ class EngineProcess:
                 return error  # whoever made us wants to know
             failures = 0 if was_ready else failures + 1
             if failures == MAX_STARTS:
-                return EngineCrashed(f"it could not be started again: {describe(error)}")
+                why = error.reason if isinstance(error, EngineCrashed) else describe(error)
+                return EngineCrashed(f"it could not be started again: {why}")
             self.restarts += 1
             pause = min(2 * pause + 0.25, LONGEST_PAUSE) if time.monotonic() - born < YOUNG else 0.0
         return Closed("engine")

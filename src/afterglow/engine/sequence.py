@@ -34,6 +34,7 @@ class Sequence:
         self._backend = backend
         self._ledger = ledger
         self._position = 0
+        self.cells = 0  # that its entries fill
 
     def __len__(self) -> int:
         return len(self.record)
@@ -61,9 +62,11 @@ class Sequence:
             for number in ids:
                 self.record.append(number)
             self._position += len(ids)
+            self.cells += len(ids)
         else:
             self.record.extend(ids)
             self._position += self._ledger.positions(ids)
+            self.cells += self._ledger.cells(ids)
 
     def truncate(self, length: int) -> None:
         """Forget everything after the first `length` entries; only where `resumable`."""
@@ -102,4 +105,5 @@ class Sequence:
     def _note(self, length: int) -> None:
         self.record.truncate(length)
         self._position = self._ledger.positions(self.record.ids)
+        self.cells = self._ledger.cells(self.record.ids)
         self.aligned = min(self.aligned, length)

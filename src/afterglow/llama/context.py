@@ -44,7 +44,7 @@ class Context(Handle):
         self.max_rollback: int = symbols.llama_n_rs_seq(pointer)
         self.ubatch: int = symbols.llama_n_ubatch(pointer)
         self.pooling: int = symbols.llama_pooling_type(pointer)
-        self.max_outputs = settings.batch if settings.embeddings else min(settings.outputs, settings.batch)
+        self.max_outputs = settings.max_outputs
         self.is_mtp = mtp_of is not None
         self.batch = Batch(symbols.llama_n_batch(pointer), width=self._hidden_width() if self.is_mtp else 0)
         self.memory = Memory(self)

@@ -59,6 +59,8 @@ class ContextSettings:
                 raise InvalidArgument(name, f"must be one of {', '.join(CACHE_TYPES)}, not {getattr(self, name)!r}")
         if self.pooling not in get_args(Pooling):
             raise InvalidArgument("pooling", f"must be one of {', '.join(POOLING)}, not {self.pooling!r}")
+        if self.max_outputs < self.sequences:  # llama.cpp aborts
+            raise InvalidArgument("outputs", f"and `batch` must be at least `sequences`, {self.sequences}")
         if self.value_type not in UNQUANTIZED and self.flash_attention is False:
             raise UnsupportedOption("value_type", f"{self.value_type} needs flash attention, which was turned off")
 
@@ -69,7 +71,7 @@ class ContextSettings:
         parameters.n_seq_max = self.sequences
         parameters.n_batch = self.batch
         parameters.n_ubatch = min(self.ubatch, self.batch)
-        parameters.n_outputs_max = min(self.outputs, self.batch)
+        parameters.n_outputs_max = self.max_outputs
         parameters.n_outputs_max_per_seq = 0
         parameters.n_rs_seq = self.rollback
         parameters.type_k = CACHE_TYPES[self.key_type]
@@ -83,6 +85,9 @@ class ContextSettings:
         parameters.rope_freq_scale = self.rope_scale
         if self.threads:
             parameters.n_threads = parameters.n_threads_batch = self.threads
-        if self.embeddings:  # every row is an output then
-            parameters.n_outputs_max = self.batch
         return parameters
+
+    @property
+    def max_outputs(self) -> int:
+        """Rows of one decode that may ask for logits; with embeddings every row does."""
+        return self.batch if self.embeddings else min(self.outputs, self.batch)
