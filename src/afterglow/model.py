@@ -186,7 +186,8 @@ class Model:
         [5, 5]
         """
         integer("n", n, 1, 128)
-        streams = [self._submit(self._numbered(self.request(prompt, **options), index)) for index in range(n)]
+        request = self.request(prompt, **options)
+        streams = self._running().submit_together([self._numbered(request, index) for index in range(n)])
         stops = options.get("stop", ())
         try:
             first = gather(streams[0], self._piece, stops, on_token, cancel)

@@ -7,7 +7,7 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -32,9 +32,9 @@ class EngineLoop:
         self._engine: Engine | None = None
         self._live: set[str] = set()  # the requests that the engine has
 
-    def submit(self, request: Request) -> None:
-        """Begin a request; what is wrong with it is delivered as its only event."""
-        self._commands.put(functools.partial(self._begin, request))
+    def submit(self, *requests: Request) -> None:
+        """Begin requests before the next step; what is wrong with one is delivered as its only event."""
+        self._commands.put(functools.partial(self._begin, requests))
 
     def cancel(self, id: str) -> None:
         """End a request now, also in the middle of a decode; one that is on its way, as soon as it is there."""
@@ -77,7 +77,11 @@ class EngineLoop:
                 return False
             command(engine)
 
-    def _begin(self, request: Request, engine: Engine) -> None:
+    def _begin(self, requests: Sequence[Request], engine: Engine) -> None:
+        for request in requests:
+            self._begin_one(request, engine)
+
+    def _begin_one(self, request: Request, engine: Engine) -> None:
         try:
             engine.submit(request)
         except AfterglowError as error:
@@ -119,6 +123,12 @@ class EngineThread:
             return refused(request.id, error)
         self._loop.submit(request)
         return stream
+
+    def submit_together(self, requests: Sequence[Request]) -> list[Stream]:
+        """Hand several in at once: none begins before all are there, so a common prompt is computed once."""
+        streams = [self._waiting.stream(request.id) for request in requests]
+        self._loop.submit(*requests)
+        return streams
 
     def cancel(self, id: str) -> None:
         """End a request now, also in the middle of a decode. One that is not there is no error."""
