@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,17 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from afterglow import tiny
 from afterglow.engine.backend import Span
 from afterglow.engine.engine import Engine
-from afterglow.engine.llama import LlamaEngine
-from afterglow.engine.request import Request
-from afterglow.errors import Cancelled, EngineError
+from afterglow.errors import EngineError
 from afterglow.llama.sampling import Sampling
-from afterglow.llama.settings import ContextSettings
-from afterglow.testing import FakeBackend
+from afterglow.testing import FakeBackend, FakeSampler
 
 
 class Slow(FakeBackend):
@@ -31,27 +28,26 @@ class Slow(FakeBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._interrupted = threading.Event()
+        self._woken = threading.Event()
 
     def decode(self, spans: Sequence[Span]) -> None:
-        if self.pause and self._interrupted.wait(self.pause):
-            raise Cancelled("interrupted")
+        self._woken.wait(self.pause)
         super().decode(spans)
 
     def interrupt(self) -> None:
-        self._interrupted.set()
+        super().interrupt()
+        self._woken.set()
 
     def uninterrupt(self) -> None:
-        self._interrupted.clear()
+        super().uninterrupt()
+        self._woken.clear()
 
 
-class Broken(FakeBackend):
+class Broken(Slow):
     """Has a bug that shows after some decodes."""
 
-    healthy = 0
-
     def decode(self, spans: Sequence[Span]) -> None:
-        if len(self.history) == self.healthy:
+        if len(self.history) == 5:
             raise RuntimeError("the bug")
         super().decode(spans)
 
@@ -142,18 +138,6 @@ class Grandchild:
         self.file.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 
-def llama(name: str = "successor-attention", **context: Any) -> LlamaEngine:
-    defaults = {"cells": 4096, "sequences": 4, "batch": 256, "ubatch": 64, "outputs": 8, "threads": 1}
-    return LlamaEngine(path=tiny.path(name), context=ContextSettings(**{**defaults, **context}))
-
-
-def long_decode() -> tuple[LlamaEngine, Request]:
-    """A request whose prompt is one native decode of many seconds."""
-    recipe = llama("attention", cells=20_000, sequences=1, batch=16_384, ubatch=512)
-    entries = np.random.default_rng(1).integers(20, 250, 16_000)
-    return recipe, Request(id="long", entries=entries, sampling=Sampling(temperature=0), max_tokens=4)
-
-
 # --- what to call on an engine
 
 
@@ -161,7 +145,7 @@ def busy(engine: Engine) -> bool:
     return engine.busy
 
 
-def decoding(engine: Engine) -> int:
+def decodes(engine: Engine) -> int:
     return engine.counters.decodes
 
 
@@ -169,10 +153,10 @@ def lock(engine: Engine) -> threading.Lock:
     return threading.Lock()
 
 
-def megabytes_and_stop(engine: Engine) -> bytes:
-    """A large answer, in the middle of which the process stops."""
-    threading.Timer(0.05, os.kill, [os.getpid(), 19]).start()
-    return bytes(400_000_000)
+def stop_in_a_message(engine: Engine) -> None:
+    """Send the beginning of a long message, and stop."""
+    os.write(int(sys.argv[1]), struct.pack("!i", 1000) + b"the beginning")
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Stubborn(EngineError):
@@ -193,3 +177,21 @@ def stay(home: int) -> Homesick:
     if os.getpid() != home:
         raise LookupError("not at home")
     return Homesick()
+
+
+def stubborn(engine: Engine) -> None:
+    raise Stubborn(1, 2)
+
+
+class Choosy(FakeBackend):
+    """Refuses every request, with an error that cannot be unpickled."""
+
+    def sampler(self, sampling: Sampling) -> FakeSampler:
+        raise Stubborn(1, 2)
+
+
+class Foreign(FakeBackend):
+    """Refuses every request, with an error that its parent cannot read."""
+
+    def sampler(self, sampling: Sampling) -> FakeSampler:
+        raise Homesick

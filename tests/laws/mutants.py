@@ -1,0 +1,576 @@
+"""Planted bugs. Each breaks the engine, or the memory under it, in a way somebody might; a law must notice.
+
+A mutant is a function that plants itself; it is listed with the laws that see it. One that nothing sees is a hole in
+the laws: add a law, not an exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import test_laws_on_the_fake as laws
+import test_more_laws as more
+
+from afterglow.engine import engine as engine_module
+from afterglow.engine import memory as memory_module
+from afterglow.engine import reuse as reuse_module
+from afterglow.engine import snapshots
+from afterglow.engine.backend import Capabilities
+from afterglow.engine.checkpoint import Checkpoint
+from afterglow.engine.engine import Engine
+from afterglow.engine.entries import Ledger
+from afterglow.engine.job import Job
+from afterglow.engine.memory import PrefixMemory
+from afterglow.engine.prefix import PrefixTree
+from afterglow.engine.request import Failed, Progress
+from afterglow.engine.reuse import Source
+from afterglow.engine.sequence import Sequence
+from afterglow.engine.stops import StopMatcher
+from afterglow.errors import MemoryFull
+from afterglow.llama import memory as binding
+from afterglow.testing import FakeBackend, FakeMemory
+
+Plant = Callable[[object, str, object], None]  # as `monkeypatch.setattr`
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    plant: Callable[[Plant], None]
+    laws: tuple[Callable[..., None], ...]
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(name: str, *laws: Callable[..., None]) -> Callable[[Callable[[Plant], None]], None]:
+    return lambda plant: MUTANTS.append(Mutant(name, plant, laws))
+
+
+def wrapped(owner: object, name: str, around: Callable[..., object]) -> Callable[[Plant], None]:
+    """Plant `around(original, self, *arguments)` in place of a method."""
+
+    def plant(put: Plant) -> None:
+        original = getattr(owner, name)
+        put(owner, name, lambda self, *args, **named: around(original, self, *args, **named))
+
+    return plant
+
+
+# --- what is kept of a sequence
+
+
+@mutant(
+    "keep one entry more than is shared", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary
+)
+def _(put):
+    def sources(original, self, ids):
+        for source in original(self, ids):
+            yield Source(source.slot, min(source.shared + 1, len(source.slot)), source.idle_time)
+
+    wrapped(PrefixMemory, "_sources", sources)(put)
+
+
+@mutant("trim memory one entry too late", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
+def _(put):
+    wrapped(FakeBackend, "truncate", lambda original, self, slot, at: original(self, slot, at + (at > 0)))(put)
+
+
+@mutant(
+    "the last entry of a known prompt is not computed again",
+    laws.test_c8_the_same_prompt_again_computes_at_least_its_last_entry,
+)
+def _(put):
+    def situation(*args, **named):
+        return original(*args, **named | {"length": named["length"] + 1})
+
+    original = memory_module.Situation
+    put(memory_module, "Situation", situation)
+
+
+@mutant("trim where memory said no", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
+def _(put):
+    put(Sequence, "resumable", lambda self, length: True)
+
+
+@mutant("a window that has passed counts as there", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
+def _(put):
+    def resumable(original, self, sequence, position):
+        return self.capabilities.memory == "window" or original(self, sequence, position)
+
+    wrapped(FakeBackend, "resumable", resumable)(put)
+
+
+@mutant(
+    "roll back deeper than the last decode had rows",
+    more.test_a_recurrent_memory_goes_back_less_than_its_last_decode_and_no_further,
+)
+def _(put):
+    def resumable(original, self, sequence, position):
+        back = self._memory[sequence].position - position
+        return 0 <= back <= self.rollback or original(self, sequence, position)
+
+    wrapped(FakeBackend, "resumable", resumable)(put)
+
+
+@mutant("roll back deeper than the last decode had rows, in llama.cpp", more.test_rollback_changes_no_token_on_llama)
+def _(put):
+    def resumable(original, self, sequence, position):
+        held = self.positions(sequence)
+        back = held[1] + 1 - position if held else 0
+        return 0 <= back <= self._context.max_rollback or original(self, sequence, position)
+
+    wrapped(binding.Memory, "resumable", resumable)(put)
+
+
+@mutant("roll back twice after one decode", more.test_a_recurrent_memory_goes_back_once_for_each_decode)
+def _(put):
+    def truncate(original, self, sequence, position):
+        rows = self._memory[sequence].rows
+        original(self, sequence, position)
+        self._memory[sequence].rows = rows
+
+    wrapped(FakeBackend, "truncate", truncate)(put)
+
+
+# --- copies
+
+
+@mutant(
+    "copies between streams wait for the next decode",
+    more.test_a_conversation_goes_on_in_a_copy_while_its_source_is_busy,
+)
+def _(put):
+    def copy(original, self, source, target, stop):
+        self.__dict__.setdefault("late", []).append((source, target, stop))
+        self._memory[target].position = stop
+        return 0
+
+    def decode(original, self, spans):
+        for source, target, stop in self.__dict__.pop("late", []):
+            self._memory[target] = FakeMemory()
+            copied(self, source, target, stop)
+        original(self, spans)
+
+    copied = FakeBackend.copy
+    wrapped(FakeBackend, "copy", copy)(put)
+    wrapped(FakeBackend, "decode", decode)(put)
+
+
+@mutant("a part of any memory can be copied", more.test_a_prompt_is_asked_again_while_it_is_answered)
+def _(put):
+    put(Capabilities, "forks_anywhere", property(lambda self: True))
+
+
+@mutant(
+    "a fork of a busy sequence is longer than what is computed", laws.test_requests_on_one_new_prefix_compute_it_once
+)
+def _(put):
+    def copy_from(original, self, source, length):
+        nbytes = original(self, source, length)
+        if source.busy:
+            self.record.append(self.ids[-1])
+        return nbytes
+
+    wrapped(Sequence, "copy_from", copy_from)(put)
+
+
+@mutant("a follower does not wait for its leader", laws.test_requests_on_one_new_prefix_compute_it_once)
+def _(put):
+    put(Engine, "_find_leader", lambda self, job, keep: False)
+
+
+@mutant("a follower forks before its leader is there", more.test_a_prompt_is_computed_once_in_chunks_too)
+def _(put):
+    def is_led(original, self, job):
+        job.leader_depth -= 20
+        led = original(self, job)
+        job.leader_depth += 20
+        return led
+
+    wrapped(Engine, "_is_led", is_led)(put)
+
+
+# --- checkpoints
+
+
+def checkpoint_of(kept: Callable[[Sequence], np.ndarray]) -> Callable[[Plant], None]:
+    def take(original, self, sequence):
+        original(self, sequence)
+        if self.checkpoints and self.checkpoints[-1].depth == len(sequence):
+            taken = self.checkpoints[-1]
+            self._drop(taken)
+            moved = Checkpoint(ids=kept(sequence).copy(), state=taken.state, aligned=taken.aligned)
+            self.checkpoints.append(moved)
+            self._marks.insert(moved.ids, moved)
+
+    return wrapped(PrefixMemory, "take_checkpoint", take)
+
+
+@mutant("a checkpoint is taken one entry late", laws.test_c3_a_new_conversation_shares_the_system_prompt)
+def _(put):
+    checkpoint_of(lambda sequence: sequence.ids[:-1])(put)
+
+
+@mutant("checkpoints of another branch are used", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
+def _(put):
+    put(PrefixTree, "along", lambda self, match: (anchor for node in match.path[::-1] for anchor in node.anchors))
+
+
+@mutant("a checkpoint outlives its cells", more.test_a_checkpoint_goes_when_its_cells_do)
+def _(put):
+    put(PrefixMemory, "_drop_uncovered", lambda self: None)
+
+
+@mutant("a checkpoint is laid over cells of something else", more.test_a_checkpoint_is_restored_over_its_own_cells_only)
+def _(put):
+    def usable(original, situation, source, *, copied):
+        deepest = next((one for one in situation.checkpoints if one.depth < situation.length), None)
+        if deepest and len(source.slot) >= deepest.depth:
+            return deepest.depth, deepest
+        return original(situation, source, copied=copied)
+
+    original = reuse_module._usable
+    put(reuse_module, "_usable", lambda *args, **named: usable(original, *args, **named))
+
+
+@mutant("what lies behind a restored checkpoint stays", laws.test_c3_a_new_conversation_shares_the_system_prompt)
+def _(put):
+    def load(original, self, sequence, state):
+        behind = list(self._memory[sequence].cells)
+        original(self, sequence, state)
+        if state.scope == "partial":
+            self._memory[sequence].cells = behind
+
+    wrapped(FakeBackend, "load", load)(put)
+
+
+@mutant("boundaries are ignored", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
+def _(put):
+    original = memory_module.cut_points
+    put(memory_module, "cut_points", lambda length, boundaries, *rest: original(length, (), *rest))
+
+
+@mutant(
+    "a prompt runs past the places where it should stand still",
+    laws.test_c3_a_new_conversation_shares_the_system_prompt,
+)
+def _(put):
+    put(Job, "next_stop", lambda self: self.backlog if self.generated else len(self.prompt) - len(self.sequence))
+
+
+@mutant("thinning drops the newest checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
+def _(put):
+    put(memory_module, "thinned", lambda depths, limit: list(depths[limit:]))
+
+
+@mutant("thinning drops the first checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
+def _(put):
+    put(memory_module, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
+
+
+@mutant("checkpoints are never thinned", more.test_checkpoints_have_a_number_and_a_size)
+def _(put):
+    put(memory_module, "thinned", lambda depths, limit: [])
+
+
+@mutant("the bytes of checkpoints are not counted", more.test_checkpoints_have_a_number_and_a_size)
+def _(put):
+    put(PrefixMemory, "checkpoint_bytes", property(lambda self: 0))
+
+
+@mutant("a checkpoint that does not load ends the engine", laws.test_a_bad_checkpoint_is_a_miss)
+def _(put):
+    put(memory_module, "AfterglowError", MemoryFull)
+
+
+# --- which slot
+
+
+@mutant("a busy slot is evicted", more.test_full_memory_evicts_then_parks_and_changes_no_token)
+def _(put):
+    def evict(original, self):
+        if original(self):
+            return True
+        self.forget(next(slot for slot in self.slots if len(slot)))
+        return True
+
+    wrapped(PrefixMemory, "evict", evict)(put)
+
+
+@mutant("an evicted sequence can still be found", more.test_full_memory_evicts_then_parks_and_changes_no_token)
+def _(put):
+    put(PrefixMemory, "forget", lambda self, slot: slot.clear())
+
+
+@mutant("a sequence in use can still be found as idle", more.test_a_sequence_comes_back_from_a_snapshot_and_from_a_fork)
+def _(put):
+    def begin(original, self, reuse):
+        ids = getattr(reuse, "slot", None) and reuse.slot.ids.copy()
+        target, kept = original(self, reuse)
+        if ids is not None:
+            self._idle.insert(ids, target)
+        return target, kept
+
+    wrapped(PrefixMemory, "begin", begin)(put)
+
+
+@mutant("a slot is given to two jobs", laws.test_company_changes_no_token)
+def _(put):
+    def begin(original, self, reuse):
+        target, kept = original(self, reuse)
+        target.busy = False
+        self._unused[target] = None
+        return target, kept
+
+    wrapped(PrefixMemory, "begin", begin)(put)
+
+
+@mutant("a named slot is not the one that is used", more.test_a_certain_slot_is_used_though_another_holds_the_prompt)
+def _(put):
+    def plan(original, self, ids, *, reuse=True, slot=None):
+        return original(self, ids, reuse=reuse)
+
+    wrapped(PrefixMemory, "plan", plan)(put)
+
+
+@mutant(
+    "a parked job comes back into another slot than its record",
+    more.test_full_memory_evicts_then_parks_and_changes_no_token,
+)
+def _(put):
+    def load(original, self, ids, state, aligned):
+        number = self.number
+        self.number = (number + 1) % self._backend.capabilities.sequences
+        original(self, ids, state, aligned)
+        self.number = number
+
+    wrapped(Sequence, "load", load)(put)
+
+
+@mutant("a parked job comes back to push others out", more.test_full_memory_evicts_then_parks_and_changes_no_token)
+def _(put):
+    def park(original, self, job):
+        original(self, job)
+        job.aside = False
+
+    wrapped(Engine, "_park", park)(put)
+
+
+@mutant("parked jobs have no budget", more.test_parked_jobs_stay_within_their_bytes)
+def _(put):
+    def park(original, self, job):
+        settings, self.settings = self.settings, dataclasses.replace(self.settings, parked_bytes=10**9)
+        original(self, job)
+        self.settings = settings
+
+    wrapped(Engine, "_park", park)(put)
+
+
+@mutant(
+    "a snapshot that does not load stays in the record",
+    more.test_a_damaged_snapshot_is_refused_and_leaves_the_record_true,
+)
+def _(put):
+    def load(original, self, ids, state, aligned):
+        self.record.truncate(0)
+        self.decoded(ids)
+        self._backend.load(self.number, state)
+
+    wrapped(Sequence, "load", load)(put)
+    put(snapshots, "InvalidState", MemoryFull)
+
+
+# --- failed decodes, cancels, ends
+
+
+@mutant("a failed decode leaves the record as it was", laws.test_a_decode_that_fails_once_costs_time_and_no_token)
+def _(put):
+    def recover(self, jobs, error):
+        for job in jobs:
+            job.attempts += 1
+
+    put(Engine, "_recover", recover)
+
+
+@mutant(
+    "an aborted decode is thought to spare recurrent states", laws.test_a_decode_that_fails_once_costs_time_and_no_token
+)
+def _(put):
+    put(Capabilities, "survives_abort", property(lambda self: True))
+
+
+@mutant("a job that begins again draws again", more.test_a_failed_decode_draws_no_token_twice)
+def _(put):
+    def begin(original, self, job):
+        if job.generated:
+            job.sampler.sample(np.zeros(self.backend.vocabulary, dtype=np.float32))
+        return original(self, job)
+
+    wrapped(Engine, "_begin", begin)(put)
+
+
+@mutant("a job that begins again forgets what it said", more.test_a_failed_decode_draws_no_token_twice)
+def _(put):
+    def begin(original, self, job):
+        job.generated.clear()
+        return original(self, job)
+
+    wrapped(Engine, "_begin", begin)(put)
+
+
+@mutant("a decode that fails is tried for ever", laws.test_a_decode_that_keeps_failing_ends_the_job_and_not_the_engine)
+def _(put):
+    put(engine_module, "MAX_ATTEMPTS", 10**9)
+
+
+@mutant("a cancel stops any decode", more.test_a_cancel_inside_a_decode_stops_it_only_where_nobody_else_loses_memory)
+def _(put):
+    def cancel(original, self, id):
+        original(self, id)
+        if self._decoding:
+            self.backend.interrupt()
+
+    wrapped(Engine, "cancel", cancel)(put)
+
+
+@mutant("a late interruption stops the next decode", more.test_an_interruption_that_comes_too_late_stops_nobody)
+def _(put):
+    put(FakeBackend, "uninterrupt", lambda self: None)
+
+
+@mutant("a cancelled job that waits goes on waiting", more.test_a_cancelled_job_is_gone)
+def _(put):
+    def forget(original, self, job):
+        waits = job in self._waiting
+        original(self, job)
+        if waits:
+            self._waiting.append(job)
+
+    wrapped(Engine, "_forget", forget)(put)
+
+
+@mutant("the deadline is ignored", laws.test_the_deadline_s_answer_is_what_there_is)
+def _(put):
+    put(Job, "deadline_passed", property(lambda self: False))
+
+
+@mutant("a request ends twice", laws.test_a_cancelled_job_leaves_what_it_computed)
+def _(put):
+    def fail(original, self, job, error):
+        original(self, job, error)
+        self._events.append(Failed(job.request.id, error, job.usage()))
+
+    wrapped(Engine, "_fail", fail)(put)
+
+
+@mutant("progress is told after the end", laws.test_company_changes_no_token)
+def _(put):
+    def finish(original, self, job, *rest):
+        original(self, job, *rest)
+        self._events.append(Progress(job.request.id, 1, 1))
+
+    wrapped(Engine, "_finish", finish)(put)
+
+
+@mutant(
+    "an answer may fill one cell more than there are",
+    more.test_an_answer_ends_where_its_sequence_does_and_pushes_nobody_out,
+)
+def _(put):
+    def submit(original, self, request):
+        original(self, request)
+        self._jobs[request.id].room += 1
+
+    wrapped(Engine, "submit", submit)(put)
+
+
+@mutant("a stop text is only seen within one token", laws.test_stop_texts_and_stop_tokens_end_an_answer_exactly)
+def _(put):
+    def feed(original, self, piece):
+        self._tail = b""
+        return original(self, piece)
+
+    wrapped(StopMatcher, "feed", feed)(put)
+
+
+@mutant("neighbours share a sampler", laws.test_several_answers_to_one_prompt_share_it)
+def _(put):
+    def sampler(original, self, sampling):
+        self.__dict__.setdefault("one", original(self, sampling))
+        return self.one
+
+    wrapped(FakeBackend, "sampler", sampler)(put)
+
+
+@mutant("neighbours read each other's logits", laws.test_company_changes_no_token)
+def _(put):
+    wrapped(FakeBackend, "logits", lambda original, self, span, row: original(self, 0, -1))(put)
+
+
+# --- pictures
+
+
+@mutant("cells are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
+def _(put):
+    put(Ledger, "positions", Ledger.cells)
+
+
+@mutant("positions are taken for cells", more.test_a_prompt_is_measured_in_cells)
+def _(put):
+    put(Ledger, "cells", Ledger.positions)
+
+
+@mutant("entries are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
+def _(put):
+    put(Sequence, "position_at", lambda self, length: length)
+
+
+@mutant("pictures of one size are one picture", more.test_another_picture_of_the_same_size_is_another_picture)
+def _(put):
+    def number(original, self, media):
+        return original(self, dataclasses.replace(media, digest=b""))
+
+    wrapped(Ledger, "_number", number)(put)
+
+
+# --- deterministic mode
+
+
+deterministic = more.test_deterministic_cold_warm_restored_forked_and_concurrent_give_the_same_tokens
+
+
+@mutant("reuse is not rounded down to the grid", deterministic)
+def _(put):
+    put(PrefixMemory, "round_down", lambda self, length: length)
+
+
+@mutant("generated tokens count as computed on the grid", deterministic)
+def _(put):
+    def note(self, job, count):
+        self._held(job).aligned = len(self._held(job))
+
+    put(Engine, "_note_alignment", note)
+
+
+@mutant("deterministic jobs share a decode", deterministic)
+def _(put):
+    def grid_step(original, jobs, grid, now):
+        first = original(jobs, grid, now)
+        others = [job for job in jobs if job.generating and job is not first[0][0]] if first else []
+        return [*first, *[(job, 1) for job in others]]
+
+    original = engine_module.grid_step
+    put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
+
+
+@mutant("deterministic chunks end anywhere", deterministic)
+def _(put):
+    def grid_step(original, jobs, grid, now):
+        return [(job, min(job.next_stop(), 20)) for job, _ in original(jobs, grid, now)]
+
+    original = engine_module.grid_step
+    put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
