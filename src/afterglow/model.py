@@ -9,8 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from afterglow.chat.messages import Writable
 from afterglow.chat.messages import messages as read_messages
 from afterglow.chat.prompt import Prompt, PromptBuilder
 from afterglow.chat.template import ChatTemplate
+from afterglow.closing import Closing
 from afterglow.completion import Completion, Score
 from afterglow.engine import scoring, snapshots
 from afterglow.engine.engine import Engine
@@ -43,7 +43,7 @@ GREEDY = Sampling(temperature=0)
 Promptable: TypeAlias = str | Sequence[int] | Prompt
 
 
-class Model:
+class Model(Closing):
     """A model ready for use. Make one with `afterglow.load`; close it, or use it in a `with`.
 
     Any number of threads and asyncio tasks may use it at once: their requests share the decodes, and every prompt
@@ -363,14 +363,6 @@ class Model:
         with self._lock:
             self._stop()
             self._lifecycle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- the engine behind it
 

@@ -104,6 +104,7 @@ def finish(running: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit code and what it printed. The pipes end only when no child of it has them open any more."""
     try:
         output, errors = running.communicate(timeout=20)
-    finally:
+    except subprocess.TimeoutExpired:
         running.kill()
+        output, errors = running.communicate()
     return running.returncode, output, errors

@@ -375,10 +375,10 @@ def test_a_program_that_was_stopped_finds_its_engine_alive():
     body = """
     stream.cancel()
     engine = EngineProcess(recipes.Fake(), silence=1.0)
-    resumed = threading.Event()
-    signal.signal(signal.SIGCONT, lambda *_: resumed.set())
+    resumed = []
+    signal.signal(signal.SIGCONT, lambda *_: resumed.append(True))
     print("ready", flush=True)
-    resumed.wait()
+    while not resumed: time.sleep(0.05)
     time.sleep(0.5)
     print(engine.restarts, flush=True)
     """

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import test_laws_on_the_fake as laws
 import test_more_laws as more
+import test_once_broken as once
 
 from afterglow.engine import engine as engine_module
 from afterglow.engine import memory as memory_module
@@ -277,6 +279,23 @@ def _(put):
     put(memory_module, "thinned", lambda depths, limit: [])
 
 
+@mutant(
+    "only the checkpoints before the newest are counted",
+    once.test_a_checkpoint_in_the_middle_counts_for_every_path_through_it,
+)
+def _(put):
+    put(PrefixTree, "below", lambda self, anchor: iter([anchor]))
+
+
+@mutant("two checkpoints are taken at one place", once.test_there_is_one_checkpoint_for_the_same_entries)
+def _(put):
+    def take(original, self, sequence):
+        with patch.object(self._marks, "along", lambda match: iter(())):
+            original(self, sequence)
+
+    wrapped(PrefixMemory, "take_checkpoint", take)(put)
+
+
 @mutant("the bytes of checkpoints are not counted", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
     put(PrefixMemory, "checkpoint_bytes", property(lambda self: 0))
@@ -356,6 +375,20 @@ def _(put):
     def park(original, self, job):
         original(self, job)
         job.aside = False
+
+    wrapped(Engine, "_park", park)(put)
+
+
+@mutant(
+    "parked bytes are those that were expected", once.test_parked_bytes_are_what_was_saved_and_not_what_was_expected
+)
+def _(put):
+    def park(original, self, job):
+        expected = len(job.sequence) * self.memory.costs.bytes_per_entry
+        budget = self.settings.parked_bytes if expected <= self.settings.parked_bytes else 0
+        settings, self.settings = self.settings, dataclasses.replace(self.settings, parked_bytes=budget and 10**9)
+        original(self, job)
+        self.settings = settings
 
     wrapped(Engine, "_park", park)(put)
 
@@ -453,6 +486,26 @@ def _(put):
     wrapped(Engine, "_forget", forget)(put)
 
 
+@mutant("a token that does not exist reaches a decode", once.test_a_token_that_does_not_exist_ends_its_own_request_only)
+def _(put):
+    def check(original, self, request, ids):
+        original(self, request, ids % self.backend.vocabulary)
+
+    wrapped(Engine, "_check", check)(put)
+
+
+@mutant(
+    "a late cancel waits for the next request of that name",
+    once.test_a_cancel_of_what_has_ended_does_not_end_the_next_of_that_name,
+)
+def _(put):
+    def cancel(original, self, id):
+        original(self, id)
+        self._cancelling.add(id)
+
+    wrapped(Engine, "cancel", cancel)(put)
+
+
 @mutant("the deadline is ignored", laws.test_the_deadline_s_answer_is_what_there_is)
 def _(put):
     put(Job, "deadline_passed", property(lambda self: False))
@@ -517,6 +570,15 @@ def _(put):
 @mutant("cells are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
 def _(put):
     put(Ledger, "positions", Ledger.cells)
+
+
+@mutant("an answer ends where positions do", once.test_an_answer_ends_where_cells_do_and_not_where_positions_do)
+def _(put):
+    def ending(original, self, job, token):
+        job.sequence.cells = job.sequence.position
+        return original(self, job, token)
+
+    wrapped(Engine, "_ending", ending)(put)
 
 
 @mutant("positions are taken for cells", more.test_a_prompt_is_measured_in_cells)

@@ -76,8 +76,6 @@ def alone_on_the_grid(kind: str, cells: int, entries: tuple[Entry, ...], what: t
 
 
 ON_THE_GRID = EngineSettings(deterministic=True, grid=8)
-
-
 SAMPLINGS = {
     "greedy": GREEDY,
     "seed 1": Sampling(temperature=0.7, seed=1),
@@ -158,7 +156,7 @@ class Life(RuleBasedStateMachine):
     def submit(self, entries: list[Entry], what: dict, how: dict) -> None:
         id = str(len(self.requests))
         entries = [PICTURES.get(entry, entry) for entry in entries[:LONGEST]] or [1]
-        while sum(max(entry.cells, entry.positions) if isinstance(entry, Media) else 1 for entry in entries) > 90:
+        while sum(entry.cells if isinstance(entry, Media) else 1 for entry in entries) > self.cells:
             entries.pop()
         if how["sequence"] is not None:
             how = how | {"sequence": self.slot(how["sequence"])}

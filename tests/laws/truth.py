@@ -74,6 +74,7 @@ def check_memory(engine: Engine) -> None:
             same = engine.backend.contents(slot.number) == cold(engine, slot.ids)
             assert same, f"slot {slot.number} is not its record"
         assert engine.backend.resumable(slot.number, slot.position), f"slot {slot.number} cannot go on"
+        assert slot.cells == engine.ledger.cells(slot.ids)
         assert 0 <= slot.aligned <= len(slot)
 
 
@@ -124,7 +125,7 @@ def check_trees(engine: Engine) -> None:
     idle = {slot: slot.ids for slot in memory.slots if not slot.busy and len(slot)}
     check_tree(memory._idle, idle)
     check_tree(memory._marks, {checkpoint: checkpoint.ids for checkpoint in memory.checkpoints})
-    assert len(set(memory.checkpoints)) == len(memory.checkpoints)
+    assert len({checkpoint.ids.tobytes() for checkpoint in memory.checkpoints}) == len(memory.checkpoints)
     assert set(memory._unused) == {slot for slot in memory.slots if not slot.busy}
 
 
@@ -178,5 +179,4 @@ def check_budgets(engine: Engine) -> None:
     assert engine.backend._used() <= engine.backend.total_cells
     for checkpoint in memory.checkpoints:
         path = [one for one in memory.checkpoints if common_prefix(one.ids, checkpoint.ids) == one.depth]
-        few = len(path) <= settings.checkpoints.max_checkpoints
-        assert few, f"checkpoints at {[one.depth for one in path]}"
+        assert len(path) <= settings.checkpoints.max_checkpoints, f"checkpoints at {[one.depth for one in path]}"

@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "afterglow"
 LAYERS = {
-    "errors": 0, "version": 0, "paths": 0,
+    "closing": 0, "errors": 0, "version": 0, "paths": 0,
     "llama": 1, "registry": 1, "tiny": 1,
     "engine": 2,
     "chat": 3, "completion": 3, "testing": 3,

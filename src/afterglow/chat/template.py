@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from afterglow.chat.messages import Message, readable
+from afterglow.closing import Closing
 from afterglow.errors import InvalidTemplate
 
 PATIENCE = 5.0  # seconds for one rendering, and the child's start
@@ -26,7 +27,7 @@ CHATML = (
 )
 
 
-class ChatTemplate:
+class ChatTemplate(Closing):
     """Renders conversations. A model without a template is written as ChatML.
 
     >>> with ChatTemplate(None) as template:
@@ -65,12 +66,6 @@ class ChatTemplate:
     def close(self) -> None:
         with self._lock:
             self._end()
-
-    def __enter__(self) -> ChatTemplate:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _render(self, messages: Sequence[Message], extra: dict[str, Any]) -> str:
         variables = {**self._variables, **extra, "messages": [readable(message) for message in messages]}

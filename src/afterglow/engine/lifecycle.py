@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from afterglow.closing import Closing
 from afterglow.errors import Closed, LoadVetoed, WrongState
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model, ModelSettings, Progress
@@ -35,7 +34,7 @@ LoadHook = Callable[[Path, Stage], str | None]
 """Asked before a model is loaded for a stage; a returned text is the reason to refuse."""
 
 
-class Lifecycle:
+class Lifecycle(Closing):
     """Owns the weights and the context of one model.
 
     >>> lifecycle = Lifecycle(path, ModelSettings(), ContextSettings())
@@ -121,14 +120,6 @@ class Lifecycle:
         with self._lock:
             self._release()
             self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def _uses_gpu(self) -> bool:

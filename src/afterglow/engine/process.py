@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from afterglow.closing import Closing
 from afterglow.engine.child import pack, unpack
 from afterglow.engine.engine import Engine
 from afterglow.engine.request import Failed, Request, Usage
@@ -30,7 +30,7 @@ LONGEST_PAUSE = 5.0
 HEARTBEAT = 1.0
 
 
-class EngineProcess:
+class EngineProcess(Closing):
     """Owns a child process with an engine in it, and starts another when it dies.
 
     `make` is pickled: a function of a module, or an object like `LlamaEngine`, that makes the engine over there.
@@ -106,14 +106,6 @@ class EngineProcess:
         if threading.current_thread() is not self._keeper:
             self._keeper.join()
         atexit.unregister(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _post(self, kind: str, key: str | int, content: bytes) -> None:
         """Hand a message to the child, or keep it until there is one that is ready."""

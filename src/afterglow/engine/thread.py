@@ -9,9 +9,9 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from afterglow.closing import Closing
 from afterglow.engine.engine import Engine
 from afterglow.engine.request import Event, Failed, Finished, Request, Usage
 from afterglow.engine.stream import Stream, Waiting, refused
@@ -94,7 +94,7 @@ class EngineLoop:
         self._deliver([Failed(request.id, refusal, Usage())])
 
 
-class EngineThread:
+class EngineThread(Closing):
     """Owns an engine and the one thread that touches it.
 
     >>> with EngineThread(lambda: Engine(backend)) as engine:
@@ -153,14 +153,6 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         atexit.unregister(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self, make: Callable[[], Engine]) -> None:
         try:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from afterglow.closing import Closing
 from afterglow.errors import Closed
 
 _open: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
-class Handle:
+class Handle(Closing):
     """Owns a native pointer until `close`. Subclasses say how to free it.
 
     >>> with Model.load(path) as model, model.context(cells=512) as context:
@@ -52,14 +52,6 @@ class Handle:
 
     def _free(self, pointer: Any) -> None:
         raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_handles() -> list[Handle]:
