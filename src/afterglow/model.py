@@ -159,7 +159,8 @@ class Model(Closing):
         Messages are (role, text) pairs or OpenAI's dictionaries. Control tokens that somebody wrote in them stay
         text. `arguments` go to the template (`enable_thinking`, …). The result goes into `complete` or `stream`.
 
-        >>> prompt = model.chat_prompt([("user", "What is the capital of France?")])
+        >>> messages = [("system", "You are a helpful assistant."), ("user", "What is the capital of France?")]
+        >>> prompt = model.chat_prompt(messages)
         >>> model.complete(prompt, max_tokens=20).text
         'The capital of France is Paris.'
         """

@@ -13,7 +13,7 @@ RIVER = Path(__file__).parents[1] / "data" / "river.txt"
 
 
 def test_it_answers_a_question(model: afterglow.Model) -> None:
-    prompt = model.chat_prompt([("user", "What is the capital of France? Answer in one word.")])
+    prompt = model.chat_prompt([("system", "You are a helpful assistant."), ("user", "What is the capital of France?")])
     answer = model.complete(prompt, max_tokens=16)
     assert "Paris" in answer.text
     assert answer.finish == "stop"

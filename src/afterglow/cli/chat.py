@@ -17,12 +17,13 @@ from afterglow.loading import load
 from afterglow.model import Model
 
 Message = tuple[str, str]
+SYSTEM = "You are a helpful assistant."
 EXIT_WORDS = ("/exit", "/quit", "/bye")
 
 
 def chat(
     model: Annotated[str, typer.Argument(help="A name from `afterglow models`, or a path.")] = registry.DEFAULT,
-    system: Annotated[str, typer.Option(help="What the model should know before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="What the model should know before the conversation.")] = SYSTEM,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
     context: Annotated[int, typer.Option(min=64, help="Tokens the whole conversation may take.")] = 4096,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: the processor's cores.")] = None,
