@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,10 @@ def idle(engine: Host) -> bool:
     return eventually(lambda: not engine.call(recipes.busy))
 
 
-def program(host: type[Host], body: str, make: str = "recipes.Fake(pause=0.02)", **options) -> subprocess.Popen[str]:
+@contextmanager
+def program(
+    host: type[Host], body: str, make: str = "recipes.Fake(pause=0.02)", **options: Any
+) -> Iterator[subprocess.Popen[str]]:
     """A Python program with an engine and an answer that does not end; it prints the id of the engine's process."""
     source = f"""
     import os, signal, sys, threading, time
@@ -97,14 +101,20 @@ def program(host: type[Host], body: str, make: str = "recipes.Fake(pause=0.02)",
     print(getattr(engine, "pid", 0), flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(source) + textwrap.dedent(body)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def line(running: subprocess.Popen[str]) -> str:
+    """The next line that it prints."""
+    assert running.stdout is not None
+    return running.stdout.readline().strip()
 
 
 def finish(running: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit code and what it printed. The pipes end only when no child of it has them open any more."""
-    try:
-        output, errors = running.communicate(timeout=20)
-    except subprocess.TimeoutExpired:
-        running.kill()
-        output, errors = running.communicate()
+    output, errors = running.communicate(timeout=20)
     return running.returncode, output, errors

@@ -14,7 +14,7 @@ import asking
 import psutil
 import pytest
 import recipes
-from asking import error, eventually, finish, first_token, long, program, read, tokens
+from asking import error, eventually, finish, first_token, line, long, program, read, tokens
 from play import prompt, reference, request
 from recipes import After, Exit, Fake, Grandchild, Numbered, Raise, Sleep
 
@@ -306,13 +306,11 @@ def test_what_the_child_started_goes_with_it(tmp_path):
 
 
 def test_a_killed_program_leaves_no_engine_behind():
-    running = program(EngineProcess, "for _ in stream: pass")
-    assert running.stdout is not None
-    child = int(running.stdout.readline())
-    assert not gone(child)
-    running.kill()
-    assert eventually(lambda: gone(child), within=2)
-    finish(running)
+    with program(EngineProcess, "for _ in stream: pass") as running:
+        child = int(line(running))
+        assert not gone(child)
+        running.kill()
+        assert eventually(lambda: gone(child), within=2)
 
 
 @pytest.mark.parametrize("system", {"linux"} & {sys.platform})
@@ -323,13 +321,12 @@ def test_not_even_where_somebody_else_holds_the_pipe_open(system):
         print(fork, flush=True)
     time.sleep(60)
     """
-    running = program(EngineProcess, body)
-    assert running.stdout is not None
-    child, fork = int(running.stdout.readline()), int(running.stdout.readline())
-    running.kill()
-    assert eventually(lambda: gone(child), within=2)
-    os.kill(fork, signal.SIGKILL)
-    finish(running)
+    with program(EngineProcess, body) as running:
+        child, fork = int(line(running)), int(line(running))
+        running.kill()
+        disappeared = eventually(lambda: gone(child), within=2)
+        os.kill(fork, signal.SIGKILL)
+    assert disappeared
 
 
 def test_a_child_whose_pipe_is_closed_ends_by_itself():
@@ -345,29 +342,24 @@ def test_a_program_killed_during_a_native_decode_leaves_no_engine_behind():
     body = """
     long = engine.submit(asking.long_decode()[1])
     time.sleep(0.5)
-    print("decoding", engine.restarts, flush=True)
+    print("decoding", flush=True)
     for _ in long: pass
     """
-    running = program(EngineProcess, body, make="asking.long_decode()[0]")
-    assert running.stdout is not None
-    child = int(running.stdout.readline())
-    assert running.stdout.readline() == "decoding 0\n"
-    running.kill()
-    assert eventually(lambda: gone(child), within=2)
-    finish(running)
+    with program(EngineProcess, body, make="asking.long_decode()[0]") as running:
+        child = int(line(running))
+        assert line(running) == "decoding"
+        running.kill()
+        assert eventually(lambda: gone(child), within=2)
 
 
 def test_a_program_killed_while_its_engine_starts_leaves_nothing_behind():
-    running = program(EngineProcess, "EngineProcess(recipes.After(recipes.Sleep()))")
-    assert running.stdout is not None
-    first = int(running.stdout.readline())
-    parent = psutil.Process(running.pid)
-    assert eventually(lambda: len(parent.children()) == 2)
-    children = [child.pid for child in parent.children()]
-    assert first in children
-    running.kill()
-    assert eventually(lambda: all(map(gone, children)), within=2)
-    finish(running)
+    with program(EngineProcess, "EngineProcess(recipes.After(recipes.Sleep()))") as running:
+        first, parent = int(line(running)), psutil.Process(running.pid)
+        assert eventually(lambda: len(parent.children()) == 2)
+        children = [child.pid for child in parent.children()]
+        assert first in children
+        running.kill()
+        assert eventually(lambda: all(map(gone, children)), within=2)
 
 
 def test_a_program_that_was_stopped_finds_its_engine_alive():
@@ -382,14 +374,13 @@ def test_a_program_that_was_stopped_finds_its_engine_alive():
     time.sleep(0.5)
     print(engine.restarts, flush=True)
     """
-    running = program(EngineProcess, body)
-    assert running.stdout is not None
-    assert running.stdout.readline()
-    assert running.stdout.readline() == "ready\n"
-    running.send_signal(signal.SIGSTOP)
-    time.sleep(2)
-    running.send_signal(signal.SIGCONT)
-    assert finish(running) == (0, "0\n", "")
+    with program(EngineProcess, body) as running:
+        assert line(running).isdigit()
+        assert line(running) == "ready"
+        running.send_signal(signal.SIGSTOP)
+        time.sleep(2)
+        running.send_signal(signal.SIGCONT)
+        assert finish(running) == (0, "0\n", "")
 
 
 def test_a_factory_of_the_program_itself_is_refused_with_a_reason():
@@ -400,6 +391,7 @@ def test_a_factory_of_the_program_itself_is_refused_with_a_reason():
     except Exception as error:
         print(type(error).__name__, error)
     """
-    code, output, errors = finish(program(EngineProcess, body))
+    with program(EngineProcess, body) as running:
+        code, output, errors = finish(running)
     assert (code, errors) == (0, "")
     assert "InvalidArgument `make` cannot travel between processes" in output

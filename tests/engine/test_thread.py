@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import asking
 import pytest
 import recipes
-from asking import Host, error, finish, first_token, idle, long, program, read, tokens
+from asking import Host, error, finish, first_token, idle, line, long, program, read, tokens
 from play import prompt, reference, request
 from recipes import Blank, Broken, Fake, Raise
 
@@ -478,7 +478,8 @@ def test_a_program_that_forgets_to_close_ends_in_order_all_the_same(host):
     streams = [type(engine)(recipes.Fake(pause=60)).submit(request("one", prompt(5)))]
     threading.Thread(target=list, args=[stream], daemon=True).start()
     """
-    code, output, errors = finish(program(host, body))
+    with program(host, body) as running:
+        code, output, errors = finish(running)
     assert (code, errors) == (0, "")
     assert output.endswith("this engine is closed\n")
 
@@ -489,18 +490,18 @@ def test_a_program_ends_in_the_middle_of_a_native_decode(host):
     long = engine.submit(asking.long_decode()[1])
     time.sleep(0.5)
     """
-    code, _, errors = finish(program(host, body, make="asking.long_decode()[0]"))
+    with program(host, body, make="asking.long_decode()[0]") as running:
+        code, _, errors = finish(running)
     assert (code, errors) == (0, "")
 
 
 @both
 def test_ctrl_c_ends_a_program_and_its_engine(host):
-    running = program(host, "print('ready', flush=True)\nfor _ in stream: pass", start_new_session=True)
-    assert running.stdout is not None
-    assert running.stdout.readline()
-    assert running.stdout.readline() == "ready\n"
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-    code, _, errors = finish(running)
+    with program(host, "print('ready', flush=True)\nfor _ in stream: pass", start_new_session=True) as running:
+        assert line(running).isdigit()
+        assert line(running) == "ready"
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        code, _, errors = finish(running)
     assert code == -signal.SIGINT
     assert errors.count("Traceback") == 1
     assert errors.endswith("KeyboardInterrupt\n")
@@ -516,6 +517,7 @@ def test_ctrl_c_while_an_engine_is_being_made_leaves_nothing_running(host):
         print("interrupted")
     engine.close()
     """
-    code, output, errors = finish(program(host, body))
+    with program(host, body) as running:
+        code, output, errors = finish(running)
     assert (code, errors) == (0, "")
     assert output.endswith("interrupted\n")
