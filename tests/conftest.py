@@ -11,8 +11,11 @@ import pytest
 from afterglow import registry
 from afterglow.llama.handle import open_handles
 
-# Test ids that may be skipped, each with the reason why that is right.
-ALLOWED_SKIPS: dict[str, str] = {}
+# Tests that may be skipped, each with the reason why that is right.
+ALLOWED_SKIPS = {
+    "tests/registry/test_wheel.py::test_a_full_disk_leaves_nothing": "needs a mount",
+    "tests/llama/test_library.py::test_the_declarations_generator_reads_a_header": "needs a C preprocessor",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = {report.nodeid for report in reporter.stats.get("skipped", [])} if reporter else set()
-    unexplained = sorted(skipped - set(ALLOWED_SKIPS))
+    unexplained = sorted(test for test in skipped if test.split("[")[0] not in ALLOWED_SKIPS)
     if unexplained and exitstatus == 0:
         reporter.write_line(f"skipped without being on the list in tests/conftest.py: {unexplained}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
