@@ -111,3 +111,16 @@ def test_entries_are_one_row_of_tokens_that_exist_or_media(entries):
     with pytest.raises(RequestError):
         engine.submit(Request(id="bad", entries=entries))
     assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"stop": ("t",)}, {"deadline": "x"}, {"priority": "x"}, {"logprobs": "x"}, {"stop_tokens": 5}, {"max_tokens": -3}],
+    ids=str,
+)
+def test_a_field_of_another_kind_is_refused_when_it_is_handed_in(field):
+    engine = fake()
+    with pytest.raises(InvalidArgument) as caught:
+        engine.submit(request("bad", SYSTEM, **field))
+    assert caught.value.name == next(iter(field))
+    assert not engine.busy

@@ -70,7 +70,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._events: list[Event] = []
-        self._guard = threading.Lock()  # over the two below: cancel may come from another thread
+        self._guard = threading.RLock()  # over the two below: cancel may come from another thread
         self._decoding: list[Job] = []
         self._cancelling: set[str] = set()
 
@@ -82,8 +82,8 @@ class Engine:
         """Accept a request; its events come from `step`. A request that can never be served raises at once."""
         ids = self.ledger.ids(request.entries)
         self._check(request, ids)
-        sampler = self.backend.sampler(request.sampling)
         stops = StopMatcher(request.stop) if request.stop else None
+        sampler = self.backend.sampler(request.sampling)
         room = self.backend.capabilities.cells
         job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, room=room)
         self._jobs[request.id] = job
@@ -91,6 +91,7 @@ class Engine:
 
     def _check(self, request: Request, ids: Ids) -> None:
         limit = self.backend.capabilities.cells
+        request.check()
         if request.id in self._jobs:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         if not len(ids):
@@ -130,9 +131,11 @@ class Engine:
 
     def close(self) -> None:
         """End every request and give memory back."""
-        for job in list(self._jobs.values()):
-            self._fail(job, Cancelled("the engine was closed"))
-        self.backend.close()
+        try:
+            for job in list(self._jobs.values()):
+                self._fail(job, Cancelled("the engine was closed"))
+        finally:
+            self.backend.close()
 
     # --- beginning and ending jobs
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.entries import Entry
-from afterglow.errors import AfterglowError
+from afterglow.errors import AfterglowError, InvalidArgument
+from afterglow.llama.arguments import integer, real
 from afterglow.llama.sampling import Sampling
 
 Reason: TypeAlias = Literal["stop", "length", "deadline"]
@@ -33,6 +34,19 @@ class Request:
     deadline: float | None = None  # seconds from submission; the answer so far is the answer then
     reuse: bool = True
     sequence: int | None = None  # the slot of memory to use, where the caller wants a certain one
+
+    def check(self) -> None:
+        """`InvalidArgument` where a field is of another kind: it would be found out in the middle of a step."""
+        for name in ("max_tokens", "logprobs", "sequence"):
+            if (value := getattr(self, name)) is not None:
+                integer(name, value, 0)
+        integer("priority", self.priority)
+        if self.deadline is not None:
+            real("deadline", self.deadline, 0)
+        for name, kind in (("stop", bytes), ("stop_tokens", int), ("boundaries", int)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | frozenset) or not all(isinstance(value, kind) for value in values):
+                raise InvalidArgument(name, f"must be a tuple or frozenset of {kind.__name__}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
