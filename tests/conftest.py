@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 from afterglow import registry
 from afterglow.llama.handle import open_handles
+
+# A run in the background inherits that interrupts are ignored, and would hand that on to every program it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests that may be skipped, each with the reason why that is right.
 ALLOWED_SKIPS = {
