@@ -70,10 +70,11 @@ def test_an_exception_out_of_the_progress_stops_the_pull(index, models):
         if done:
             raise Enough
 
+    before = psutil.Process().children()
     with pytest.raises(Enough):
         pull("tiny", progress)
     assert os.listdir(models) == []
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_only_what_is_certainly_abandoned_is_swept(tmp_path):

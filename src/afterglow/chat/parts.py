@@ -1,0 +1,93 @@
+"""What an answer is made of, as it streams: text, thoughts and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from afterglow.chat.messages import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of what the model says."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thinks before it says something."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A piece of the call number `index`. The first has its id and name; the arguments of all are one JSON text."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+Part: TypeAlias = Text | Reasoning | CallPart
+
+
+class Reader(Protocol):
+    """Turns the text of an answer into parts, as it comes.
+
+    However the text is cut into pieces, the parts add up to the same answer.
+    """
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+
+    def finish(self) -> list[Part]:
+        """The rest, once no more text comes. A call that broke off keeps what was written of it."""
+
+
+class Plain:
+    """Reads everything as text.
+
+    >>> Plain().feed("Hello")
+    [Text(text='Hello')]
+    """
+
+    def feed(self, text: str) -> list[Part]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The parts of a whole answer, put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def together(parts: Iterable[Part]) -> Answer:
+    """The answer that parts add up to.
+
+    >>> together([Reasoning("Hm"), Text("He"), Text("llo")])
+    Answer(text='Hello', reasoning='Hm', calls=())
+    """
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: dict[int, tuple[str, str, list[str]]] = {}
+    for part in parts:
+        match part:
+            case Text(text):
+                texts.append(text)
+            case Reasoning(text):
+                thoughts.append(text)
+            case CallPart(index, arguments, id, name):
+                calls.setdefault(index, (id or "", name or "", []))[2].append(arguments)
+    made = tuple(ToolCall(id=id, name=name, arguments="".join(written)) for id, name, written in calls.values())
+    return Answer("".join(texts), "".join(thoughts), made)
