@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Scope, Span, State
+from afterglow.engine.constraint import Words
 from afterglow.engine.entries import Ledger
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, MemoryFull
 from afterglow.llama.sampling import Sampling
@@ -77,7 +78,11 @@ class FakeSampler:
         self.accepted: list[int] = []
         self.closed = False
 
-    def sample(self, logits: NDArray[np.float32]) -> int:
+    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        if allowed is not None:
+            masked = np.full_like(logits, -np.inf)
+            masked[allowed] = logits[allowed]
+            logits = masked
         if self.sampling.greedy:
             return int(logits.argmax())
         noise = np.random.default_rng([self.sampling.seed or 0, self.drawn]).gumbel(size=len(logits))
@@ -89,6 +94,18 @@ class FakeSampler:
 
     def close(self) -> None:
         self.closed = True
+
+
+@dataclass(frozen=True, slots=True)
+class FakeWords:
+    """Letters; token 0 is the end."""
+
+    pieces: tuple[bytes, ...]
+    ends: frozenset[int] = frozenset({0})
+    control: frozenset[int] = frozenset({0})
+
+    def tokenize(self, text: bytes) -> list[int]:
+        return [self.pieces.index(bytes([byte]), 1) for byte in text]
 
 
 class FakeBackend:
@@ -128,6 +145,7 @@ class FakeBackend:
             interruptible=True,
         )
         self.ends = frozenset({0})
+        self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
         self.vocabulary = vocabulary
         self.total_cells = total_cells if total_cells is not None else cells * sequences
         self.rollback = rollback

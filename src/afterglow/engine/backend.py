@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.constraint import Words
 from afterglow.engine.entries import Ids
 from afterglow.llama.sampling import Sampling
 
@@ -57,9 +58,9 @@ class State(Protocol):
 
 
 class Sampler(Protocol):
-    """Chooses tokens. `sample` draws, `accept` moves its state on."""
+    """Chooses tokens. `sample` draws, from the `allowed` ones where that is given; `accept` moves its state on."""
 
-    def sample(self, logits: NDArray[np.float32]) -> int: ...
+    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int: ...
     def accept(self, token: int) -> None: ...
     def close(self) -> None: ...
 
@@ -80,6 +81,7 @@ class Backend(Protocol):
     capabilities: Capabilities
     vocabulary: int  # tokens there are
     ends: frozenset[int]  # those that end an answer
+    words: Words  # what they are made of
 
     def decode(self, spans: Sequence[Span]) -> None:
         """Compute all spans in one decode. MemoryFull: nothing was applied. Cancelled, DecodeFailed: ask `held`."""

@@ -52,6 +52,8 @@ class Service:
                     self._recipe.put(content)
                 case "submit":
                     self._submit(key, content)
+                case "together":
+                    self._loop.submit(*unpack("requests", content))
                 case "cancel":
                     self._loop.cancel(key)
                 case "call":

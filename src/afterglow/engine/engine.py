@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Backend, Span
+from afterglow.engine.counters import Counters
 from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
 from afterglow.engine.memory import Explanation, PrefixMemory
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request, Token
 from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
-from afterglow.engine.scoring import log_probabilities
+from afterglow.engine.scoring import likeliest, log_probabilities
 from afterglow.engine.sequence import Sequence
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
@@ -31,20 +32,6 @@ from afterglow.errors import (
 
 MAX_ATTEMPTS = 3
 SMALLEST_WAIT = 16  # entries below which computing them twice is simpler than waiting for somebody else
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the engine did so far."""
-
-    decodes: int = 0
-    rows: int = 0
-    prompt_entries: int = 0
-    reused_entries: int = 0
-    parked: int = 0
-    coalesced: int = 0
-    interrupted: int = 0
-    widest: int = 0  # most jobs in one decode
 
 
 class Engine:
@@ -66,6 +53,7 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.memory = PrefixMemory(backend, self.ledger, self.settings.checkpoints, grid)
         self.counters = Counters()
+        self.guides = Guides(backend.words)  # for any thread
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -78,14 +66,18 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def submit(self, request: Request) -> None:
-        """Accept a request; its events come from `step`. A request that can never be served raises at once."""
+    def submit(self, request: Request, guide: Guide | None = None) -> None:
+        """Accept a request; its events come from `step`. A request that can never be served raises at once.
+
+        `guide` is what `guides` made of it, where somebody did that beforehand.
+        """
         ids = self.ledger.ids(request.entries)
         self._check(request, ids)
+        guide = guide or self.guides.prepare(request)
         stops = StopMatcher(request.stop) if request.stop else None
         sampler = self.backend.sampler(request.sampling)
         room = self.backend.capabilities.cells
-        job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, room=room)
+        job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, guide=guide, room=room)
         self._jobs[request.id] = job
         self._waiting.append(job)
 
@@ -307,8 +299,7 @@ class Engine:
         if request.max_tokens == 0:
             return self._finish(job, "length")
         try:
-            token = job.sampler.sample(logits)
-            job.sampler.accept(token)
+            token = self._choose(job, logits)
         except AfterglowError as error:
             return self._fail(job, error)
         job.generated.append(token)
@@ -317,18 +308,21 @@ class Engine:
         if ending is not None:
             self._finish(job, *ending)
 
+    def _choose(self, job: Job, logits: NDArray[np.float32]) -> int:
+        if job.guide is None:
+            token = job.sampler.sample(logits)
+        else:
+            token = job.guide.choose(job.sampler, logits)
+            job.guide.accept(token)
+        job.sampler.accept(token)
+        return token
+
     def _token(self, job: Job, token: int, logits: NDArray[np.float32]) -> Token:
         count = job.request.logprobs
         if count is None:
             return Token(job.request.id, token)
         values = log_probabilities(logits)
-        likeliest = np.argsort(-values, kind="stable")[:count]
-        return Token(
-            job.request.id,
-            token,
-            float(values[token]),
-            tuple((int(one), float(values[one])) for one in likeliest),
-        )
+        return Token(job.request.id, token, float(values[token]), likeliest(values, count))
 
     def _ending(self, job: Job, token: int) -> tuple[Reason, bytes | int | None] | None:
         request = job.request
@@ -336,6 +330,8 @@ class Engine:
             return "stop", token
         if job.stops is not None and (stop := job.stops.feed(self.backend.piece(token))) is not None:
             return "stop", stop
+        if job.guide is not None and job.guide.ended:
+            return "stop", None
         if len(job.generated) == request.max_tokens:
             return "length", None
         if self._held(job).cells >= job.room:  # the token has no cell to go to

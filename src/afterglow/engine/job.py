@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from afterglow.engine.backend import Sampler
 from afterglow.engine.entries import Ids
+from afterglow.engine.guide import Guide
 from afterglow.engine.request import Request, Usage
 from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.stops import StopMatcher
@@ -23,6 +24,7 @@ class Job:
     prompt: Ids
     sampler: Sampler
     stops: StopMatcher | None
+    guide: Guide | None = None
     room: int  # entries that its sequence can hold
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Sampler, Scope, Span, State
+from afterglow.engine.constraint import Words
 from afterglow.engine.engine import Engine
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama import state as llama_state
@@ -41,6 +42,7 @@ class LlamaBackend:
         )
         self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends
+        self.words: Words = context.model.vocabulary
         self._first_rows: list[int] = []
 
     def decode(self, spans: Sequence[Span]) -> None:

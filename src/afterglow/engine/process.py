@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -77,13 +77,21 @@ class EngineProcess(Closing):
             return refused(request.id, error)
         return stream
 
+    def submit_together(self, requests: Sequence[Request]) -> list[Stream]:
+        """Hand several in at once: none begins before all are there, so a common prompt is computed once."""
+        content = pack("request", tuple(requests))
+        with self._waiting.lock:
+            streams = [self._waiting.stream(request.id) for request in requests]
+            self._post("together", requests[0].id, content)
+        return streams
+
     def cancel(self, id: str) -> None:
         """End a request now, also in the middle of a decode. One that is not there is no error."""
         with self._waiting.lock:
             if self._unsent.pop(("submit", id), None) is not None:
                 self._waiting.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage())])
-            elif self._child is not None:
-                self._child.send("cancel", id)
+            else:
+                self._post("cancel", id, b"")
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function of a module on the engine, over there; what it returns comes back pickled."""

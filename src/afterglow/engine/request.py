@@ -9,7 +9,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.constraint import Constraint
 from afterglow.engine.entries import Entry
+from afterglow.engine.thought import ThoughtBudget
 from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.arguments import integer, real
 from afterglow.llama.sampling import Sampling
@@ -28,12 +30,19 @@ class Request:
     max_tokens: int | None = None  # None: until the model ends or memory does
     stop: tuple[bytes, ...] = ()  # texts that end the answer, wherever they fall among tokens
     stop_tokens: frozenset[int] = frozenset()
+    constraint: Constraint | None = None  # what the answer may be
+    thought: ThoughtBudget | None = None  # how long it may think
     ignore_ends: bool = False  # go on after the model's own end tokens
     logprobs: int | None = None  # how many alternatives to report with each token; None: no logprobs at all
     priority: int = 0  # higher goes first
     deadline: float | None = None  # seconds from submission; the answer so far is the answer then
     reuse: bool = True
     sequence: int | None = None  # the slot of memory to use, where the caller wants a certain one
+
+    @property
+    def guided(self) -> bool:
+        """Whether something leads the choice of tokens that has to be compiled first."""
+        return self.constraint is not None or self.thought is not None
 
     def check(self) -> None:
         """`InvalidArgument` where a field is of another kind: it would be found out in the middle of a step."""

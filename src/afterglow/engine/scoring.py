@@ -74,3 +74,8 @@ def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     row -= row.max()
     row -= np.log(np.exp(row).sum())
     return row
+
+
+def likeliest(values: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens, with their log-probabilities; among equals, the smaller number first."""
+    return tuple((int(token), float(values[token])) for token in np.argsort(-values, kind="stable")[:count])

@@ -17,10 +17,15 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._reach = max((len(stop) for stop in self._stops), default=1) - 1
         self._tail = b""
+        self.end = 0  # where, in the last piece, the stop that was found ends
 
     def feed(self, piece: bytes) -> bytes | None:
         """The stop that ends first in what came so far; the longest of those that end at the same byte."""
         seen = self._tail + piece
         found = [(seen.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in seen]
-        self._tail = seen[-self._reach :] if self._reach else b""
-        return min(found)[2] if found else None
+        before, self._tail = len(self._tail), seen[-self._reach :] if self._reach else b""
+        if not found:
+            return None
+        end, _, stop = min(found)
+        self.end = end - before
+        return stop

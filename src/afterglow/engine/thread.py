@@ -8,14 +8,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 from afterglow.closing import Closing
 from afterglow.engine.engine import Engine
+from afterglow.engine.guide import Guide
 from afterglow.engine.request import Event, Failed, Finished, Request, Usage
 from afterglow.engine.stream import Stream, Waiting, refused
-from afterglow.errors import AfterglowError, Closed, EngineCrashed, InvalidArgument
+from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
 
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Engine], None]
@@ -31,10 +32,12 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._live: set[str] = set()  # the requests that the engine has
+        self._preparing: set[str] = set()  # those whose grammar is being compiled; the engine's thread owns this
+        self._preparers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-grammar")  # threads come when needed
 
     def submit(self, *requests: Request) -> None:
         """Begin requests before the next step; what is wrong with one is delivered as its only event."""
-        self._commands.put(functools.partial(self._begin, requests))
+        self._commands.put(functools.partial(self._receive, requests))
 
     def cancel(self, id: str) -> None:
         """End a request now, also in the middle of a decode; one that is on its way, as soon as it is there."""
@@ -43,9 +46,15 @@ class EngineLoop:
             if id in self._live:
                 engine.cancel(id)
 
+        def end_for_sure(engine: Engine) -> None:
+            end(engine)
+            if id in self._preparing:
+                self._preparing.discard(id)
+                self._refuse(id, Cancelled(f"request {id} was cancelled"))
+
         if (engine := self._engine) is not None:
             end(engine)
-        self._commands.put(end)
+        self._commands.put(end_for_sure)
 
     def do(self, command: Command) -> None:
         """Run something between two steps. An error in it is an error of the engine."""
@@ -61,10 +70,13 @@ class EngineLoop:
     def run(self, engine: Engine) -> None:
         """Serve until closed. Raises whatever the engine raises; it cannot be used any more then."""
         self._engine = engine
-        while self._obey(engine):
-            if events := engine.step():
-                self._live.difference_update(event.id for event in events if isinstance(event, Finished | Failed))
-                self._deliver(events)
+        try:
+            while self._obey(engine):
+                if events := engine.step():
+                    self._live.difference_update(event.id for event in events if isinstance(event, Finished | Failed))
+                    self._deliver(events)
+        finally:
+            self._preparers.shutdown(wait=False, cancel_futures=True)
 
     def _obey(self, engine: Engine) -> bool:
         """Do what was asked since the last step; wait for something where there is no work. False: the end."""
@@ -77,21 +89,43 @@ class EngineLoop:
                 return False
             command(engine)
 
-    def _begin(self, requests: Sequence[Request], engine: Engine) -> None:
-        for request in requests:
-            self._begin_one(request, engine)
+    def _receive(self, requests: Sequence[Request], engine: Engine) -> None:
+        """Begin requests; those that go together with one whose grammar must be compiled wait for that, elsewhere."""
+        if not any(request.guided for request in requests):
+            return self._begin([(request, None) for request in requests], engine)
+        self._preparing.update(request.id for request in requests)
 
-    def _begin_one(self, request: Request, engine: Engine) -> None:
-        try:
-            engine.submit(request)
-        except AfterglowError as error:
-            refusal = error
-        except Exception as error:  # nothing was begun: it is the request's fault, and nobody else's trouble
-            refusal = InvalidArgument("request", f"cannot be served: {describe(error)}")
-        else:
-            self._live.add(request.id)
-            return
-        self._deliver([Failed(request.id, refusal, Usage())])
+        def prepare() -> None:
+            prepared = [(one, attempt(engine.guides.prepare, one)) for one in requests]
+            self._commands.put(functools.partial(self._take_prepared, prepared))
+
+        self._preparers.submit(prepare)
+
+    def _take_prepared(self, prepared: Sequence[tuple[Request, Attempt]], engine: Engine) -> None:
+        ready: list[tuple[Request, Guide | None]] = []
+        for request, (guide, error) in prepared:
+            if request.id not in self._preparing:
+                continue  # it was cancelled meanwhile
+            self._preparing.discard(request.id)
+            if error is None:
+                ready.append((request, guide))
+            else:
+                self._refuse(request.id, error)
+        self._begin(ready, engine)
+
+    def _begin(self, requests: Sequence[tuple[Request, Guide | None]], engine: Engine) -> None:
+        for request, guide in requests:
+            try:
+                engine.submit(request, guide)
+            except Exception as error:  # nothing was begun: it is the request's fault, and nobody else's trouble
+                self._refuse(request.id, error)
+            else:
+                self._live.add(request.id)
+
+    def _refuse(self, id: str, error: BaseException) -> None:
+        if not isinstance(error, AfterglowError):
+            error = InvalidArgument("request", f"cannot be served: {describe(error)}")
+        self._deliver([Failed(id, error, Usage())])
 
 
 class EngineThread(Closing):
@@ -172,10 +206,10 @@ class EngineThread(Closing):
         shut(engine)
 
 
-def attempt(function: Callable[[Engine], Any], engine: Engine) -> Attempt:
-    """What a function of the engine returns or raises, as a value: it is somebody else's answer."""
+def attempt(function: Callable[[T], Any], argument: T) -> Attempt:
+    """What a function returns or raises, as a value: it is somebody else's answer."""
     try:
-        return function(engine), None
+        return function(argument), None
     except BaseException as error:
         return None, error
 

@@ -46,14 +46,15 @@ class SamplerChain(Handle):
         self._candidates: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._array = library().ffi.new("llama_token_data_array *")
 
-    def sample(self, logits: NDArray[np.float32]) -> int:
-        """The next token. The state does not move: `accept` what is kept."""
+    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        """The next token, one of the `allowed` ones where that is given. The state does not move: `accept` what is
+        kept."""
         if logits.shape != (self.model.vocabulary.size,):
             raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
         if self._plain and self._grammar is None:
             assert self.pointer
-            return int(logits.argmax())
-        self._fill(logits)
+            return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
+        self._fill(logits, allowed)
         if self._grammar is not None:
             self._constrain()
         library().symbols.llama_sampler_apply(self.pointer, self._array)
@@ -106,11 +107,13 @@ class SamplerChain(Handle):
         twin._ended, twin.seed = self._ended, self.seed
         return twin
 
-    def _fill(self, logits: NDArray[np.float32]) -> None:
-        if self._candidates is None:
-            self._candidates = np.zeros(len(logits), dtype=CANDIDATE)
-        self._candidates["id"] = np.arange(len(logits), dtype=np.int32)
-        self._candidates["logit"] = logits
+    def _fill(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> None:
+        """What is not allowed is not a candidate: with -inf instead, mirostat would compute with infinities."""
+        count = len(logits) if allowed is None else len(allowed)
+        if self._candidates is None or len(self._candidates) != count:
+            self._candidates = np.zeros(count, dtype=CANDIDATE)
+        self._candidates["id"] = np.arange(count, dtype=np.int32) if allowed is None else allowed
+        self._candidates["logit"] = logits if allowed is None else logits[allowed]
         self._array.data = library().ffi.from_buffer("llama_token_data *", self._candidates)
         self._array.size = len(self._candidates)
         self._array.selected = -1

@@ -61,6 +61,11 @@ class Vocabulary:
         control = [token for token in range(self.size) if attributes(self.pointer, token) & CONTROL_OR_UNKNOWN]
         return {text: token for token in control if (text := self.text(token))}
 
+    @functools.cached_property
+    def control(self) -> frozenset[int]:
+        """The control tokens."""
+        return frozenset(self.control_texts.values())
+
     def strips(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space before it, and behind it, away."""
         attributes = self._library.symbols.llama_vocab_get_attr(self.pointer, self.check(token))
