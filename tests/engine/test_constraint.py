@@ -74,12 +74,19 @@ def test_a_grammar_that_begins_after_a_text_leaves_everything_before_it_free():
     free = ask(Engine(FakeBackend()), prompt(9), ignore_ends=True, max_tokens=60)
     written = text(free.tokens)
     start = written[10:12].encode()
-    led = Constraint(grammar='start: "abcabcabc"', after=(start,))
+    led = Constraint(after=((start, 'start: "abcabcabc"'),))
     answer = ask(Engine(FakeBackend()), prompt(9), ignore_ends=True, max_tokens=60, constraint=led)
     begun = written.index(start.decode()) + 2
     assert answer.tokens[:begun] == free.tokens[:begun]
     assert text(answer.tokens)[begun : begun + 9] == "abcabcabc"
     assert len(answer.tokens) == 60  # after its end everything is free again
+
+
+def test_a_grammar_that_holds_once_ends_the_answer():
+    led = Constraint(after=((b"a", 'start: "xyz"'), (b"b", 'start: "zyx"')), once=True)
+    answer = ask(Engine(FakeBackend()), prompt(9), ignore_ends=True, max_tokens=400, constraint=led)
+    assert re.fullmatch("[^ab]*(axyz|bzyx)", text(answer.tokens))
+    assert answer.end.reason == "stop"
 
 
 def test_what_a_token_has_beyond_the_beginning_belongs_to_the_grammar():
@@ -90,7 +97,7 @@ def test_what_a_token_has_beyond_the_beginning_belongs_to_the_grammar():
         def tokenize(self, text):
             return [self.pieces.index(bytes([byte])) for byte in text]
 
-    matcher = Compiler(Pairs()).compile(Constraint(grammar='start: "ab"', after=(b"<>",)))
+    matcher = Compiler(Pairs()).compile(Constraint(after=((b"<>", 'start: "ab"'),)))
     for token in (1, 2):
         assert matcher.allowed() is None
         matcher.accept(token)

@@ -24,21 +24,25 @@ MAX_GRAMMAR = 1024 * 1024  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A grammar in llguidance's form, and when it holds: from the start, or right after one of the texts `after`
-    was written, until its end, each time anew.
+    """A grammar in llguidance's form for the whole answer; or grammars that hold from the moment their beginning in
+    `after` was written until their own end, each time anew, or `once`: then the answer ends there.
 
     >>> Constraint(grammar='start: "yes" | "no"').after
     ()
     """
 
-    grammar: str
-    after: tuple[bytes, ...] = ()
+    grammar: str = ""
+    after: tuple[tuple[bytes, str], ...] = ()  # beginnings, and what follows each
+    once: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.grammar, str) or not self.grammar:
-            raise InvalidArgument("grammar", "must be a text that is not empty")
-        if len(self.grammar) > MAX_GRAMMAR:
-            raise InvalidGrammar(f"it has {len(self.grammar):,} characters, {MAX_GRAMMAR:,} are allowed")
+        if bool(self.grammar) == bool(self.after):
+            raise InvalidArgument("constraint", "must be a grammar, or grammars with their beginnings")
+        for grammar in (self.grammar, *(grammar for _, grammar in self.after)):
+            if not isinstance(grammar, str):
+                raise InvalidArgument("grammar", f"must be text, not {type(grammar).__name__}")
+            if len(grammar) > MAX_GRAMMAR:
+                raise InvalidGrammar(f"it has {len(grammar):,} characters, {MAX_GRAMMAR:,} are allowed")
 
 
 class Words(Protocol):
@@ -67,17 +71,24 @@ class Compiler:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read_words()
-            fresh = self._compiled.get(constraint.grammar)
+        beginnings = constraint.after or ((b"", constraint.grammar),)
+        grammars = {beginning: self._compile_one(grammar) for beginning, grammar in beginnings}
+        return Matcher(constraint, grammars, self._tokenizer, self._words)
+
+    def _compile_one(self, grammar: str) -> llguidance.LLMatcher:
+        assert self._tokenizer is not None
+        with self._lock:
+            fresh = self._compiled.get(grammar)
         if fresh is None:
-            fresh = llguidance.LLMatcher(self._tokenizer, constraint.grammar, log_level=0)
+            fresh = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
             if fresh.is_error():
                 raise InvalidGrammar(fresh.get_error())
         with self._lock:
-            self._compiled[constraint.grammar] = fresh
-            self._compiled.move_to_end(constraint.grammar)
+            self._compiled[grammar] = fresh
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > COMPILED:
                 self._compiled.popitem(last=False)
-        return Matcher(constraint, fresh, self._tokenizer, self._words)
+        return fresh
 
     def _read_words(self) -> llguidance.LLTokenizer:
         words = self._words
@@ -108,21 +119,24 @@ class Matcher:
     def __init__(
         self,
         constraint: Constraint,
-        fresh: llguidance.LLMatcher,
+        grammars: dict[bytes, llguidance.LLMatcher],
         tokenizer: llguidance.LLTokenizer,
         words: Words,
     ) -> None:
-        self._fresh = fresh
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._words = words
-        self._after = constraint.after
-        self._waiting = StopMatcher(constraint.after)
-        self._active: llguidance.LLMatcher | None = None if constraint.after else fresh.deep_copy()
+        self._comes_back = bool(constraint.after) and not constraint.once
+        self._active: llguidance.LLMatcher | None = None
+        if constraint.grammar:
+            self._active = grammars[b""].deep_copy()
+        else:
+            self._wait()
 
     @property
     def ended(self) -> bool:
         """Whether the answer is complete: nothing but an end may follow."""
-        return self._active is not None and self._active.is_stopped() and not self._after
+        return self._active is not None and self._active.is_stopped() and not self._comes_back
 
     def allowed(self) -> NDArray[np.intp] | None:
         """The tokens that may be next; None: all of them."""
@@ -146,18 +160,21 @@ class Matcher:
         elif not self._active.consume_token(token):
             self._check()
             raise InvalidGrammar(f"token {token} is not allowed here")
-        if self._after and self._active is not None and self._active.is_stopped():
-            self._active, self._waiting = None, StopMatcher(self._after)
+        if self._comes_back and self._active is not None and self._active.is_stopped():
+            self._wait()
+
+    def _wait(self) -> None:
+        self._active, self._waiting = None, StopMatcher(list(self._grammars))
 
     def _watch(self, token: int) -> None:
         """Begin the grammar where its beginning was written; what the token has beyond it belongs to it already."""
         piece = self._words.pieces[token]
-        if self._waiting.feed(piece) is None:
+        if (beginning := self._waiting.feed(piece)) is None:
             return
-        self._active = self._fresh.deep_copy()
+        self._active = self._grammars[beginning].deep_copy()
         beyond = piece[self._waiting.end :]
         if beyond and not self._active.consume_tokens(self._tokenizer.tokenize_bytes(beyond)):
-            self._active, self._waiting = None, StopMatcher(self._after)  # it was not meant as one
+            self._wait()  # it was not meant as one
 
     def _check(self) -> None:
         assert self._active is not None
