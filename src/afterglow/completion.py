@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,3 +80,8 @@ class Score:
     tokens: tuple[int, ...]
     values: tuple[float, ...]
     windows: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability."""
+        return math.exp(-math.fsum(self.values) / len(self.values))

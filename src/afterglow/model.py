@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from afterglow.answers import gather, texts, texts_async
-from afterglow.chat.messages import Writable
-from afterglow.chat.messages import messages as read_messages
-from afterglow.chat.prompt import Prompt, PromptBuilder
-from afterglow.chat.template import ChatTemplate
-from afterglow.closing import Closing
-from afterglow.completion import Completion, Score
+from afterglow.answering import Answering
+from afterglow.chat.chat import Chat
+from afterglow.completion import Score
 from afterglow.engine import scoring, snapshots
 from afterglow.engine.engine import Engine
 from afterglow.engine.lifecycle import Lifecycle, Stage
 from afterglow.engine.llama import LlamaBackend
-from afterglow.engine.memory import Explanation
-from afterglow.engine.request import Request
 from afterglow.engine.sequence import Saved
 from afterglow.engine.settings import EngineSettings
-from afterglow.engine.stream import Stream
 from afterglow.engine.thread import EngineThread
 from afterglow.errors import InvalidArgument
-from afterglow.llama.arguments import integer
 from afterglow.llama.devices import devices
 from afterglow.llama.library import library
 from afterglow.llama.model import ModelInfo, ModelSettings
-from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
-
-GREEDY = Sampling(temperature=0)
-Promptable: TypeAlias = str | Sequence[int] | Prompt
+from afterglow.llama.vocabulary import Vocabulary
 
 
-class Model(Closing):
+class Model(Answering):
     """A model ready for use. Make one with `afterglow.load`; close it, or use it in a `with`.
 
     Any number of threads and asyncio tasks may use it at once: their requests share the decodes, and every prompt
@@ -54,16 +36,16 @@ class Model(Closing):
     """
 
     def __init__(self, lifecycle: Lifecycle, name: str, settings: EngineSettings) -> None:
+        super().__init__()
         self.name = name
         self._lifecycle = lifecycle
         self._engine_settings = settings
         self._engine: EngineThread | None = None
         self._lock = threading.Lock()  # over transitions
         self._scoring = threading.Lock()  # one sequence is kept for it
-        self._numbers = itertools.count()
         self._snapshots: dict[str, Saved] = {}
         self._building = threading.Lock()
-        self._prompts: tuple[object, ChatTemplate, PromptBuilder] | None = None
+        self._chat: tuple[object, Chat] | None = None
         if lifecycle.stage is Stage.ACTIVE:
             self._start()
 
@@ -121,6 +103,11 @@ class Model(Closing):
         }
         return frozenset(name for name, answer in answers.items() if answer)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's tokens."""
+        return self._lifecycle.model.vocabulary
+
     def supports(self, capability: str) -> bool:
         """Whether `capability` is among `capabilities`.
 
@@ -128,148 +115,6 @@ class Model(Closing):
         True
         """
         return capability in self.capabilities
-
-    # --- tokens
-
-    def tokenize(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """The token ids of `text`. Control tokens written in it stay text unless `special`."""
-        return self._lifecycle.model.vocabulary.tokenize(text, special=special, bos=bos)
-
-    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of `tokens`; half characters become U+FFFD.
-
-        >>> model.detokenize(model.tokenize("naïve"))
-        'naïve'
-        """
-        return self._lifecycle.model.vocabulary.detokenize(tokens, special=special).decode("utf-8", "replace")
-
-    def count_tokens(self, text: str) -> int:
-        """How many tokens `text` is, without the ones a prompt begins with."""
-        return len(self.tokenize(text))
-
-    def chat_prompt(
-        self,
-        messages: Sequence[Writable],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        arguments: Mapping[str, Any] | None = None,
-    ) -> Prompt:
-        """A conversation as the model's own template writes it, ready for the assistant's answer.
-
-        Messages are (role, text) pairs or OpenAI's dictionaries. Control tokens that somebody wrote in them stay
-        text. `arguments` go to the template (`enable_thinking`, …). The result goes into `complete` or `stream`.
-
-        >>> messages = [("system", "You are a helpful assistant."), ("user", "What is the capital of France?")]
-        >>> prompt = model.chat_prompt(messages)
-        >>> model.complete(prompt, max_tokens=20).text
-        'The capital of France is Paris.'
-        """
-        return self._builder().build(read_messages(messages), tools=tools, arguments=arguments)
-
-    # --- answers
-
-    def complete(
-        self,
-        prompt: Promptable,
-        *,
-        n: int = 1,
-        on_token: Callable[[int], None] | None = None,
-        cancel: threading.Event | None = None,
-        **options: Any,
-    ) -> Completion:
-        """Continue `prompt`; the options are those of `request`. `n` answers share one prompt.
-
-        `on_token` is called once for each token of the first answer. Setting `cancel` ends the work at once and
-        raises `Cancelled`.
-
-        >>> answer = model.complete("Once upon a time", max_tokens=5, n=2, temperature=0.8, seed=1)
-        >>> [len(choice.tokens) for choice in answer.choices]
-        [5, 5]
-        """
-        integer("n", n, 1, 128)
-        request = self.request(prompt, **options)
-        streams = self._running().submit_together([self._numbered(request, index) for index in range(n)])
-        stops = options.get("stop", ())
-        try:
-            first = gather(streams[0], self._piece, stops, on_token, cancel)
-            others = [gather(stream, self._piece, stops, None, cancel) for stream in streams[1:]]
-        except BaseException:
-            for stream in streams:
-                stream.cancel()
-            raise
-        choices, usages = zip(first, *others, strict=True)
-        return Completion(choices=choices, usages=usages)
-
-    def stream(self, prompt: Promptable, **options: Any) -> Iterator[str]:
-        """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work.
-
-        >>> list(model.stream("One, two, three,", max_tokens=2))
-        [' four', ',']
-        """
-        return texts(self._submit(self.request(prompt, **options)), self._piece, options.get("stop", ()))
-
-    def stream_async(self, prompt: Promptable, **options: Any) -> AsyncIterator[str]:
-        """The same for asyncio.
-
-        >>> async def shout():
-        ...     return [piece.upper() async for piece in model.stream_async("One, two, three,", max_tokens=2)]
-        >>> asyncio.run(shout())
-        [' FOUR', ',']
-        """
-        return texts_async(self._submit(self.request(prompt, **options)), self._piece, options.get("stop", ()))
-
-    def request(
-        self,
-        prompt: Promptable,
-        *,
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        logprobs: int | None = None,
-        sequence: int | None = None,
-        boundaries: Sequence[int] = (),
-        priority: int = 0,
-        deadline: float | None = None,
-        reuse: bool = True,
-    ) -> Request:
-        """What is asked of the engine, out of text or tokens.
-
-        `temperature` 0 takes the most likely token; `sampling` has every other way to choose. `logprobs` is the
-        number of alternatives to report. `sequence` names the slot of memory to use. `boundaries` are prompt
-        lengths at which a later prompt may part from this one. `deadline` is in seconds: what there is by then is
-        the answer.
-        """
-        if not self.info.causal:
-            raise InvalidArgument("prompt", "cannot be continued: this model only makes embeddings")
-        tokens = self._prompt(prompt)
-        if not len(tokens):
-            raise InvalidArgument("prompt", "must have at least one token")
-        chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
-        return Request(
-            id=str(next(self._numbers)),
-            entries=tokens.astype(np.int64),
-            sampling=chosen if seed is None else replace(chosen, seed=seed),
-            max_tokens=integer("max_tokens", max_tokens, 0),
-            stop=tuple(text.encode() for text in stop),
-            logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, 1000),
-            sequence=sequence,
-            boundaries=frozenset(boundaries) | (prompt.boundaries if isinstance(prompt, Prompt) else frozenset()),
-            priority=priority,
-            deadline=deadline,
-            reuse=reuse,
-        )
-
-    def explain(self, prompt: Promptable) -> Explanation:
-        """What of this prompt is in memory now, where it parts from it, and why not more could be reused.
-
-        >>> answer = model.complete("The rain in Spain", max_tokens=1)
-        >>> model.explain("The rain in Portugal").shared
-        3
-        """
-        request = self.request(prompt)
-        return self._running().call(lambda engine: engine.explain(request))
 
     # --- how likely a text is
 
@@ -290,8 +135,7 @@ class Model(Closing):
         >>> model.perplexity("The cat sat on the mat.") < model.perplexity("Mat the the cat on sat.")
         True
         """
-        values = self.logprobs(text).values
-        return math.exp(-math.fsum(values) / len(values))
+        return self.logprobs(text).perplexity
 
     # --- what is in memory
 
@@ -379,7 +223,7 @@ class Model(Closing):
         if engine is not None:
             engine.close()
         with self._building:
-            self._drop_builder()
+            self._stop_talking()
 
     def _running(self) -> EngineThread:
         assert self._lifecycle.context  # WrongState or Closed where there is none
@@ -387,42 +231,19 @@ class Model(Closing):
             raise InvalidArgument("prompt", "cannot be continued: this model only makes embeddings")
         return self._engine
 
-    def _submit(self, request: Request) -> Stream:
-        return self._running().submit(request)
-
-    def _numbered(self, request: Request, index: int) -> Request:
-        """The request for answer `index`: the same prompt with another draw."""
-        if index == 0:
-            return request
-        seed = request.sampling.seed
-        sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
-        return replace(request, id=str(next(self._numbers)), sampling=sampling)
-
-    def _piece(self, token: int) -> bytes:
-        return self._lifecycle.model.vocabulary.piece(token, special=False)
-
-    def _prompt(self, prompt: Promptable) -> NDArray[np.int32]:
-        vocabulary = self._lifecycle.model.vocabulary
-        if isinstance(prompt, Prompt):
-            prompt = prompt.tokens
-        return vocabulary.check_all(self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt)
-
-    def _builder(self) -> PromptBuilder:
-        """What renders and tokenizes conversations; it goes with the weights."""
+    def _talking(self) -> Chat:
+        """How this model talks; it goes with the weights."""
         model = self._lifecycle.model
         with self._building:
-            if self._prompts is None or self._prompts[0] is not model:
-                self._drop_builder()
-                vocabulary = model.vocabulary
-                special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
-                template = ChatTemplate(model.chat_template(), special)
-                self._prompts = model, template, PromptBuilder(vocabulary, template)
-            return self._prompts[2]
+            if self._chat is None or self._chat[0] is not model:
+                self._stop_talking()
+                self._chat = model, Chat(model.vocabulary, model.chat_template())
+            return self._chat[1]
 
-    def _drop_builder(self) -> None:
-        if self._prompts is not None:
-            self._prompts[1].close()
-        self._prompts = None
+    def _stop_talking(self) -> None:
+        if self._chat is not None:
+            self._chat[1].close()
+        self._chat = None
 
     def _named(self, name: str) -> Saved:
         if name not in self._snapshots:

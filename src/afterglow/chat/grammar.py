@@ -130,7 +130,7 @@ def without(texts: Sequence[str]) -> Shape:
 
 def grammar_of(shape: Shape) -> str:
     """A shape as the grammar of a whole answer."""
-    return json.dumps({"grammars": _flat(shape)}, ensure_ascii=False)
+    return json.dumps({"grammars": flat(shape)}, ensure_ascii=False)
 
 
 def after_thought(shape: Shape, style: ThoughtStyle, literal: Literal, *, open: bool) -> str:
@@ -142,7 +142,7 @@ def after_thought(shape: Shape, style: ThoughtStyle, literal: Literal, *, open: 
         rest = f"rest[suffix={closes}]: /(.|\\n)*/"
     begin = "rest gap" if open else f"({literal(style.opens)} rest gap)?"
     lark = f"start: {begin} @answer\n{rest}\ngap: /\\s{{0,8}}/"
-    first, *others = _flat(shape)
+    first, *others = flat(shape)
     return json.dumps({"grammars": [{"lark_grammar": lark}, {"name": "answer", **first}, *others]}, ensure_ascii=False)
 
 
@@ -155,7 +155,7 @@ def check(shape: Shape) -> None:
         raise InvalidGrammar(messages[0])
 
 
-def _flat(shape: Shape) -> list[Shape]:
+def flat(shape: Shape) -> list[Shape]:
     """The grammar and those that it refers to."""
     return [{key: value for key, value in shape.items() if key != "others"}, *shape.get("others", ())]
 

@@ -125,6 +125,21 @@ def readable(message: Message) -> dict[str, Any]:
     return written
 
 
+def plain(message: Message) -> dict[str, Any]:
+    """A message as OpenAI's dictionary: what `messages` reads.
+
+    >>> plain(Message(role="user", content="Hello"))
+    {'role': 'user', 'content': 'Hello'}
+    """
+    written = readable(message)
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return written
+
+
 def _readable_call(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.arguments)

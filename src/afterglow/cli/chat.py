@@ -3,91 +3,83 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from afterglow import registry
-from afterglow.cli.models import progress_shown
-from afterglow.errors import ModelNotFound
-from afterglow.loading import load
-from afterglow.model import Model
+from afterglow.cli.opening import open_model
+from afterglow.cli.settings import Settings, settings
+from afterglow.cli.showing import page_for, show
+from afterglow.cli.talk import Talk
+from afterglow.conversation import Conversation
 
-Message = tuple[str, str]
-SYSTEM = "You are a helpful assistant."
-EXIT_WORDS = ("/exit", "/quit", "/bye")
+Model = Annotated[str | None, typer.Argument(help="A name from `afterglow models`, or a path.", show_default=False)]
+System = Annotated[str | None, typer.Option(help="What the model should know before the conversation.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")]
+Context = Annotated[int | None, typer.Option(min=64, help="Tokens the whole conversation may take.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Default: the processor's cores.")]
+GpuLayers = Annotated[int | None, typer.Option(min=0, help="Layers on the GPU. Default: as many as fit.")]
+Temperature = Annotated[float | None, typer.Option(min=0, help="0 always takes the most likely token.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+Reasoning = Annotated[str | None, typer.Option(help="on, off, a number of tokens, or an effort such as low.")]
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A name from `afterglow models`, or a path.")] = registry.DEFAULT,
-    system: Annotated[str, typer.Option(help="What the model should know before the conversation.")] = SYSTEM,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
-    context: Annotated[int, typer.Option(min=64, help="Tokens the whole conversation may take.")] = 4096,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: the processor's cores.")] = None,
+    model: Model = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    reasoning: Reasoning = None,
+    context: Context = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    markdown: Annotated[bool | None, typer.Option(help="Draw answers as markdown.")] = None,
+    stats: Annotated[bool | None, typer.Option(help="Say after each answer what it took.")] = None,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation.
+    """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands.
 
     With something piped in, it is taken as one question: echo "Why is the sky blue?" | afterglow chat
     """
-    console = Console(stderr=True)
-    path = local_path(model)
-    with console.status(f"loading {model}"):
-        loaded = load(path, context=context, threads=threads)
-    messages: list[Message] = [("system", system)] if system else []
-    with loaded:
-        if sys.stdin.isatty():
-            console.print(f"[bold]{model}[/]  [dim]Ctrl-C stops an answer, Ctrl-D ends[/]")
-            converse(loaded, messages, max_tokens, console)
-        elif question := sys.stdin.read().strip():
-            write(answer(loaded, [*messages, ("user", question)], max_tokens))
+    chosen = settings(
+        model=model,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        reasoning=reasoning,
+        context=context,
+        threads=threads,
+        gpu_layers=gpu_layers,
+        markdown=markdown,
+        stats=stats,
+    )
+    console = Console(stderr=not sys.stdout.isatty())
+    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    if question == "":
+        return
+    with open_model(chosen, console) as loaded:
+        conversation = Conversation(loaded, system=chosen.system, **answer_options(chosen))
+        if question is None:
+            console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]")
+            Talk(conversation, chosen, console).run()
+        else:
+            show(conversation.deltas(question), page_for(console, markdown=chosen.markdown))
 
 
-def local_path(name: str) -> Path:
-    """Where the model is; a known one that is not here yet is fetched first."""
-    try:
-        return registry.resolve(name)
-    except ModelNotFound:
-        if registry.parse(name) is None:
-            raise
-    with progress_shown(name) as progress:
-        return registry.pull(name, progress)
+def answer_options(chosen: Settings) -> dict[str, Any]:
+    """The settings that every answer has."""
+    return {
+        "max_tokens": chosen.max_tokens,
+        "temperature": chosen.temperature,
+        "seed": chosen.seed,
+        "reasoning": switch(chosen.reasoning),
+    }
 
 
-def converse(model: Model, messages: list[Message], max_tokens: int, console: Console) -> None:
-    """Ask and answer until the person ends it."""
-    while (question := ask(console)) is not None:
-        if not question:
-            continue
-        try:
-            text = write(answer(model, [*messages, ("user", question)], max_tokens))
-        except KeyboardInterrupt:
-            console.print("\n[dim]stopped[/]")
-            continue
-        messages += [("user", question), ("assistant", text)]
-
-
-def ask(console: Console) -> str | None:
-    """The person's next line; None where they want to end."""
-    try:
-        line = console.input("[bold green]>[/] ").strip()
-    except (EOFError, KeyboardInterrupt):
-        console.print()
-        return None
-    return None if line in EXIT_WORDS else line
-
-
-def answer(model: Model, messages: list[Message], max_tokens: int) -> Iterator[str]:
-    return model.stream(model.chat_prompt(messages), max_tokens=max_tokens)
-
-
-def write(parts: Iterator[str]) -> str:
-    """Print the parts as they come; the whole text."""
-    text = ""
-    for part in parts:
-        text += part
-        print(part, end="", flush=True)
-    print()
-    return text
+def switch(value: bool | int | str | None) -> bool | int | str | None:
+    """`on`, `off` and numbers as flags and environment variables write them."""
+    if not isinstance(value, str):
+        return value
+    return int(value) if value.isdigit() else {"on": True, "off": False}.get(value, value)

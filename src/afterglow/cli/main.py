@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from afterglow.cli import chat, doctor, models
+from afterglow.cli import chat, doctor, models, run
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.version import __version__
 
@@ -20,6 +20,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("chat")(chat.chat)
+app.command("run")(run.run)
+app.command("perplexity")(run.perplexity)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 

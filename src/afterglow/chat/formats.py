@@ -1,0 +1,40 @@
+"""Response formats: OpenAI's dictionaries, or Python types whose schema the answer satisfies and which it becomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from afterglow.chat.grammar import Shape, response_shape, schema_shape
+from afterglow.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What an answer may be, and what a finished one is turned into."""
+
+    shape: Shape | None = None
+    parse: Callable[[str], Any] | None = None
+
+
+def response_format(value: Any) -> Format:
+    """What callers write as `response_format`.
+
+    >>> response_format(list[int]).parse("[1, 2]")
+    [1, 2]
+    """
+    if value is None:
+        return Format()
+    if isinstance(value, Mapping):
+        json_kinds = ("json_object", "json_schema")
+        return Format(response_shape(value), json.loads if value.get("type") in json_kinds else None)
+    try:
+        adapter = pydantic.TypeAdapter(value)
+        schema = adapter.json_schema()
+    except Exception as error:  # whatever a type's own hooks raise
+        raise InvalidArgument("response_format", f"must be a dictionary or a type with a schema: {error}") from None
+    return Format(schema_shape(schema), adapter.validate_json)

@@ -1,0 +1,46 @@
+"""Whether and how long a model thinks: what callers write as `reasoning`, and what the model's template makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from afterglow.chat.reasoning import ThoughtStyle
+from afterglow.errors import InvalidArgument, UnsupportedOption
+
+# Tokens that an effort allows where the model's template knows no efforts. None: as many as it likes.
+EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Whether thoughts are `allowed`, in how many tokens, and what the template has to be told."""
+
+    allowed: bool = True
+    budget: int | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def thinking(value: bool | int | str | None, style: ThoughtStyle | None, template: str | None) -> Thinking:
+    """What `reasoning` means for this model: on or off, a budget in tokens, or one of OpenAI's efforts.
+
+    >>> thinking(100, STYLES[1], "<think>").budget
+    100
+    """
+    if isinstance(value, str) and value not in EFFORTS:
+        raise InvalidArgument("reasoning", f"must be one of {', '.join(EFFORTS)}, a number of tokens, or on or off")
+    if not isinstance(value, bool | int | str | None) or (isinstance(value, int) and value < 0):
+        raise InvalidArgument("reasoning", f"must be a number of tokens, on or off, or an effort, not {value!r}")
+    if value is None:
+        return Thinking()
+    if value is False or value in (0, "none"):
+        return Thinking(False, 0, {"enable_thinking": False})
+    if style is None:
+        raise UnsupportedOption("reasoning", "the model's chat template knows no thoughts")
+    if value is True:
+        return Thinking(arguments={"enable_thinking": True})
+    if isinstance(value, int):
+        return Thinking(budget=value, arguments={"enable_thinking": True})
+    if "reasoning_effort" in (template or ""):
+        return Thinking(arguments={"enable_thinking": True, "reasoning_effort": value})
+    return Thinking(budget=EFFORTS[value], arguments={"enable_thinking": True})

@@ -1,0 +1,48 @@
+"""Opening a model for a command: fetched where it is not here yet, loaded with a bar, by the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from afterglow import registry
+from afterglow.cli.models import progress_shown
+from afterglow.cli.settings import Settings
+from afterglow.errors import ModelNotFound
+from afterglow.loading import load
+from afterglow.model import Model
+
+
+def open_model(settings: Settings, console: Console) -> Model:
+    """The model that the settings name, ready to answer. `console` shows the way there."""
+    path = local_path(settings.model)
+    columns = TextColumn("{task.description}", markup=False), BarColumn()
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"loading {settings.model}", total=1.0)
+
+        def show(fraction: float) -> bool:
+            bar.update(task, completed=fraction)
+            return True
+
+        return load(
+            path,
+            context=settings.context,
+            sequences=settings.sequences,
+            threads=settings.threads,
+            gpu_layers=settings.gpu_layers,
+            progress=show,
+        )
+
+
+def local_path(name: str) -> Path:
+    """Where the model is; a known one that is not here yet is fetched first."""
+    try:
+        return registry.resolve(name)
+    except ModelNotFound:
+        if registry.parse(name) is None:
+            raise
+    with progress_shown(name) as progress:
+        return registry.pull(name, progress)

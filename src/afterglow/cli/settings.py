@@ -1,0 +1,94 @@
+"""What the commands do unless told otherwise: a TOML file, environment variables, and flags.
+
+Flags come before the environment (`AFTERGLOW_CONTEXT=8192`), the environment before the file, the file before the
+defaults below. A key that does not exist is an error, wherever it stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pydantic
+
+from afterglow import registry
+from afterglow.errors import InvalidArgument
+
+PREFIX = "AFTERGLOW_"
+OTHERS = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_SETTINGS"})  # read elsewhere
+
+
+class Settings(pydantic.BaseModel):
+    """Every setting with its default.
+
+    >>> Settings(context=8192).context
+    8192
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    model: str = registry.DEFAULT
+    context: int = pydantic.Field(4096, ge=64, description="Tokens that one conversation may take.")
+    sequences: int = pydantic.Field(4, ge=1, le=255, description="Requests that run at once.")
+    threads: int | None = pydantic.Field(None, ge=1, description="None: the processor's cores.")
+    gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
+    system: str = "You are a helpful assistant."
+    max_tokens: int | None = pydantic.Field(None, ge=1, description="None: until the model ends.")
+    temperature: float = pydantic.Field(0.0, ge=0, le=100)
+    seed: int | None = None
+    reasoning: bool | int | str | None = None
+    markdown: bool = True
+    stats: bool = True
+
+
+def settings_path() -> Path:
+    """Where the file is, or would be; `AFTERGLOW_SETTINGS` names another."""
+    chosen = os.environ.get("AFTERGLOW_SETTINGS")
+    return Path(chosen).expanduser() if chosen else platformdirs.user_config_path("afterglow") / "settings.toml"
+
+
+def settings(**flags: Any) -> Settings:
+    """The settings that hold, with `flags` that are not None before all else."""
+    values = {**_from_file(settings_path()), **_from_environment()}
+    values |= {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidArgument(".".join(map(str, first["loc"])), f"in the settings: {first['msg']}") from None
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        if "AFTERGLOW_SETTINGS" in os.environ:
+            raise InvalidArgument("AFTERGLOW_SETTINGS", f"names {path}, which is not there")
+        return {}
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("settings", f"{path} cannot be read: {error}") from None
+    for name in values:
+        _check(name, f"{path}: {name}")
+    return values
+
+
+def _from_environment() -> dict[str, str]:
+    values = {}
+    for variable, value in os.environ.items():
+        if variable.startswith(PREFIX) and variable not in OTHERS:
+            name = variable.removeprefix(PREFIX).lower()
+            _check(name, variable)
+            values[name] = value
+    return values
+
+
+def _check(name: str, where: str) -> None:
+    known = Settings.model_fields
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+        raise InvalidArgument(where, f"is not a setting; {hint}")
