@@ -1,0 +1,74 @@
+"""Which family a model belongs to, told from the source of its chat template."""
+
+from __future__ import annotations
+
+import re
+
+from afterglow.chat.tools.family import Family
+from afterglow.chat.tools.gemma import FUNCTION_GEMMA, GEMMA
+from afterglow.chat.tools.harmony import HARMONY
+from afterglow.chat.tools.llama import LLAMA
+from afterglow.chat.tools.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_NAMED
+from afterglow.chat.tools.pythonic import LFM, PYTHONIC, TOOL_CODE
+from afterglow.chat.tools.sections import DEEPSEEK, DEEPSEEK_NAMED, KIMI
+from afterglow.chat.tools.tagged_json import APRIEL, GENERIC, GRANITE, HERMES, NEMOTRON
+from afterglow.chat.tools.xml import GLM, MINIMAX, QWEN_CODER, SEED
+
+# All of the texts of a line must stand in the template; the first line that fits tells. What is rarer comes first:
+# several families share `<tool_call>`, and only what stands inside tells them apart.
+SIGNS: tuple[tuple[tuple[str, ...], Family], ...] = (
+    (("<|channel|>", "<|message|>", "to="), HARMONY),
+    (("<start_function_call>",), FUNCTION_GEMMA),
+    (("<|tool_call>call:",), GEMMA),
+    (("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), KIMI),
+    (("<｜tool▁call▁begin｜>", "```json"), DEEPSEEK),  # noqa: RUF001 - the models' own bars
+    (("<｜tool▁call▁begin｜>",), DEEPSEEK_NAMED),  # noqa: RUF001
+    (("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), MISTRAL_IDS),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<seed:tool_call>", "<function="), SEED),
+    (("<minimax:tool_call>", "<invoke name="), MINIMAX),
+    (("<invoke name=",), GENERIC),  # other models' tags with the same names
+    (("<tool_calls>[",), APRIEL),
+    (("<tool_call>", "<function=", "<parameter="), QWEN_CODER),
+    (("<tool_call>", "<arg_key>", "<arg_value>"), GLM),
+    (("<TOOLCALL>[",), NEMOTRON),
+    (("<|tool_call|>",), GRANITE),
+    (("<tool_call>",), HERMES),
+    (("<|tool_call_start|>",), LFM),
+    (("List of tools: <|tool_list_start|>",), LFM),
+    (("List of tools: [",), LFM),
+    (("```tool_code",), TOOL_CODE),
+    (("[func_name1(params_name1=",), PYTHONIC),
+    (("<|start_header_id|>", '"parameters": '), LLAMA),
+)
+FAMILIES = {family.name: family for family in (GENERIC, *(family for _, family in SIGNS))}
+
+TAGS = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+STRINGS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+TOOLS = re.compile(r"\btools\b")
+
+
+def family_of(template: str | None) -> Family:
+    """The family of models with this template; `generic` where it describes no tools, or writes calls as we cannot read.
+
+    A generic family's template gets no tools: they are described by `generic_messages`.
+
+    >>> family_of("{{ messages[0].content }}").name
+    'generic'
+    """
+    if template is None or not takes_tools(template):
+        return GENERIC
+    for signs, family in SIGNS:
+        if all(sign in template for sign in signs):
+            return family
+    return GENERIC
+
+
+def takes_tools(template: str) -> bool:
+    """Whether the template reads the variable `tools`. Some write calls and never say what can be called.
+
+    >>> takes_tools("{% if tools %}"), takes_tools("{{ 'no tools' }}")
+    (True, False)
+    """
+    return any(TOOLS.search(STRINGS.sub("", tag)) for tag in TAGS.findall(template))

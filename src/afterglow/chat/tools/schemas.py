@@ -1,0 +1,141 @@
+"""Schemas of arguments that are not written as JSON: taken apart for a grammar, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from afterglow.chat.tools.grammars import Grammar, one_of
+from afterglow.chat.tools.tool import Tool
+from afterglow.chat.tools.values import referred, type_of, types_of
+from afterglow.errors import UnsupportedOption
+
+NOTES = frozenset(
+    {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "$schema", "$id"}
+)
+DEFINITIONS = ("$defs", "definitions")
+OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS})
+OF_TEXT = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+DEPTH = 8  # references inside references; a schema that contains itself cannot be written out
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A schema and where it stands: in which tool, under which name, and in which document its references begin."""
+
+    schema: Mapping[str, Any]
+    where: str
+    root: Mapping[str, Any]
+    depth: int = DEPTH
+
+    def inside(self, schema: Any, name: str = "") -> Place:
+        """A schema that stands in this one."""
+        where = f"{self.where}.{name}" if name else self.where
+        return Place(schema if isinstance(schema, Mapping) else {}, where, self.root, self.depth)
+
+    @property
+    def types(self) -> frozenset[str]:
+        return types_of(self.schema, self.root)
+
+    def only(self, keywords: frozenset[str], family: str) -> None:
+        """Refuse keywords that are not among these."""
+        for keyword in self.schema:
+            if keyword not in keywords and keyword not in NOTES:
+                raise UnsupportedOption(f"{self.where}.{keyword}", f"calls as {family} writes them cannot enforce it")
+
+    def choices(self, family: str) -> list[Place]:
+        """The schemas of which one must hold, each of one kind; references are followed."""
+        schema = self.schema
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                self.only(frozenset({keyword}), family)
+                return [place for choice in schema[keyword] for place in self.inside(choice).choices(family)]
+        if "$ref" in schema:
+            if self.depth == 0:
+                raise UnsupportedOption(f"{self.where}.$ref", f"calls as {family} writes them cannot enforce recursion")
+            self.only(frozenset({"$ref"}), family)
+            found = referred(str(schema["$ref"]), self.root)
+            return Place(found, self.where, self.root, self.depth - 1).choices(family)
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return [self.inside({**schema, "type": kind}) for kind in kinds]
+        if kinds is None and "enum" in schema:
+            return [self.inside({**schema, "enum": [value]}) for value in schema["enum"]]
+        return [self]
+
+    @property
+    def alone(self) -> dict[str, Any]:
+        """The schema as a document of its own."""
+        definitions = {key: self.root[key] for key in DEFINITIONS if key in self.root}
+        return {**self.schema, **definitions}
+
+    @property
+    def values(self) -> list[Any] | None:
+        """The only values that are allowed, where they are listed."""
+        if "const" in self.schema:
+            return [self.schema["const"]]
+        listed: list[Any] | None = self.schema.get("enum")
+        return listed
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a tool."""
+
+    name: str
+    place: Place
+    required: bool
+
+
+def parameters(tool: Tool, family: str) -> list[Parameter]:
+    """The parameters of a tool in its schema's order."""
+    return members(Place(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters), family)
+
+
+def members(place: Place, family: str) -> list[Parameter]:
+    """The members of an object in its schema's order."""
+    place.only(OF_ARGUMENTS, family)
+    properties, required = place.schema.get("properties", {}), place.schema.get("required", ())
+    if missing := [name for name in required if name not in properties]:
+        raise UnsupportedOption(f"{place.where}.required", f"{missing[0]!r} has no schema among the properties")
+    return [Parameter(name, place.inside(schema, name), name in required) for name, schema in properties.items()]
+
+
+def text_until(grammar: Grammar, place: Place, family: str, *, ending: str, lines: bool = False) -> str:
+    """Bare text of a string's schema up to and including `ending`; with `lines`, it may stand on lines of its own."""
+    place.only(OF_TEXT, family)
+    newline = f"{grammar.text(chr(10))}?" if lines else ""
+    if place.values is not None:
+        allowed = [value for value in place.values if isinstance(value, str)]
+        texts = one_of(grammar.text(value) for value in allowed if value)
+        return f"{newline} {texts}{'?' if '' in allowed else ''} {newline} {grammar.text(ending)}"
+    shortest, longest = place.schema.get("minLength", 0), place.schema.get("maxLength")
+    if lines and (shortest or longest is not None):
+        newline = grammar.text("\n")
+        return f"{newline} {grammar.free(chr(10) + ending, shortest=shortest, longest=longest)}"
+    return grammar.free(ending, shortest=shortest, longest=longest)
+
+
+def bare_or_json(grammar: Grammar, place: Place, family: str, *, ending: str, lines: bool) -> str:
+    """A value whose text is bare and whose other kinds are JSON, up to and including `ending`."""
+    written = []
+    for choice in place.choices(family):
+        only_text = "string" in choice.types and (choice.values is None or type_of(choice.values[0]) == "string")
+        if only_text:
+            written.append(text_until(grammar, choice, family, ending=ending, lines=lines))
+        else:
+            space = "SPACE?" if lines else ""
+            written.append(f"{space} {grammar.json(choice.alone)} {space} {grammar.text(ending)}")
+    return one_of(written)
+
+
+def separated(grammar: Grammar, written: list[tuple[str, bool]], separator: str) -> str:
+    """These members in their order, the required ones and any of the others, with separators between them."""
+    after = before = ""  # what may follow when something, or nothing, was written
+    for member, required in reversed(written):
+        more = f"{grammar.text(separator)} {member} {after}"
+        first = f"{member} {after}"
+        before = first if required else f"({first} | {before})" if before else f"({first})?"
+        after = grammar.rule(more) if required else grammar.rule(f"({more})?" if not after else f"{more} | {after}")
+    return grammar.rule(before) if before else ""

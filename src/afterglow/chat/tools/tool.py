@@ -1,0 +1,172 @@
+"""Tools: what callers offer to the model, as OpenAI's dictionaries or as Python functions."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from afterglow.chat.tools.docstrings import described
+from afterglow.chat.tools.hints import converted, hints_of, schema_of
+from afterglow.errors import InvalidArgument, UnsupportedOperation
+
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+OF_TOOL = frozenset({"type", "function"})
+OF_FUNCTION = frozenset({"name", "description", "parameters", "strict"})
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _nothing() -> dict[str, Any]:
+    return {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that a model may call. `parameters` is the JSON schema of its arguments.
+
+    >>> def add(a: int, b: int = 1) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> (tool,) = tools([add])
+    >>> tool.call('{"a": 41}')
+    42
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=_nothing)
+    function: Callable[..., Any] | None = None
+    strict: bool = False
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tool as OpenAI's dictionary, which is also what chat templates read."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {**function, **({"strict": True} if self.strict else {})}}
+
+    def call(self, arguments: str) -> Any:
+        """Check the arguments that a model wrote, convert them to what the function's hints ask for, and call it."""
+        if self.function is None:
+            raise UnsupportedOperation(f"calling {self.name}", "the tool was given without a function")
+        given = self._given(arguments)
+        hints = hints_of(self.function)
+        where = f"{self.name}.arguments"
+        return self.function(**{key: converted(value, hints[key], f"{where}.{key}") for key, value in given.items()})
+
+    def _given(self, arguments: str) -> dict[str, Any]:
+        where = f"{self.name}.arguments"
+        try:
+            given = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InvalidArgument(where, f"must be JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise InvalidArgument(where, f"must be an object, not {type(given).__name__}")
+        known, required = self.parameters["properties"], self.parameters.get("required", [])
+        if unknown := sorted(set(given) - set(known)):
+            raise InvalidArgument(
+                f"{where}.{unknown[0]}", f"is not a parameter; there are {', '.join(known) or 'none'}"
+            )
+        if missing := [key for key in required if key not in given]:
+            raise InvalidArgument(f"{where}.{missing[0]}", "is required")
+        return given
+
+
+Offered: TypeAlias = Tool | Mapping[str, Any] | Callable[..., Any]
+
+
+def tools(values: Sequence[Offered]) -> tuple[Tool, ...]:
+    """What callers offer (tools, OpenAI's dictionaries, or functions with type hints) as tools."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        raise InvalidArgument("tools", "must be a list of tools")
+    read = tuple(_tool(value, f"tools[{index}]") for index, value in enumerate(values))
+    names = [tool.name for tool in read]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidArgument(
+                f"tools[{index}].function.name", f"{name!r} is the name of tools[{names.index(name)}] too"
+            )
+    return read
+
+
+def _tool(value: Offered, where: str) -> Tool:
+    if isinstance(value, Tool):
+        return value
+    if isinstance(value, Mapping):
+        return _from_dictionary(value, where)
+    if callable(value):
+        return _from_function(value, where)
+    raise InvalidArgument(where, f"must be a dictionary or a function, not {type(value).__name__}")
+
+
+def _from_dictionary(value: Mapping[str, Any], where: str) -> Tool:
+    _known(value, OF_TOOL, where)
+    if value.get("type") != "function":
+        raise InvalidArgument(f"{where}.type", f"must be 'function', not {value.get('type')!r}")
+    function, where = value.get("function"), f"{where}.function"
+    if not isinstance(function, Mapping):
+        raise InvalidArgument(where, f"must be a dictionary, not {type(function).__name__}")
+    _known(function, OF_FUNCTION, where)
+    return Tool(
+        name=_name(function.get("name"), f"{where}.name"),
+        description=_optional(function, "description", str, where) or "",
+        parameters=_parameters(_optional(function, "parameters", Mapping, where), f"{where}.parameters"),
+        strict=bool(_optional(function, "strict", bool, where)),
+    )
+
+
+def _parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    schema = {**_nothing(), **(value or {})}
+    if schema["type"] != "object":
+        raise InvalidArgument(f"{where}.type", f"must be 'object', not {schema['type']!r}")
+    if not isinstance(schema["properties"], Mapping):
+        raise InvalidArgument(f"{where}.properties", "must be a dictionary")
+    required = schema.get("required", [])
+    if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
+        raise InvalidArgument(f"{where}.required", "must be a list of names")
+    try:
+        json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(where, f"must be JSON: {error}") from None
+    return schema
+
+
+def _from_function(function: Callable[..., Any], where: str) -> Tool:
+    name = _name(getattr(function, "__name__", None), f"{where}.name")
+    summary, notes = described(inspect.getdoc(function) or "")
+    hints = hints_of(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        place = f"{where}.{name}.{parameter.name}"
+        if parameter.kind in POSITIONAL:
+            raise InvalidArgument(place, "must be a parameter that can be given by its name")
+        schema = schema_of(hints[parameter.name], place)
+        note = notes.get(parameter.name)
+        properties[parameter.name] = {**schema, "description": note} if note else schema
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return Tool(name=name, description=summary, parameters=schema, function=function)
+
+
+def _name(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
+    if not NAME.fullmatch(value):
+        raise InvalidArgument(where, f"must be 1 to 64 of the characters a-z A-Z 0-9 _ . -, not {value!r}")
+    return value
+
+
+def _optional(values: Mapping[str, Any], key: str, kind: type[Any], where: str) -> Any:
+    value = values.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise InvalidArgument(f"{where}.{key}", f"must be a {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _known(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    if unknown := sorted(map(str, set(value) - known)):
+        raise InvalidArgument(f"{where}.{unknown[0]}", f"is not a field; there are {', '.join(sorted(known))}")
