@@ -1,6 +1,11 @@
 """afterglow: a local-first LLM inference engine on llama.cpp. No token is computed twice."""
 
+from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.parts import CallPart, Reasoning, Text
+from afterglow.chat.reply import Turn, TurnStream
+from afterglow.chat.tools.tool import Tool
 from afterglow.completion import Choice, Completion, Score
+from afterglow.conversation import Conversation
 from afterglow.engine.lifecycle import Stage
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import AfterglowError
@@ -11,13 +16,22 @@ from afterglow.version import __version__
 
 __all__ = [
     "AfterglowError",
+    "CallPart",
     "Choice",
     "Completion",
+    "Conversation",
     "EngineSettings",
+    "Message",
     "Model",
+    "Reasoning",
     "Sampling",
     "Score",
     "Stage",
+    "Text",
+    "Tool",
+    "ToolCall",
+    "Turn",
+    "TurnStream",
     "__version__",
     "load",
 ]

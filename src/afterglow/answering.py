@@ -102,10 +102,12 @@ class Answering(Closing):
         The options are those of `plan` (`tools`, `tool_choice`, `response_format`, `reasoning`, …) and of `request`
         (`max_tokens`, `temperature`, `stop`, …). With `stream` the parts come as they are made.
 
-        >>> model.chat("What is the capital of France?").text
-        'The capital of France is Paris.'
-        >>> model.chat("Is the sky blue?", response_format={"type": "choice", "choices": ["yes", "no"]}).text
-        'yes'
+        >>> model.chat("What is 2+2?").text
+        'The answer to this classic math problem is 4.'
+        >>> model.chat("Is snow black?", response_format={"type": "choice", "choices": ["yes", "no"]}).text
+        'no'
+        >>> model.chat("List two numbers.", response_format=list[int]).parsed
+        [1, 2]
         """
         if stream and n != 1:
             raise InvalidArgument("n", f"must be 1 for a stream, not {n}")
@@ -123,8 +125,8 @@ class Answering(Closing):
     async def chat_async(self, messages: Talk, *, n: int = 1, **options: Any) -> Turn:
         """The same for asyncio. (A stream is for both: `async for part in model.chat(…, stream=True)`.)
 
-        >>> asyncio.run(model.chat_async("What is the capital of France?")).text
-        'The capital of France is Paris.'
+        >>> asyncio.run(model.chat_async("What is 2+2?")).text
+        'The answer to this classic math problem is 4.'
         """
         streams = self.begin(messages, n=n, **options)
         try:
@@ -179,9 +181,9 @@ class Answering(Closing):
         Control tokens that somebody wrote in the messages stay text. The options are those of `plan`. The result
         goes into `complete` or `stream`.
 
-        >>> prompt = model.chat_prompt("What is the capital of France?")
+        >>> prompt = model.chat_prompt("What is 2+2?")
         >>> model.complete(prompt, max_tokens=20).text
-        'The capital of France is Paris.'
+        'The answer to this classic math problem is 4.'
         """
         return self.plan(messages, **options).prompt
 

@@ -115,6 +115,7 @@ class Conversation:
     # --- answering
 
     def _answer(self, history: list[Message], options: dict[str, Any]) -> Turn:
+        turn: Turn
         for _ in range(MAX_ROUNDS):
             turn = self.last = self.model.chat(history, tools=self.tools, **{**self.options, **options})
             history.append(turn.message)

@@ -37,4 +37,25 @@ def response_format(value: Any) -> Format:
         schema = adapter.json_schema()
     except Exception as error:  # whatever a type's own hooks raise
         raise InvalidArgument("response_format", f"must be a dictionary or a type with a schema: {error}") from None
-    return Format(schema_shape(schema), adapter.validate_json)
+    return Format(schema_shape(closed(schema)), adapter.validate_json)
+
+
+def closed(schema: Any) -> Any:
+    """A type's schema without room for members that the type does not have: it would only ignore them.
+
+    >>> closed({"type": "object", "properties": {}})
+    {'type': 'object', 'properties': {}, 'additionalProperties': False}
+    """
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inside = {
+        key: value if key in ("enum", "const", "default", "examples") else closed(value)
+        for key, value in schema.items()
+    }
+    return {**inside, "additionalProperties": False} if _is_record(schema) else inside
+
+
+def _is_record(schema: dict[str, Any]) -> bool:
+    return schema.get("type") == "object" and "properties" in schema and "additionalProperties" not in schema

@@ -16,7 +16,11 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool that the model made. `arguments` is the JSON text as the model wrote it."""
+    """A call of a tool that the model made. `arguments` is the JSON text as the model wrote it.
+
+    >>> ToolCall(id="call_1", name="add", arguments='{"a": 1}').name
+    'add'
+    """
 
     id: str
     name: str

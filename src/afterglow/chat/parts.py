@@ -11,21 +11,33 @@ from afterglow.chat.messages import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of what the model says."""
+    """A piece of what the model says.
+
+    >>> Text("Hello").text
+    'Hello'
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thinks before it says something."""
+    """A piece of what the model thinks before it says something.
+
+    >>> Reasoning("Hm").text
+    'Hm'
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A piece of the call number `index`. The first has its id and name; the arguments of all are one JSON text."""
+    """A piece of the call number `index`. The first has its id and name; the arguments of all are one JSON text.
+
+    >>> CallPart(0, '{"a": ', id="call_1", name="add").name
+    'add'
+    """
 
     index: int
     arguments: str = ""

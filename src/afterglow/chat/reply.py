@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.chat import ChatPlan
@@ -21,8 +21,9 @@ Finish: TypeAlias = Literal["stop", "length", "deadline", "tool_calls"]
 class Turn:
     """What the model said, thought and called, and why it stopped.
 
-    >>> model.chat("What is the capital of France?").text
-    'The capital of France is Paris.'
+    >>> turn = model.chat("What is 2+2?")
+    >>> turn.text, turn.finish
+    ('The answer to this classic math problem is 4.', 'stop')
     """
 
     text: str
@@ -30,7 +31,7 @@ class Turn:
     calls: tuple[ToolCall, ...]
     finish: Finish
     stop: str | int | None  # the stop text, or the token, that ended it
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...] = field(repr=False)
     usage: Usage
     parsed: Any = None  # the text as what the response format asked for, where the answer is complete
     others: tuple[Turn, ...] = ()  # the other answers, where several were asked for
@@ -53,8 +54,9 @@ class Delta:
 class TurnStream:
     """A turn as it comes: iterate over its parts, in a thread or with `async for`. Leaving early cancels it.
 
-    >>> for part in model.chat("Hello", stream=True):
-    ...     print(part.text, end="")
+    >>> for part in model.chat("What is 2+2?", stream=True):
+    ...     print(part.text, end="|")
+    The| answer| to| this| classic| math| problem| is| |4|.|
     """
 
     def __init__(self, stream: Stream, plan: ChatPlan, stops: Sequence[str]) -> None:

@@ -19,7 +19,8 @@ from afterglow import registry
 from afterglow.errors import InvalidArgument
 
 PREFIX = "AFTERGLOW_"
-OTHERS = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_SETTINGS"})  # read elsewhere
+# Read elsewhere, before there are any settings.
+OTHERS = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
 
 
 class Settings(pydantic.BaseModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
@@ -65,14 +64,12 @@ class MarkdownPage:
         self._thought = ""
 
     def __enter__(self) -> MarkdownPage:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.update(Styled(""))
-        self._live.__exit__(kind, error, trace)
+        self._live.stop()
         self._print_thought()
         if self._block.strip():
             self._console.print(Markdown(self._block))

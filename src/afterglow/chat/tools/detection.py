@@ -50,7 +50,7 @@ TOOLS = re.compile(r"\btools\b")
 
 
 def family_of(template: str | None) -> Family:
-    """The family of models with this template; `generic` where it describes no tools, or writes calls as we cannot read.
+    """The family of models with this template; `generic` where it knows no tools, or writes calls as we cannot read.
 
     A generic family's template gets no tools: they are described by `generic_messages`.
 
