@@ -34,6 +34,7 @@ def load(
     unified: bool = False,
     mmap: bool = True,
     mlock: bool = False,
+    chat_template: str | None = None,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
@@ -43,8 +44,8 @@ def load(
     """Load a model by name (`afterglow models` lists them) or by path.
 
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
-    conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one. With
-    `fetch`, a known model that is not here yet is downloaded.
+    conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
+    `chat_template` takes the place of the model's own. With `fetch`, a known model that is not here yet is downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -71,7 +72,7 @@ def load(
             lifecycle.warm(progress)
         case Stage.ACTIVE:
             lifecycle.activate(progress)
-    return Model(lifecycle, str(model), engine or EngineSettings())
+    return Model(lifecycle, str(model), engine or EngineSettings(), chat_template)
 
 
 def usable_cores() -> int:

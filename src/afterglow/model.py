@@ -35,11 +35,14 @@ class Model(Answering):
     ' Paris.'
     """
 
-    def __init__(self, lifecycle: Lifecycle, name: str, settings: EngineSettings) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, name: str, settings: EngineSettings, chat_template: str | None = None
+    ) -> None:
         super().__init__()
         self.name = name
         self._lifecycle = lifecycle
         self._engine_settings = settings
+        self._chat_template = chat_template
         self._engine: EngineThread | None = None
         self._lock = threading.Lock()  # over transitions
         self._scoring = threading.Lock()  # one sequence is kept for it
@@ -237,7 +240,7 @@ class Model(Answering):
         with self._building:
             if self._chat is None or self._chat[0] is not model:
                 self._stop_talking()
-                self._chat = model, Chat(model.vocabulary, model.chat_template())
+                self._chat = model, Chat(model.vocabulary, self._chat_template or model.chat_template())
             return self._chat[1]
 
     def _stop_talking(self) -> None:

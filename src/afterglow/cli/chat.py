@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,8 @@ Temperature = Annotated[float | None, typer.Option(min=0, help="0 always takes t
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 Reasoning = Annotated[str | None, typer.Option(help="on, off, a number of tokens, or an effort such as low.")]
 
+Template = Annotated[Path | None, typer.Option(help="A file with a chat template, instead of the model's own.")]
+
 
 def chat(
     model: Model = None,
@@ -35,6 +38,7 @@ def chat(
     context: Context = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
+    chat_template: Template = None,
     markdown: Annotated[bool | None, typer.Option(help="Draw answers as markdown.")] = None,
     stats: Annotated[bool | None, typer.Option(help="Say after each answer what it took.")] = None,
 ) -> None:
@@ -52,6 +56,7 @@ def chat(
         context=context,
         threads=threads,
         gpu_layers=gpu_layers,
+        chat_template=chat_template,
         markdown=markdown,
         stats=stats,
     )

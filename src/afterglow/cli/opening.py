@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from afterglow import registry
 from afterglow.cli.models import progress_shown
 from afterglow.cli.settings import Settings
-from afterglow.errors import ModelNotFound
+from afterglow.errors import InvalidArgument, ModelNotFound
 from afterglow.loading import load
 from afterglow.model import Model
 
@@ -33,8 +33,17 @@ def open_model(settings: Settings, console: Console) -> Model:
             sequences=settings.sequences,
             threads=settings.threads,
             gpu_layers=settings.gpu_layers,
+            chat_template=template_text(settings.chat_template),
             progress=show,
         )
+
+
+def template_text(path: Path | None) -> str | None:
+    """The chat template in a file."""
+    try:
+        return None if path is None else path.expanduser().read_text()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from None
 
 
 def local_path(name: str) -> Path:

@@ -31,6 +31,7 @@ def run(
     context: chat.Context = None,
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
+    chat_template: chat.Template = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on standard error what it took.")] = False,
 ) -> None:
     """Answer one prompt on standard output, and end."""
@@ -44,6 +45,7 @@ def run(
         context=context,
         threads=threads,
         gpu_layers=gpu_layers,
+        chat_template=chat_template,
     )
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
+from afterglow.chat.grammar import JSON_STYLE
 from afterglow.chat.tools.tool import Tool
 
 Literal: TypeAlias = Callable[[str], str]
@@ -40,7 +41,8 @@ class Grammar:
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
         """A JSON value of this schema."""
-        return self.rule(f"%json {json.dumps(schema)}")
+        styled = {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, Mapping) else schema
+        return self.rule(f"%json {json.dumps(styled)}")
 
     def json_call(self, tool: Tool, *, arguments: str = "arguments", more: Mapping[str, Any] | None = None) -> str:
         """A call of this tool as a JSON object; `more` are other members that may follow."""
