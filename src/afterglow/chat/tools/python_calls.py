@@ -5,7 +5,7 @@ from __future__ import annotations
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.members import Members
 from afterglow.chat.tools.parser import Parser
-from afterglow.chat.tools.scanner import Steps, Verdict
+from afterglow.chat.tools.scanner import Steps, Verdict, is_of_name
 from afterglow.chat.tools.schemas import Place, parameters, separated
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import from_python, parameter_types
@@ -42,7 +42,7 @@ class PythonCall:
 
     def read(self) -> Steps[bool]:
         """Whether this was a call. What was read lies behind the scanner's mark."""
-        name = yield from self._scanner.run(lambda char: char.isalnum() or char in "_.-")
+        name = yield from self._scanner.run(is_of_name)
         name = name.removesuffix(".call")  # Llama's way to write a call of one of its own tools
         if not name or (self._known and name not in self._parser.tools) or not (yield from self._scanner.skip("(")):
             return False

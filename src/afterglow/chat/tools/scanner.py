@@ -30,6 +30,7 @@ class Scanner:
         self._place = 0
         self._mark: int | None = None  # nothing before the place is needed while there is none
         self._ended = False
+        self._short = False  # whether the text ended within what was last looked for
 
     def add(self, text: str) -> None:
         """More text came. What lies before the mark is forgotten."""
@@ -46,6 +47,15 @@ class Scanner:
     def finished(self) -> bool:
         """Whether everything was read and no more comes."""
         return self._ended and self._place == len(self._text)
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether the text ended where more was looked for: at its end, or in the middle of it."""
+        return self.finished or (self._ended and self._short)
+
+    def drop(self) -> None:
+        """Read over everything that is left."""
+        self._place = len(self._text)
 
     def mark(self, back: int = 0) -> None:
         """Remember this place, or one `back` before it: `taken` is what was read since."""
@@ -79,11 +89,13 @@ class Scanner:
 
     def comes(self, *texts: str) -> Steps[str | None]:
         """Which of these texts comes next, without reading over it."""
+        self._short = False
         for size in range(1, max(map(len, texts)) + 1):
             ahead = yield from self.peek(size)
             if ahead in texts:
                 return ahead
-            if len(ahead) < size or not any(text.startswith(ahead) for text in texts):
+            self._short = len(ahead) < size
+            if self._short or not any(text.startswith(ahead) for text in texts):
                 return None
         return None
 
@@ -147,3 +159,8 @@ def beginning_of(text: str, endings: tuple[str, ...]) -> int:
         if any(ending.startswith(tail) for ending in endings):
             return size
     return 0
+
+
+def is_of_name(char: str) -> bool:
+    """Whether a tool's name may hold this character."""
+    return char.isalnum() or char in "_.-"

@@ -10,7 +10,7 @@ from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.members import Members
 from afterglow.chat.tools.parser import NewId, Parser
-from afterglow.chat.tools.scanner import Sink, Steps
+from afterglow.chat.tools.scanner import Sink, Steps, is_of_name
 from afterglow.chat.tools.schemas import Parameter, bare_or_json, parameters
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import from_text, parameter_types
@@ -69,7 +69,7 @@ class TaggedValues(Parser):
         yield from self.scanner.spaces()
         if before and not (yield from self.scanner.skip(before)):
             return False
-        name = yield from self.scanner.run(lambda char: char.isalnum() or char in "_.-")
+        name = yield from self.scanner.run(is_of_name)
         told = (yield from self.scanner.skip(after)) if after else (yield from self._name_ends())
         if not name or not told:
             return False
