@@ -450,7 +450,7 @@ GRANITE = [
     Recorded("nemotron", "several", f"<TOOLCALL>[{item(PARIS)}, {item(NOW)}]</TOOLCALL>", calls=(PARIS, NOW)),
     Recorded("nemotron", "one call", f"<TOOLCALL>[{item(PARIS)}]</TOOLCALL>", calls=(PARIS,), enforced=True),
     Recorded("nemotron", "none", "Ok.<TOOLCALL>[]</TOOLCALL>", text="Ok."),
-    Recorded("apriel", "one call", f"\n<tool_calls>[{item(PARIS)}]</tool_calls>", calls=(PARIS,)),
+    Recorded("apriel", "one call", f"<tool_calls>[{item(PARIS)}]</tool_calls>", calls=(PARIS,), enforced=True),
 ]
 BEGIN, CALL, SEPARATOR, CALL_END, END = (
     "<｜tool▁calls▁begin｜>",  # noqa: RUF001
@@ -587,8 +587,9 @@ HARMONY = [
         ),
         reasoning="Hm, <b>.",
         calls=(PARIS,),
+        enforced=True,
     ),
-    Recorded("harmony", "a call at once", f'{COMMENTARY}{{"city": "Paris"}}<|call|>', calls=(PARIS,)),
+    Recorded("harmony", "a call at once", f'{COMMENTARY}{{"city": "Paris"}}<|call|>', calls=(PARIS,), enforced=True),
     Recorded(
         "harmony",
         "the recipient first",
