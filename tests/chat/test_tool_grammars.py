@@ -118,11 +118,7 @@ def test_arguments_that_the_schema_forbids_are_rejected(family: str, raw: str) -
     assert not accepts(grammar_of(family, parallel=True), raw)
 
 
-SEVERAL = [
-    one
-    for one in RECORDED
-    if one.what == "several" and not one.text and one.family not in ("harmony", "seed", "minimax")
-]
+SEVERAL = [one for one in RECORDED if one.what == "several" and not one.text and one.family not in ("harmony", "seed")]
 
 
 @pytest.mark.parametrize("recorded", SEVERAL, ids=str)

@@ -112,3 +112,10 @@ def test_text_streams_at_once_and_a_marker_is_held_back() -> None:
     assert reader.feed("Hello") == [Text("Hello")]
     assert reader.feed(" <tool_c") == []
     assert reader.feed("ase") == [Text(" <tool_case")]
+
+
+def test_json_that_is_the_answer_streams_too() -> None:
+    reader = FAMILIES["llama"].reader(TOOLS)
+    assert reader.feed('{"na') == []
+    assert reader.feed('mes": [') == [Text('{"names": [')]
+    assert reader.feed("1, 2") == [Text("1, 2")]

@@ -6,9 +6,11 @@ from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.members import Members
 from afterglow.chat.tools.parser import Parser
 from afterglow.chat.tools.scanner import Steps, Verdict, is_of_name
-from afterglow.chat.tools.schemas import Place, parameters, separated
+from afterglow.chat.tools.schemas import NOTES, Place, parameters, separated
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import from_python, parameter_types
+
+SINGLE_QUOTED = r"""/'([^'\\\n]|\\['"\\nrt])*'/"""
 
 
 class PythonValue:
@@ -97,5 +99,14 @@ def _value(grammar: Grammar, place: Place, family: str) -> str:
         elif choice.types == {"null"}:
             written.append(grammar.text("None"))
         else:
-            written.append(grammar.json(choice.alone))
+            written += [grammar.json(choice.alone), *_single_quoted(grammar, choice)]
     return one_of(written)
+
+
+def _single_quoted(grammar: Grammar, place: Place) -> list[str]:
+    """Text between single quotes, where its schema can be kept there."""
+    if place.types != {"string"}:
+        return []
+    if place.values is not None:
+        return [grammar.text(repr(value)) for value in place.values if repr(value).startswith("'")]
+    return [SINGLE_QUOTED] if not set(place.schema) - NOTES - {"type"} else []

@@ -172,8 +172,16 @@ def bare_or_json(grammar: Grammar, place: Place, family: str, *, ending: str, li
             written.append(text_until(grammar, choice, family, ending=ending, lines=lines))
         else:
             space = "SPACE?" if lines else ""
-            written.append(f"{space} {grammar.json(choice.alone)} {space} {grammar.text(ending)}")
+            value = one_of([grammar.json(choice.alone), *_python_words(grammar, choice)])
+            written.append(f"{space} {value} {space} {grammar.text(ending)}")
     return one_of(written)
+
+
+def _python_words(grammar: Grammar, place: Place) -> list[str]:
+    """Many templates write truth and nothing as Python does, and so do their models."""
+    allowed = [True, False] if place.values is None else place.values
+    words = [str(value) for value in allowed if isinstance(value, bool)] if place.types == {"boolean"} else []
+    return [grammar.text(word) for word in (["None"] if place.types == {"null"} else words)]
 
 
 def separated(grammar: Grammar, written: list[tuple[str, bool]], separator: str) -> str:
