@@ -81,6 +81,7 @@ def test_a_tool_that_was_not_offered_is_rejected(recorded: Recorded) -> None:
 WRONG: list[tuple[str, str]] = [
     ("hermes", tag(("get_weather", '{"city": 5}'))),
     ("hermes", tag(("get_weather", "{}"))),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
     ("hermes", tag(("get_weather", '{"city": "Paris", "unit": "kelvin"}'))),
     ("hermes", tag(("search", '{"query": "x", "filters": {"tags": [1]}}'))),
     ("generic", tag(("get_weather", '{"city": "Paris", "more": 1}'))),

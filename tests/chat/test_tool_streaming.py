@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count, pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from tool_outputs import RECORDED, TOOLS, Recorded
+from tool_outputs import RECORDED, TOOLS, Recorded, gemma, glm, quotes, tag, xml
 
 from afterglow.chat.parts import CallPart, Part, Reasoning, Text, together
 from afterglow.chat.tools import FAMILIES
@@ -70,6 +71,28 @@ def test_what_is_no_call_is_given_back_exactly(family: str, text: str) -> None:
     answer = together(read(family, list(text)))
     assert not answer.calls
     assert answer.text == text
+
+
+WRITERS = {
+    "hermes": lambda text: tag(("get_weather", json.dumps({"city": text}))),
+    "mistral-named": lambda text: "[TOOL_CALLS]get_weather[ARGS]" + json.dumps({"city": text}, ensure_ascii=False),
+    "qwen-coder": lambda text: xml("get_weather", city=text),
+    "glm": lambda text: glm("get_weather", city=text),
+    "gemma": lambda text: gemma(f"get_weather{{city:{quotes(text)}}}"),
+    "pythonic": lambda text: f"[get_weather(city={text!r})]",
+    "lfm": lambda text: f"<|tool_call_start|>[get_weather(city={json.dumps(text)})]<|tool_call_end|>",
+    "harmony": lambda text: f"<|channel|>commentary to=functions.get_weather<|message|>{json.dumps({'city': text})}",
+}
+ENDINGS = ("</parameter>", "</arg_value>", '<|"|>')  # no text can hold what ends it
+
+
+@given(family=st.sampled_from(sorted(WRITERS)), text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
+def test_any_text_comes_through_as_an_argument(family: str, text: str) -> None:
+    assume(not any(ending in text or text.endswith("<") for ending in ENDINGS))
+    assume(family != "harmony" or "<|" not in text)  # control tokens, which end a message
+    answer = together(read(family, list(WRITERS[family](text))))
+    assert answer.text == ""
+    assert [json.loads(call.arguments) for call in answer.calls] == [{"city": text}]
 
 
 @pytest.mark.parametrize("recorded", [one for one in RECORDED if one.calls and not one.text], ids=str)

@@ -232,3 +232,15 @@ def test_methods_and_functions_without_hints_are_tools_too() -> None:
     (tool,) = tools([Shop().price])
     assert tool.parameters["properties"] == {"item": {}, "count": {"type": "integer"}}
     assert tool.call('{"item": "pear"}') == "1 pear"
+
+
+def test_a_hint_that_cannot_be_found_is_named() -> None:
+    def lost(value: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(InvalidArgument, match=r"tools\[0\]\.lost.*Nowhere"):
+        tools([lost])
+
+
+def test_a_tool_made_by_hand_can_be_called() -> None:
+    tool = Tool(name="f", parameters={"type": "object", "properties": {"a": {}}}, function=lambda **given: given)
+    assert tool.call('{"a": [1]}') == {"a": [1]}

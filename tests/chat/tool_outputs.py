@@ -114,6 +114,8 @@ def hermes(family: str) -> list[Recorded]:
             calls=(PARIS,),
         ),
         Recorded(family, "no arguments", '<tool_call>{"name": "now"}</tool_call>', calls=(NOW,)),
+        Recorded(family, "null for arguments", tag(("now", "null")), calls=(NOW,)),
+        Recorded(family, "empty text for arguments", tag(("now", '""')), calls=(NOW,)),
         Recorded(
             family,
             "tags inside arguments",
@@ -319,6 +321,16 @@ LLAMA = [
         calls=(PARIS,),
     ),
     Recorded("llama", "its own tools", '<|python_tag|>get_weather.call(city="Paris")', calls=(PARIS,)),
+    Recorded(
+        "llama",
+        "fenced",
+        f"Sure:\n```json\n{item(PARIS, 'parameters')}\n```\nWait.",
+        text="Sure:\nWait.",
+        calls=(PARIS,),
+    ),
+    Recorded(
+        "llama", "other fences", '```json\n{"a": 1}\n```\n```py\nx\n```', text='```json\n{"a": 1}\n```\n```py\nx\n```'
+    ),
     Recorded("llama", "code", "<|python_tag|>print(1)", text="print(1)"),
     Recorded(
         "llama", "a tool nobody has", item(("dance", "{}"), "parameters"), text=item(("dance", "{}"), "parameters")
@@ -358,6 +370,8 @@ PYTHONIC = [
         enforced=True,
     ),
     Recorded("pythonic", "unicode", "Yes:\n[get_weather(city='Zürich ☀️')]", text="Yes:", calls=(ZURICH,)),
+    Recorded("pythonic", "fenced", '```python\n[get_weather(city="Paris")]\n```', calls=(PARIS,)),
+    Recorded("pythonic", "other fences", "```\n[1]\n```", text="```\n[1]\n```"),
     Recorded("pythonic", "a bare word", "[get_weather(city=Paris)]", calls=(PARIS,)),
     Recorded("pythonic", "a string of digits", "[get_weather(city=12)]", calls=(("get_weather", '{"city": "12"}'),)),
     Recorded("pythonic", "a tool nobody has", "[dance(a=1)]", text="[dance(a=1)]"),
@@ -622,6 +636,13 @@ HARMONY = [
         reasoning="Hm, <b>.\n\nHm, <b>.",
     ),
     Recorded("harmony", "broken off", f'{COMMENTARY}{{"city": "Par', calls=(("get_weather", '{"city": "Par'),)),
+    Recorded(
+        "harmony",
+        "ends forgotten",
+        "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi.<|channel|>analysis<|message|>Oh.",
+        text="Hi.",
+        reasoning="Hm.\n\nOh.",
+    ),
     Recorded("harmony", "broken off in the header", "<|channel|>commentary to=fun"),
     Recorded(
         "harmony", "a prompt that began the message", "Just words to=functions.x <", text="Just words to=functions.x <"

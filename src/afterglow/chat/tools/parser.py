@@ -13,6 +13,7 @@ from afterglow.chat.parts import CallPart, Part, Reasoning, Text
 from afterglow.chat.tools.scanner import Scanner, Steps
 from afterglow.chat.tools.tool import Tool
 
+FENCE = "```"
 NewId = Callable[[], str]
 
 
@@ -79,6 +80,14 @@ class Parser:
         else:
             self.say(self.scanner.taken)
         self.scanner.release()
+
+    def fence(self, language: str) -> Steps[str | None]:
+        """Read over a fence that models now and then put around bare calls."""
+        fence = yield from self.scanner.skip(FENCE)
+        if fence:
+            yield from self.scanner.skip(language)
+            yield from self.scanner.spaces()
+        return fence
 
     def _advance(self) -> None:
         try:

@@ -118,9 +118,8 @@ class Scanner:
     def until(self, *endings: str, sink: Sink) -> Steps[str | None]:
         """Give the text before the first of these endings to `sink` as it comes, and read over the ending."""
         while True:
-            found = [(place, text) for text in endings if (place := self._text.find(text, self._place)) >= 0]
-            if found:
-                place, ending = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            place, ending = self._first(endings)
+            if ending:
                 self._give(place - self._place, sink)
                 self.take(len(ending))
                 return ending
@@ -129,6 +128,15 @@ class Scanner:
             if self._ended:
                 return None
             yield
+
+    def _first(self, texts: tuple[str, ...]) -> tuple[int, str]:
+        """The place of the first of these texts, and which it is; "" where none came yet."""
+        first, found = len(self._text), ""
+        for text in texts:
+            place = self._text.find(text, self._place, first + len(text) - 1)
+            if place >= 0:
+                first, found = place, text
+        return first, found
 
     def scan(self, judge: Callable[[str], Verdict], sink: Sink) -> Steps[Verdict]:
         """Give characters to `sink` as they come, until `judge` says that one is the last or stands outside."""

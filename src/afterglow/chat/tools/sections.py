@@ -10,11 +10,9 @@ from functools import partial
 from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.json_calls import value
-from afterglow.chat.tools.parser import NewId, Parser
+from afterglow.chat.tools.parser import FENCE, NewId, Parser
 from afterglow.chat.tools.scanner import Steps, is_of_name
 from afterglow.chat.tools.tool import Tool
-
-FENCE = "```"
 
 
 @dataclass(frozen=True, slots=True)
