@@ -167,14 +167,17 @@ def test_a_call_cannot_be_enforced_without_tools() -> None:
         FAMILIES["hermes"].calls_grammar((), True, quoted)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_control_tokens_stand_in_the_grammar_as_tokens(family: str) -> None:
-    ids = {marker: 256 + index for index, marker in enumerate(FAMILIES[family].markers)}
-    grammar = FAMILIES[family].calls_grammar(
-        TOOLS, True, lambda text: f"<[{ids[text]}]>" if text in ids else json.dumps(text)
-    )
-    assert "<[" in grammar or not ids or family == "llama"  # whose calls need none
-    assert not any(marker in grammar for marker in ids)
+@pytest.mark.parametrize("recorded", ENFORCED, ids=str)
+def test_where_markers_are_control_tokens_the_grammar_wants_the_tokens(recorded: Recorded) -> None:
+    family = FAMILIES[recorded.family]
+    ids = {marker: 1 + index for index, marker in enumerate(family.markers)}  # bytes that no answer holds
+    tokens = recorded.raw
+    for marker, token in ids.items():
+        tokens = tokens.replace(marker, chr(token))
+    grammar = family.calls_grammar(TOOLS, False, lambda text: f"<[{ids[text]}]>" if text in ids else quoted(text))
+    if recorded.what != "tags inside arguments":  # there they are text
+        assert accepts(grammar, tokens)
+    assert tokens == recorded.raw or not accepts(grammar, recorded.raw)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
