@@ -40,7 +40,7 @@ SIGNS: tuple[tuple[tuple[str, ...], Family], ...] = (
     (("List of tools: [",), LFM),
     (("```tool_code",), TOOL_CODE),
     (("[func_name1(params_name1=",), PYTHONIC),
-    (("<|start_header_id|>", '"parameters": '), LLAMA),
+    (('"name": function name, "parameters": dictionary',), LLAMA),
 )
 FAMILIES = {family.name: family for family in (GENERIC, *(family for _, family in SIGNS))}
 

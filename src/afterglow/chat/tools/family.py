@@ -9,6 +9,7 @@ from typing import TypeAlias
 from afterglow.chat.parts import Reader
 from afterglow.chat.tools.grammars import Grammar, Literal
 from afterglow.chat.tools.parser import NewId, new_id
+from afterglow.chat.tools.schemas import check
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
@@ -60,3 +61,5 @@ class Family:
     def _check(self, tools: Sequence[Tool]) -> None:
         if not tools:
             raise InvalidArgument("tools", "must be at least one where a call is enforced")
+        for tool in tools:
+            check(tool)

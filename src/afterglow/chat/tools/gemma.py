@@ -9,7 +9,7 @@ from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.json_calls import value
 from afterglow.chat.tools.parser import NewId, Parser
-from afterglow.chat.tools.scanner import Steps
+from afterglow.chat.tools.scanner import Steps, is_of_name
 from afterglow.chat.tools.schemas import Place, members, separated, text_until
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import ANY, escaped, from_text, parameter_types, quoted
@@ -31,8 +31,8 @@ class GemmaCalls(Parser):
             scanner.mark(len(opening))
             yield from scanner.spaces()
             told = yield from scanner.skip("call:")
-            name = yield from scanner.run(lambda char: char.isalnum() or char in "_.-")
-            if not told or not name or (yield from scanner.peek()) != "{":
+            name = (yield from scanner.run(is_of_name)) if told else ""
+            if not name or (yield from scanner.peek()) != "{":
                 self.give_back(marked=True)
                 continue
             self.begin(name)

@@ -74,7 +74,7 @@ class Harmony(Parser):
 def _named(grammar: Grammar, tool: Tool) -> str:
     """From the tool's name to the end of the call, with the channel before or after the recipient."""
     channel = f"({grammar.text(CHANNEL)} {grammar.text('commentary')})?"
-    kind = f"( SPACE? {grammar.text(CONSTRAIN)} {grammar.text('json')} | {grammar.text(' json')} | SPACE )?"
+    kind = f"( SPACE? {grammar.text(CONSTRAIN)} SPACE? {grammar.text('json')} | {grammar.text(' json')} | SPACE )?"
     return (
         f"{grammar.text(tool.name)} {channel} {kind} {grammar.text(MESSAGE)} "
         f"{grammar.json(tool.parameters)} {grammar.text(CALL)}"

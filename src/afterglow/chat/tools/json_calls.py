@@ -12,6 +12,7 @@ from afterglow.chat.tools.scanner import Scanner, Sink, Steps, Verdict
 OUTSIDE_STRINGS = frozenset('{}[]:,"+-. \t\r\n' + string.ascii_letters + string.digits)
 NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
+MEMBERS = (*NAMES, *ARGUMENTS, "type", "function", "id", "tool_call_id")
 
 
 class JsonValue:
@@ -109,7 +110,8 @@ class JsonCall:
             return False
         key = loaded((yield from collected(scanner))[0])
         yield from scanner.spaces()
-        if not (yield from scanner.skip(":")):
+        # A bare object with another member is an answer: it streams from here on.
+        if (self._known and key not in MEMBERS) or not (yield from scanner.skip(":")):
             return False
         yield from scanner.spaces()
         first = yield from scanner.peek()

@@ -18,7 +18,10 @@ OBJECT = '{"name": "'
 
 
 class BareJson(Parser):
-    """Reads objects where a line begins. Only known names with parameters are calls: answers hold JSON too."""
+    """Reads objects where a line begins, fenced or not.
+
+    Only known names with parameters are calls: answers hold JSON too.
+    """
 
     def read(self) -> Steps[None]:
         while True:
@@ -40,17 +43,20 @@ class BareJson(Parser):
         if tagged:
             yield from scanner.spaces()
         scanner.mark()
+        fence = yield from self.fence("json")
         if (yield from scanner.peek()) == "{":
             call = JsonCall(self, known=True)
             made = yield from call.read()
             if call.broken:
                 yield from scanner.until(PYTHON_TAG, sink=self.argue)
         else:
-            made = tagged and (yield from PythonCall(self, known=True).read())
+            made = tagged and not fence and (yield from PythonCall(self, known=True).read())
         if not made:
             self.give_back(marked=False)
             return False
         yield from scanner.run(lambda char: char in ",;}" or char.isspace())
+        if fence:
+            yield from scanner.skip(fence)
         return True
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.json_calls import value
-from afterglow.chat.tools.scanner import Steps
+from afterglow.chat.tools.scanner import Steps, is_of_name
 from afterglow.chat.tools.tagged_json import TaggedJson, list_family
 from afterglow.chat.tools.tool import Tool
 
@@ -27,13 +27,12 @@ def new_id() -> str:
 class Named(TaggedJson):
     """Reads both forms. An id that the model wrote is kept: the template will write the same again."""
 
-    def block(self, opening: str) -> Steps[None]:
+    def block(self) -> Steps[None]:
         scanner = self.scanner
         if (yield from scanner.peek()) in ("[", "{", " ", "\n"):
-            yield from super().block(opening)
+            yield from super().block()
             return
-        scanner.mark(len(opening))
-        name = yield from scanner.run(lambda char: char.isalnum() or char in "_.-")
+        name = yield from scanner.run(is_of_name)
         id = ""
         if (yield from scanner.skip(CALL_ID)):
             id = yield from scanner.run(str.isalnum)

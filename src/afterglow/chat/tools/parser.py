@@ -13,6 +13,7 @@ from afterglow.chat.parts import CallPart, Part, Reasoning, Text
 from afterglow.chat.tools.scanner import Scanner, Steps
 from afterglow.chat.tools.tool import Tool
 
+FENCE = "```"
 NewId = Callable[[], str]
 
 
@@ -42,7 +43,8 @@ class Parser:
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now."""
         self.scanner.add(text)
-        return self._advance()
+        self._advance()
+        return self._drained()
 
     def finish(self) -> list[Part]:
         """The rest, once no more text comes."""
@@ -73,17 +75,26 @@ class Parser:
 
     def give_back(self, *, marked: bool) -> None:
         """What was read since the mark is no call: it is text, unless it broke off behind a marker."""
-        if not (marked and self.scanner.finished):
+        if marked and self.scanner.broke_off:
+            self.scanner.drop()
+        else:
             self.say(self.scanner.taken)
         self.scanner.release()
 
-    def _advance(self) -> list[Part]:
+    def fence(self, language: str) -> Steps[str | None]:
+        """Read over a fence that models now and then put around bare calls."""
+        fence = yield from self.scanner.skip(FENCE)
+        if fence:
+            yield from self.scanner.skip(language)
+            yield from self.scanner.spaces()
+        return fence
+
+    def _advance(self) -> None:
         try:
             if self._running:
                 next(self._steps)
         except StopIteration:
             self._running = False
-        return self._drained()
 
     def _drained(self) -> list[Part]:
         parts = merged(self._parts)

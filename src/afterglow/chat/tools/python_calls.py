@@ -5,10 +5,12 @@ from __future__ import annotations
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.members import Members
 from afterglow.chat.tools.parser import Parser
-from afterglow.chat.tools.scanner import Steps, Verdict
-from afterglow.chat.tools.schemas import Place, parameters, separated
+from afterglow.chat.tools.scanner import Steps, Verdict, is_of_name
+from afterglow.chat.tools.schemas import NOTES, Place, parameters, separated
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import from_python, parameter_types
+
+SINGLE_QUOTED = r"""/'([^'\\\n]|\\['"\\nrt])*'/"""
 
 
 class PythonValue:
@@ -42,7 +44,7 @@ class PythonCall:
 
     def read(self) -> Steps[bool]:
         """Whether this was a call. What was read lies behind the scanner's mark."""
-        name = yield from self._scanner.run(lambda char: char.isalnum() or char in "_.-")
+        name = yield from self._scanner.run(is_of_name)
         name = name.removesuffix(".call")  # Llama's way to write a call of one of its own tools
         if not name or (self._known and name not in self._parser.tools) or not (yield from self._scanner.skip("(")):
             return False
@@ -97,5 +99,14 @@ def _value(grammar: Grammar, place: Place, family: str) -> str:
         elif choice.types == {"null"}:
             written.append(grammar.text("None"))
         else:
-            written.append(grammar.json(choice.alone))
+            written += [grammar.json(choice.alone), *_single_quoted(grammar, choice)]
     return one_of(written)
+
+
+def _single_quoted(grammar: Grammar, place: Place) -> list[str]:
+    """Text between single quotes, where its schema can be kept there."""
+    if place.types != {"string"}:
+        return []
+    if place.values is not None:
+        return [grammar.text(repr(value)) for value in place.values if repr(value).startswith("'")]
+    return [SINGLE_QUOTED] if not set(place.schema) - NOTES - {"type"} else []

@@ -7,19 +7,19 @@ from functools import partial
 
 from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
-from afterglow.chat.tools.parser import NewId, Parser
+from afterglow.chat.tools.parser import FENCE, NewId, Parser
 from afterglow.chat.tools.python_calls import PythonCall, python_call
 from afterglow.chat.tools.scanner import Steps
 from afterglow.chat.tools.tool import Tool
 
 
 class PythonList(Parser):
-    """Reads `[f(a=1), g()]` where a line begins. Only known names are calls: prose has brackets too."""
+    """Reads `[f(a=1), g()]` where a line begins, fenced or not. Only known names are calls: prose has brackets too."""
 
     def read(self) -> Steps[None]:
         while True:
             self.say((yield from self.scanner.spaces()))
-            if (yield from self.scanner.peek()) == "[" and (yield from self._list()):
+            if (yield from self._list()):
                 continue
             ending = yield from self.scanner.until("\n", sink=self.say)
             if ending is None:
@@ -29,8 +29,15 @@ class PythonList(Parser):
     def _list(self) -> Steps[bool]:
         """Whether a list of calls was read."""
         self.scanner.mark()
-        self.scanner.take(1)
-        return (yield from calls(self, known=True, marked=False))
+        fence = yield from self.fence("python")
+        if not (yield from self.scanner.skip("[")):
+            self.give_back(marked=False)
+            return False
+        made = yield from calls(self, known=True, marked=False)
+        if made and fence:
+            yield from self.scanner.spaces()
+            yield from self.scanner.skip(fence)
+        return made
 
 
 class TaggedPython(Parser):
@@ -107,7 +114,6 @@ def _code(grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
     return f"{newline} {call} {more} {newline} {grammar.text(FENCE)}"
 
 
-FENCE = "```"
 LFM = tagged_family("lfm", "<|tool_call_start|>", "<|tool_call_end|>")
 TOOL_CODE = Family(
     name="tool-code",

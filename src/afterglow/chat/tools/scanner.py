@@ -30,6 +30,7 @@ class Scanner:
         self._place = 0
         self._mark: int | None = None  # nothing before the place is needed while there is none
         self._ended = False
+        self._short = False  # whether the text ended within what was last looked for
 
     def add(self, text: str) -> None:
         """More text came. What lies before the mark is forgotten."""
@@ -46,6 +47,15 @@ class Scanner:
     def finished(self) -> bool:
         """Whether everything was read and no more comes."""
         return self._ended and self._place == len(self._text)
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether the text ended where more was looked for: at its end, or in the middle of it."""
+        return self.finished or (self._ended and self._short)
+
+    def drop(self) -> None:
+        """Read over everything that is left."""
+        self._place = len(self._text)
 
     def mark(self, back: int = 0) -> None:
         """Remember this place, or one `back` before it: `taken` is what was read since."""
@@ -79,11 +89,13 @@ class Scanner:
 
     def comes(self, *texts: str) -> Steps[str | None]:
         """Which of these texts comes next, without reading over it."""
+        self._short = False
         for size in range(1, max(map(len, texts)) + 1):
             ahead = yield from self.peek(size)
             if ahead in texts:
                 return ahead
-            if len(ahead) < size or not any(text.startswith(ahead) for text in texts):
+            self._short = len(ahead) < size
+            if self._short or not any(text.startswith(ahead) for text in texts):
                 return None
         return None
 
@@ -106,9 +118,8 @@ class Scanner:
     def until(self, *endings: str, sink: Sink) -> Steps[str | None]:
         """Give the text before the first of these endings to `sink` as it comes, and read over the ending."""
         while True:
-            found = [(place, text) for text in endings if (place := self._text.find(text, self._place)) >= 0]
-            if found:
-                place, ending = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            place, ending = self._first(endings)
+            if ending:
                 self._give(place - self._place, sink)
                 self.take(len(ending))
                 return ending
@@ -117,6 +128,15 @@ class Scanner:
             if self._ended:
                 return None
             yield
+
+    def _first(self, texts: tuple[str, ...]) -> tuple[int, str]:
+        """The place of the first of these texts, and which it is; "" where none came yet."""
+        first, found = len(self._text), ""
+        for text in texts:
+            place = self._text.find(text, self._place, first + len(text) - 1)
+            if place >= 0:
+                first, found = place, text
+        return first, found
 
     def scan(self, judge: Callable[[str], Verdict], sink: Sink) -> Steps[Verdict]:
         """Give characters to `sink` as they come, until `judge` says that one is the last or stands outside."""
@@ -147,3 +167,8 @@ def beginning_of(text: str, endings: tuple[str, ...]) -> int:
         if any(ending.startswith(tail) for ending in endings):
             return size
     return 0
+
+
+def is_of_name(char: str) -> bool:
+    """Whether a tool's name may hold this character."""
+    return char.isalnum() or char in "_.-"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from afterglow.chat.tools.grammars import Grammar, one_of
+from afterglow.chat.tools.grammars import DATA, Grammar, one_of
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import referred, type_of, types_of
 from afterglow.errors import UnsupportedOption
@@ -17,7 +17,43 @@ NOTES = frozenset(
 DEFINITIONS = ("$defs", "definitions")
 OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS})
 OF_TEXT = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+# What llguidance cannot enforce in any family. It refuses these too, but cannot say in which tool they stand.
+UNENFORCEABLE = frozenset(
+    {"not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"}
+    | {
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+    }
+)
+NAMED = frozenset({"properties", "patternProperties", *DEFINITIONS})  # keywords whose members are names
 DEPTH = 8  # references inside references; a schema that contains itself cannot be written out
+
+
+def check(tool: Tool) -> None:
+    """Refuse a tool whose schema no grammar can enforce, by the keyword's name."""
+    _check(tool.parameters, f"tools.{tool.name}.parameters")
+
+
+def _check(schema: Any, where: str) -> None:
+    if isinstance(schema, list):
+        for index, item in enumerate(schema):
+            _check(item, f"{where}[{index}]")
+    if not isinstance(schema, Mapping):
+        return
+    for keyword, value in schema.items():
+        if keyword in UNENFORCEABLE:
+            raise UnsupportedOption(
+                f"{where}.{keyword}", "calls cannot be enforced with it: leave it out, or use `auto`"
+            )
+        if keyword in NAMED and isinstance(value, Mapping):
+            for name, inner in value.items():
+                _check(inner, f"{where}.{keyword}.{name}")
+        elif keyword not in DATA:
+            _check(value, f"{where}.{keyword}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +86,8 @@ class Place:
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 self.only(frozenset({keyword}), family)
+                if keyword == "oneOf":
+                    self._apart(schema[keyword], family)
                 return [place for choice in schema[keyword] for place in self.inside(choice).choices(family)]
         if "$ref" in schema:
             if self.depth == 0:
@@ -63,6 +101,14 @@ class Place:
         if kinds is None and "enum" in schema:
             return [self.inside({**schema, "enum": [value]}) for value in schema["enum"]]
         return [self]
+
+    def _apart(self, schemas: Sequence[Any], family: str) -> None:
+        """Only one of these may hold: they must be of different types."""
+        kinds = [kind for schema in schemas for kind in types_of(schema, self.root)]
+        if len(kinds) != len(set(kinds)):
+            raise UnsupportedOption(
+                f"{self.where}.oneOf", f"calls as {family} writes them need choices of different types"
+            )
 
     @property
     def alone(self) -> dict[str, Any]:
@@ -126,8 +172,16 @@ def bare_or_json(grammar: Grammar, place: Place, family: str, *, ending: str, li
             written.append(text_until(grammar, choice, family, ending=ending, lines=lines))
         else:
             space = "SPACE?" if lines else ""
-            written.append(f"{space} {grammar.json(choice.alone)} {space} {grammar.text(ending)}")
+            value = one_of([grammar.json(choice.alone), *_python_words(grammar, choice)])
+            written.append(f"{space} {value} {space} {grammar.text(ending)}")
     return one_of(written)
+
+
+def _python_words(grammar: Grammar, place: Place) -> list[str]:
+    """Many templates write truth and nothing as Python does, and so do their models."""
+    allowed = [True, False] if place.values is None else place.values
+    words = [str(value) for value in allowed if isinstance(value, bool)] if place.types == {"boolean"} else []
+    return [grammar.text(word) for word in (["None"] if place.types == {"null"} else words)]
 
 
 def separated(grammar: Grammar, written: list[tuple[str, bool]], separator: str) -> str:

@@ -10,11 +10,9 @@ from functools import partial
 from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.json_calls import value
-from afterglow.chat.tools.parser import NewId, Parser
-from afterglow.chat.tools.scanner import Steps
+from afterglow.chat.tools.parser import FENCE, NewId, Parser
+from afterglow.chat.tools.scanner import Steps, is_of_name
 from afterglow.chat.tools.tool import Tool
-
-FENCE = "```"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Sections(Parser):
     def _call(self) -> Steps[bool]:
         """One call behind its marker; where there is none, what was read is given back."""
         scanner, marks = self.scanner, self._marks
-        head = yield from scanner.run(lambda char: char != "<")
+        head = yield from scanner.run(lambda char: is_of_name(char) or char == ":")
         told = yield from scanner.skip(marks.separator)
         line = (yield from self._line()) if told else ""
         if not told or not (line or head).strip() or scanner.finished:

@@ -25,12 +25,12 @@ class TaggedJson(Parser):
 
     def read(self) -> Steps[None]:
         while opening := (yield from self.scanner.until(*self._openings, sink=self.say)):
-            yield from self.block(opening)
+            self.scanner.mark(len(opening))
+            yield from self.block()
 
-    def block(self, opening: str) -> Steps[None]:
-        """What stands behind the opening."""
+    def block(self) -> Steps[None]:
+        """What stands behind the opening, which is marked."""
         scanner = self.scanner
-        scanner.mark(len(opening))
         yield from scanner.spaces()
         listed = yield from scanner.skip("[")
         made = 0

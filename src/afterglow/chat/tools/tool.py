@@ -54,7 +54,9 @@ class Tool:
         given = self._given(arguments)
         hints = hints_of(self.function)
         where = f"{self.name}.arguments"
-        return self.function(**{key: converted(value, hints[key], f"{where}.{key}") for key, value in given.items()})
+        return self.function(
+            **{key: converted(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()}
+        )
 
     def _given(self, arguments: str) -> dict[str, Any]:
         where = f"{self.name}.arguments"
@@ -64,7 +66,7 @@ class Tool:
             raise InvalidArgument(where, f"must be JSON: {error}") from None
         if not isinstance(given, dict):
             raise InvalidArgument(where, f"must be an object, not {type(given).__name__}")
-        known, required = self.parameters["properties"], self.parameters.get("required", [])
+        known, required = self.parameters.get("properties", {}), self.parameters.get("required", [])
         if unknown := sorted(set(given) - set(known)):
             raise InvalidArgument(
                 f"{where}.{unknown[0]}", f"is not a parameter; there are {', '.join(known) or 'none'}"
@@ -136,7 +138,10 @@ def _parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
 def _from_function(function: Callable[..., Any], where: str) -> Tool:
     name = _name(getattr(function, "__name__", None), f"{where}.name")
     summary, notes = described(inspect.getdoc(function) or "")
-    hints = hints_of(function)
+    try:
+        hints = hints_of(function)
+    except NameError as error:
+        raise InvalidArgument(f"{where}.{name}", f"has a type hint that cannot be found: {error}") from None
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():

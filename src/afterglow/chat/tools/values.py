@@ -58,8 +58,6 @@ def from_text(text: str, types: frozenset[str]) -> str:
     >>> from_text("12", frozenset({"string"})), from_text("12", frozenset({"integer"})), from_text("True", ANY)
     ('"12"', '12', 'true')
     """
-    if types == {"string"}:
-        return quoted(text)
     found = literal(text.strip())
     if found is None or "string" not in types:
         return found or quoted(text)

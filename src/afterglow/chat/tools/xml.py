@@ -10,7 +10,7 @@ from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.members import Members
 from afterglow.chat.tools.parser import NewId, Parser
-from afterglow.chat.tools.scanner import Sink, Steps
+from afterglow.chat.tools.scanner import Sink, Steps, is_of_name
 from afterglow.chat.tools.schemas import Parameter, bare_or_json, parameters
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import from_text, parameter_types
@@ -28,6 +28,7 @@ class Tags:
     end: str  # of one call in the block; "" where the closing is its end
     lines: bool  # a value may stand on lines of its own: one newline before it and one after it are not part of it
     bare: bool = False  # calls may come without the opening
+    block: bool = False  # several calls stand in one block
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ class TaggedValues(Parser):
         yield from self.scanner.spaces()
         if before and not (yield from self.scanner.skip(before)):
             return False
-        name = yield from self.scanner.run(lambda char: char.isalnum() or char in "_.-")
+        name = yield from self.scanner.run(is_of_name)
         told = (yield from self.scanner.skip(after)) if after else (yield from self._name_ends())
         if not name or not told:
             return False
@@ -179,13 +180,15 @@ def tags_family(name: str, tags: Tags, *, markers: tuple[str, ...]) -> Family:
         value = bare_or_json(grammar, parameter.place, name, ending=tags.value[1], lines=tags.lines)
         return grammar.rule(f"{key} {between} {value} SPACE?") + ("" if parameter.required else "?")
 
-    def body(grammar: Grammar, tools: Sequence[Tool]) -> str:
+    def body(grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.end else ""
-        return f"{space} {one_of(call(grammar, tool) for tool in tools)} {space} {grammar.text(tags.closing)}"
+        calls = grammar.rule(one_of(call(grammar, tool) for tool in tools))
+        more = f"(SPACE? {calls})*" if parallel and tags.block else ""
+        return f"{space} {calls} {more} {space} {grammar.text(tags.closing)}"
 
     def write(grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
-        whole = grammar.rule(f"{grammar.text(tags.opening)} {body(grammar, tools)}")
-        return f"{whole} (SPACE? {whole})*" if parallel else whole
+        whole = grammar.rule(f"{grammar.text(tags.opening)} {body(grammar, tools, parallel)}")
+        return f"{whole} (SPACE? {whole})*" if parallel and not tags.block else whole
 
     return Family(
         name=name,
@@ -193,7 +196,7 @@ def tags_family(name: str, tags: Tags, *, markers: tuple[str, ...]) -> Family:
         triggers=(tags.opening,),
         parser=partial(TaggedValues, tags=tags),
         write=write,
-        write_after=lambda grammar, tools, trigger: body(grammar, tools),
+        write_after=lambda grammar, tools, trigger: body(grammar, tools, True),
     )
 
 
@@ -231,6 +234,7 @@ MINIMAX = tags_family(
         value=("", "</parameter>"),
         end="</invoke>",
         lines=False,
+        block=True,
     ),
     markers=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
