@@ -140,7 +140,8 @@ def after_thought(shape: Shape, style: ThoughtStyle, literal: Literal, *, open: 
         rest = f"rest: THOUGHT? {closes}\nTHOUGHT: /(.|\\n)+/"
     else:
         rest = f"rest[suffix={closes}]: /(.|\\n)*/"
-    begin = "rest gap" if open else f"({literal(style.opens)} rest gap)?"
+    rest_and_gap = f"rest {literal(style.follows) if style.follows else 'gap'}"
+    begin = rest_and_gap if open else f"({literal(style.opens)} {rest_and_gap})?"
     lark = f"start: {begin} @answer\n{rest}\ngap: /\\s{{0,8}}/"
     first, *others = flat(shape)
     return json.dumps({"grammars": [{"lark_grammar": lark}, {"name": "answer", **first}, *others]}, ensure_ascii=False)

@@ -9,7 +9,8 @@ from afterglow.chat.parts import Part, Reader, Reasoning
 
 @dataclass(frozen=True, slots=True)
 class ThoughtStyle:
-    """The texts around a thought. `ending` closes one that took too long; what follows is the answer.
+    """The texts around a thought. `ending` closes one that took too long; what follows is the answer. `follows` is
+    what a model writes between a thought and the answer.
 
     >>> style_of("{% if thinking %}<think>{% endif %}").closes
     '</think>'
@@ -18,6 +19,7 @@ class ThoughtStyle:
     opens: str
     closes: str
     ending: str
+    follows: str = ""
 
     def is_open(self, prompt: str) -> bool:
         """Whether the prompt ends inside a thought: the template began it."""
@@ -25,7 +27,10 @@ class ThoughtStyle:
 
 
 HARMONY = ThoughtStyle(
-    "<|channel|>analysis<|message|>", "<|end|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<|start|>assistant",
 )
 STYLES = (
     HARMONY,
@@ -49,7 +54,7 @@ def style_of(template: str | None) -> ThoughtStyle | None:
     """How the model of this template marks thoughts; None where it has none."""
     if template is None:
         return None
-    if "<|channel|>" in template and "analysis" in template:
+    if "<|channel|>" in template and "<|message|>" in template:
         return HARMONY
     return next((style for style in STYLES if style.opens in template or style.closes in template), None)
 

@@ -82,12 +82,9 @@ def _named(grammar: Grammar, tool: Tool) -> str:
 
 
 def _write(grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
-    """One call, also where several are allowed: `<|call|>` ends the turn. Thoughts may come before it."""
-    thought = f"{grammar.texts(CHANNEL, 'analysis', MESSAGE)} {grammar.free(END)} {grammar.texts(START, 'assistant')}"
+    """One call, also where several are allowed: `<|call|>` ends the turn."""
     calls = one_of(_named(grammar, tool) for tool in tools)
-    return (
-        f"({thought})? ({grammar.text(CHANNEL)} {grammar.text('commentary')})? {grammar.text(' to=functions.')} {calls}"
-    )
+    return f"({grammar.text(CHANNEL)} {grammar.text('commentary')})? {grammar.text(' to=functions.')} {calls}"
 
 
 HARMONY = Family(

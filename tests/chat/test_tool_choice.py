@@ -1,0 +1,134 @@
+"""`tool_choice` is enforced, on any template: shown on a model with random weights, which would say anything."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+import afterglow
+from afterglow import tiny
+from afterglow.chat.choice import tool_choice
+from afterglow.chat.tools.detection import SIGNS, family_of
+from afterglow.chat.tools.tool import tools as read_tools
+from afterglow.errors import InvalidArgument
+
+PAINT = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"paint": PAINT, "rest": NOTHING}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+
+
+def template(signs: tuple[str, ...]) -> str:
+    """A template that mentions what tells its family."""
+    marks = " ".join(signs).replace("'", "\\'")
+    lines = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    return "{% set marks = '" + marks + "' %}{% if tools %}{{ tools | tojson }}{% endif %}" + lines
+
+
+FAMILIES = {family_of(template(signs)).name: template(signs) for signs, _ in SIGNS}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    with afterglow.load(
+        tiny.path("attention"), context=2048, sequences=2, chat_template=FAMILIES[request.param]
+    ) as model:
+        yield model
+
+
+def answers(model, **options):
+    for seed in range(3):
+        yield model.chat("Hello", tools=TOOLS, temperature=1.0, seed=seed, max_tokens=600, **options)
+
+
+def assert_fits(call) -> None:
+    jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+
+
+def test_there_are_templates_of_many_families():
+    assert len(FAMILIES) >= 18
+
+
+def test_required_is_a_call_of_one_of_the_tools(model):
+    for turn in answers(model, tool_choice="required", parallel_tool_calls=False, reasoning=False):
+        assert turn.finish == "tool_calls"
+        assert turn.text == ""
+        (call,) = turn.calls
+        assert_fits(call)
+
+
+def test_several_calls_come_where_they_may(model):
+    for turn in answers(model, tool_choice="required", reasoning=False):
+        assert turn.calls
+        for call in turn.calls if turn.finish == "tool_calls" else turn.calls[:-1]:
+            assert_fits(call)
+
+
+def test_a_named_function_is_the_one_that_is_called(model):
+    for turn in answers(
+        model,
+        tool_choice={"type": "function", "function": {"name": "paint"}},
+        parallel_tool_calls=False,
+        reasoning=False,
+    ):
+        (call,) = turn.calls
+        assert call.name == "paint"
+        assert_fits(call)
+
+
+def test_none_is_no_call(model):
+    for turn in answers(model, tool_choice="none"):
+        assert not turn.calls
+        assert turn.text
+
+
+def test_with_auto_a_call_that_is_begun_fits(model):
+    """The random model is made to begin one by a prompt that ends where a call begins."""
+    plan = model.plan("Hello", tools=TOOLS)
+    for beginning, _ in plan.constraint.after if plan.constraint else ():
+        free = model.complete(plan.prompt, max_tokens=5, temperature=1.0, seed=3).text
+        assert beginning.decode() not in free  # by itself it never would
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "names"),
+    [
+        (None, "auto", ["paint", "rest"]),
+        ("none", "none", ["paint", "rest"]),
+        ("required", "required", ["paint", "rest"]),
+        ({"type": "function", "function": {"name": "rest"}}, "required", ["rest"]),
+        ({"type": "function", "name": "rest"}, "required", ["rest"]),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "paint"}}]},
+            },
+            "required",
+            ["paint"],
+        ),
+    ],
+)
+def test_every_way_to_choose_is_read(value, mode, names):
+    choice = tool_choice(value, read_tools(TOOLS))
+    assert (choice.mode, [tool.name for tool in choice.tools]) == (mode, names)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["always", 7, {"type": "custom"}, {"type": "function", "function": {"name": "sing"}}, {"type": "allowed_tools"}],
+)
+def test_other_choices_are_refused(value):
+    with pytest.raises(InvalidArgument, match="tool_choice"):
+        tool_choice(value, read_tools(TOOLS))
+
+
+def test_required_without_tools_is_refused():
+    with pytest.raises(InvalidArgument, match="no tools are offered"):
+        tool_choice("required", ())
