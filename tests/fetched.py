@@ -39,9 +39,7 @@ class Archive:
     sha256: str
 
 
-LLAMA_CPP = Archive(
-    "xllamacpp", "2026.10.11549", "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b"
-)
+LLAMA_CPP = Archive("xllamacpp", "2026.10.11549", "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b")
 JSON_SCHEMA = Archive("jsonschema", "4.26.0", "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326")
 
 
