@@ -92,7 +92,9 @@ def render(source: str, variables: dict[str, Any], now: datetime.datetime) -> di
             if size > OUTPUT:
                 return {"error": f"it writes more than {OUTPUT:,} characters", "line": None}
             parts.append(part)
-        return {"text": "".join(parts)}
+        text = "".join(parts)
+        text.encode()  # half a surrogate pair is no text
+        return {"text": text}
     except jinja2.TemplateSyntaxError as error:
         return {"error": error.message or "syntax error", "line": error.lineno}
     except jinja2.TemplateError as error:
