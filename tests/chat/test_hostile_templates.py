@@ -116,9 +116,8 @@ def test_a_hostile_template_gets_an_error_soon_and_the_next_rendering_works(name
 )
 def test_what_a_template_reaches_for_and_does_not_get_is_nothing(source):
     """Jinja gives an undefined value, which is written as nothing, or refuses."""
-    with ChatTemplate(source) as template:
-        with contextlib.suppress(InvalidTemplate):
-            assert template.render(CONVERSATION) == ""
+    with ChatTemplate(source) as template, contextlib.suppress(InvalidTemplate):
+        assert template.render(CONVERSATION) == ""
 
 
 def test_many_small_waits_are_one_long_one(monkeypatch):
