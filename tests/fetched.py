@@ -63,7 +63,8 @@ def chat_templates() -> dict[str, Path]:
 
 
 def schema_suite(draft: str = "draft2020-12") -> list[SchemaCase]:
-    """JSON-Schema-Test-Suite, as the package jsonschema carries it; `optional` parts are left out.
+    """JSON-Schema-Test-Suite, as the package jsonschema carries it. Its optional parts have names of their own, such as
+    `draft2020-12/optional/format`.
 
     >>> schema_suite()[0].file
     'additionalProperties.json'
@@ -76,7 +77,7 @@ def schema_suite(draft: str = "draft2020-12") -> list[SchemaCase]:
             tuple((test["description"], test["data"], test["valid"]) for test in case["tests"]),
         )
         for path in files(JSON_SCHEMA, f"*/json/tests/{draft}/*.json")
-        if path.parent.name == draft
+        if path.parent.as_posix().endswith(f"/{draft}")  # a star matches folders too
         for case in json.loads(path.read_text(encoding="utf-8"))
     ]
 
