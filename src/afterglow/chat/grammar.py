@@ -12,12 +12,16 @@ from typing import Any, TypeAlias
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from afterglow.chat.keywords import enforceable
 from afterglow.chat.reasoning import ThoughtStyle
 from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
 Shape: TypeAlias = dict[str, Any]  # one grammar as llguidance lists them: {"lark_grammar": …} or {"json_schema": …}
 Literal: TypeAlias = Callable[[str], str]  # how a text is written in a grammar; control tokens are no text
-JSON_STYLE = {"whitespace_pattern": r"[ \n\t]{0,20}"}  # free enough to indent; without a bound, models fill pages
+JSON_STYLE = {
+    "whitespace_pattern": r"[ \n\t]{0,20}",  # free enough to indent; without a bound, models fill pages
+    "json_allowed_escapes": 'nrbtf\\"',  # with \u, a name could be spelled so that its schema does not see it
+}
 KEYS = {
     "text": set(),
     "json_object": set(),
@@ -53,6 +57,7 @@ def schema_shape(schema: Mapping[str, Any] | bool) -> Shape:
         plain = json.loads(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidArgument("json_schema", f"is not JSON: {error}") from None
+    plain = enforceable(plain)
     shape: Shape = {"json_schema": {**plain, "x-guidance": JSON_STYLE} if isinstance(plain, dict) else plain}
     check(shape)
     return shape

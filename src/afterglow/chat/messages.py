@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from afterglow.chat.habits import Habits, with_reasoning
 from afterglow.errors import InvalidArgument
 
+USUAL = Habits()
 KNOWN = frozenset(
     {"role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "refusal"}
 )
@@ -115,17 +118,29 @@ def _optional(value: Any, where: str) -> str | None:
     return None if value is None else _text(value, where)
 
 
-def readable(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: transformers' dictionaries, arguments as objects."""
-    written: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        written["reasoning_content"] = message.reasoning
+def readable(message: Message, habits: Habits = USUAL) -> dict[str, Any]:
+    """A message as a chat template expects it: transformers' dictionaries, written after the template's habits.
+
+    >>> readable(Message(role="user", content="Hello"))
+    {'role': 'user', 'content': 'Hello'}
+    """
+    content: Any = message.content
+    if message.tool_calls and not content and habits.calls is not None:
+        content = habits.calls.content
+    if habits.parts and content is not None:
+        content = [{"type": "text", "text": content}]
+    written: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
-        written["tool_calls"] = [_readable_call(call) for call in message.tool_calls]
+        text = habits.calls is not None and habits.calls.text
+        written["tool_calls"] = [_readable_call(call, text) for call in message.tool_calls]
     if message.tool_call_id is not None:
         written["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         written["name"] = message.name
+    if message.reasoning is not None:
+        return with_reasoning(written, habits.reasoning, message.reasoning)
+    if habits.thoughtful and message.role == "assistant":
+        return with_reasoning(written, habits.reasoning, "")
     return written
 
 
@@ -144,9 +159,10 @@ def plain(message: Message) -> dict[str, Any]:
     return written
 
 
-def _readable_call(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:  # what the model wrote is not JSON: the template gets it as it is
-        arguments = call.arguments
+def _readable_call(call: ToolCall, text: bool) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if not text:
+        # Where what the model wrote is not JSON, the template gets it as it is.
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

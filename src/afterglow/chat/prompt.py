@@ -100,7 +100,8 @@ class PromptBuilder:
 
     def _ends(self, messages: Sequence[Message]) -> set[int]:
         """After how many messages a later prompt is likely to part from this one."""
-        system = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+        told = ("system", "developer")
+        system = next((index for index, message in enumerate(messages) if message.role not in told), len(messages))
         return {system, *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
 
     def _shield(self, message: Message, mark: str) -> Message:

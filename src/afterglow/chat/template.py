@@ -7,24 +7,36 @@ else.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import select
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from afterglow.chat import template_child
+from afterglow.chat.adapting import adapted, second_tries
+from afterglow.chat.habits import Habits, Turn, learn
 from afterglow.chat.messages import Message, readable
 from afterglow.closing import Closing
 from afterglow.errors import InvalidTemplate
 
-PATIENCE = 5.0  # seconds for one rendering, and the child's start
+PATIENCE = 5.0  # seconds for one rendering with all its attempts, and the child's start
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class Refused(InvalidTemplate):
+    """The template gave an answer, and it was no."""
+
+
+class Exhausted(InvalidTemplate):
+    """The template gave no answer in its time and memory: it is not asked again."""
 
 
 class ChatTemplate(Closing):
@@ -35,11 +47,19 @@ class ChatTemplate(Closing):
     '<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
-    def __init__(self, source: str | None, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        clock: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
         self.source = CHATML if source is None else source
         self._variables = dict(variables or {})
+        self._clock = clock
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
+        self._habits: Habits | None = None
 
     def render(
         self,
@@ -51,53 +71,90 @@ class ChatTemplate(Closing):
     ) -> str:
         """The conversation as text, open for the assistant's answer where `generation`.
 
-        A template that refuses system messages gets their text in front of the first user message instead; what it
-        refuses then is an `InvalidTemplate` with its reason and line.
+        It is written as the template wants it: what that is, is found out once with small conversations
+        (`chat.habits`), and heeded (`chat.adapting`). What the template refuses nevertheless is rewritten and tried
+        again; what it refuses in every form is an `InvalidTemplate` with the first reason and its line. `arguments`
+        are the template's own variables, such as `enable_thinking`. All of it together takes five seconds at most.
         """
-        extra = {"tools": list(tools) or None, "add_generation_prompt": generation, **(arguments or {})}
+        until = time.monotonic() + PATIENCE
+        habits = self._learned(until)
+        told = adapted(messages, habits)
+        given = self._given(list(tools) or None, habits.nothing, generation) | dict(arguments or {})
         try:
-            return self._render(messages, extra)
-        except InvalidTemplate:
-            merged = without_system(messages)
-            if merged == list(messages):
-                raise
-            return self._render(merged, extra)
+            return self._written(told, habits, given, until)
+        except Refused as refusal:
+            for other in second_tries(told):
+                with contextlib.suppress(Refused):
+                    return self._written(other, habits, given, until)
+            raise refusal from None
+
+    def habits(self) -> Habits:
+        """How this template wants conversations written, and what it does not show."""
+        return self._learned(time.monotonic() + PATIENCE)
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _render(self, messages: Sequence[Message], extra: dict[str, Any]) -> str:
-        variables = {**self._variables, **extra, "messages": [readable(message) for message in messages]}
-        request = json.dumps({"template": self.source, "variables": variables})
+    def _learned(self, until: float) -> Habits:
+        """Two threads may find it out at the same time; they find the same."""
+        if self._habits is None:
+
+            def attempt(turns: Sequence[Turn], tools: Sequence[Turn] | None, nothing: bool) -> str | None:
+                try:
+                    return self._render(turns, self._given(tools, nothing, True), until)
+                except Refused:
+                    return None
+
+            self._habits = learn(self.source, attempt)
+        return self._habits
+
+    def _given(self, tools: Sequence[Any] | None, nothing: bool, generation: bool) -> dict[str, Any]:
+        given: dict[str, Any] = {"add_generation_prompt": generation}
+        if tools is not None or nothing:
+            given["tools"] = tools
+        return given | ({"documents": None} if nothing else {})
+
+    def _written(self, messages: Sequence[Message], habits: Habits, given: dict[str, Any], until: float) -> str:
+        return self._render([readable(message, habits) for message in messages], given, until)
+
+    def _render(self, turns: Sequence[Turn], given: dict[str, Any], until: float) -> str:
+        variables = {**self._variables, **given, "messages": turns}
+        now = self._clock().isoformat()
+        request = json.dumps({"template": self.source, "variables": variables, "now": now})
         with self._lock:
-            answer = self._ask(request)
+            answer = self._ask(request, until)
         if "error" in answer:
-            raise InvalidTemplate(answer["error"], answer["line"])
+            raise Refused(answer["error"], answer["line"])
         return str(answer["text"])
 
-    def _ask(self, request: str) -> dict[str, Any]:
+    def _ask(self, request: str, until: float) -> dict[str, Any]:
+        patience = max(0.0, until - time.monotonic())
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
-        watch = threading.Timer(PATIENCE, child.kill)  # also where the pipe is full and nobody reads it
+        watch = threading.Timer(patience, child.kill)  # also where the pipe is full and nobody reads it
         watch.start()
         try:
             child.stdin.write(request + "\n")
             child.stdin.flush()
-            line = child.stdout.readline() if select.select([child.stdout], [], [], PATIENCE)[0] else ""
+            line = child.stdout.readline() if select.select([child.stdout], [], [], patience)[0] else ""
         except BrokenPipeError:
             line = ""
+        except BaseException:  # an interrupt: the answer that still comes must not be taken for the next one's
+            self._end()
+            raise
         finally:
             watch.cancel()
         if not line:
             self._end()
-            raise InvalidTemplate(f"it took longer than {PATIENCE:.0f} s, or more memory than it may have", None)
+            raise Exhausted(f"it took longer than {PATIENCE:.0f} s, or more memory than it may have", None)
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "afterglow.chat.template_child"]
+        # By its path: as a module it would import all of afterglow first, and take three times as long.
+        command = [sys.executable, "-P", template_child.__file__]
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -109,14 +166,3 @@ class ChatTemplate(Closing):
             child.kill()
             with contextlib.suppress(BrokenPipeError):
                 child.communicate()
-
-
-def without_system(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with the text of its system messages in front of the first user message."""
-    system = [message.content for message in messages if message.role == "system" and message.content]
-    rest = [message for message in messages if message.role != "system"]
-    for index, message in enumerate(rest):
-        if system and message.role == "user":
-            rest[index] = replace(message, content="\n\n".join([*system, message.content]))
-            return rest
-    return list(messages)

@@ -1,7 +1,7 @@
 """Renders chat templates in a process of its own: a template from a model file is hostile input.
 
-Reads one JSON object a line (template, variables), writes one a line (text, or error and line). Memory and the size of
-the output are bounded here; time is bounded by whoever waits.
+Reads one JSON object a line (template, variables, now), writes one a line (text, or error and line). Memory and the
+size of the output are bounded here; time is bounded by whoever waits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import json
 import resource
 import sys
+import types
 from typing import Any
 
 import jinja2
@@ -21,6 +22,7 @@ import jinja2.sandbox
 
 MEMORY = 1024**3
 OUTPUT = 16 * 1024**2
+OWN = frozenset({"append", "extend", "insert", "pop"})  # what a template may do to a list that it made
 
 
 class Generation(jinja2.ext.Extension):
@@ -33,27 +35,47 @@ class Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+class Given(list[Any]):
+    """A list that came with the request: it stays as it is."""
+
+
+class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Templates may build lists of their own, as some do to pair calls with results; transformers refuses them."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if type(obj) is list and attr in OWN:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
+
+def environment() -> Environment:
     """Set up as transformers does, because that is what template authors test with."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    made = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = strftime_now
     return made
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=listed, **options)
 
 
 def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+def listed(value: Any) -> list[Any]:
+    """What `map` and `select` give is not JSON yet."""
+    if isinstance(value, types.GeneratorType):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def given(value: Any) -> Any:
+    """What was read, with lists that the template cannot change."""
+    if isinstance(value, dict):
+        return {key: given(item) for key, item in value.items()}
+    return Given(map(given, value)) if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=16)
@@ -61,15 +83,18 @@ def compiled(source: str) -> jinja2.Template:
     return environment().from_string(source)
 
 
-def render(source: str, variables: dict[str, Any]) -> dict[str, Any]:
+def render(source: str, variables: dict[str, Any], now: datetime.datetime) -> dict[str, Any]:
     try:
         size, parts = 0, []
-        for part in compiled(source).generate(**variables):
+        shown = {"strftime_now": lambda pattern: now.strftime(pattern), **given(variables)}
+        for part in compiled(source).generate(**shown):
             size += len(part)
             if size > OUTPUT:
                 return {"error": f"it writes more than {OUTPUT:,} characters", "line": None}
             parts.append(part)
-        return {"text": "".join(parts)}
+        text = "".join(parts)
+        text.encode()  # half a surrogate pair is no text
+        return {"text": text}
     except jinja2.TemplateSyntaxError as error:
         return {"error": error.message or "syntax error", "line": error.lineno}
     except jinja2.TemplateError as error:
@@ -96,7 +121,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(render(request["template"], request["variables"])), flush=True)
+        now = datetime.datetime.fromisoformat(request["now"])
+        print(json.dumps(render(request["template"], request["variables"], now)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""Downloads one source archive from wherever pip is configured to look: `python fetch_child.py NAME VERSION FILE`.
+
+`pip download` would build the archive's metadata, which takes half a minute and tools; its own parts only find and
+fetch. They are pip's inside, so they stay in this file and in a process of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pip._internal.commands import create_command
+
+CHUNK = 1 << 20
+
+
+def main(name: str, version: str, destination: Path) -> None:
+    command = create_command("download")
+    with command.main_context():
+        options, _ = command.parse_args(["--no-binary", ":all:", "--quiet", "--no-input"])
+        session = command.get_default_session(options)
+        finder = command._build_package_finder(options, session)
+        links = [found.link for found in finder.find_all_candidates(name) if str(found.version) == version]
+        if not links:
+            sys.exit(f"pip finds no source archive of {name} {version}; see `pip config list`")
+        answer = session.get(links[0].url_without_fragment, stream=True)
+        answer.raise_for_status()
+        with destination.open("wb") as output:
+            for chunk in answer.iter_content(CHUNK):
+                output.write(chunk)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
