@@ -107,6 +107,11 @@ class Model(Answering):
         return frozenset(name for name, answer in answers.items() if answer)
 
     @property
+    def chat_template(self) -> str | None:
+        """The template that conversations are written with; None: there is none, and ChatML is used."""
+        return self._chat_template or self._lifecycle.model.chat_template()
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """The model's tokens."""
         return self._lifecycle.model.vocabulary
@@ -240,7 +245,7 @@ class Model(Answering):
         with self._building:
             if self._chat is None or self._chat[0] is not model:
                 self._stop_talking()
-                self._chat = model, Chat(model.vocabulary, self._chat_template or model.chat_template())
+                self._chat = model, Chat(model.vocabulary, self.chat_template)
             return self._chat[1]
 
     def _stop_talking(self) -> None:

@@ -12,7 +12,7 @@ from afterglow import tiny
 from afterglow.chat.choice import tool_choice
 from afterglow.chat.tools.detection import SIGNS, family_of
 from afterglow.chat.tools.tool import tools as read_tools
-from afterglow.errors import InvalidArgument
+from afterglow.errors import InvalidArgument, UnsupportedOption
 
 PAINT = {
     "type": "object",
@@ -86,15 +86,42 @@ def test_a_named_function_is_the_one_that_is_called(model):
 def test_none_is_no_call(model):
     for turn in answers(model, tool_choice="none"):
         assert not turn.calls
-        assert turn.text
+        assert turn.text or turn.reasoning
 
 
-def test_with_auto_a_call_that_is_begun_fits(model):
-    """The random model is made to begin one by a prompt that ends where a call begins."""
+def test_with_auto_calls_are_enforced_from_their_beginning_on(model):
     plan = model.plan("Hello", tools=TOOLS)
-    for beginning, _ in plan.constraint.after if plan.constraint else ():
-        free = model.complete(plan.prompt, max_tokens=5, temperature=1.0, seed=3).text
-        assert beginning.decode() not in free  # by itself it never would
+    family = family_of(model.chat_template)
+    if family.triggers:
+        assert {beginning.decode() for beginning, _ in plan.constraint.after} == set(family.triggers)
+        assert not plan.constraint.once
+        assert model.plan("Hello", tools=TOOLS, parallel_tool_calls=False).constraint.once
+    else:
+        assert plan.constraint.grammar  # a call, or text that does not begin like one
+
+
+LIST = {"type": "object", "properties": {"all": {"type": "array", "uniqueItems": True}}}
+
+
+def listing(**options: object) -> list[dict[str, object]]:
+    return [{"type": "function", "function": {"name": "list", "parameters": LIST, **options}}]
+
+
+def test_a_strict_tool_that_cannot_be_enforced_is_refused_by_its_keyword(model):
+    with pytest.raises(UnsupportedOption, match=r"uniqueItems"):
+        model.plan("Hello", tools=listing(strict=True))
+    with pytest.raises(UnsupportedOption, match=r"uniqueItems"):
+        model.plan("Hello", tools=listing(), tool_choice="required")
+
+
+def test_other_tools_promise_nothing_and_are_not_refused(model):
+    assert model.plan("Hello", tools=listing()).constraint is None
+
+
+def test_a_response_format_beside_tools_is_either_of_them(model):
+    format = {"type": "choice", "choices": ["yes", "no"]}
+    for turn in answers(model, response_format=format, parallel_tool_calls=False, reasoning=False):
+        assert turn.calls or turn.text in ("yes", "no")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from afterglow.chat.reasoning import HARMONY, ReasoningReader, style_of
 from afterglow.chat.template import ChatTemplate
 from afterglow.chat.thinking import Thinking, thinking
 from afterglow.chat.tools.detection import family_of
+from afterglow.chat.tools.family import Family
 from afterglow.chat.tools.generic import generic_messages
 from afterglow.chat.tools.tagged_json import GENERIC
 from afterglow.chat.tools.tool import Offered, Tool
@@ -27,6 +28,7 @@ from afterglow.closing import Closing
 from afterglow.engine.constraint import Constraint
 from afterglow.engine.request import Request
 from afterglow.engine.thought import ThoughtBudget
+from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 
 
@@ -77,7 +79,6 @@ class Chat(Closing):
     """
 
     def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
-        self.family = family_of(template)
         self.style = style_of(template)
         self._vocabulary = vocabulary
         special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
@@ -108,6 +109,12 @@ class Chat(Closing):
         self._template.close()
 
     @functools.cached_property
+    def family(self) -> Family:
+        """How this model calls tools: as its template says, where that really shows them to the model."""
+        family = family_of(self._source)
+        return family if family is GENERIC or self._template.habits().tools else GENERIC
+
+    @functools.cached_property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens that end a turn of this family's models beside the model's own ends."""
         control = self._vocabulary.control_texts
@@ -134,32 +141,48 @@ class Chat(Closing):
     def _constraint(
         self, choice: ToolChoice, parallel: bool, shape: grammar.Shape | None, thoughts: Thinking, opened: bool
     ) -> Constraint | None:
-        if shape is not None:
-            shape = self._as_text(shape)
-        if choice.tools and choice.mode != "none":
-            calls = {"lark_grammar": self.family.calls_grammar(choice.tools, parallel, self._literal)}
-            if choice.mode == "required":
-                shape = calls
-            elif shape is not None:
-                shape = grammar.either(calls, shape)
-            else:
-                return self._when_called(choice, parallel)
-        elif choice.tools and shape is None and (triggers := self._texts(self.family.triggers)):
-            shape = self._as_text(grammar.without(triggers))
-        if shape is None:
+        if choice.mode == "auto" and choice.tools and shape is None and self.family.triggers:
+            return self._when_called(choice, parallel)
+        allowed = self._allowed(choice, parallel, None if shape is None else self._as_text(shape))
+        if allowed is None:
             return None
         if self.style is not None and (thoughts.allowed or opened):
-            return Constraint(grammar=grammar.after_thought(shape, self.style, self._literal, open=opened))
-        return Constraint(grammar=grammar.grammar_of(shape))
+            return Constraint(grammar=grammar.after_thought(allowed, self.style, self._literal, open=opened))
+        return Constraint(grammar=grammar.grammar_of(allowed))
+
+    def _allowed(self, choice: ToolChoice, parallel: bool, shape: grammar.Shape | None) -> grammar.Shape | None:
+        """What the whole answer may be, after its thought: calls, text of a certain shape, or either."""
+        if not choice.tools:
+            return shape
+        if choice.mode == "none":
+            forbidden = self._texts(self.family.triggers)
+            return self._as_text(grammar.without(forbidden)) if shape is None and forbidden else shape
+        try:
+            calls = {"lark_grammar": self.family.calls_grammar(choice.tools, parallel, self._literal)}
+        except UnsupportedOption:
+            if choice.mode == "required" or shape is not None or any(tool.strict for tool in choice.tools):
+                raise
+            return None
+        if choice.mode == "required":
+            return calls
+        return grammar.either(calls, self._as_text(grammar.prose()) if shape is None else shape)
 
     def _when_called(self, choice: ToolChoice, parallel: bool) -> Constraint | None:
-        """Text is free, and a call, once begun, is a call of one of the tools with arguments that fit."""
-        family = self.family
-        after = tuple(
-            (trigger.encode(), family.after_trigger_grammar(choice.tools, self._literal, trigger))
-            for trigger in family.triggers
-        )
-        return Constraint(after=after, once=not parallel) if after else None
+        """Text is free, and a call, once begun, is a call of one of the tools with arguments that fit.
+
+        As with OpenAI, only tools that are `strict` promise that: where a schema cannot be enforced and none is
+        strict, calls are read as the model writes them.
+        """
+        try:
+            after = tuple(
+                (trigger.encode(), self.family.after_trigger_grammar(choice.tools, self._literal, trigger))
+                for trigger in self.family.triggers
+            )
+        except UnsupportedOption:
+            if any(tool.strict for tool in choice.tools):
+                raise
+            return None
+        return Constraint(after=after, once=not parallel)
 
     def _as_text(self, shape: grammar.Shape) -> grammar.Shape:
         """A shape of the text that the user sees: harmony has a channel for it."""

@@ -133,6 +133,11 @@ def without(texts: Sequence[str]) -> Shape:
     return {"lark_grammar": f"start: TEXT\nTEXT: /(.|\\n)*/ & ~FORBIDDEN\nFORBIDDEN: {patterns}"}
 
 
+def prose() -> Shape:
+    """Any text that does not begin as the calls do that families write without a mark: with a brace or a bracket."""
+    return {"lark_grammar": "start: TEXT?\nTEXT: /[^\\[{\\s](.|\\n)*/"}
+
+
 def grammar_of(shape: Shape) -> str:
     """A shape as the grammar of a whole answer."""
     return json.dumps({"grammars": flat(shape)}, ensure_ascii=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from afterglow.chat.grammar import JSON_STYLE
+from afterglow.chat.keywords import enforceable
 from afterglow.chat.tools.tool import Tool
 
 Literal: TypeAlias = Callable[[str], str]
@@ -41,7 +42,8 @@ class Grammar:
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
         """A JSON value of this schema."""
-        styled = {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, Mapping) else schema
+        strict = enforceable(schema, "tools")
+        styled = {**strict, "x-guidance": JSON_STYLE} if isinstance(strict, Mapping) else strict
         return self.rule(f"%json {json.dumps(styled)}")
 
     def json_call(self, tool: Tool, *, arguments: str = "arguments", more: Mapping[str, Any] | None = None) -> str:

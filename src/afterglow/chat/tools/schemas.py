@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from afterglow.chat.tools.grammars import DATA, Grammar, one_of
+from afterglow.chat.keywords import enforceable
+from afterglow.chat.tools.grammars import Grammar, one_of
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.tools.values import referred, type_of, types_of
 from afterglow.errors import UnsupportedOption
@@ -17,43 +18,12 @@ NOTES = frozenset(
 DEFINITIONS = ("$defs", "definitions")
 OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS})
 OF_TEXT = frozenset({"type", "enum", "const", "minLength", "maxLength"})
-# What llguidance cannot enforce in any family. It refuses these too, but cannot say in which tool they stand.
-UNENFORCEABLE = frozenset(
-    {"not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"}
-    | {
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-    }
-)
-NAMED = frozenset({"properties", "patternProperties", *DEFINITIONS})  # keywords whose members are names
 DEPTH = 8  # references inside references; a schema that contains itself cannot be written out
 
 
 def check(tool: Tool) -> None:
     """Refuse a tool whose schema no grammar can enforce, by the keyword's name."""
-    _check(tool.parameters, f"tools.{tool.name}.parameters")
-
-
-def _check(schema: Any, where: str) -> None:
-    if isinstance(schema, list):
-        for index, item in enumerate(schema):
-            _check(item, f"{where}[{index}]")
-    if not isinstance(schema, Mapping):
-        return
-    for keyword, value in schema.items():
-        if keyword in UNENFORCEABLE:
-            raise UnsupportedOption(
-                f"{where}.{keyword}", "calls cannot be enforced with it: leave it out, or use `auto`"
-            )
-        if keyword in NAMED and isinstance(value, Mapping):
-            for name, inner in value.items():
-                _check(inner, f"{where}.{keyword}.{name}")
-        elif keyword not in DATA:
-            _check(value, f"{where}.{keyword}")
+    enforceable(tool.parameters, f"tools.{tool.name}.parameters")
 
 
 @dataclass(frozen=True, slots=True)
