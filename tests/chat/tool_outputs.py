@@ -180,6 +180,13 @@ QWEN_CODER = [
         calls=(("get_weather", '{"city": "Paris", "detailed": true}'),),
         enforced=True,
     ),
+    Recorded(
+        "qwen-coder",
+        "empty text",
+        xml("get_weather", city=""),
+        calls=(("get_weather", '{"city": ""}'),),
+        enforced=True,
+    ),
     Recorded("qwen-coder", "several", f"{xml('get_weather', city='Paris')}\n{xml('now')}", calls=(PARIS, NOW)),
     Recorded("qwen-coder", "nested", xml("search", filters=FILTERS, query="x"), calls=(NESTED_PLAIN,), enforced=True),
     Recorded("qwen-coder", "unicode", f"Sure.\n{xml('get_weather', city='Zürich ☀️')}", text="Sure.", calls=(ZURICH,)),
@@ -282,6 +289,7 @@ GLM = [
     Recorded(
         "glm", "several", f"Ok.\n{glm('get_weather', city='Paris')}\n{glm('now')}", text="Ok.", calls=(PARIS, NOW)
     ),
+    Recorded("glm", "empty text", glm("get_weather", city=""), calls=(("get_weather", '{"city": ""}'),), enforced=True),
     Recorded("glm", "no arguments", "<tool_call>now</tool_call>", calls=(NOW,), enforced=True),
     Recorded("glm", "unicode", glm("get_weather", city="Zürich ☀️"), calls=(ZURICH,), enforced=True),
     Recorded("glm", "nested", glm("search", filters=FILTERS, query="x"), calls=(NESTED_PLAIN,), enforced=True),
@@ -534,6 +542,13 @@ GEMMA = [
         "several",
         gemma(f"get_weather{{city:{quotes('Paris')},days:2}}") + gemma("now{}"),
         calls=(PARIS_2, NOW),
+    ),
+    Recorded(
+        "gemma",
+        "empty text",
+        gemma(f"get_weather{{city:{quotes('')}}}"),
+        calls=(("get_weather", '{"city": ""}'),),
+        enforced=True,
     ),
     Recorded("gemma", "no arguments", gemma("now{}"), calls=(NOW,), enforced=True),
     Recorded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ from afterglow.chat.grammar import JSON_STYLE
 from afterglow.chat.tools.tool import Tool
 
 Literal: TypeAlias = Callable[[str], str]
+QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
 
 
@@ -58,16 +60,21 @@ class Grammar:
 
     def free(self, ending: str, *, shortest: int = 0, longest: int | None = None) -> str:
         """Any text up to and including `ending`, which it does not contain."""
-        bounds = f"{{{shortest},{'' if longest is None else longest}}}"
-        terminal = f"/(?s:.{bounds})/"
         written = self._literal(ending)
-        if written.startswith('"'):
-            return self.rule(terminal, f"[suffix={written}]")
-        return self.rule(f"{terminal} {written}")  # a control token: no text contains it
+        if QUOTED.fullmatch(written):
+            return self.rule(text_of(shortest, longest), f"[suffix={written}]")
+        # A control token: no text contains it. A terminal may not be empty, so that empty text is none.
+        text = text_of(max(shortest, 1), longest) if longest != 0 else ""
+        return self.rule(f"{text}{'' if shortest or not text else '?'} {written}")
 
     def lark(self, start: str) -> str:
         """The whole grammar."""
         return "\n".join([f"start: {start}", *self._rules, "SPACE: /[ \\t\\n]{1,4}/", ""])
+
+
+def text_of(shortest: int, longest: int | None) -> str:
+    """Any text of so many characters."""
+    return f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/"
 
 
 def one_of(expressions: Iterable[str]) -> str:

@@ -46,9 +46,7 @@ def _check(schema: Any, where: str) -> None:
         return
     for keyword, value in schema.items():
         if keyword in UNENFORCEABLE:
-            raise UnsupportedOption(
-                f"{where}.{keyword}", "calls cannot be enforced with it: leave it out, or use `auto`"
-            )
+            raise UnsupportedOption(f"{where}.{keyword}", "no grammar of calls can enforce it: leave it out")
         if keyword in NAMED and isinstance(value, Mapping):
             for name, inner in value.items():
                 _check(inner, f"{where}.{keyword}.{name}")
