@@ -61,20 +61,14 @@ class Grammar:
     def free(self, ending: str, *, shortest: int = 0, longest: int | None = None) -> str:
         """Any text up to and including `ending`, which it does not contain."""
         written = self._literal(ending)
+        text = f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/"
         if QUOTED.fullmatch(written):
-            return self.rule(text_of(shortest, longest), f"[suffix={written}]")
-        # A control token: no text contains it. A terminal may not be empty, so that empty text is none.
-        text = text_of(max(shortest, 1), longest) if longest != 0 else ""
-        return self.rule(f"{text}{'' if shortest or not text else '?'} {written}")
+            return self.rule(text, f"[suffix={written}]")
+        return self.rule(f"{text} {written}")  # a control token: no text contains it
 
     def lark(self, start: str) -> str:
         """The whole grammar."""
         return "\n".join([f"start: {start}", *self._rules, "SPACE: /[ \\t\\n]{1,4}/", ""])
-
-
-def text_of(shortest: int, longest: int | None) -> str:
-    """Any text of so many characters."""
-    return f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/"
 
 
 def one_of(expressions: Iterable[str]) -> str:
