@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ from afterglow.chat.keywords import enforceable
 from afterglow.chat.tools.tool import Tool
 
 Literal: TypeAlias = Callable[[str], str]
+QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 DATA = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
 
 
@@ -60,12 +62,11 @@ class Grammar:
 
     def free(self, ending: str, *, shortest: int = 0, longest: int | None = None) -> str:
         """Any text up to and including `ending`, which it does not contain."""
-        bounds = f"{{{shortest},{'' if longest is None else longest}}}"
-        terminal = f"/(?s:.{bounds})/"
         written = self._literal(ending)
-        if written.startswith('"'):
-            return self.rule(terminal, f"[suffix={written}]")
-        return self.rule(f"{terminal} {written}")  # a control token: no text contains it
+        text = f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/"
+        if QUOTED.fullmatch(written):
+            return self.rule(text, f"[suffix={written}]")
+        return self.rule(f"{text} {written}")  # a control token: no text contains it
 
     def lark(self, start: str) -> str:
         """The whole grammar."""
