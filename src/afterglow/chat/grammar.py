@@ -122,9 +122,11 @@ def response_shape(value: Any, where: str = "response_format") -> Shape | None:
 
 def either(*shapes: Shape) -> Shape:
     """What any of some shapes allows."""
-    names = [f"shape{index}" for index in range(len(shapes))]
-    named = [{"name": name, **shape} for name, shape in zip(names, shapes, strict=True)]
-    return {"lark_grammar": "start: " + " | ".join(f"@{name}" for name in names), "others": named}
+    others: list[Shape] = []
+    for index, shape in enumerate(shapes):
+        first, *rest = flat(shape)
+        others += [{"name": f"shape{index}", **first}, *rest]
+    return {"lark_grammar": "start: " + " | ".join(f"@shape{index}" for index in range(len(shapes))), "others": others}
 
 
 def without(texts: Sequence[str]) -> Shape:
