@@ -67,7 +67,7 @@ def chat(
     with open_model(chosen, console) as loaded:
         conversation = Conversation(loaded, system=chosen.system, **answer_options(chosen))
         if question is None:
-            console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]")
+            console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]", highlight=False)
             Talk(conversation, chosen, console).run()
         else:
             show(conversation.deltas(question), page_for(console, markdown=chosen.markdown))

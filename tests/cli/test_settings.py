@@ -1,0 +1,71 @@
+"""One precedence: flags, then the environment, then the file, then the defaults; and no key is ever ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_commands import run
+
+from afterglow import tiny
+from afterglow.cli.settings import Settings, settings
+from afterglow.errors import InvalidArgument
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "settings.toml"
+    path.write_text("")
+    monkeypatch.setenv("AFTERGLOW_SETTINGS", str(path))
+    return path
+
+
+def test_flags_come_before_the_environment_before_the_file_before_the_defaults(file, monkeypatch):
+    assert settings().context == 4096
+    file.write_text("context = 1000\nmax_tokens = 7\nsystem = 'from the file'\n")
+    assert settings().context == 1000
+    monkeypatch.setenv("AFTERGLOW_CONTEXT", "2000")
+    assert settings().context == 2000
+    assert settings(context=3000).context == 3000
+    assert (settings().max_tokens, settings().system) == (7, "from the file")
+
+
+def test_an_unknown_key_of_the_file_is_an_error_with_a_suggestion(file):
+    file.write_text("contxt = 1000\n")
+    with pytest.raises(InvalidArgument, match=r"contxt` is not a setting; did you mean 'context'"):
+        settings()
+
+
+def test_an_unknown_variable_is_an_error_with_a_suggestion(monkeypatch):
+    monkeypatch.setenv("AFTERGLOW_TEMPRATURE", "1")
+    with pytest.raises(InvalidArgument, match=r"did you mean 'temperature'"):
+        settings()
+
+
+@pytest.mark.parametrize("text", ["context = 1", "context = 'many'", "temperature = -1", "seed = 1.5"])
+def test_a_value_that_cannot_be_is_refused_by_its_name(file, text):
+    file.write_text(text)
+    with pytest.raises(InvalidArgument, match=text.split()[0]):
+        settings()
+
+
+def test_a_file_that_is_no_toml_or_not_there_is_said(file, monkeypatch):
+    file.write_text("= 1")
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        settings()
+    monkeypatch.setenv("AFTERGLOW_SETTINGS", str(file) + "x")
+    with pytest.raises(InvalidArgument, match="is not there"):
+        settings()
+
+
+def test_every_setting_is_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    for name in Settings.model_fields:
+        assert f"`{name}`" in text, name
+
+
+def test_a_command_obeys_the_file(file):
+    file.write_text(f"model = '{tiny.path('successor-attention')}'\nmax_tokens = 3\n")
+    done = run("chat", question="hello")
+    assert len(done.stdout.strip("\n")) == 3
+    assert len(run("chat", "--max-tokens", "5", question="hello").stdout.strip("\n")) == 5
