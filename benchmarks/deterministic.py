@@ -31,7 +31,7 @@ def prompts(model: afterglow.Model, count: int) -> list[list[int]]:
 
 def together(model: afterglow.Model, batch: list[list[int]], tokens: int) -> list[list[Token]]:
     """All at once; the tokens of each, with their logprobs."""
-    streams = [model._submit(model.request(prompt, max_tokens=tokens, logprobs=1)) for prompt in batch]
+    streams = [model._running().submit(model.request(prompt, max_tokens=tokens, logprobs=1)) for prompt in batch]
     return [[event for event in stream if isinstance(event, Token)] for stream in streams]
 
 

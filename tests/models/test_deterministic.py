@@ -49,7 +49,8 @@ def ways(model: afterglow.Model, prompt: list[int], other: list[int]) -> dict[st
     assert forked.usage.cached == 64  # two chunks of the common beginning
     answers["forked"] = forked.tokens
     model.forget()
-    streams = [model._submit(model.request(entries, max_tokens=TOKENS)) for entries in (other, prompt, other[:50])]
+    asked = [model.request(entries, max_tokens=TOKENS) for entries in (other, prompt, other[:50])]
+    streams = [model._running().submit(request) for request in asked]
     for stream in streams:
         tokens = [event.token for event in stream if hasattr(event, "token")]
         if stream is streams[1]:
