@@ -6,7 +6,8 @@
     │   └── OutOfMemory · LibraryError
     ├── RequestError   the caller can fix it; HTTP 4xx
     │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState
-    │   └── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
+    │   ├── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
+    │   └── UnsupportedMedia
     ├── EngineError    we could not; HTTP 5xx
     │   └── MemoryFull · DecodeFailed · EngineCrashed · Closed
     └── Cancelled      the caller asked for it
@@ -132,6 +133,17 @@ class UnsupportedOption(RequestError):
 
     def __str__(self) -> str:
         return f"`{self.name}` is not supported: {self.reason}"
+
+
+class UnsupportedMedia(RequestError):
+    """A picture or a sound that this model cannot take."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"`{self.name}` cannot be used: {self.reason}"
 
 
 class UnsupportedOperation(RequestError):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_commands import run
 
 from afterglow import tiny
+from afterglow.cli import opening
+from afterglow.cli.chat import answer_options, switch
 from afterglow.cli.settings import Settings, settings
 from afterglow.errors import InvalidArgument
 
@@ -69,3 +72,48 @@ def test_a_command_obeys_the_file(file):
     done = run("chat", question="hello")
     assert len(done.stdout.strip("\n")) == 3
     assert len(run("chat", "--max-tokens", "5", question="hello").stdout.strip("\n")) == 5
+
+
+def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
+    """What is in the settings arrives at the model, at the answer, or at the page that shows it."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    chosen = settings(
+        context=512,
+        sequences=3,
+        threads=1,
+        gpu_layers=0,
+        chat_template=template,
+        temperature=0.5,
+        seed=3,
+        max_tokens=9,
+        reasoning="off",
+    )
+    told: dict[str, object] = {}
+    monkeypatch.setattr(opening, "load", lambda path, **options: told.update(options))
+    monkeypatch.setattr(opening, "local_path", lambda name: name)
+    opening.open_model(chosen, Console(stderr=True))
+    expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
+    assert {name: told[name] for name in expected} == expected
+    assert told["chat_template"] == "{{ messages[0].content }}"
+    assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
+
+
+def test_a_system_prompt_and_plain_answers_are_obeyed(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    model = str(tiny.path("successor-attention"))
+    first = run("chat", model, "--max-tokens", "3", "--chat-template", str(template), "--system", "a", question="x")
+    other = run("chat", model, "--max-tokens", "3", "--chat-template", str(template), "--system", "b", question="x")
+    assert first.stdout != other.stdout
+
+
+@pytest.mark.parametrize(("value", "meaning"), [("on", True), ("off", False), ("64", 64), ("low", "low"), (None, None)])
+def test_reasoning_is_written_as_people_do(value, meaning):
+    assert switch(value) == meaning
+
+
+def test_a_chat_template_that_is_not_there_is_said():
+    done = run("chat", str(tiny.path("attention")), "--chat-template", "/nowhere.jinja", question="x")
+    assert done.returncode == 1
+    assert "/nowhere.jinja cannot be read" in done.stderr

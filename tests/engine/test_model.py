@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 import afterglow
-from afterglow import tiny
+from afterglow import Sampling, tiny
 from afterglow.errors import (
     Cancelled,
     Closed,
@@ -289,3 +290,34 @@ def test_text_survives_tokenizing():
         text = "naïve <|im_start|> 🌍"
         assert model.detokenize(model.tokenize(text)) == text
         assert model.count_tokens(text) == len(model.tokenize(text))
+
+
+# --- what options do (see tests/test_options.py)
+
+
+def test_sampling_reaches_the_answer():
+    with afterglow.load(tiny.path("successor-attention"), context=256) as model:
+        plain = model.complete([60], max_tokens=4).tokens
+        banned = Sampling(temperature=0, logit_bias={plain[0]: float("-inf")})
+        assert model.complete([60], max_tokens=4, sampling=banned).tokens[0] != plain[0]
+
+
+def test_boundaries_priority_and_ends_reach_the_engine():
+    with afterglow.load(tiny.path("successor-attention"), context=256) as model:
+        request = model.request([1, 2, 3], boundaries=[2], priority=5, ignore_ends=True)
+    assert (request.boundaries, request.priority, request.ignore_ends) == (frozenset({2}), 5, True)
+
+
+def test_stop_tokens_end_an_answer():
+    third = tiny.successor_of(tiny.successor_of(tiny.successor_of(60)))
+    with afterglow.load(tiny.path("successor-attention"), context=256) as model:
+        request = replace(model.request([60], max_tokens=9), stop_tokens=frozenset({third}))
+        events = list(model._running().submit(request))
+    assert (events[-1].reason, events[-1].stop, events[-1].usage.generated) == ("stop", third, 3)
+
+
+def test_what_load_is_told_is_what_is_loaded():
+    with afterglow.load(tiny.path("attention"), context=512, sequences=3, threads=1, unified=True) as model:
+        context = model.settings[1]
+        assert (context.sequences, context.threads, context.unified) == (4, 1, True)  # one more, for scoring
+        assert model.context_length >= 512

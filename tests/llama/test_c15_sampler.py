@@ -119,6 +119,34 @@ def test_c15_dry_stops_a_phrase_from_being_said_again(chain, logits):
     assert A in draw(allowed, logits)
 
 
+PHRASE = (80, 81, 82, A, 90, 80, 81, 82)
+
+
+def said(chain: SamplerChain) -> SamplerChain:
+    for token in PHRASE:
+        chain.accept(token)
+    return chain
+
+
+def test_c15_dry_grows_with_its_base_and_ends_at_its_reach_and_at_its_breakers(chain, logits):
+    gentle = said(chain(**PLAIN, seed=1, dry_multiplier=0.1, dry_base=1.0, dry_allowed_length=1))
+    steep = said(chain(**PLAIN, seed=1, dry_multiplier=0.1, dry_base=10.0, dry_allowed_length=1))
+    assert draw(gentle, logits)[A] > 0.4
+    assert A not in draw(steep, logits)
+    short = said(chain(**PLAIN, seed=1, dry_multiplier=50.0, dry_allowed_length=2, dry_last=4))
+    assert A in draw(short, logits)
+    piece = short.model.vocabulary.piece(82).decode()
+    broken = said(chain(**PLAIN, seed=1, dry_multiplier=50.0, dry_allowed_length=2, dry_breakers=(piece,)))
+    assert A in draw(broken, logits)
+
+
+def test_c15_the_exponent_bends_the_dynamic_temperature(chain, logits):
+    options = {**PLAIN, "temperature": 2.0, "dynamic_range": 2.0, "seed": 1}
+    flat = draw(chain(**options, dynamic_exponent=0.1), logits)
+    sharp = draw(chain(**options, dynamic_exponent=3.0), logits)
+    assert sharp[A] > flat[A] + 0.05
+
+
 def test_c15_dynamic_temperature_sharpens_a_sure_row_more_than_a_flat_one(chain, logits):
     sure = draw(chain(**{**PLAIN, "temperature": 2.0}, dynamic_range=2.0, seed=1), logits)
     plain = draw(chain(**{**PLAIN, "temperature": 2.0}, seed=1), logits)

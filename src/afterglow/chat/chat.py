@@ -28,7 +28,7 @@ from afterglow.closing import Closing
 from afterglow.engine.constraint import Constraint
 from afterglow.engine.request import Request
 from afterglow.engine.thought import ThoughtBudget
-from afterglow.errors import UnsupportedOption
+from afterglow.errors import UnsupportedMedia, UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 
 
@@ -92,7 +92,9 @@ class Chat(Closing):
         choice = tool_choice(options.tool_choice, tools)
         thoughts = thinking(options.reasoning, self.style, self._source)
         format = response_format(options.response_format)
-        prompt = self._prompt(read_messages(messages), tools, {**thoughts.arguments, **options.arguments})
+        said = read_messages(messages)
+        refuse_media(said)
+        prompt = self._prompt(said, tools, {**thoughts.arguments, **options.arguments})
         opened = self.style is not None and self.style.is_open(prompt.text)
         return ChatPlan(
             chat=self,
@@ -215,3 +217,10 @@ class Chat(Closing):
             ending=tuple(self._vocabulary.tokenize(self.style.ending, special=True)),
             open=opened,
         )
+
+
+def refuse_media(messages: Sequence[Message]) -> None:
+    """`UnsupportedMedia` for the first picture or sound: nothing here can take them yet."""
+    for index, message in enumerate(messages):
+        for attachment in message.attachments:
+            raise UnsupportedMedia(f"messages[{index}].content", f"this model takes no {attachment.kind}, only text")

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.habits import Habits, with_reasoning
 from afterglow.errors import InvalidArgument
@@ -31,6 +31,15 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given."""
+
+    kind: Literal["image", "audio"]
+    source: str
+    offset: int  # how many characters of the message's text stand before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One turn of a conversation.
 
@@ -44,6 +53,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    attachments: tuple[Attachment, ...] = ()
 
 
 Writable: TypeAlias = Message | Mapping[str, Any] | tuple[str, str]
@@ -69,9 +79,11 @@ def _message(value: Writable, where: str) -> Message:
     if unknown := sorted(set(value) - KNOWN):
         raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of a message")
     calls = value.get("tool_calls") or ()
+    content, attachments = _content(value.get("content"), f"{where}.content")
     return Message(
         role=_text(value.get("role"), f"{where}.role"),
-        content=_content(value.get("content"), f"{where}.content"),
+        content=content,
+        attachments=attachments,
         reasoning=_optional(value.get("reasoning_content", value.get("reasoning")), f"{where}.reasoning_content"),
         tool_calls=tuple(_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
         tool_call_id=_optional(value.get("tool_call_id"), f"{where}.tool_call_id"),
@@ -79,21 +91,44 @@ def _message(value: Writable, where: str) -> Message:
     )
 
 
-def _content(value: Any, where: str) -> str:
-    """Text, or a list of parts of which all are text: pictures come with the models that see them."""
+def _content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
+    """Text, or a list of parts: OpenAI's and Anthropic's texts and pictures, and OpenAI's sounds."""
     if value is None:
-        return ""
+        return "", ()
     if isinstance(value, str):
-        return value
+        return value, ()
     if not isinstance(value, Sequence):
         raise InvalidArgument(where, f"must be text or a list of parts, not {type(value).__name__}")
-    texts = []
+    text = ""
+    attachments: list[Attachment] = []
     for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise InvalidArgument(f"{where}[{index}].type", f"must be 'text', not {kind!r}")
-        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
-    return "".join(texts)
+        place = f"{where}[{index}]"
+        match part.get("type") if isinstance(part, Mapping) else None:
+            case "text":
+                text += _text(part.get("text"), f"{place}.text")
+            case "image_url":
+                url = part.get("image_url")
+                source = _text(url.get("url") if isinstance(url, Mapping) else url, f"{place}.image_url.url")
+                attachments.append(Attachment(kind="image", source=source, offset=len(text)))
+            case "image":
+                attachments.append(Attachment(kind="image", source=_block(part, place), offset=len(text)))
+            case "input_audio":
+                sound = part.get("input_audio")
+                data = _text(sound.get("data") if isinstance(sound, Mapping) else None, f"{place}.input_audio.data")
+                attachments.append(Attachment(kind="audio", source=data, offset=len(text)))
+            case kind:
+                raise InvalidArgument(f"{place}.type", f"must be text, image_url, image or input_audio, not {kind!r}")
+    return text, tuple(attachments)
+
+
+def _block(part: Mapping[str, Any], where: str) -> str:
+    """An Anthropic block's source: base64 data or a URL."""
+    source = part.get("source")
+    if not isinstance(source, Mapping):
+        raise InvalidArgument(f"{where}.source", "must be an object with `data` or `url`")
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{_text(source.get('data'), f'{where}.source.data')}"
+    return _text(source.get("url"), f"{where}.source.url")
 
 
 def _call(value: Any, where: str) -> ToolCall:

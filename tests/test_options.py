@@ -1,0 +1,187 @@
+"""Refuse or obey: every option has a test that sees its effect, or one that sees its refusal. No row, no option."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+import afterglow
+from afterglow.answering import Answering
+from afterglow.chat.grammar import KEYS
+from afterglow.cli.settings import Settings
+from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.engine.constraint import Constraint
+from afterglow.engine.request import Request
+from afterglow.engine.settings import EngineSettings
+from afterglow.engine.thought import ThoughtBudget
+from afterglow.llama.sampling import Sampling
+
+TESTS = Path(__file__).parent
+C15 = "test_c15_each_option_has_the_effect_it_is_named_for"
+
+CHAT = {
+    "messages": "test_a_conversation_is_answered_and_the_second_turn_is_mostly_cached",
+    "stream": "test_stream_and_whole_are_the_same",
+    "n": "test_several_answers_share_one_prompt",
+    "cancel": "test_a_chat_can_be_cancelled",
+    "options": "test_an_option_that_does_not_exist_is_refused",
+}
+PLAN = {
+    "messages": "test_a_text_is_a_question",
+    "tools": "test_a_function_is_a_tool",
+    "tool_choice": "test_required_is_a_call_of_one_of_the_tools",
+    "parallel_tool_calls": "test_several_calls_come_where_they_may",
+    "response_format": "test_a_format_lets_exactly_its_texts_through",
+    "reasoning": "test_a_thought_is_closed_after_its_budget_and_the_answer_follows",
+    "arguments": "test_arguments_reach_the_template",
+}
+REQUEST = {
+    "prompt": "test_a_completion_is_the_one_known_by_construction",
+    "max_tokens": "test_max_tokens_ends_an_answer",
+    "temperature": "test_c14_a_seed_repeats_an_answer_and_its_absence_does_not",
+    "seed": "test_c14_a_seed_repeats_an_answer_and_its_absence_does_not",
+    "sampling": "test_sampling_reaches_the_answer",
+    "stop": "test_stops_end_an_answer_and_are_named",
+    "logprobs": "test_logprobs_come_with_the_tokens",
+    "sequence": "test_c14_an_explicit_sequence_is_used",
+    "boundaries": "test_boundaries_priority_and_ends_reach_the_engine",
+    "priority": "test_boundaries_priority_and_ends_reach_the_engine",
+    "deadline": "test_a_deadline_s_answer_is_what_there_is",
+    "reuse": "test_reuse_can_be_refused",
+    "ignore_ends": "test_boundaries_priority_and_ends_reach_the_engine",
+}
+COMPLETE = {
+    "prompt": "test_a_completion_is_the_one_known_by_construction",
+    "n": "test_c14_several_answers_share_one_prompt",
+    "on_token": "test_c14_on_token_is_called_once_for_each_token",
+    "cancel": "test_c14_a_cancel_flag_ends_the_work",
+    "options": "test_an_option_that_does_not_exist_is_refused",
+}
+SAMPLING = {
+    **{field.name: C15 for field in dataclasses.fields(Sampling)},
+    "temperature": "test_c15_temperature_zero_is_argmax_even_where_the_margin_is_tiny",
+    "dynamic_range": "test_c15_dynamic_temperature_sharpens_a_sure_row_more_than_a_flat_one",
+    "dynamic_exponent": "test_c15_the_exponent_bends_the_dynamic_temperature",
+    **dict.fromkeys(
+        ("dry_base", "dry_last", "dry_breakers"),
+        "test_c15_dry_grows_with_its_base_and_ends_at_its_reach_and_at_its_breakers",
+    ),
+    "dry_multiplier": "test_c15_dry_stops_a_phrase_from_being_said_again",
+    "penalty_repeat": "test_c15_penalties_push_away_what_was_accepted",
+    "grammar": "test_c15_a_grammar_lets_only_its_words_through",
+    "seed": "test_c15_a_seed_decides_every_draw_and_none_means_random",
+}
+ENGINE_REQUEST = {
+    "id": "test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on",
+    "entries": "test_entries_are_one_row_of_tokens_that_exist_or_media",
+    "boundaries": "test_c4_the_ends_of_messages_are_always_cut",
+    "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_in_company",
+    "max_tokens": "test_max_tokens_and_stops_hold_inside_a_grammar",
+    "stop": "test_a_stop_is_found_the_moment_its_last_byte_is_there",
+    "stop_tokens": "test_stop_tokens_end_an_answer",
+    "constraint": "test_every_answer_obeys_its_grammar",
+    "thought": "test_a_thought_is_closed_when_its_budget_is_used_up",
+    "ignore_ends": "test_a_thought_is_closed_when_its_budget_is_used_up",
+    "logprobs": "test_logprobs_come_with_their_alternatives",
+    "priority": "test_priority_goes_before_length",
+    "deadline": "test_a_deadline_s_answer_is_what_there_is",
+    "reuse": "test_reuse_can_be_refused",
+    "sequence": "test_a_certain_slot_is_used_where_one_is_named",
+}
+ENGINE = {
+    "gap": "test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves",
+    "deterministic": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
+    "grid": "test_any_life_on_the_grid_gives_the_same_tokens_whatever_the_shapes",
+    "parked_bytes": "test_parked_jobs_stay_within_their_bytes",
+    "checkpoints": "test_checkpoints_stay_within_their_bytes_and_their_number",
+}
+CHECKPOINTS = {
+    "max_checkpoints": "test_c4_zero_checkpoints_is_off",
+    "every_n_tokens": "test_c4_the_cadence_cuts_every_n_tokens",
+    "min_tokens": "test_c4_near_the_end_cuts_keep_the_minimum_length_and_gap",
+    "min_gap": "test_c4_near_the_end_cuts_keep_the_minimum_length_and_gap",
+    "max_bytes": "test_checkpoints_have_a_number_and_a_size",
+}
+CONSTRAINT = {
+    "grammar": "test_every_answer_obeys_its_grammar",
+    "after": "test_a_grammar_that_begins_after_a_text_leaves_everything_before_it_free",
+    "once": "test_a_grammar_that_holds_once_ends_the_answer",
+}
+THOUGHT = {
+    **dict.fromkeys(("tokens", "closes", "ending", "open"), "test_a_thought_is_closed_when_its_budget_is_used_up"),
+    "opens": "test_a_thought_that_the_model_opens_is_counted_from_there",
+}
+LOAD = {
+    "model": "test_it_knows_what_it_is",
+    "context": "test_an_answer_stops_where_the_context_is_full",
+    "sequences": "test_what_load_is_told_is_what_is_loaded",
+    "gpu_layers": "test_c19_layers_go_to_the_gpu_as_far_as_they_fit",
+    "threads": "test_what_load_is_told_is_what_is_loaded",
+    "key_type": "test_c19_every_cache_type_computes",
+    "value_type": "test_c19_every_cache_type_computes",
+    "flash_attention": "test_c19_a_quantized_value_cache_needs_flash_attention",
+    "unified": "test_what_load_is_told_is_what_is_loaded",
+    "mmap": "test_c19_memory_mapping_and_locking_are_honoured",
+    "mlock": "test_c19_memory_mapping_and_locking_are_honoured",
+    "chat_template": "test_arguments_reach_the_template",
+    "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
+    "state": "test_c12_the_way_up_and_down",
+    "fetch": "test_an_example_runs",
+    "progress": "test_c12_progress_is_reported_and_can_cancel",
+    "hooks": "test_c12_a_hook_may_veto_a_load_and_learns_what_it_is_for",
+}
+SETTINGS = {
+    **{name: "test_the_commands_hand_every_setting_on" for name in Settings.model_fields},
+    "model": "test_a_command_obeys_the_file",
+    "max_tokens": "test_a_command_obeys_the_file",
+    "stats": "test_the_statistics_can_be_hidden",
+}
+FORMATS = dict.fromkeys(KEYS, "test_a_format_lets_exactly_its_texts_through") | {"text": "test_text_is_everything"}
+
+
+def parameters(function: object) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+TABLES = {
+    "chat": (parameters(inspect.unwrap(Answering.chat)), CHAT),
+    "plan": (parameters(Answering.plan), PLAN),
+    "request": (parameters(Answering.request), REQUEST),
+    "complete": (parameters(Answering.complete), COMPLETE),
+    "load": (parameters(afterglow.load), LOAD),
+    "Sampling": (fields(Sampling), SAMPLING),
+    "Request": (fields(Request), ENGINE_REQUEST),
+    "EngineSettings": (fields(EngineSettings), ENGINE),
+    "CheckpointSettings": (fields(CheckpointSettings), CHECKPOINTS),
+    "Constraint": (fields(Constraint), CONSTRAINT),
+    "ThoughtBudget": (fields(ThoughtBudget), THOUGHT),
+    "Settings": (list(Settings.model_fields), SETTINGS),
+    "response_format": (list(KEYS), FORMATS),
+}
+
+
+def written_tests() -> set[str]:
+    trees = (ast.parse(path.read_text()) for path in TESTS.rglob("test_*.py"))
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_option_has_a_row_and_every_row_a_test(table: str) -> None:
+    options, rows = TABLES[table]
+    assert set(options) == set(rows)
+    assert set(rows.values()) <= written_tests()
+
+
+def test_an_option_that_does_not_exist_is_refused(smollm2: Path) -> None:
+    with afterglow.load(smollm2, context=64) as model:
+        for ask in (model.complete, model.chat, model.stream):
+            with pytest.raises(TypeError, match="temprature"):
+                ask("Hello", temprature=1)
