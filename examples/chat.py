@@ -4,17 +4,18 @@ import afterglow
 
 QUESTIONS = ["What is the capital of France?", "And of Italy?", "Which of the two is larger?"]
 
-with afterglow.load("smollm2", fetch=True) as model:
-    messages = [("system", "You are a helpful assistant. Answer in one short sentence.")]
-    for question in QUESTIONS:
-        messages.append(("user", question))
-        answer = model.complete(model.chat_prompt(messages), max_tokens=40)
-        messages.append(("assistant", answer.text))
-        print(f"> {question}\n{answer.text}")
-        print(f"  {answer.usage.cached} of {answer.usage.prompt} prompt tokens were in memory already\n")
 
-    messages[-2] = ("user", "Which of the two is older?")  # edit the last question and ask again
-    prompt = model.chat_prompt(messages[:-1])
-    explained = model.explain(prompt)
+def told(talk: afterglow.Conversation) -> str:
+    usage = talk.last.usage
+    return f"  {usage.cached} of {usage.prompt} prompt tokens were in memory already\n"
+
+
+with afterglow.load("smollm2", fetch=True) as model:
+    talk = afterglow.Conversation(model, system="You are a helpful assistant. Answer in one sentence.", max_tokens=40)
+    for question in QUESTIONS:
+        print(f"> {question}\n{talk.ask(question).text}\n{told(talk)}")
+
+    talk.edit(5, "Which of the two is older?")  # the last question; its answer is forgotten
+    explained = model.explain(model.chat_prompt(talk.messages))
     print(f"edited: {explained.reused} of {explained.prompt} tokens can be reused ({explained.cause})")
-    print(model.complete(prompt, max_tokens=40).text)
+    print(f"{talk.regenerate().text}\n{told(talk)}")

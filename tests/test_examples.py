@@ -1,4 +1,4 @@
-"""The Python in the documents runs as it stands there."""
+"""The Python in the documents runs as it stands there, one page after the other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from afterglow.answering import Answering
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 EXAMPLES = [
-    pytest.param(code, id=f"{page.name}-{number}")
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    for number, code in enumerate(BLOCK.findall(page.read_text()))
+    pytest.param("\n".join(blocks), id=page.name) for page in PAGES if (blocks := BLOCK.findall(page.read_text()))
 ]
 
 
