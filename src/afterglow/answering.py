@@ -266,15 +266,13 @@ class Answering(Closing):
         tokens = self._prompt(prompt)
         if not len(tokens):
             raise InvalidArgument("prompt", "must have at least one token")
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-            raise InvalidArgument("stop", "must be a list of texts that are not empty")
         chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
         return Request(
             id=str(next(self._numbers)),
             entries=tokens.astype(np.int64),
             sampling=chosen if seed is None else replace(chosen, seed=seed),
             max_tokens=None if max_tokens is None else integer("max_tokens", max_tokens, 0),
-            stop=tuple(text.encode() for text in stop),
+            stop=stop_bytes(stop),
             logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, 1000),
             sequence=sequence,
             boundaries=frozenset(boundaries) | (prompt.boundaries if isinstance(prompt, Prompt) else frozenset()),
@@ -314,3 +312,17 @@ class Answering(Closing):
         if isinstance(prompt, Prompt):
             prompt = prompt.tokens
         return self.vocabulary.check_all(self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt)
+
+
+def stop_bytes(stop: Sequence[str]) -> tuple[bytes, ...]:
+    """Stop texts as the engine matches them.
+
+    >>> stop_bytes(["END"])
+    (b'END',)
+    """
+    if isinstance(stop, str | bytes) or not all(isinstance(text, str) and text for text in stop):
+        raise InvalidArgument("stop", "must be a list of texts that are not empty")
+    try:
+        return tuple(text.encode() for text in stop)
+    except UnicodeEncodeError:
+        raise InvalidArgument("stop", "must not contain half of a surrogate pair: no model can write it") from None

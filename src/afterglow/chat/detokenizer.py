@@ -30,7 +30,9 @@ class Detokenizer:
         """The rest, once no more comes; without `stop`, where that ended the answer, and what follows it."""
         rest = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
-        return rest if stop is None else rest[: rest.index(stop)]
+        if stop is None or stop not in rest:  # it may lie across a control token that is shown here
+            return rest
+        return rest[: rest.index(stop)]
 
     def _possible_stop(self) -> int:
         """How many of the last characters may be the beginning of a stop text, or are one."""
