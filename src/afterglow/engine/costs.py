@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 WEIGHT = 0.2  # of a new measurement
 TELLING = 256 * 1024  # bytes
 
@@ -14,6 +16,7 @@ class Costs:
         self.per_byte = 2e-10  # to move one byte of memory
         self.bytes_per_entry = 20_000.0  # of a whole state
         self.per_step = 1e-3  # of a decode with nothing but generating rows
+        self.steps = StepCosts()
 
     def computed(self, entries: int, seconds: float) -> None:
         """A decode of prompt entries took so long."""
@@ -33,3 +36,60 @@ class Costs:
     def of_copy(self, entries: int) -> float:
         """Expected seconds to copy a sequence of so many entries: there and back."""
         return 2 * entries * self.bytes_per_entry * self.per_byte
+
+
+class StepCosts:
+    """Seconds of a decode by how many generating rows it has: what guessing ahead costs on this machine."""
+
+    SETTLING = 3  # measurements of which the smallest counts: the first decode of a shape also prepares it
+    OUTLIER = 3.0  # times the usual; more says something of the moment and nothing of the decode
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []  # that were measured, ascending
+        self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A decode of so many generating rows took so long."""
+        count = self._counts.get(rows, 0)
+        self._counts[rows] = count + 1
+        if count == 0:
+            self._rows.insert(bisect_left(self._rows, rows), rows)
+            self._seconds[rows] = seconds
+        elif count < self.SETTLING:
+            self._seconds[rows] = min(seconds, self._seconds[rows])
+        else:
+            usual = self._seconds[rows]
+            self._seconds[rows] += WEIGHT * (min(seconds, self.OUTLIER * usual) - usual)
+
+    @property
+    def longest(self) -> int:
+        """The most rows that were measured."""
+        return self._rows[-1] if self._rows else 0
+
+    def known(self, rows: int) -> bool:
+        """Whether a decode of so many rows was measured often enough to be judged by."""
+        return self._counts.get(rows, 0) >= self.SETTLING
+
+    def of(self, rows: int, per_row: float) -> float:
+        """Expected seconds of so many rows: between those that were measured, or beyond with at least `per_row` more
+        for each row more. More rows never cost less."""
+        if not self._rows:
+            return rows * per_row
+        place = bisect_left(self._rows, rows)
+        if place == len(self._rows):
+            return self._beyond(rows, per_row)
+        upper = self._rows[place]
+        if upper == rows or place == 0:
+            return self._seconds[upper]
+        lower = self._rows[place - 1]
+        low, high = self._seconds[lower], max(self._seconds[lower], self._seconds[upper])
+        return low + (high - low) * (rows - lower) / (upper - lower)
+
+    def _beyond(self, rows: int, per_row: float) -> float:
+        last = self._rows[-1]
+        slope = per_row
+        if len(self._rows) > 1:
+            before = self._rows[-2]
+            slope = max(per_row, (self._seconds[last] - self._seconds[before]) / (last - before))
+        return self._seconds[last] + slope * (rows - last)

@@ -39,6 +39,7 @@ class LlamaBackend:
             outputs=context.max_outputs,
             shared=settings.unified,
             interruptible=all(device.kind == "cpu" for device in devices()) or not context.model.settings.gpu_layers,
+            max_rollback=_max_rollback(context),
         )
         self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends
@@ -104,6 +105,16 @@ class LlamaBackend:
 
     def close(self) -> None:
         """Nothing of its own to give back."""
+
+
+def _max_rollback(context: Context) -> int:
+    """Entries that a sequence can drop after a decode. A window keeps what one ubatch more would need."""
+    match context.model.info.memory:
+        case "attention":
+            return context.cells_per_sequence
+        case "window":
+            return context.cells_per_sequence if context.settings.full_window else context.ubatch
+    return context.max_rollback
 
 
 class OwningBackend(LlamaBackend):
