@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import truth
+from guessing import Oracle
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -104,6 +105,18 @@ SEED = st.integers(0, 2)
 PICK = st.integers(0, 20)
 
 
+class Answers(dict):
+    """What every request of a life will be answered, for a drafter that knows everything."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__()
+        self.life = life
+
+    def get(self, id: str, _: object = None) -> list[int]:
+        life = self.life
+        return alone(life.kind, life.cells, tuple(life.requests[id].entries), life.named[id])[0]
+
+
 class Life(RuleBasedStateMachine):
     """One engine, from its making to the end of its last request."""
 
@@ -129,8 +142,10 @@ class Life(RuleBasedStateMachine):
         limits=st.sampled_from([(8, 10**9), (3, 10**9), (1, 10**9), (4, 1500), (0, 10**9)]),
         often=st.sampled_from([0, 9]),
         tick=st.sampled_from([1e-2, 1e-5]),
+        speculation=st.sampled_from(["off", 2, 5, "auto"]),
+        wrong=st.sampled_from([0, 2, 3, 1]),
     )
-    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick):
+    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick, speculation, wrong):
         self.clock.begin(tick)
         checkpoints = CheckpointSettings(
             max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=often, min_tokens=8, min_gap=4
@@ -139,8 +154,14 @@ class Life(RuleBasedStateMachine):
         self.engine = fake(
             self.kind,
             EngineSettings(
-                checkpoints=checkpoints, parked_bytes=parked, deterministic=self.deterministic, grid=ON_THE_GRID.grid
+                checkpoints=checkpoints,
+                parked_bytes=parked,
+                deterministic=self.deterministic,
+                grid=ON_THE_GRID.grid,
+                speculation=speculation,
+                drafters=("oracle",),
             ),
+            [Oracle(Answers(self), wrong)],
             sequences=sequences,
             batch_cells=batch,
             cells=cells,

@@ -35,7 +35,7 @@ class EngineSettings:
         if not isinstance(self.checkpoints, CheckpointSettings):
             raise InvalidArgument("checkpoints", f"must be CheckpointSettings, not {self.checkpoints!r}")
         if self.speculation not in ("auto", "off"):
-            if isinstance(self.speculation, str):
+            if isinstance(self.speculation, str | bool):
                 raise InvalidArgument("speculation", f'must be "auto", "off" or a number, not {self.speculation!r}')
             integer("speculation", self.speculation, 1, LONGEST)
         if self.drafters is not None and not isinstance(self.drafters, tuple):
