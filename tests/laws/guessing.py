@@ -41,6 +41,9 @@ class Oracle:
     def forget(self, job: Job) -> None:
         self.forgotten.append(job.request.id)
 
+    def close(self) -> None:
+        self.closed = True
+
 
 def plain(kind: str, settings: EngineSettings = PLAIN, **options: object) -> Engine:
     return Engine(FakeBackend(kind, **options), settings)  # type: ignore[arg-type]

@@ -11,8 +11,9 @@ from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
 
 from afterglow import tiny
 from afterglow.engine.engine import Engine
-from afterglow.engine.llama import OwningBackend
+from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.settings import EngineSettings
+from afterglow.errors import UnsupportedOption
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model
 from afterglow.llama.sampling import Sampling
@@ -33,7 +34,7 @@ def engines():
             stack.callback(model.close)
             rollback = ROLLBACK if "hybrid" in name else 0
             context = Context(model, ContextSettings(**{**defaults, "rollback": rollback, **context}))
-            return Engine(OwningBackend(context), settings, drafters)
+            return Engine(LlamaBackend(context), settings, drafters)
 
         yield make
 
@@ -102,7 +103,9 @@ def test_a_window_far_behind_its_beginning_is_rolled_back_and_never_given_up(eng
 
 
 def test_recurrent_memory_without_snapshots_does_not_guess(engines):
-    engine = engines("successor-recurrent", looking_up(5))
+    with pytest.raises(UnsupportedOption, match="cannot drop"):
+        engines("successor-recurrent", looking_up(5))
+    engine = engines("successor-recurrent", EngineSettings())
     words = engine.backend.context.model.vocabulary
     answer = ask(engine, words.tokenize(CYCLE * 3), max_tokens=30)
     assert answer.end.usage.drafted == 0

@@ -151,6 +151,8 @@ class Life(RuleBasedStateMachine):
             max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=often, min_tokens=8, min_gap=4
         )
         self.cells = cells
+        if isinstance(speculation, int) and self.kind in ("recurrent", "hybrid"):
+            rollback = 3
         self.engine = fake(
             self.kind,
             EngineSettings(

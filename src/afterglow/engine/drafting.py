@@ -35,6 +35,9 @@ class Drafter(Protocol):
     def forget(self, job: Job) -> None:
         """The job has ended."""
 
+    def close(self) -> None:
+        """Give back what it owns."""
+
 
 def choose_drafters(available: Sequence[Drafter], settings: EngineSettings) -> list[Drafter]:
     """All there are, or those that the settings name, in that order. `UnsupportedOption` where one is not there."""
@@ -55,8 +58,14 @@ class Drafting:
     ) -> None:
         self.account = Account()
         self._fixed = settings.speculation if isinstance(settings.speculation, int) else None
-        on = settings.speculation != "off" and not settings.deterministic and capabilities.max_rollback > 0
-        self._drafters = list(drafters) if on else []
+        on = settings.speculation != "off" and not settings.deterministic
+        if on and self._fixed is not None and capabilities.max_rollback == 0:
+            raise UnsupportedOption(
+                "speculation", f"this {capabilities.memory} memory cannot drop wrong guesses: it needs a `rollback`"
+            )
+        self._owned = list(drafters)
+        chosen = choose_drafters(drafters, settings)
+        self._drafters = chosen if on and capabilities.max_rollback > 0 else []
         self._capabilities = capabilities
         self._costs = costs
         self._usual = {drafter.name: Acceptance() for drafter in drafters}
@@ -192,3 +201,8 @@ class Drafting:
         """The job has ended."""
         for drafter in self._drafters:
             drafter.forget(job)
+
+    def close(self) -> None:
+        """Give back what drafters own, also those that were never asked."""
+        for drafter in self._owned:
+            drafter.close()

@@ -12,7 +12,7 @@ import numpy as np
 from afterglow.engine.admission import check_servable
 from afterglow.engine.backend import Backend, Span
 from afterglow.engine.counters import Counters
-from afterglow.engine.drafting import Drafter, Drafting, choose_drafters
+from afterglow.engine.drafting import Drafter, Drafting
 from afterglow.engine.entries import Ledger, common_prefix
 from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
@@ -58,8 +58,7 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.memory = PrefixMemory(backend, self.ledger, self.settings.checkpoints, grid)
         self.counters = Counters()
-        chosen = choose_drafters([Lookup(), *drafters], self.settings)
-        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, chosen)
+        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters])
         self.guides = Guides(backend.words)  # for any thread
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
@@ -123,6 +122,7 @@ class Engine:
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
         finally:
+            self.drafting.close()
             self.backend.close()
 
     # --- beginning and ending jobs

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Sampler, Scope, Span, State
 from afterglow.engine.constraint import Words
-from afterglow.engine.engine import Engine
-from afterglow.engine.settings import EngineSettings
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
 from afterglow.llama.devices import devices
-from afterglow.llama.model import Model, ModelSettings
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
-from afterglow.llama.settings import ContextSettings
 
 
 class LlamaBackend:
-    """The engine's memory on llama.cpp. Owns nothing: whoever made the context closes it."""
+    """The engine's memory on llama.cpp. Unless it is made to own its model, whoever made the context closes it."""
+
+    owning = False
 
     def __init__(self, context: Context, sequences: int | None = None) -> None:
         """Use the first `sequences` of the context, or all."""
@@ -104,7 +100,8 @@ class LlamaBackend:
         self.context.uninterrupt()
 
     def close(self) -> None:
-        """Nothing of its own to give back."""
+        if self.owning:
+            self.context.model.close()
 
 
 def _max_rollback(context: Context) -> int:
@@ -115,28 +112,3 @@ def _max_rollback(context: Context) -> int:
         case "window":
             return context.cells_per_sequence if context.settings.full_window else context.ubatch
     return context.max_rollback
-
-
-class OwningBackend(LlamaBackend):
-    """A backend that came with its model, and goes with it."""
-
-    def close(self) -> None:
-        self.context.model.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaEngine:
-    """Makes an engine on a model file, wherever it is called: the recipe that travels to a child process."""
-
-    path: Path
-    model: ModelSettings = field(default_factory=ModelSettings)
-    context: ContextSettings = field(default_factory=ContextSettings)
-    engine: EngineSettings = field(default_factory=EngineSettings)
-
-    def __call__(self) -> Engine:
-        model = Model.load(self.path, self.model)
-        try:
-            return Engine(OwningBackend(Context(model, self.context)), self.engine)
-        except BaseException:
-            model.close()
-            raise

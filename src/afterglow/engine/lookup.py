@@ -111,6 +111,9 @@ class Lookup:
             self._idle.append((salt(job), self._used.pop(job)))
             del self._idle[:-KEPT]
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def _history(self, job: Job) -> History:
         """The job's history with everything in it that is known."""
         history = self._used.get(job)
