@@ -34,6 +34,7 @@ def open_model(settings: Settings, console: Console) -> Model:
             threads=settings.threads,
             gpu_layers=settings.gpu_layers,
             chat_template=template_text(settings.chat_template),
+            draft=settings.draft,
             progress=show,
         )
 
