@@ -48,9 +48,12 @@ class LlamaBackend:
     def decode(self, spans: Sequence[Span]) -> None:
         batch = self.context.batch
         batch.clear()
-        self._first_rows = []
-        for span in spans:
-            self._first_rows.append(batch.count)
+        self._first_rows = [0] * len(spans)
+        # By sequence: llama.cpp computes streams together only where their numbers follow each other in the batch.
+        # On a GPU, 8 streams in another order took 4 times as long.
+        for index in sorted(range(len(spans)), key=lambda index: spans[index].sequence):
+            span = spans[index]
+            self._first_rows[index] = batch.count
             if len(span.ids) == 1:
                 batch.add_one(
                     int(span.ids[0]), position=span.position, sequence=span.sequence, output=bool(span.outputs)
