@@ -35,6 +35,8 @@ class Checkpoint:
     ids: Ids
     state: State
     aligned: int
+    salt: str = ""
+    before: bytes = b""  # the name of the whole segments before it
     last_used: float = field(default_factory=time.monotonic)
 
     @property

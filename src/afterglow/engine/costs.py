@@ -14,6 +14,7 @@ class Costs:
         self.per_byte = 2e-10  # to move one byte of memory
         self.bytes_per_entry = 20_000.0  # of a whole state
         self.per_step = 1e-3  # of a decode with nothing but generating rows
+        self._sized = False  # whether `bytes_per_entry` was ever measured
 
     def computed(self, entries: int, seconds: float) -> None:
         """A decode of prompt entries took so long."""
@@ -28,7 +29,9 @@ class Costs:
         if nbytes >= TELLING:
             self.per_byte += WEIGHT * (seconds / nbytes - self.per_byte)
         if nbytes and entries:
-            self.bytes_per_entry += WEIGHT * (nbytes / entries - self.bytes_per_entry)
+            weight = WEIGHT if self._sized else 1.0  # a size needs no averaging, but for short sequences
+            self.bytes_per_entry += weight * (nbytes / entries - self.bytes_per_entry)
+            self._sized = True
 
     def of_copy(self, entries: int) -> float:
         """Expected seconds to copy a sequence of so many entries: there and back."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.backend import Capabilities, Sampler, Scope, Span, State
+from afterglow.engine.backend import Capabilities, Cells, Sampler, Scope, Span, State
 from afterglow.engine.constraint import Words
 from afterglow.engine.engine import Engine
 from afterglow.engine.settings import EngineSettings
+from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
 from afterglow.llama.devices import devices
@@ -86,12 +87,35 @@ class LlamaBackend:
     def copy(self, source: int, target: int, stop: int) -> int:
         return self.context.memory.copy(source, target, stop=stop if self.capabilities.forks_anywhere else None)
 
+    def size(self, sequence: int, scope: Scope) -> int:
+        return self.context.state.size(sequence, scope)
+
     def save(self, sequence: int, scope: Scope) -> State:
         return self.context.state.save(sequence, scope)
 
     def load(self, sequence: int, state: State) -> None:
         assert isinstance(state, llama_state.State)
         self.context.state.load(sequence, state)
+
+    @property
+    def key(self) -> bytes:
+        return self.context.state.key
+
+    def cells(self, state: State, partial: State | None) -> Cells | None:
+        assert isinstance(state, llama_state.State)
+        return llama_layout.cut(state.data, 0 if partial is None else partial.nbytes - llama_layout.HEADER)
+
+    def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
+        assert partial is None or isinstance(partial, llama_state.State)
+        data = llama_layout.join(llama_layout.Layout.unpack(layout), blocks, None if partial is None else partial.data)
+        return llama_state.State(key=self.key, scope="full", positions=(0, position - 1), data=data)
+
+    def pack(self, partial: State) -> bytes:
+        assert isinstance(partial, llama_state.State)
+        return partial.to_bytes()
+
+    def unpack(self, data: memoryview) -> State:
+        return llama_state.State.from_bytes(data)
 
     def clear(self, sequence: int) -> None:
         self.context.memory.remove(sequence)

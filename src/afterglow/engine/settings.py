@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import psutil
+
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.errors import InvalidArgument
 from afterglow.llama.arguments import integer, real
@@ -21,11 +23,23 @@ class EngineSettings:
     deterministic: bool = False
     grid: int = 64  # entries in a chunk, in deterministic mode
     parked_bytes: int = 1024**3  # for sequences of jobs that had to make room
+    ram_bytes: int | None = None  # for all that is kept in RAM; None: a quarter of what is free, 2 GiB at most
+    segment: int = 64  # entries in one stored segment
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
         real("gap", self.gap, 0)
         integer("grid", self.grid, 1, 65_536)
         integer("parked_bytes", self.parked_bytes, 0, 2**62)
+        integer("segment", self.segment, 1, 65_536)
+        if self.ram_bytes is not None:
+            integer("ram_bytes", self.ram_bytes, 0, 2**62)
         if not isinstance(self.checkpoints, CheckpointSettings):
             raise InvalidArgument("checkpoints", f"must be CheckpointSettings, not {self.checkpoints!r}")
+
+    @property
+    def ram_limit(self) -> int:
+        """Bytes that may be kept in RAM outside of memory, as things stand now."""
+        if self.ram_bytes is not None:
+            return self.ram_bytes
+        return int(min(2 * 1024**3, psutil.virtual_memory().available // 4))
