@@ -239,7 +239,7 @@ def test_checkpoints_and_segments_share_the_budget(kind):
     for number in range(6):
         ask(engine, prompt(60, number), boundaries=frozenset({10, 20, 30, 40}))
         ram = engine.memory.tiers.ram
-        assert ram.used == ram.segment_bytes + engine.memory.checkpoint_bytes <= 3_000
+        assert ram.used == ram.segment_bytes + engine.memory.marks.nbytes <= 3_000
 
 
 def test_a_model_without_checkpoints_stores_nothing_that_it_could_not_use():

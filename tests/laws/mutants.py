@@ -17,6 +17,7 @@ import test_more_laws as more
 import test_once_broken as once
 
 from afterglow.engine import engine as engine_module
+from afterglow.engine import marks as marks_module
 from afterglow.engine import memory as memory_module
 from afterglow.engine import reuse as reuse_module
 from afterglow.engine import snapshots
@@ -25,6 +26,7 @@ from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Ledger
 from afterglow.engine.job import Job
+from afterglow.engine.marks import Marks
 from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.request import Failed, Progress
@@ -69,8 +71,8 @@ def wrapped(owner: object, name: str, around: Callable[..., object]) -> Callable
     "keep one entry more than is shared", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary
 )
 def _(put):
-    def sources(original, self, ids):
-        for source in original(self, ids):
+    def sources(original, self, *whose):
+        for source in original(self, *whose):
             yield Source(source.slot, min(source.shared + 1, len(source.slot)), source.idle_time)
 
     wrapped(PrefixMemory, "_sources", sources)(put)
@@ -204,10 +206,10 @@ def checkpoint_of(kept: Callable[[Sequence], np.ndarray]) -> Callable[[Plant], N
         original(self, sequence)
         if self.checkpoints and self.checkpoints[-1].depth == len(sequence):
             taken = self.checkpoints[-1]
-            self._drop(taken)
+            self.marks.drop(taken)
             moved = Checkpoint(ids=kept(sequence).copy(), state=taken.state, aligned=taken.aligned)
             self.checkpoints.append(moved)
-            self._marks.insert(moved.ids, moved)
+            self.marks.tree.insert(moved.ids, moved)
 
     return wrapped(PrefixMemory, "take_checkpoint", take)
 
@@ -266,17 +268,17 @@ def _(put):
 
 @mutant("thinning drops the newest checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
 def _(put):
-    put(memory_module, "thinned", lambda depths, limit: list(depths[limit:]))
+    put(marks_module, "thinned", lambda depths, limit: list(depths[limit:]))
 
 
 @mutant("thinning drops the first checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
 def _(put):
-    put(memory_module, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
+    put(marks_module, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
 
 
 @mutant("checkpoints are never thinned", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
-    put(memory_module, "thinned", lambda depths, limit: [])
+    put(marks_module, "thinned", lambda depths, limit: [])
 
 
 @mutant(
@@ -290,7 +292,7 @@ def _(put):
 @mutant("two checkpoints are taken at one place", once.test_there_is_one_checkpoint_for_the_same_entries)
 def _(put):
     def take(original, self, sequence):
-        with patch.object(self._marks, "along", lambda match: iter(())):
+        with patch.object(self.marks, "taken", lambda ids, salt: False):
             original(self, sequence)
 
     wrapped(PrefixMemory, "take_checkpoint", take)(put)
@@ -298,7 +300,7 @@ def _(put):
 
 @mutant("the bytes of checkpoints are not counted", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
-    put(PrefixMemory, "checkpoint_bytes", property(lambda self: 0))
+    put(Marks, "nbytes", property(lambda self: 0))
 
 
 @mutant("a checkpoint that does not load ends the engine", laws.test_a_bad_checkpoint_is_a_miss)
@@ -322,14 +324,21 @@ def _(put):
 
 @mutant("an evicted sequence can still be found", more.test_full_memory_evicts_then_parks_and_changes_no_token)
 def _(put):
-    put(PrefixMemory, "forget", lambda self, slot: slot.clear())
+    def evict(original, self):
+        before = {slot: slot.ids.copy() for slot in self._unused if len(slot)}
+        done = original(self)
+        for slot, ids in before.items():
+            self._idle.insert(ids, slot)
+        return done
+
+    wrapped(PrefixMemory, "evict", evict)(put)
 
 
 @mutant("a sequence in use can still be found as idle", more.test_a_sequence_comes_back_from_a_snapshot_and_from_a_fork)
 def _(put):
-    def begin(original, self, reuse):
+    def begin(original, self, reuse, *salt):
         ids = getattr(reuse, "slot", None) and reuse.slot.ids.copy()
-        target, kept = original(self, reuse)
+        target, kept = original(self, reuse, *salt)
         if ids is not None:
             self._idle.insert(ids, target)
         return target, kept
@@ -339,8 +348,8 @@ def _(put):
 
 @mutant("a slot is given to two jobs", laws.test_company_changes_no_token)
 def _(put):
-    def begin(original, self, reuse):
-        target, kept = original(self, reuse)
+    def begin(original, self, reuse, *salt):
+        target, kept = original(self, reuse, *salt)
         target.busy = False
         self._unused[target] = None
         return target, kept
@@ -350,8 +359,8 @@ def _(put):
 
 @mutant("a named slot is not the one that is used", more.test_a_certain_slot_is_used_though_another_holds_the_prompt)
 def _(put):
-    def plan(original, self, ids, *, reuse=True, slot=None):
-        return original(self, ids, reuse=reuse)
+    def plan(original, self, ids, *, slot=None, **options):
+        return original(self, ids, **options)
 
     wrapped(PrefixMemory, "plan", plan)(put)
 
@@ -383,24 +392,16 @@ def _(put):
     "parked bytes are those that were expected", once.test_parked_bytes_are_what_was_saved_and_not_what_was_expected
 )
 def _(put):
-    def park(original, self, job):
-        expected = len(job.sequence) * self.memory.costs.bytes_per_entry
-        budget = self.settings.parked_bytes if expected <= self.settings.parked_bytes else 0
-        settings, self.settings = self.settings, dataclasses.replace(self.settings, parked_bytes=budget and 10**9)
-        original(self, job)
-        self.settings = settings
-
-    wrapped(Engine, "_park", park)(put)
+    put(Sequence, "nbytes", property(lambda self: 20 * len(self)))
 
 
 @mutant("parked jobs have no budget", more.test_parked_jobs_stay_within_their_bytes)
 def _(put):
-    def park(original, self, job):
-        settings, self.settings = self.settings, dataclasses.replace(self.settings, parked_bytes=10**9)
-        original(self, job)
-        self.settings = settings
+    def park(original, self, sequence):
+        self._parked_limit = 10**9
+        return original(self, sequence)
 
-    wrapped(Engine, "_park", park)(put)
+    wrapped(PrefixMemory, "park", park)(put)
 
 
 @mutant(

@@ -124,7 +124,7 @@ def check_trees(engine: Engine) -> None:
     memory = engine.memory
     idle = {slot: slot.ids for slot in memory.slots if not slot.busy and len(slot)}
     check_tree(memory._idle, idle)
-    check_tree(memory._marks, {checkpoint: checkpoint.ids for checkpoint in memory.checkpoints})
+    check_tree(memory.marks.tree, {checkpoint: checkpoint.ids for checkpoint in memory.checkpoints})
     assert len({checkpoint.ids.tobytes() for checkpoint in memory.checkpoints}) == len(memory.checkpoints)
     assert set(memory._unused) == {slot for slot in memory.slots if not slot.busy}
 
@@ -176,7 +176,7 @@ def check_budgets(engine: Engine) -> None:
     """Bytes of checkpoints, checkpoints on a path, bytes of parked jobs, cells."""
     settings, memory = engine.settings, engine.memory
     size = sum(checkpoint.state.nbytes + checkpoint.ids.nbytes for checkpoint in memory.checkpoints)
-    assert size == memory.checkpoint_bytes <= settings.checkpoints.max_bytes
+    assert size == memory.marks.nbytes <= settings.checkpoints.max_bytes
     assert sum(job.parked.nbytes for job in engine._waiting if job.parked) <= settings.parked_bytes
     assert engine.backend._used() <= engine.backend.total_cells
     for checkpoint in memory.checkpoints:

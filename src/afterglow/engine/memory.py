@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Iterator
 
 from afterglow.engine.backend import Backend, State
-from afterglow.engine.checkpoint import Checkpoint, cut_points, thinned
+from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
 from afterglow.engine.entries import Ids, Ledger, common_prefix
 from afterglow.engine.explanation import Cause, Explanation
-from afterglow.engine.prefix import Match, PrefixTree
-from afterglow.engine.ram import worth
+from afterglow.engine.marks import Marks
+from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.reuse import Continue, Fork, Fresh, Recall, Restore, Reuse, Situation, Source, loss, plan
 from afterglow.engine.segments import Cover
 from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.settings import EngineSettings
-from afterglow.engine.tiers import Tiers, Victim
+from afterglow.engine.tiers import Tiers
 from afterglow.errors import AfterglowError, MemoryFull
 
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
@@ -30,7 +30,6 @@ class PrefixMemory:
 
     def __init__(self, backend: Backend, ledger: Ledger, settings: EngineSettings, grid: int = 0) -> None:
         self.costs = Costs()
-        self.checkpoints: list[Checkpoint] = []
         self._backend = backend
         self._settings = settings.checkpoints
         self._parked_limit = settings.parked_bytes
@@ -38,7 +37,7 @@ class PrefixMemory:
         self._partial_bytes = 0  # of the last partial state
         self._grid = grid  # 0: any length can be reused
         self._idle: PrefixTree[Sequence] = PrefixTree()  # by what they hold
-        self._marks: PrefixTree[Checkpoint] = PrefixTree()
+        self.marks = Marks(settings.checkpoints, self.costs, lambda nbytes: self.tiers.make_room(nbytes))
         self.slots = [Sequence(number, backend, ledger) for number in range(backend.capabilities.sequences)]
         self._unused = dict.fromkeys(self.slots)  # idle sequences, the longest idle first
         self._evicted: deque[tuple[str, Ids]] = deque(maxlen=REMEMBERED)
@@ -49,13 +48,13 @@ class PrefixMemory:
             ram_bytes=settings.ram_limit,
             block=settings.segment,
             grid=grid,
-            spare=self._spare_checkpoint,
-            others=lambda: self.checkpoint_bytes + self.parked_bytes,
+            spare=lambda: self.marks.victim(self.tiers.is_pinned),
+            others=lambda: self.marks.nbytes + self.parked_bytes,
         )
 
     @property
-    def checkpoint_bytes(self) -> int:
-        return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
+    def checkpoints(self) -> list[Checkpoint]:
+        return self.marks.checkpoints
 
     def plan(self, ids: Ids, *, reuse: bool = True, slot: int | None = None, salt: str = "") -> Reuse | None:
         """How to begin a prompt; None: every slot that it could use is busy."""
@@ -64,7 +63,7 @@ class PrefixMemory:
             return None
         target, target_loss = self._spare() if wanted is None else (wanted, 0.0)
         capabilities = self._backend.capabilities
-        checkpoints = list(self._along(ids, salt)) if reuse else []
+        checkpoints = list(self.marks.along(ids, salt)) if reuse else []
         sources = list(self._sources(ids, salt)) if reuse else []
         if wanted is not None:  # only this slot may be used up; the others may be copied
             sources = [source for source in sources if source.slot is wanted or source.slot.busy]
@@ -96,10 +95,6 @@ class PrefixMemory:
         """Expected seconds to store, or to load, a sequence of so many entries."""
         cells = length * self.costs.bytes_per_entry if self._backend.capabilities.has_cells else self._partial_bytes
         return cells * self.costs.per_byte
-
-    def _along(self, ids: Ids, salt: str) -> Iterator[Checkpoint]:
-        """The checkpoints that these entries run through, deepest first."""
-        return self._marks.along(self._marks.match(ids, salt))
 
     def round_down(self, length: int) -> int:
         """The longest prefix of `length` entries that may be reused: any, or whole chunks of the grid."""
@@ -206,9 +201,7 @@ class PrefixMemory:
     def forget_stored(self) -> None:
         """Forget everything outside of memory, but for checkpoints over cells that are in it."""
         self.tiers.clear()
-        for checkpoint in self.checkpoints[:]:
-            if not self._covered(checkpoint):
-                self._drop(checkpoint)
+        self._drop_uncovered(complete=True)
 
     def park(self, sequence: Sequence) -> Saved | None:
         """What the sequence of a job holds, taken out of memory; None where there is no room for it."""
@@ -228,21 +221,17 @@ class PrefixMemory:
         """Where the prefill of this prompt from `start` on has to stand still for checkpoints."""
         if not self._backend.capabilities.partial_state:
             return []
-        taken = [checkpoint.depth for checkpoint in self._along(ids, salt)]
+        taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
         points = cut_points(len(ids), boundaries, taken, ubatch, self._settings)
         return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the partial state of the sequence as it stands, within the limits."""
-        if any(known.depth == len(sequence) for known in self._marks.along(self._match(sequence))):
+        if self.marks.taken(sequence.ids, sequence.salt):
             return
-        nbytes = self._backend.size(sequence.number, "partial") + sequence.ids.nbytes
-        if self._settings.max_checkpoints and self._checkpoint_fits(nbytes):
+        if self.marks.fits(self._backend.size(sequence.number, "partial") + sequence.ids.nbytes):
             self._note(sequence, self._save_partial(sequence))
-
-    def _match(self, sequence: Sequence) -> Match[Checkpoint]:
-        return self._marks.match(sequence.ids, sequence.salt)
 
     def _save_partial(self, sequence: Sequence) -> State:
         started = time.perf_counter()
@@ -256,19 +245,8 @@ class PrefixMemory:
         ids = sequence.ids.copy()
         before = self.tiers.chain.before(ids, sequence.salt, len(ids))
         checkpoint = Checkpoint(ids=ids, state=state, aligned=sequence.aligned, salt=sequence.salt, before=before)
-        if not state.nbytes or not self._checkpoint_fits(checkpoint.nbytes):
-            return
-        self.checkpoints.append(checkpoint)
-        self._marks.insert(checkpoint.ids, checkpoint, checkpoint.salt)
-        self._thin(checkpoint)
-
-    def _checkpoint_fits(self, nbytes: int) -> bool:
-        """Make room for a checkpoint; False: there is none."""
-        if nbytes > self._settings.max_bytes:
-            return False
-        while self.checkpoint_bytes + nbytes > self._settings.max_bytes:
-            self._drop(min(self.checkpoints, key=lambda one: one.last_used))
-        return self.tiers.make_room(nbytes)
+        if state.nbytes and self.marks.fits(checkpoint.nbytes):
+            self.marks.add(checkpoint)
 
     # --- storing what has to go
 
@@ -286,7 +264,7 @@ class PrefixMemory:
         if self._backend.capabilities.has_cells and not self.tiers.store(slot, state):
             return
         resumable = not self._grid or slot.aligned == len(slot)
-        if resumable and all(known.depth != len(slot) for known in self._marks.along(self._match(slot))):
+        if resumable and not self.marks.taken(slot.ids, slot.salt):
             self._note(slot, state)
 
     def _worth_storing(self, slot: Sequence, remaining: int) -> bool:
@@ -306,23 +284,7 @@ class PrefixMemory:
         covered = self.tiers.cover(slot.ids, slot.salt).length if capabilities.has_cells else len(slot)
         if not capabilities.partial_state:
             return covered
-        return next((one.depth for one in self._marks.along(self._match(slot)) if one.depth <= covered), 0)
-
-    def _spare_checkpoint(self) -> Victim | None:
-        """The checkpoint that is worth least: it saves the way from the one before it."""
-        now, best = time.monotonic(), None
-        for checkpoint in self.checkpoints:
-            if self.tiers.is_pinned(checkpoint.ids, checkpoint.salt, checkpoint.depth - 1):
-                continue
-            path = itertools.islice(self._marks.above(checkpoint), 1, 2)
-            saved = checkpoint.depth - next((one.depth for one in path), 0)
-            value = worth(saved * self.costs.per_entry, checkpoint.nbytes, now - checkpoint.last_used)
-            if best is None or value < best[0]:
-                best = value, checkpoint
-        if best is None:
-            return None
-        chosen = best[1]
-        return Victim(best[0], lambda: self._drop(chosen))
+        return next((one.depth for one in self.marks.along(slot.ids, slot.salt) if one.depth <= covered), 0)
 
     def explain(self, ids: Ids, reuse: Reuse | None, salt: str = "") -> Explanation:
         """What a plan found in memory and behind it, and why it does not use more of it."""
@@ -383,21 +345,13 @@ class PrefixMemory:
         idle_time = time.monotonic() - slot.last_used
         return loss(self._idle.unique(slot), idle_time, self.costs, self._storing(len(slot)) if self._stores else None)
 
-    def _thin(self, newest: Checkpoint) -> None:
-        """Let go of what is too much along every path that runs through the newest checkpoint."""
-        for end in self._marks.below(newest):
-            if end not in self._marks:
-                continue  # gone with another path
-            by_depth = {checkpoint.depth: checkpoint for checkpoint in self._marks.above(end)}
-            for depth in thinned(sorted(by_depth), self._settings.max_checkpoints):
-                self._drop(by_depth[depth])
-
-    def _drop_uncovered(self) -> None:
-        """Let go of checkpoints whose cells are gone: nothing can be made of them any more."""
-        if self._backend.capabilities.checkpoints_need_cells:
+    def _drop_uncovered(self, *, complete: bool = False) -> None:
+        """Let go of checkpoints whose cells are gone: nothing can be made of them any more. With `complete`, also
+        of those that need no cells."""
+        if complete or self._backend.capabilities.checkpoints_need_cells:
             for checkpoint in self.checkpoints[:]:
                 if not self._covered(checkpoint):
-                    self._drop(checkpoint)
+                    self.marks.drop(checkpoint)
 
     def _covered(self, checkpoint: Checkpoint) -> bool:
         """Whether all cells before a checkpoint are in memory, or stored."""
@@ -409,7 +363,3 @@ class PrefixMemory:
             return True
         rest = checkpoint.depth % self.tiers.chain.block
         return self.tiers.covers(checkpoint.before, ids[checkpoint.depth - rest :])
-
-    def _drop(self, checkpoint: Checkpoint) -> None:
-        self.checkpoints.remove(checkpoint)
-        self._marks.remove(checkpoint)

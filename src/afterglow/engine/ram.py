@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from afterglow.engine.segments import Segment
 
 HALF_LIFE = 3600.0  # seconds in which what is stored becomes half as likely to be asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """Something that lies in RAM and can be spared: what it is worth, and how to let go of it."""
+
+    worth: float
+    drop: Callable[[], None]
 
 
 class Ram:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Backend, Cells, State
 from afterglow.engine.costs import Costs
 from afterglow.engine.entries import Ids, Ledger, common_prefix
-from afterglow.engine.ram import Ram, worth
+from afterglow.engine.ram import Ram, Victim, worth
 from afterglow.engine.segments import Chain, Cover, Segment, SegmentTree
 from afterglow.engine.sequence import Sequence
 from afterglow.errors import InvalidState
@@ -31,14 +31,6 @@ class Counters:
     evictions: int = 0  # segments and checkpoints that had to make room
     refused: int = 0  # sequences for which there was no room
     seconds_saved: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """Something else that lies in RAM and can be spared: what it is worth, and how to let go of it."""
-
-    worth: float
-    drop: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
