@@ -360,13 +360,13 @@ class FakeBackend:
             memory.window, memory.state = list(partial.memory.window), partial.memory.state
         return FakeState("full", memory, 64 + 100 * len(cells))
 
-    def pack(self, partial: State) -> bytes:
+    def pack(self, partial: State) -> list[bytes | memoryview]:
         assert isinstance(partial, FakeState)
         memory = partial.memory
         numbers = [memory.position, memory.state]
         for cell in memory.window:
             numbers += [cell.position, cell.content]
-        return struct.pack(f"<{len(numbers)}q", *numbers)
+        return [struct.pack(f"<{len(numbers)}q", *numbers)]
 
     def unpack(self, data: memoryview) -> FakeState:
         if len(data) % 16 or not data:

@@ -134,8 +134,8 @@ class Backend(Protocol):
     def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
         """A full state of these rows of cells and a partial state, whose next entry stands at `position`."""
 
-    def pack(self, partial: State) -> bytes:
-        """A partial state as bytes."""
+    def pack(self, partial: State) -> list[bytes | memoryview]:
+        """A partial state as bytes, from any thread."""
 
     def unpack(self, data: memoryview) -> State:
         """The reverse; `InvalidState` where it is none."""

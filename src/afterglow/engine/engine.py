@@ -123,11 +123,16 @@ class Engine:
         reuse = self.memory.plan(ids, reuse=request.reuse, slot=request.sequence, salt=request.salt)
         return self.memory.explain(ids, reuse, request.salt)
 
+    def tidy(self) -> bool:
+        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
+        return self.memory.tidy()
+
     def close(self) -> None:
-        """End every request and give memory back."""
+        """End every request, keep on disk what is worth it, and give memory back."""
         try:
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
+            self.memory.close()
         finally:
             self.backend.close()
 

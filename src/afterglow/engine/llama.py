@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from afterglow.engine.backend import Capabilities, Cells, Sampler, Scope, Span, 
 from afterglow.engine.constraint import Words
 from afterglow.engine.engine import Engine
 from afterglow.engine.settings import EngineSettings
+from afterglow.errors import InvalidState
 from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
@@ -21,6 +23,8 @@ from afterglow.llama.model import Model, ModelSettings
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
+
+POSITIONS = struct.Struct("<ii")  # the first and the last of a partial state
 
 
 class LlamaBackend:
@@ -110,12 +114,16 @@ class LlamaBackend:
         data = llama_layout.join(llama_layout.Layout.unpack(layout), blocks, None if partial is None else partial.data)
         return llama_state.State(key=self.key, scope="full", positions=(0, position - 1), data=data)
 
-    def pack(self, partial: State) -> bytes:
+    def pack(self, partial: State) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.State)
-        return partial.to_bytes()
+        return [POSITIONS.pack(*(partial.positions or (-1, -1))), partial.data.data]
 
     def unpack(self, data: memoryview) -> State:
-        return llama_state.State.from_bytes(data)
+        if len(data) < POSITIONS.size:
+            raise InvalidState("a partial state is cut off")
+        first, last = POSITIONS.unpack_from(data)
+        content = np.frombuffer(data[POSITIONS.size :], dtype=np.uint8).copy()
+        return llama_state.State(key=self.key, scope="partial", positions=(first, last), data=content)
 
     def clear(self, sequence: int) -> None:
         self.context.memory.remove(sequence)

@@ -35,6 +35,10 @@ class Marks:
         """Whether there is a checkpoint after exactly these entries."""
         return any(known.depth == len(ids) for known in self.along(ids, salt))
 
+    def find(self, key: bytes) -> Checkpoint | None:
+        """A checkpoint by its name, from any thread."""
+        return next((one for one in self.checkpoints[:] if one.key == key), None)
+
     def fits(self, nbytes: int) -> bool:
         """Make room for a checkpoint; False: there is none."""
         if nbytes > self._settings.max_bytes or not self._settings.max_checkpoints:

@@ -22,6 +22,7 @@ from afterglow.engine.tiers import Tiers
 from afterglow.errors import AfterglowError, MemoryFull
 
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
+CLOSING = 10.0  # seconds that an end waits for what is worth keeping
 REMEMBERED = 64  # evicted sequences whose entries are kept, so that `explain` can tell what is missing
 
 
@@ -40,16 +41,16 @@ class PrefixMemory:
         self.marks = Marks(settings.checkpoints, self.costs, lambda nbytes: self.tiers.make_room(nbytes))
         self.slots = [Sequence(number, backend, ledger) for number in range(backend.capabilities.sequences)]
         self._unused = dict.fromkeys(self.slots)  # idle sequences, the longest idle first
+        self._untidy: dict[Sequence, None] = {}  # idle sequences that are not on disk yet, the newest last
         self._evicted: deque[tuple[str, Ids]] = deque(maxlen=REMEMBERED)
         self.tiers = Tiers(
             backend,
             ledger,
             self.costs,
-            ram_bytes=settings.ram_limit,
-            block=settings.segment,
+            settings,
             grid=grid,
-            spare=lambda: self.marks.victim(self.tiers.is_pinned),
-            others=lambda: self.marks.nbytes + self.parked_bytes,
+            marks=self.marks,
+            parked=lambda: self.parked_bytes,
         )
 
     @property
@@ -63,7 +64,7 @@ class PrefixMemory:
             return None
         target, target_loss = self._spare() if wanted is None else (wanted, 0.0)
         capabilities = self._backend.capabilities
-        checkpoints = list(self.marks.along(ids, salt)) if reuse else []
+        checkpoints = self.tiers.along(ids, salt) if reuse else []
         sources = list(self._sources(ids, salt)) if reuse else []
         if wanted is not None:  # only this slot may be used up; the others may be copied
             sources = [source for source in sources if source.slot is wanted or source.slot.busy]
@@ -82,6 +83,7 @@ class PrefixMemory:
                 round_down=self.round_down,
                 cover=self.tiers.cover(ids, salt) if reuse else Cover(),
                 cover_seconds=self.tiers.seconds,
+                checkpoint_seconds=self.tiers.checkpoint_seconds,
                 cells_suffice=not capabilities.partial_state,
                 storing=self._storing if self._stores else None,
             )
@@ -140,29 +142,23 @@ class PrefixMemory:
     def _load(self, target: Sequence, checkpoint: Checkpoint) -> None:
         started = time.perf_counter()
         target.clear()
-        target.load(checkpoint.ids, checkpoint.state, checkpoint.aligned)
-        checkpoint.last_used = time.monotonic()
-        self.tiers.count_hit(checkpoint.depth, checkpoint.nbytes, time.perf_counter() - started)
+        target.load(checkpoint.ids, self.tiers.state(checkpoint), checkpoint.aligned)
+        self.tiers.count_hit(checkpoint.depth, checkpoint.nbytes, time.perf_counter() - started, checkpoint)
 
     def _recall(self, reuse: Recall) -> None:
         """Load stored cells. Where sequences share memory, idle ones may have to make room."""
-        target, checkpoint = reuse.target, reuse.checkpoint
-        ids = reuse.cover.ids[: reuse.keep]
+        target, ids = reuse.target, reuse.cover.ids[: reuse.keep]
         target.clear()
         while True:
             try:
-                self.tiers.load(target, ids, reuse.cover, None if checkpoint is None else checkpoint.state)
-                break
+                return self.tiers.load(target, ids, reuse.cover, reuse.checkpoint)
             except MemoryFull:
                 target.clear()
                 if not self.evict():
                     raise
-        if checkpoint is not None:
-            checkpoint.last_used = time.monotonic()
 
     def _restore(self, slot: Sequence, checkpoint: Checkpoint) -> None:
-        slot.restore(checkpoint.depth, checkpoint.state, checkpoint.aligned)
-        checkpoint.last_used = time.monotonic()
+        slot.restore(checkpoint.depth, self.tiers.state(checkpoint), checkpoint.aligned)
 
     def _copy(self, source: Sequence, target: Sequence, length: int) -> None:
         started = time.perf_counter()
@@ -176,6 +172,8 @@ class PrefixMemory:
         self._unused[sequence] = None
         if len(sequence):
             self._idle.insert(sequence.ids, sequence, sequence.salt)
+            if self.tiers.shelf is not None:
+                self._untidy[sequence] = None
         self._drop_uncovered()
 
     def evict(self) -> bool:
@@ -202,6 +200,25 @@ class PrefixMemory:
         """Forget everything outside of memory, but for checkpoints over cells that are in it."""
         self.tiers.clear()
         self._drop_uncovered(complete=True)
+
+    def tidy(self) -> bool:
+        """Write one idle sequence towards the disk, so that it outlives a crash; False: there is nothing to do."""
+        while self._untidy:
+            slot, _ = self._untidy.popitem()
+            if not slot.busy and len(slot):
+                self._give_up(slot, 0)
+                return True
+        return False
+
+    def close(self, seconds: float = CLOSING) -> None:
+        """Store what memory holds and is worth it, the newest first, and wait for the disk; for so long at most."""
+        deadline = time.monotonic() + seconds
+        if self.tiers.shelf is not None:
+            for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
+                if len(slot) and not slot.busy and time.monotonic() < deadline:
+                    self._give_up(slot, 0)
+                    self.tiers.shelf.disk.flush(deadline - time.monotonic())
+        self.tiers.close()
 
     def park(self, sequence: Sequence) -> Saved | None:
         """What the sequence of a job holds, taken out of memory; None where there is no room for it."""
@@ -243,8 +260,7 @@ class PrefixMemory:
     def _note(self, sequence: Sequence, state: State) -> None:
         """Keep a checkpoint of the sequence as it stands."""
         ids = sequence.ids.copy()
-        before = self.tiers.chain.before(ids, sequence.salt, len(ids))
-        checkpoint = Checkpoint(ids=ids, state=state, aligned=sequence.aligned, salt=sequence.salt, before=before)
+        checkpoint = self.tiers.checkpoint(ids, sequence.salt, state, sequence.aligned)
         if state.nbytes and self.marks.fits(checkpoint.nbytes):
             self.marks.add(checkpoint)
 
@@ -266,6 +282,7 @@ class PrefixMemory:
         resumable = not self._grid or slot.aligned == len(slot)
         if resumable and not self.marks.taken(slot.ids, slot.salt):
             self._note(slot, state)
+        self.tiers.shelve(self.marks.along(slot.ids, slot.salt))
 
     def _worth_storing(self, slot: Sequence, remaining: int) -> bool:
         """Whether storing a sequence costs less than computing again what would be lost is expected to."""
@@ -284,7 +301,7 @@ class PrefixMemory:
         covered = self.tiers.cover(slot.ids, slot.salt).length if capabilities.has_cells else len(slot)
         if not capabilities.partial_state:
             return covered
-        return next((one.depth for one in self.marks.along(slot.ids, slot.salt) if one.depth <= covered), 0)
+        return next((one.depth for one in self.tiers.along(slot.ids, slot.salt) if one.depth <= covered), 0)
 
     def explain(self, ids: Ids, reuse: Reuse | None, salt: str = "") -> Explanation:
         """What a plan found in memory and behind it, and why it does not use more of it."""
@@ -361,5 +378,4 @@ class PrefixMemory:
         busy = [slot for slot in self.slots if slot.busy and slot.salt == salt]
         if any(common_prefix(slot.ids, ids) == checkpoint.depth for slot in busy):
             return True
-        rest = checkpoint.depth % self.tiers.chain.block
-        return self.tiers.covers(checkpoint.before, ids[checkpoint.depth - rest :])
+        return self.tiers.covers(checkpoint)

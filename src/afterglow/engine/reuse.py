@@ -92,6 +92,7 @@ class Situation:
     round_down: Callable[[int], int] = lambda keep: keep
     cover: Cover = field(default_factory=Cover)  # what of the prompt is stored outside of memory
     cover_seconds: Callable[[Cover, int], float] = lambda cover, keep: 0.0
+    checkpoint_seconds: Callable[[Checkpoint], float] = lambda checkpoint: 0.0
     cells_suffice: bool = True  # memory is nothing but cells
     storing: Callable[[int], float] | None = None  # seconds to store so many entries, where that is done
 
@@ -157,7 +158,7 @@ def _restored(situation: Situation) -> list[tuple[float, Reuse]]:
     for checkpoint in situation.checkpoints:
         depth = checkpoint.depth
         if depth < situation.length and situation.round_down(depth) == depth:
-            moving = checkpoint.nbytes * situation.costs.per_byte
+            moving = situation.checkpoint_seconds(checkpoint)
             return [(situation.target_loss + moving, Restore(checkpoint, depth, situation.target))]
     return []
 
@@ -175,6 +176,7 @@ def _recalled(situation: Situation) -> list[tuple[float, Reuse]]:
     if not keep:
         return []
     moving = situation.cover_seconds(cover, keep)
+    moving += situation.checkpoint_seconds(checkpoint) if checkpoint else 0.0
     return [(situation.target_loss + moving, Recall(cover, keep, target, checkpoint))]
 
 

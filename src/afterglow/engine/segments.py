@@ -58,25 +58,29 @@ class Cover:
 class Chain:
     """Names stretches of entries by everything before them: the model and build, the salt, every entry."""
 
-    def __init__(self, key: bytes, ledger: Ledger, block: int) -> None:
+    def __init__(self, model: bytes, ledger: Ledger, block: int) -> None:
         self.block = block  # entries in a whole segment
-        self._key = key
+        self.model = model  # names everything that decides what stored bytes mean
         self._ledger = ledger
 
     def seed(self, salt: str) -> bytes:
         """Where the chain of a salt begins."""
-        return blake3(self._key + salt.encode(), derive_key_context="afterglow prefix seed").digest()
+        return blake3(self.model + salt.encode(), derive_key_context="afterglow prefix seed").digest()
 
     def link(self, parent: bytes, ids: Ids) -> bytes:
         """The name of these entries after `parent`."""
         return blake3(parent + self._ledger.spelled(ids)).digest()
 
-    def before(self, ids: Ids, salt: str, depth: int) -> bytes:
-        """The name of all whole segments before `depth`."""
-        name = self.seed(salt)
-        for start in range(0, depth - depth % self.block, self.block):
-            name = self.link(name, ids[start : start + self.block])
-        return name
+    def names(self, ids: Ids, salt: str) -> list[bytes]:
+        """The names of all beginnings of `ids` in whole segments, the empty one first."""
+        names = [self.seed(salt)]
+        for start in range(0, len(ids) - len(ids) % self.block, self.block):
+            names.append(self.link(names[-1], ids[start : start + self.block]))
+        return names
+
+    def mark(self, before: bytes, rest: Ids) -> bytes:
+        """The name of a checkpoint `rest` entries after `before`."""
+        return blake3(self.link(before, rest), derive_key_context="afterglow prefix checkpoint").digest()
 
 
 class SegmentTree:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Backend, Cells, State
+from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.costs import Costs
+from afterglow.engine.disk_files import file_name
 from afterglow.engine.entries import Ids, Ledger, common_prefix
-from afterglow.engine.ram import Ram, Victim, worth
+from afterglow.engine.marks import Marks
+from afterglow.engine.ram import Ram, worth
 from afterglow.engine.segments import Chain, Cover, Segment, SegmentTree
 from afterglow.engine.sequence import Sequence
+from afterglow.engine.settings import EngineSettings
+from afterglow.engine.shelf import Shelf, Shelved
 from afterglow.errors import InvalidState
+
+logger = logging.getLogger("afterglow.engine.disk")
 
 
 @dataclass(slots=True)
@@ -49,44 +59,102 @@ class Tiers:
         backend: Backend,
         ledger: Ledger,
         costs: Costs,
+        settings: EngineSettings,
         *,
-        ram_bytes: int,
-        block: int,
         grid: int,
-        spare: Callable[[], Victim | None],
-        others: Callable[[], int],
+        marks: Marks,
+        parked: Callable[[], int],
     ) -> None:
-        self.ram = Ram(ram_bytes, others)
+        self.ram = Ram(settings.ram_limit, lambda: marks.nbytes + parked())
         self.ram_counters = Counters()
-        self.chain = Chain(backend.key + f" grid {grid}".encode(), ledger, block)
+        self.disk_counters = Counters()
+        model = blake3(backend.key + f" grid {grid} segment {settings.segment}".encode()).digest()
+        self.chain = Chain(model, ledger, settings.segment)
         self.tree = SegmentTree(self.chain, ledger)
         self.pins: list[Pin] = []
         self._backend = backend
+        self._key = backend.key
         self._ledger = ledger
         self._costs = costs
         self._aligned = bool(grid)
-        self._spare = spare
+        self._marks = marks
+        self.shelf = self._open_shelf(settings)
         self._width = 0.0  # bytes of an entry, once one was stored
         self._kept: set[bytes] = set()
+
+    def _open_shelf(self, settings: EngineSettings) -> Shelf | None:
+        if settings.disk_directory is None or not settings.disk_bytes:
+            return None
+        try:
+            return Shelf(
+                settings.disk_directory,
+                limit=settings.disk_bytes,
+                model=self.chain.model,
+                backend=self._backend,
+                ledger=self._ledger,
+                costs=self._costs,
+                segment=self.ram.get,
+                checkpoint=self._marks.find,
+            )
+        except OSError as error:
+            logger.warning("there is no prefix cache in %s: %s", settings.disk_directory, error)
+            return None
 
     # --- what there is
 
     def cover(self, ids: Ids, salt: str) -> Cover:
         """How far this prompt is stored."""
+        self._sync()
+        if self._backend.key != self._key:  # another adapter: what is stored is of another model
+            return Cover()
         return self.tree.cover(ids, salt, aligned=self._aligned)
 
-    def covers(self, parent: bytes, rest: Ids) -> bool:
-        """Whether all cells before a checkpoint are stored; see `Chain.before`."""
-        return self.tree.covers(parent, rest)
+    def _sync(self) -> None:
+        if self.shelf is not None:
+            for lost in self.shelf.sync(self.tree):
+                if lost in self.ram:
+                    self.ram.drop(lost)
+
+    def along(self, ids: Ids, salt: str) -> list[Checkpoint]:
+        """The checkpoints that a prompt runs through, in RAM and on disk, deepest first."""
+        found = list(self._marks.along(ids, salt))
+        if self.shelf is None:
+            return found
+        self._sync()
+        depths = {checkpoint.depth for checkpoint in found}
+        for shelved in self.shelf.along(self.chain.names(ids, salt), ids, self.chain.block):
+            if shelved.depth not in depths:
+                found.append(self.checkpoint(ids[: shelved.depth], salt, shelved, shelved.aligned))
+        return sorted(found, key=lambda checkpoint: -checkpoint.depth)
+
+    def checkpoint(self, ids: Ids, salt: str, state: State, aligned: int) -> Checkpoint:
+        """A checkpoint after these entries, with its names."""
+        before = self.chain.names(ids, salt)[-1]
+        start = len(ids) - len(ids) % self.chain.block
+        key = self.chain.mark(before, ids[start:])
+        return Checkpoint(ids=ids, state=state, aligned=aligned, salt=salt, before=before, start=start, key=key)
+
+    def covers(self, checkpoint: Checkpoint) -> bool:
+        """Whether all cells before a checkpoint are stored."""
+        return self.tree.covers(checkpoint.before, checkpoint.ids[checkpoint.start :])
 
     def seconds(self, cover: Cover, keep: int) -> float:
         """Expected seconds to bring the first entries of a cover back into memory."""
-        return keep * (self._width or self._costs.bytes_per_entry) * self._costs.per_byte
+        moved = keep * (self._width or self._costs.bytes_per_entry)
+        read = sum(segment.nbytes for segment in cover.segments if segment.rows is None)
+        return moved * self._costs.per_byte + read * self._costs.per_disk_byte
+
+    def checkpoint_seconds(self, checkpoint: Checkpoint) -> float:
+        """Expected seconds to load a checkpoint."""
+        read = isinstance(checkpoint.state, Shelved)
+        return checkpoint.nbytes * (self._costs.per_byte + read * self._costs.per_disk_byte)
 
     # --- into RAM
 
     def store(self, sequence: Sequence, partial: State | None) -> bool:
         """Keep the cells of a sequence; `partial` is its partial state. False: there is no room, or no way to."""
+        if self._backend.key != self._key:
+            return False
         length = sequence.aligned if self._aligned else len(sequence)
         ids = sequence.ids[:length].copy()
         cover = self.cover(ids, sequence.salt)
@@ -158,7 +226,17 @@ class Tiers:
         for gone in self.tree.add(segment):
             if gone in self.ram:
                 self.ram.drop(gone)
+            if self.shelf is not None and gone.on_disk and gone.key != segment.key:
+                self.shelf.disk.remove("cells", gone.key)
         self.ram.put(segment)
+        if self.shelf is not None:
+            self.shelf.offer(segment)
+
+    def shelve(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Write these checkpoints to the disk, some time."""
+        if self.shelf is not None:
+            for checkpoint in checkpoints:
+                self.shelf.offer(checkpoint)
 
     def make_room(self, nbytes: int, kept: set[bytes] | None = None) -> bool:
         """Let go of what is worth least until so many bytes are free. False: they cannot be."""
@@ -170,7 +248,7 @@ class Tiers:
         return True
 
     def _evict(self, kept: set[bytes]) -> bool:
-        segment, other = self.ram.oldest(kept), self._spare()
+        segment, other = self.ram.oldest(kept), self._marks.victim(self.is_pinned)
         if segment is None and other is None:
             return False
         self.ram_counters.evictions += 1
@@ -204,42 +282,73 @@ class Tiers:
     def release(self) -> None:
         self._kept = set()
 
-    def load(self, sequence: Sequence, ids: Ids, cover: Cover, partial: State | None) -> None:
+    def load(self, sequence: Sequence, ids: Ids, cover: Cover, checkpoint: Checkpoint | None) -> None:
         """Make the sequence hold `ids`, out of a cover that is at least as long. A broken one is `InvalidState`."""
         started = time.perf_counter()
-        blocks, at, nbytes = [], 0, 0
+        partial = None if checkpoint is None else self.state(checkpoint)
+        blocks, at, used = [], 0, []
         for segment in cover.segments:
             if at >= len(ids):
                 break
             rows = self._rows(segment)
             count = min(len(segment.ids), len(ids) - at)
-            cells = self._ledger.cells(ids[at : at + count])
-            blocks.append(rows[:cells])
-            nbytes += cells * rows.shape[1]
+            blocks.append(rows[: self._ledger.cells(ids[at : at + count])])
+            used.append(segment)
             at += count
-        if at != len(ids) or not blocks:
+        if at != len(ids) or len({segment.layout for segment in used}) != 1:
             raise InvalidState(f"only {at} of {len(ids)} entries are stored")
-        layout = cover.segments[0].layout
-        state = self._backend.join(layout, blocks, partial, self._ledger.positions(ids))
+        state = self._backend.join(used[0].layout, blocks, partial, self._ledger.positions(ids))
         sequence.load(ids, state, len(ids) if self._aligned else 0)
-        seconds = time.perf_counter() - started
+        seconds, nbytes = time.perf_counter() - started, sum(block.nbytes for block in blocks)
         self._costs.moved(nbytes, seconds, 0)
-        for segment in cover.segments:
-            segment.hits += 1
-        self.count_hit(len(ids), nbytes, seconds)
+        self.count_hit(len(ids), nbytes, seconds, checkpoint, used)
 
     def _rows(self, segment: Segment) -> NDArray[np.uint8]:
-        if segment.rows is None:
+        if segment.rows is not None:
+            return segment.rows
+        if self.shelf is None:
             raise InvalidState("a segment is gone")
-        return segment.rows
+        try:
+            return self.shelf.rows(segment)
+        except InvalidState:
+            for gone in self.tree.remove(segment):
+                if gone in self.ram:
+                    self.ram.drop(gone)
+            raise
 
-    def count_hit(self, entries: int, nbytes: int, seconds: float) -> None:
+    def state(self, checkpoint: Checkpoint) -> State:
+        """The partial state of a checkpoint, from wherever it is; one that was on disk is in RAM from now on."""
+        checkpoint.last_used = time.monotonic()
+        shelved = checkpoint.state
+        if not isinstance(shelved, Shelved):
+            return shelved
+        assert self.shelf is not None
+        state = self.shelf.state(shelved, checkpoint.ids)
+        kept = replace(checkpoint, ids=checkpoint.ids.copy(), state=state)
+        if not self._marks.taken(kept.ids, kept.salt) and self._marks.fits(kept.nbytes):
+            self._marks.add(kept)
+        return state
+
+    def count_hit(
+        self,
+        entries: int,
+        nbytes: int,
+        seconds: float,
+        checkpoint: Checkpoint | None = None,
+        segments: SequenceOf[Segment] = (),
+    ) -> None:
         """A prompt began from here: so much was brought back, and it took so long."""
-        counters = self.ram_counters
+        shelved = checkpoint.state if checkpoint and isinstance(checkpoint.state, Shelved) else None
+        from_disk = shelved is not None or any(segment.rows is None for segment in segments)
+        counters = self.disk_counters if from_disk else self.ram_counters
         counters.hits += 1
         counters.entries += entries
         counters.loaded_bytes += nbytes
         counters.seconds_saved += max(0.0, entries * self._costs.per_entry - seconds)
+        for segment in segments:
+            segment.hits += 1
+        if self.shelf is not None:
+            self.shelf.touch(segments, shelved)
 
     # --- what people want
 
@@ -249,26 +358,40 @@ class Tiers:
 
     def pin(self, ids: Ids, salt: str) -> None:
         """Never let go of these entries again, once they are stored."""
-        self.pins.append(Pin(salt, ids))
-        self._pin_stored()
+        self.pins.append(Pin(salt, ids.copy()))
+        self._mark_pinned(ids, salt)
 
     def unpin(self, ids: Ids, salt: str) -> bool:
         """Take a pin back; False: there was none on exactly these entries."""
         found = [pin for pin in self.pins if pin.salt == salt and np.array_equal(pin.ids, ids)]
         self.pins = [pin for pin in self.pins if pin not in found]
-        self._pin_stored()
-        return bool(found)
+        return self._mark_pinned(ids, salt) or bool(found)
 
-    def _pin_stored(self) -> None:
-        """Make the marks on segments say what the pins say."""
-        wanted = {one.key for pin in self.pins for one in self.tree.cover(pin.ids, pin.salt, aligned=False).segments}
-        for segment in self.tree:
-            segment.pinned = segment.key in wanted
+    def _mark_pinned(self, ids: Ids, salt: str) -> bool:
+        """Make the marks on these segments say what the pins say; whether that changed something."""
+        changed = []
+        for segment in self.tree.cover(ids, salt, aligned=False).segments:
+            if segment.pinned != self.is_pinned(ids, salt, segment.start):
+                segment.pinned = not segment.pinned
+                changed.append(segment)
+        if self.shelf is not None:
+            for wanted in (True, False):
+                names = [file_name("cells", one.key) for one in changed if one.pinned == wanted]
+                self.shelf.disk.pin(names, pinned=wanted)
+        return bool(changed)
 
     def clear(self) -> None:
         """Forget every segment, pinned ones too."""
+        self._sync()
+        if self.shelf is not None:
+            self.shelf.clear()
         for segment in self.ram:
             self.ram.drop(segment)
         for segment in self.tree:
             if self.tree.get(segment.key) is segment:
                 self.tree.remove(segment)
+
+    def close(self) -> None:
+        """Wait a while for what is still to be written."""
+        if self.shelf is not None:
+            self.shelf.disk.close()
