@@ -27,7 +27,7 @@ from afterglow.errors import Closed, InvalidState
 T = TypeVar("T")
 QUEUE = 4096  # things to do; none of them holds bytes
 LISTING = 5.0  # seconds that a start waits for the list of what is there
-CLOSING = 10.0  # seconds that a close waits for what is still to be written
+PATIENCE = 10.0  # seconds that people wait for an answer of the disk
 PAUSE = 60.0  # seconds without writing after the disk refused
 LOOK = 1.0  # seconds between looks at what other processes wrote
 EVICTED = 16  # files at once
@@ -142,7 +142,7 @@ class Disk:
             raise InvalidState(f"{path.name}: {error}") from error
         return loaded
 
-    def ask(self, question: Callable[[DiskIndex], T], timeout: float = CLOSING) -> T | None:
+    def ask(self, question: Callable[[DiskIndex], T], timeout: float = PATIENCE) -> T | None:
         """Something of the table, for people; None where the disk does not answer in time."""
         answer: Future[T] = Future()
 
@@ -161,12 +161,12 @@ class Disk:
             return answer.result(timeout)
         return None
 
-    def flush(self, timeout: float = CLOSING) -> bool:
+    def flush(self, timeout: float = PATIENCE) -> bool:
         """Wait until everything that was offered is written; False: it is not, within that time."""
         done = threading.Event()
         return self._do(done.set) and done.wait(timeout)
 
-    def close(self, timeout: float = CLOSING) -> None:
+    def close(self, timeout: float) -> None:
         """Write what is queued, for so long at most, and end."""
         self._deadline = time.monotonic() + timeout
         self._closing.set()
@@ -277,16 +277,23 @@ class Disk:
             for row in worst:
                 if too_much <= 0:
                     break
-                self._forget(index, row)
-                self.counters.evictions += 1
-                too_much -= row.nbytes
+                too_much -= self._forget(index, row)
         return True
 
-    def _forget(self, index: DiskIndex, row: Row) -> None:
-        (self.directory / row.model / row.name).unlink(missing_ok=True)
-        index.remove([row.name])
-        if row.model == self._model.hex():
-            self._news.put(Gone(row.kind, row.key))
+    def _forget(self, index: DiskIndex, row: Row) -> int:
+        """Remove a file and all that is of no use without it; the bytes that are free now."""
+        freed, waiting = 0, [row]
+        while waiting:
+            one = waiting.pop()
+            if not one.pinned or one is row:
+                waiting += index.dependents(one)
+                (self.directory / one.model / one.name).unlink(missing_ok=True)
+                index.remove([one.name])
+                freed += one.nbytes
+                self.counters.evictions += 1
+                if one.model == self._model.hex():
+                    self._news.put(Gone(one.kind, one.key))
+        return freed
 
     def _clear(self, index: DiskIndex) -> None:
         for row in index.rows(self._model.hex()):

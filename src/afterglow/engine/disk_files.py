@@ -25,8 +25,8 @@ Part: TypeAlias = bytes | memoryview
 KINDS: tuple[Kind, ...] = ("cells", "state")
 MAGIC = b"afterglow segment\x01"
 CHECKSUM = 32
-# kind, model, key, parent, start, entries, aligned, cells, bytes of layout and payload, seconds it took to compute
-HEADER = struct.Struct("<B32s32s32sQQQQQQd")
+# kind, model, key, parent, start, entries, aligned, cells, bytes of layout and payload, seconds, worth
+HEADER = struct.Struct("<B32s32s32sQQQQQQdd")
 BEGINNING = len(MAGIC) + CHECKSUM
 MOST = 2**40  # bytes of one file
 
@@ -43,7 +43,8 @@ class Item:
     ids: Ids  # of a checkpoint, all before it
     aligned: int
     cells: int
-    seconds: float
+    seconds: float  # it took to compute
+    worth: float  # seconds that a byte saves, all that belongs to it counted
     layout: bytes
     payload: Sequence[Part]
     pinned: bool = False  # not in the file: whoever finds it may let it go
@@ -57,7 +58,7 @@ class Item:
         size = sum(len(part) for part in self.payload)
         header = HEADER.pack(
             KINDS.index(self.kind), self.model, self.key, self.parent, self.start, len(self.ids), self.aligned,
-            self.cells, len(self.layout), size, self.seconds,
+            self.cells, len(self.layout), size, self.seconds, self.worth,
         )  # fmt: skip
         body: list[Part] = [header, self.ids.astype("<i8", copy=False).tobytes(), self.layout, *self.payload]
         checksum = blake3()
@@ -147,7 +148,9 @@ def _read(view: memoryview) -> tuple[Item, int]:
     """The item without its payload, and where that begins."""
     if bytes(view[: len(MAGIC)]) != MAGIC:
         raise InvalidState("it is not a segment of this version")
-    kind, model, key, parent, start, count, aligned, cells, layout, size, seconds = HEADER.unpack_from(view, BEGINNING)
+    kind, model, key, parent, start, count, aligned, cells, layout, size, seconds, worth = HEADER.unpack_from(
+        view, BEGINNING
+    )
     at = BEGINNING + HEADER.size
     if kind >= len(KINDS) or at + 8 * count + layout + size != len(view):
         raise InvalidState("it is not as long as it says")
@@ -155,7 +158,7 @@ def _read(view: memoryview) -> tuple[Item, int]:
     at += 8 * count
     item = Item(
         kind=KINDS[kind], model=model, key=key, parent=parent, start=start, ids=ids, aligned=aligned, cells=cells,
-        seconds=seconds, layout=bytes(view[at : at + layout]), payload=(),
+        seconds=seconds, worth=worth, layout=bytes(view[at : at + layout]), payload=(),
     )  # fmt: skip
     return item, at + layout
 

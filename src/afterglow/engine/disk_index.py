@@ -15,7 +15,7 @@ import numpy as np
 
 from afterglow.engine import disk_files
 from afterglow.engine.disk_files import Item, Kind
-from afterglow.engine.entries import Ids
+from afterglow.engine.entries import Ids, common_prefix
 from afterglow.engine.ram import HALF_LIFE
 from afterglow.errors import InvalidState
 
@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS items (
     nbytes INTEGER NOT NULL, seconds REAL NOT NULL, worth REAL NOT NULL, used REAL NOT NULL,
     hits INTEGER NOT NULL DEFAULT 0, pinned INTEGER NOT NULL DEFAULT 0
 );
+CREATE INDEX IF NOT EXISTS items_by_parent ON items (parent);
 """
 COLUMNS = "number, name, model, kind, key, parent, start, ids, aligned, cells, nbytes, seconds, used, hits, pinned"
 
@@ -106,7 +107,7 @@ class DiskIndex:
     def add(self, item: Item, nbytes: int, *, pinned: bool = False) -> None:
         """Note a file that is in place now."""
         ids = item.ids if item.kind == "cells" else item.ids[item.start :]
-        value = math.log2(max(item.seconds, 1e-9) / max(nbytes, 1))
+        value = round(math.log2(item.worth)) if 0 < item.worth < math.inf else -100
         self._connection.execute(
             "INSERT OR REPLACE INTO items (name, model, kind, key, parent, start, ids, aligned, cells, nbytes, seconds,"
             " worth, used, pinned) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -139,6 +140,16 @@ class DiskIndex:
             (HALF_LIFE, count),
         )
         return [_row(*values) for values in found]
+
+    def dependents(self, row: Row) -> list[Row]:
+        """The files that are of no use without this one: what builds on it, and the checkpoints inside it."""
+        if row.kind == "state":
+            return []
+        query = f"SELECT {COLUMNS} FROM items WHERE parent = ?"
+        found = [_row(*values) for values in self._connection.execute(query, (row.key,))]
+        beside = [_row(*values) for values in self._connection.execute(query + " AND kind = 'state'", (row.parent,))]
+        found += [one for one in beside if 0 < len(one.ids) == common_prefix(one.ids, row.ids)]
+        return found
 
     def collect(self) -> None:
         """Make table and files agree: take in what is not listed, remove what is broken, forget what is gone."""

@@ -167,6 +167,10 @@ class Engine:
         if self._find_leader(job, reuse.keep):
             return True
         sequence, kept = self.memory.begin(reuse, request.salt)
+        if kept < reuse.keep and not job.disappointed:  # a stored state did not load, and is gone now: plan again
+            job.disappointed = True
+            self.memory.release(sequence)
+            return self._begin(job)
         if not job.admitted:
             job.reused = min(kept, len(job.prompt))
             self.counters.reused_entries += job.reused

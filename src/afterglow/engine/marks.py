@@ -62,15 +62,18 @@ class Marks:
         self.checkpoints.remove(checkpoint)
         self.tree.remove(checkpoint)
 
+    def seconds(self, checkpoint: Checkpoint) -> float:
+        """What a checkpoint saves: the way from the one before it."""
+        before = itertools.islice(self.tree.above(checkpoint), 1, 2)
+        return (checkpoint.depth - next((one.depth for one in before), 0)) * self._costs.per_entry
+
     def victim(self, is_pinned: Callable[[Ids, str, int], bool]) -> Victim | None:
-        """The checkpoint that is worth least: it saves the way from the one before it."""
+        """The checkpoint that is worth least."""
         now, best = time.monotonic(), None
         for checkpoint in self.checkpoints:
             if is_pinned(checkpoint.ids, checkpoint.salt, checkpoint.depth - 1):
                 continue
-            before = itertools.islice(self.tree.above(checkpoint), 1, 2)
-            saved = checkpoint.depth - next((one.depth for one in before), 0)
-            value = worth(saved * self._costs.per_entry, checkpoint.nbytes, now - checkpoint.last_used)
+            value = worth(self.seconds(checkpoint), checkpoint.nbytes, now - checkpoint.last_used)
             if best is None or value < best[0]:
                 best = value, checkpoint
         if best is None:

@@ -22,7 +22,7 @@ from afterglow.engine.tiers import Tiers
 from afterglow.errors import AfterglowError, MemoryFull
 
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
-CLOSING = 10.0  # seconds that an end waits for what is worth keeping
+CLOSING = 3.0  # seconds that an end waits for what is worth keeping
 REMEMBERED = 64  # evicted sequences whose entries are kept, so that `explain` can tell what is missing
 
 
@@ -217,8 +217,8 @@ class PrefixMemory:
             for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
                 if len(slot) and not slot.busy and time.monotonic() < deadline:
                     self._give_up(slot, 0)
-                    self.tiers.shelf.disk.flush(deadline - time.monotonic())
-        self.tiers.close()
+                    self.tiers.shelf.disk.flush(max(0.0, deadline - time.monotonic()))
+        self.tiers.close(max(0.0, deadline - time.monotonic()))
 
     def park(self, sequence: Sequence) -> Saved | None:
         """What the sequence of a job holds, taken out of memory; None where there is no room for it."""

@@ -149,17 +149,25 @@ class Shelf:
         return Item(
             kind="cells", model=self._model, key=key, parent=segment.parent, start=segment.start, ids=segment.ids,
             aligned=segment.aligned, cells=segment.cells, seconds=len(segment.ids) * self._costs.per_entry,
-            layout=segment.layout, payload=[rows.reshape(-1).data], pinned=segment.pinned,
+            worth=self._worth, layout=segment.layout, payload=[rows.reshape(-1).data], pinned=segment.pinned,
         )  # fmt: skip
+
+    @property
+    def _worth(self) -> float:
+        """Seconds that a byte of cells or of the checkpoints over them saves: neither is of use without the other."""
+        return self._costs.per_entry / max(self._costs.bytes_per_entry, 1.0)
 
     def _state_item(self, key: bytes) -> Item | None:
         checkpoint = self._checkpoint(key)
         if checkpoint is None:
             return None
+        seconds = checkpoint.depth * self._costs.per_entry
+        alone = not self._backend.capabilities.has_cells
         return Item(
             kind="state", model=self._model, key=key, parent=checkpoint.before, start=checkpoint.start,
             ids=self._ledger.stable(checkpoint.ids), aligned=checkpoint.aligned, cells=0,
-            seconds=checkpoint.depth * self._costs.per_entry, layout=b"", payload=self._backend.pack(checkpoint.state),
+            seconds=seconds, worth=seconds / checkpoint.nbytes if alone else self._worth, layout=b"",
+            payload=self._backend.pack(checkpoint.state),
         )  # fmt: skip
 
     # --- from the disk

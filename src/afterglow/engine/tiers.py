@@ -260,8 +260,18 @@ class Tiers:
         return True
 
     def _worth(self, segment: Segment) -> float:
-        seconds = len(segment.ids) * self._costs.per_entry
-        return worth(seconds, segment.nbytes, time.monotonic() - segment.last_used)
+        """What a segment saves. Where cells alone are not enough, that is what the checkpoints over it save."""
+        seconds, nbytes = len(segment.ids) * self._costs.per_entry, segment.nbytes
+        if self._backend.capabilities.partial_state:
+            over = self._over(segment)
+            seconds = sum(self._marks.seconds(checkpoint) for checkpoint in over)
+            nbytes += sum(checkpoint.nbytes for checkpoint in over)
+        return worth(seconds, nbytes, time.monotonic() - segment.last_used)
+
+    def _over(self, segment: Segment) -> list[Checkpoint]:
+        """The checkpoints that end in a segment."""
+        found = [one for one in self._marks.checkpoints if one.before in (segment.key, segment.parent)]
+        return [one for one in found if one.before == segment.key or one.depth > segment.start]
 
     def _let_go(self, segment: Segment) -> None:
         """The segment leaves RAM; where it is on disk it can still be found."""
@@ -391,7 +401,7 @@ class Tiers:
             if self.tree.get(segment.key) is segment:
                 self.tree.remove(segment)
 
-    def close(self) -> None:
-        """Wait a while for what is still to be written."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Wait so long for what is still to be written."""
         if self.shelf is not None:
-            self.shelf.disk.close()
+            self.shelf.disk.close(seconds)
