@@ -155,7 +155,8 @@ def test_a_spliced_restore_gives_the_logits_of_a_whole_one(engines, kind, flash_
     assert memory.tiers.store(slot, partial)
     assert len(held(engine)) == 4
     spliced = memory.slots[3]
-    memory.tiers.load(spliced, ids, memory.tiers.cover(ids, ""), partial)
+    checkpoint = None if partial is None else memory.tiers.checkpoint(ids, "", partial, 0)
+    memory.tiers.load(spliced, ids, memory.tiers.cover(ids, ""), checkpoint)
     backend.load(2, whole)
     logits = []
     for sequence in (2, 3):
