@@ -71,13 +71,14 @@ class Disk:
     `find` gives the thing with a name, on the disk's thread: None where it is gone from RAM before it was written.
     """
 
-    def __init__(self, directory: Path, *, limit: int, model: bytes, find: Find) -> None:
+    def __init__(self, directory: Path, *, limit: int, model: bytes, find: Find, label: str = "") -> None:
         self.counters = DiskCounters()
         self.limit = limit
         self.directory = directory
         self._model = model
         self._folder = directory / model.hex()
         self._find = find
+        self._label = label
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE)
         self._queued: set[str] = set()
@@ -218,6 +219,7 @@ class Disk:
 
     def _open(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        disk_files.write_label(self._folder, self._label)
         self._index = DiskIndex(self.directory)
         self._index.collect()
         self._version = self._index.version

@@ -9,7 +9,7 @@ import secrets
 import stat
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -29,6 +29,8 @@ CHECKSUM = 32
 HEADER = struct.Struct("<B32s32s32sQQQQQQdd")
 BEGINNING = len(MAGIC) + CHECKSUM
 MOST = 2**40  # bytes of one file
+LABEL = "name"
+LONGEST_LABEL = 200  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -175,3 +177,23 @@ def prepare(directory: Path) -> None:
         raise InvalidArgument(
             "disk_directory", f"{directory} is open to others (mode {mode:03o}): run `chmod 700` on it"
         )
+
+
+def with_payload(loaded: Loaded) -> Item:
+    """An item that can be written again."""
+    return replace(loaded.item, payload=[loaded.payload])
+
+
+def write_label(folder: Path, name: str) -> None:
+    """Note what people call the model of a folder."""
+    if name:
+        descriptor = os.open(folder / LABEL, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(name.encode()[:LONGEST_LABEL])
+
+
+def read_label(folder: Path) -> str:
+    """What people call the model of a folder, where somebody said so."""
+    with contextlib.suppress(OSError), (folder / LABEL).open("rb") as file:
+        return file.read(LONGEST_LABEL).decode("utf-8", "replace")
+    return ""

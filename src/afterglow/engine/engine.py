@@ -59,6 +59,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._events: list[Event] = []
+        self._whole = True  # False after a step that crashed: nobody knows what memory holds then
         self._guard = threading.RLock()  # over the two below: cancel may come from another thread
         self._decoding: list[Job] = []
         self._cancelling: set[str] = set()
@@ -111,10 +112,12 @@ class Engine:
     def step(self) -> list[Event]:
         """Do one decode's worth of work; what came of it."""
         self._events = []
+        self._whole = False
         self._end_unwanted()
         self._admit()
         if chosen := self._schedule():
             self._decode(chosen)
+        self._whole = True
         return self._events
 
     def explain(self, request: Request) -> Explanation:
@@ -132,7 +135,7 @@ class Engine:
         try:
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
-            self.memory.close()
+            self.memory.close(store=self._whole)
         finally:
             self.backend.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -81,7 +82,7 @@ class PrefixMemory:
                 copies_cost=not capabilities.shared,
                 costs=self.costs,
                 round_down=self.round_down,
-                cover=self.tiers.cover(ids, salt) if reuse else Cover(),
+                cover=self.tiers.cover(ids, salt) if reuse and target is not None else Cover(),
                 cover_seconds=self.tiers.seconds,
                 checkpoint_seconds=self.tiers.checkpoint_seconds,
                 cells_suffice=not capabilities.partial_state,
@@ -154,7 +155,7 @@ class PrefixMemory:
                 return self.tiers.load(target, ids, reuse.cover, reuse.checkpoint)
             except MemoryFull:
                 target.clear()
-                if not self.evict():
+                if not self._backend.capabilities.shared or not self.evict():
                     raise
 
     def _restore(self, slot: Sequence, checkpoint: Checkpoint) -> None:
@@ -206,17 +207,17 @@ class PrefixMemory:
         while self._untidy:
             slot, _ = self._untidy.popitem()
             if not slot.busy and len(slot):
-                self._give_up(slot, 0)
+                self._store(slot)
                 return True
         return False
 
-    def close(self, seconds: float = CLOSING) -> None:
+    def close(self, *, store: bool = True, seconds: float = CLOSING) -> None:
         """Store what memory holds and is worth it, the newest first, and wait for the disk; for so long at most."""
         deadline = time.monotonic() + seconds
-        if self.tiers.shelf is not None:
+        if self.tiers.shelf is not None and store:
             for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
                 if len(slot) and not slot.busy and time.monotonic() < deadline:
-                    self._give_up(slot, 0)
+                    self._store(slot)
                     self.tiers.shelf.disk.flush(max(0.0, deadline - time.monotonic()))
         self.tiers.close(max(0.0, deadline - time.monotonic()))
 
@@ -268,12 +269,20 @@ class PrefixMemory:
 
     def _give_up(self, slot: Sequence, remaining: int) -> None:
         """All but the first `remaining` entries of a sequence are about to go: store them if that is worth it."""
-        if not self._stores or not self._worth_storing(slot, remaining):
-            self._remember(slot, remaining)
-            return
-        if not self._backend.capabilities.partial_state:
-            self.tiers.store(slot, None)
-            return
+        self._store(slot, remaining)
+        if self._recoverable(slot) < len(slot) > remaining:
+            self._remember(slot)
+
+    def _store(self, slot: Sequence, remaining: int = 0) -> None:
+        """Keep a copy of a sequence outside of memory, if that is worth it."""
+        with contextlib.suppress(AfterglowError):  # what cannot be saved is not stored
+            if self._stores and self._worth_storing(slot, remaining):
+                if self._backend.capabilities.partial_state:
+                    self._store_with_state(slot)
+                else:
+                    self.tiers.store(slot, None)
+
+    def _store_with_state(self, slot: Sequence) -> None:
         if not self._settings.max_checkpoints:
             return  # nothing of it could be used
         state = self._save_partial(slot)
@@ -323,8 +332,8 @@ class PrefixMemory:
             evicted=evicted,
         )
 
-    def _remember(self, slot: Sequence, remaining: int = 0) -> None:
-        if len(slot) > remaining:
+    def _remember(self, slot: Sequence) -> None:
+        if len(slot):
             self._evicted.append((slot.salt, slot.ids.copy()))
 
     def _cause(self, shared: int, reused: int, length: int, evicted: int) -> Cause:

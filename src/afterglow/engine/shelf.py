@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +12,12 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.costs import Costs
-from afterglow.engine.disk import Disk, Found, Gone
+from afterglow.engine.disk import Disk, Found, Gone, logger
 from afterglow.engine.disk_files import Item, Kind, file_name
 from afterglow.engine.disk_index import Row
 from afterglow.engine.entries import Ids, Ledger, common_prefix
 from afterglow.engine.segments import Segment, SegmentTree
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidState
 
 
@@ -42,9 +42,7 @@ class Shelf:
 
     def __init__(
         self,
-        directory: Path,
-        *,
-        limit: int,
+        settings: EngineSettings,
         model: bytes,
         backend: Backend,
         ledger: Ledger,
@@ -52,6 +50,7 @@ class Shelf:
         segment: Callable[[bytes], Segment | None],
         checkpoint: Callable[[bytes], Checkpoint | None],
     ) -> None:
+        assert settings.disk_directory is not None
         self._model = model
         self._backend = backend
         self._ledger = ledger
@@ -59,7 +58,13 @@ class Shelf:
         self._segment = segment
         self._checkpoint = checkpoint
         self._states: dict[bytes, list[Shelved]] = {}  # by the name of the whole segments before them
-        self.disk = Disk(directory, limit=limit, model=model, find=self._find)
+        self.disk = Disk(
+            settings.disk_directory,
+            limit=settings.disk_bytes,
+            model=model,
+            find=self._find,
+            label=settings.disk_name,
+        )
 
     # --- what is there
 
@@ -204,3 +209,22 @@ class Shelf:
         """Note that these were used."""
         names = [file_name("cells", segment.key) for segment in segments if segment.on_disk]
         self.disk.touch(names if shelved is None else [*names, file_name("state", shelved.key)])
+
+
+def open_shelf(
+    settings: EngineSettings,
+    model: bytes,
+    backend: Backend,
+    ledger: Ledger,
+    costs: Costs,
+    segment: Callable[[bytes], Segment | None],
+    checkpoint: Callable[[bytes], Checkpoint | None],
+) -> Shelf | None:
+    """The disk tier; None where none is wanted, or the disk does not let us."""
+    if settings.disk_directory is None or not settings.disk_bytes:
+        return None
+    try:
+        return Shelf(settings, model, backend, ledger, costs, segment, checkpoint)
+    except OSError as error:
+        logger.warning("there is no prefix cache in %s: %s", settings.disk_directory, error)
+        return None

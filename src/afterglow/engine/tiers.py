@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from blake3 import blake3
@@ -15,40 +14,17 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Backend, Cells, State
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.costs import Costs
+from afterglow.engine.counters import TierCounters
 from afterglow.engine.disk_files import file_name
-from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.entries import Ids, Ledger
 from afterglow.engine.marks import Marks
+from afterglow.engine.pins import Pins
 from afterglow.engine.ram import Ram, worth
 from afterglow.engine.segments import Chain, Cover, Segment, SegmentTree
 from afterglow.engine.sequence import Sequence
 from afterglow.engine.settings import EngineSettings
-from afterglow.engine.shelf import Shelf, Shelved
+from afterglow.engine.shelf import Shelved, open_shelf
 from afterglow.errors import InvalidState
-
-logger = logging.getLogger("afterglow.engine.disk")
-
-
-@dataclass(slots=True)
-class Counters:
-    """What one tier did so far."""
-
-    saves: int = 0  # sequences of which something was stored
-    saved_bytes: int = 0
-    hits: int = 0  # prompts that began from here
-    misses: int = 0  # prompts that found nothing here, nor in memory
-    entries: int = 0  # that need not be computed because of it
-    loaded_bytes: int = 0
-    evictions: int = 0  # segments and checkpoints that had to make room
-    refused: int = 0  # sequences for which there was no room
-    seconds_saved: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pin:
-    """A beginning that is never let go."""
-
-    salt: str
-    ids: Ids
 
 
 class Tiers:
@@ -66,50 +42,33 @@ class Tiers:
         parked: Callable[[], int],
     ) -> None:
         self.ram = Ram(settings.ram_limit, lambda: marks.nbytes + parked())
-        self.ram_counters = Counters()
-        self.disk_counters = Counters()
+        self.ram_counters = TierCounters()
+        self.disk_counters = TierCounters()
         model = blake3(backend.key + f" grid {grid} segment {settings.segment}".encode()).digest()
         self.chain = Chain(model, ledger, settings.segment)
         self.tree = SegmentTree(self.chain, ledger)
-        self.pins: list[Pin] = []
+        self.pins = Pins()
         self._backend = backend
         self._key = backend.key
         self._ledger = ledger
         self._costs = costs
         self._aligned = bool(grid)
         self._marks = marks
-        self.shelf = self._open_shelf(settings)
+        self.shelf = open_shelf(settings, model, backend, ledger, costs, self.ram.get, marks.find)
         self._width = 0.0  # bytes of an entry, once one was stored
         self._kept: set[bytes] = set()
-
-    def _open_shelf(self, settings: EngineSettings) -> Shelf | None:
-        if settings.disk_directory is None or not settings.disk_bytes:
-            return None
-        try:
-            return Shelf(
-                settings.disk_directory,
-                limit=settings.disk_bytes,
-                model=self.chain.model,
-                backend=self._backend,
-                ledger=self._ledger,
-                costs=self._costs,
-                segment=self.ram.get,
-                checkpoint=self._marks.find,
-            )
-        except OSError as error:
-            logger.warning("there is no prefix cache in %s: %s", settings.disk_directory, error)
-            return None
 
     # --- what there is
 
     def cover(self, ids: Ids, salt: str) -> Cover:
         """How far this prompt is stored."""
-        self._sync()
+        self.refresh()
         if self._backend.key != self._key:  # another adapter: what is stored is of another model
             return Cover()
         return self.tree.cover(ids, salt, aligned=self._aligned)
 
-    def _sync(self) -> None:
+    def refresh(self) -> None:
+        """Hear what came to the disk, and what went."""
         if self.shelf is not None:
             for lost in self.shelf.sync(self.tree):
                 if lost in self.ram:
@@ -120,7 +79,7 @@ class Tiers:
         found = list(self._marks.along(ids, salt))
         if self.shelf is None:
             return found
-        self._sync()
+        self.refresh()
         depths = {checkpoint.depth for checkpoint in found}
         for shelved in self.shelf.along(self.chain.names(ids, salt), ids, self.chain.block):
             if shelved.depth not in depths:
@@ -295,6 +254,8 @@ class Tiers:
     def load(self, sequence: Sequence, ids: Ids, cover: Cover, checkpoint: Checkpoint | None) -> None:
         """Make the sequence hold `ids`, out of a cover that is at least as long. A broken one is `InvalidState`."""
         started = time.perf_counter()
+        from_disk = checkpoint is not None and isinstance(checkpoint.state, Shelved)
+        from_disk = from_disk or any(segment.rows is None for segment in cover.segments)
         partial = None if checkpoint is None else self.state(checkpoint)
         blocks, at, used = [], 0, []
         for segment in cover.segments:
@@ -311,7 +272,8 @@ class Tiers:
         sequence.load(ids, state, len(ids) if self._aligned else 0)
         seconds, nbytes = time.perf_counter() - started, sum(block.nbytes for block in blocks)
         self._costs.moved(nbytes, seconds, 0)
-        self.count_hit(len(ids), nbytes, seconds, checkpoint, used)
+        self.ram.touch(used, time.monotonic())
+        self.count_hit(len(ids), nbytes, seconds, checkpoint, used, from_disk=from_disk)
 
     def _rows(self, segment: Segment) -> NDArray[np.uint8]:
         if segment.rows is not None:
@@ -319,12 +281,21 @@ class Tiers:
         if self.shelf is None:
             raise InvalidState("a segment is gone")
         try:
-            return self.shelf.rows(segment)
+            rows = self.shelf.rows(segment)
+            self._promote(segment, rows)
+            return rows
         except InvalidState:
             for gone in self.tree.remove(segment):
                 if gone in self.ram:
                     self.ram.drop(gone)
             raise
+
+    def _promote(self, segment: Segment, rows: NDArray[np.uint8]) -> None:
+        """Keep what was read in RAM, too, where nothing has to go for it."""
+        nbytes = rows.nbytes + segment.ids.nbytes
+        if nbytes <= self.ram.free:
+            segment.rows, segment.nbytes = rows.copy(), nbytes
+            self.ram.put(segment)
 
     def state(self, checkpoint: Checkpoint) -> State:
         """The partial state of a checkpoint, from wherever it is; one that was on disk is in RAM from now on."""
@@ -346,15 +317,13 @@ class Tiers:
         seconds: float,
         checkpoint: Checkpoint | None = None,
         segments: SequenceOf[Segment] = (),
+        *,
+        from_disk: bool = False,
     ) -> None:
         """A prompt began from here: so much was brought back, and it took so long."""
         shelved = checkpoint.state if checkpoint and isinstance(checkpoint.state, Shelved) else None
-        from_disk = shelved is not None or any(segment.rows is None for segment in segments)
-        counters = self.disk_counters if from_disk else self.ram_counters
-        counters.hits += 1
-        counters.entries += entries
-        counters.loaded_bytes += nbytes
-        counters.seconds_saved += max(0.0, entries * self._costs.per_entry - seconds)
+        counters = self.disk_counters if from_disk or shelved is not None else self.ram_counters
+        counters.hit(entries, nbytes, entries * self._costs.per_entry - seconds)
         for segment in segments:
             segment.hits += 1
         if self.shelf is not None:
@@ -364,18 +333,17 @@ class Tiers:
 
     def is_pinned(self, ids: Ids, salt: str, start: int) -> bool:
         """Whether the entry with this index belongs to a pinned beginning."""
-        return any(pin.salt == salt and common_prefix(pin.ids, ids) > start for pin in self.pins)
+        return self.pins.hold(ids, salt, start)
 
     def pin(self, ids: Ids, salt: str) -> None:
         """Never let go of these entries again, once they are stored."""
-        self.pins.append(Pin(salt, ids.copy()))
+        self.pins.add(ids, salt)
         self._mark_pinned(ids, salt)
 
     def unpin(self, ids: Ids, salt: str) -> bool:
         """Take a pin back; False: there was none on exactly these entries."""
-        found = [pin for pin in self.pins if pin.salt == salt and np.array_equal(pin.ids, ids)]
-        self.pins = [pin for pin in self.pins if pin not in found]
-        return self._mark_pinned(ids, salt) or bool(found)
+        found = self.pins.remove(ids, salt)
+        return self._mark_pinned(ids, salt) or found
 
     def _mark_pinned(self, ids: Ids, salt: str) -> bool:
         """Make the marks on these segments say what the pins say; whether that changed something."""
@@ -392,7 +360,7 @@ class Tiers:
 
     def clear(self) -> None:
         """Forget every segment, pinned ones too."""
-        self._sync()
+        self.refresh()
         if self.shelf is not None:
             self.shelf.clear()
         for segment in self.ram:

@@ -53,6 +53,7 @@ class Layout:
         except struct.error as error:
             raise InvalidState(f"its layout cannot be read: {error}") from error
         known = 0 < streams <= 256 and notes in NOTES and size in FLAGS and element <= 8
+        known = known and not (element and any(values % element for *_, values in layers))
         if not known or len(layers) != count or any(min(layer) < 0 for layer in layers):
             raise InvalidState("its layout is not one of ours")
         return cls(streams, notes, element, flags[:size], layers)
