@@ -12,7 +12,6 @@ from afterglow.chat.chat import Chat
 from afterglow.completion import Score
 from afterglow.engine import scoring, snapshots
 from afterglow.engine.engine import Engine
-from afterglow.engine.explanation import Explanation
 from afterglow.engine.lifecycle import Lifecycle, Stage
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.sequence import Saved
