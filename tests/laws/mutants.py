@@ -15,12 +15,14 @@ import numpy as np
 import test_laws_on_the_fake as laws
 import test_more_laws as more
 import test_once_broken as once
+import test_stored as stored
 
+from afterglow.engine import disk_files, snapshots
 from afterglow.engine import engine as engine_module
 from afterglow.engine import marks as marks_module
 from afterglow.engine import memory as memory_module
 from afterglow.engine import reuse as reuse_module
-from afterglow.engine import snapshots
+from afterglow.engine import shelf as shelf_module
 from afterglow.engine.backend import Capabilities
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.engine import Engine
@@ -29,13 +31,16 @@ from afterglow.engine.job import Job
 from afterglow.engine.marks import Marks
 from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.prefix import PrefixTree
+from afterglow.engine.ram import Ram
 from afterglow.engine.request import Failed, Progress
 from afterglow.engine.reuse import Source
+from afterglow.engine.segments import Chain, SegmentTree
 from afterglow.engine.sequence import Sequence
 from afterglow.engine.stops import StopMatcher
+from afterglow.engine.tiers import Tiers
 from afterglow.errors import MemoryFull
 from afterglow.llama import memory as binding
-from afterglow.testing import FakeBackend, FakeMemory
+from afterglow.testing import FakeBackend, FakeCells, FakeMemory
 
 Plant = Callable[[object, str, object], None]  # as `monkeypatch.setattr`
 
@@ -637,3 +642,110 @@ def _(put):
 
     original = engine_module.grid_step
     put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
+
+
+# --- what is stored
+
+
+@mutant("a segment begins one cell early", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    wrapped(FakeCells, "rows", lambda original, self, start, stop: original(self, start - (start > 0), stop))(put)
+
+
+@mutant("a segment is named by its own entries only", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    wrapped(Chain, "link", lambda original, self, parent, ids: original(self, b"", ids))(put)
+
+
+@mutant("a prompt is taken for longer than it is stored", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    def cover(original, self, ids, salt, *, aligned):
+        found = original(self, ids, salt, aligned=aligned)
+        longer = min(found.length + 1, len(ids))
+        return dataclasses.replace(found, length=longer, ids=ids[:longer]) if found.length % 8 else found
+
+    wrapped(SegmentTree, "cover", cover)(put)
+
+
+@mutant("stored cells are used with the state of another depth", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    def state(original, self, checkpoint):
+        others = [one.state for one in self._marks.checkpoints if one.depth != checkpoint.depth]
+        return others[0] if others else original(self, checkpoint)
+
+    wrapped(Tiers, "state", state)(put)
+
+
+@mutant("a beginning goes before what builds on it", stored.test_the_end_of_a_conversation_goes_before_its_beginning)
+def _(put):
+    wrapped(Ram, "touch", lambda original, self, segments, now: original(self, reversed(list(segments)), now))(put)
+
+
+@mutant("bytes that are free are not counted so", stored.test_what_is_stored_keeps_to_its_bytes)
+def _(put):
+    def drop(original, self, segment):
+        original(self, segment)
+        self.segment_bytes += segment.nbytes
+
+    wrapped(Ram, "drop", drop)(put)
+
+
+@mutant("no room is made for what is stored", stored.test_what_is_stored_keeps_to_its_bytes)
+def _(put):
+    put(Tiers, "make_room", lambda self, nbytes, kept=None: True)
+
+
+@mutant("what is pinned goes like the rest", stored.test_what_is_pinned_stays)
+def _(put):
+    put(Tiers, "is_pinned", lambda self, ids, salt, start: False)
+
+
+@mutant("parked bytes are never given back", stored.test_parked_bytes_are_given_back)
+def _(put):
+    put(PrefixMemory, "unparked", lambda self, saved: None)
+
+
+@mutant("what is stored belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+def _(put):
+    wrapped(Chain, "seed", lambda original, self, salt: original(self, ""))(put)
+
+
+@mutant("what is idle belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+def _(put):
+    wrapped(PrefixTree, "root", lambda original, self, salt="": original(self, "one"))(put)
+
+
+@mutant("what is running belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+def _(put):
+    def sources(original, self, ids, salt):
+        before = {slot: slot.salt for slot in self.slots}
+        for slot in self.slots:
+            slot.salt = salt if slot.busy else slot.salt
+        yield from original(self, ids, salt)
+        for slot, whose in before.items():
+            slot.salt = whose
+
+    wrapped(PrefixMemory, "_sources", sources)(put)
+
+
+@mutant("a file is believed without its checksum", stored.test_a_damaged_file_changes_no_token)
+def _(put):
+    def load(path):
+        view = disk_files._map(path)
+        item, start = disk_files._read(view)
+        return disk_files.Loaded(item, view[start:])
+
+    put(disk_files, "load", load)
+
+
+@mutant("a file is believed without its entries", stored.test_a_file_of_other_entries_changes_no_token)
+def _(put):
+    class Numpy:
+        array_equal = staticmethod(lambda one, other: True)
+
+    put(shelf_module, "np", Numpy)
+
+
+@mutant("a crashed engine stores its memory", stored.test_an_engine_that_crashed_stores_nothing_of_what_it_was_doing)
+def _(put):
+    wrapped(PrefixMemory, "close", lambda original, self, **options: original(self))(put)

@@ -38,6 +38,7 @@ from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, MemoryFul
 from afterglow.llama.sampling import Sampling
 
 LONGEST = 70  # entries of a prompt
+RECALLED: Counter[str] = Counter()  # prompts that began from what was stored, by kind of memory
 BEGINNING = 1e9  # of time
 PICTURES = {7: Media(b"cat", 5, 2), 8: Media(b"dog", 5, 2), 9: Media(b"clip", 2, 4)}  # instead of these tokens
 
@@ -386,6 +387,7 @@ class Life(RuleBasedStateMachine):
         Life.finish(self)
         assert all(answer.end is not None for answer in self.answers.values())
         assert not any(slot.busy for slot in self.engine.memory.slots)
+        RECALLED[self.kind] += self.engine.memory.tiers.ram_counters.hits
 
 
 @pytest.fixture
@@ -410,7 +412,9 @@ THOROUGH = settings(
 @pytest.mark.parametrize("shared", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_life_of_an_engine_is_as_if_every_request_were_its_only_one(kind, shared, clock):
+    RECALLED.clear()
     run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=MODERATE)
+    assert RECALLED[kind] > 3, "and what was stored was of use"
 
 
 @pytest.mark.full
