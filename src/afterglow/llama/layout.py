@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from afterglow.errors import InvalidState
 
 HEADER = 8  # magic and sequence
+MAGIC = 0xAF143CD8
 NOTES = (12, 24, 20)  # bytes that say where a cell stands; models with several positions for a token have more
 FLAGS = (8, 0)  # bytes before the layers that differ between builds; they are kept as they are
 MOST_LAYERS = 4096
@@ -178,47 +179,44 @@ def join(layout: Layout, blocks: Sequence[NDArray[np.uint8]], rest: NDArray[np.u
     heads = 12 * 2 * len(layout.layers) + 8 + len(layout.flags)
     size = HEADER + 4 + 4 * layout.streams + count * layout.width + heads
     tail = None if rest is None else rest[HEADER:]
-    data = np.zeros(size + (0 if tail is None else len(tail)), dtype=np.uint8)
-    data[:HEADER] = np.frombuffer(struct.pack("<II", 0xAF143CD8, 0), dtype=np.uint8) if rest is None else rest[:HEADER]
+    data = np.empty(size + (0 if tail is None else len(tail)), dtype=np.uint8)
+    data[:HEADER] = np.frombuffer(struct.pack("<II", MAGIC, 0), dtype=np.uint8) if rest is None else rest[:HEADER]
     struct.pack_into("<II", data.data, HEADER, layout.streams, count)
-    at = HEADER + 8
-    _fill(data[at : at + count * layout.notes].reshape(count, layout.notes), blocks, 0)
+    parts, at = _parts(data, HEADER + 8, layout, count)
+    for number, block in zip(itertools.accumulate((len(block) for block in blocks), initial=0), blocks, strict=False):
+        for part, offset in parts:  # one block after the other: it stays in the processor's cache
+            part[number : number + len(block)] = block[:, offset : offset + part[0].size].reshape(
+                len(block), *part.shape[1:]
+            )
+    data[at:size] = 0  # the other streams have no cells of this sequence
+    if tail is not None:
+        data[size:] = tail
+    return data
+
+
+Parts = list[tuple[NDArray[np.uint8], int]]  # where a part of every cell goes, and where it lies in a row
+
+
+def _parts(data: NDArray[np.uint8], at: int, layout: Layout, count: int) -> tuple[Parts, int]:
+    """Write all heads; what is left to fill, and where it ends."""
+    parts: Parts = [(data[at : at + count * layout.notes].reshape(count, layout.notes), 0)]
     at += count * layout.notes
     struct.pack_into("<II", data.data, at, int(layout.element > 0), len(layout.layers))
     at += 8
     data[at : at + len(layout.flags)] = np.frombuffer(layout.flags, dtype=np.uint8)
-    at = _write_layers(data, at + len(layout.flags), layout, blocks, count)
-    at += 4 * (layout.streams - 1)  # the other streams have no cells of this sequence
-    assert at == size
-    if tail is not None:
-        data[at:] = tail
-    return data
-
-
-def _write_layers(data: NDArray[np.uint8], at: int, layout: Layout, blocks: Sequence[NDArray[np.uint8]], n: int) -> int:
-    offset = layout.notes
-    starts = []
-    for kind, size, _, values in layout.layers:
+    at += len(layout.flags)
+    offsets = list(itertools.accumulate((keys + values for _, keys, _, values in layout.layers), initial=layout.notes))
+    for (kind, size, _, _), offset in zip(layout.layers, offsets, strict=False):
         struct.pack_into("<iQ", data.data, at, kind, size)
-        _fill(data[at + 12 : at + 12 + n * size].reshape(n, size), blocks, offset)
-        at += 12 + n * size
-        starts.append(offset + size)
-        offset += size + values
-    for (_, _, kind, size), start in zip(layout.layers, starts, strict=True):
-        target = data[at + 12 : at + 12 + n * size]
-        if layout.element:
-            struct.pack_into("<iII", data.data, at, kind, layout.element, size // layout.element)
-            _fill(target.reshape(size // layout.element, n, layout.element).transpose(1, 0, 2), blocks, start)
+        parts.append((data[at + 12 : at + 12 + count * size].reshape(count, size), offset))
+        at += 12 + count * size
+    for (_, keys, kind, size), offset in zip(layout.layers, offsets, strict=False):
+        part = data[at + 12 : at + 12 + count * size]
+        if element := layout.element:
+            struct.pack_into("<iII", data.data, at, kind, element, size // element)
+            parts.append((part.reshape(size // element, count, element).transpose(1, 0, 2), offset + keys))
         else:
             struct.pack_into("<iQ", data.data, at, kind, size)
-            _fill(target.reshape(n, size), blocks, start)
-        at += 12 + n * size
-    return at
-
-
-def _fill(target: NDArray[np.uint8], blocks: Sequence[NDArray[np.uint8]], offset: int) -> None:
-    """Copy one part of every row into place."""
-    at, size = 0, target[0].size
-    for block in blocks:
-        target[at : at + len(block)] = block[:, offset : offset + size].reshape(len(block), *target.shape[1:])
-        at += len(block)
+            parts.append((part.reshape(count, size), offset + keys))
+        at += 12 + count * size
+    return parts, at
