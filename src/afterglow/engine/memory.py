@@ -208,6 +208,7 @@ class PrefixMemory:
             slot, _ = self._untidy.popitem()
             if not slot.busy and len(slot):
                 self._store(slot)
+                self._drop_uncovered()
                 return True
         return False
 
@@ -250,6 +251,7 @@ class PrefixMemory:
             return
         if self.marks.fits(self._backend.size(sequence.number, "partial") + sequence.ids.nbytes):
             self._note(sequence, self._save_partial(sequence))
+        self._drop_uncovered()  # the room that was made may have been their cells
 
     def _save_partial(self, sequence: Sequence) -> State:
         started = time.perf_counter()
