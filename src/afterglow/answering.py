@@ -22,7 +22,7 @@ from afterglow.chat.tools.tool import Offered
 from afterglow.closing import Closing
 from afterglow.completion import Completion
 from afterglow.engine.engine import Engine
-from afterglow.engine.memory import Explanation
+from afterglow.engine.explanation import Explanation
 from afterglow.engine.request import Request
 from afterglow.engine.stream import Stream
 from afterglow.errors import InvalidArgument
