@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from afterglow.server import chat, errors, inspection
+from afterglow.server import chat, completions, embeddings, errors, inspection, responses
 from afterglow.server.security import Guard, Keys
 from afterglow.server.service import Service
 from afterglow.version import __version__
@@ -20,7 +20,7 @@ def routed(service: Service) -> FastAPI:
     """The routes alone."""
     app = FastAPI(title="afterglow", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
     errors.install(app)
-    for part in (chat, inspection):
+    for part in (chat, completions, responses, embeddings, inspection):
         app.include_router(part.routes(service))
     return app
 

@@ -28,7 +28,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await service.while_there(request, answer(service, body))
+        return await service.while_there(request, answer(service, body), "messages")
 
     return router
 

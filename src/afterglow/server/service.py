@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from afterglow.closing import Closing
-from afterglow.errors import AfterglowError, Cancelled
+from afterglow.errors import AfterglowError, Cancelled, PromptTooLong
 from afterglow.server.admission import Gate
 from afterglow.server.errors import refusal_of
 from afterglow.server.metrics import Metrics
@@ -69,8 +69,8 @@ class Service(Closing):
             begun.add_done_callback(_cancel_all)
             raise
 
-    async def while_there(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-        """Do what was asked while the client waits for it; without it, stop."""
+    async def while_there(self, request: Request, work: Coroutine[Any, Any, Response], prompt: str) -> Response:
+        """Do what was asked while the client waits for it; without it, stop. `prompt` is the field with the text."""
         answer = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_disconnect(request))
         try:
@@ -78,6 +78,10 @@ class Service(Closing):
             if answer.done():
                 return answer.result()
             return refusal_of(Cancelled("the client went away")).response()
+        except PromptTooLong as error:
+            refusal = refusal_of(error)
+            refusal.param = prompt
+            raise refusal from None
         finally:
             gone.cancel()
             answer.cancel()
