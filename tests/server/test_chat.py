@@ -40,9 +40,7 @@ def test_an_answer_is_what_openai_s_type_says(server: ServerProcess) -> None:
 def test_a_stream_says_the_same_as_the_whole_answer(server: ServerProcess) -> None:
     with server.client() as client:
         whole = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=20, temperature=0)
-        stream = client.chat.completions.create(
-            model="tiny", messages=HELLO, max_tokens=20, temperature=0, stream=True
-        )
+        stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=20, temperature=0, stream=True)
         chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -95,9 +93,7 @@ def test_a_call_of_a_tool_comes_as_one_and_fits_its_schema(server: ServerProcess
         assert call.function.name == "pick"
         assert json.loads(call.function.arguments)["letter"] in ("a", "b")
         assert whole.choices[0].finish_reason == "tool_calls"
-        chunks = list(
-            client.chat.completions.create(**options, parallel_tool_calls=False, seed=1, stream=True)
-        )
+        chunks = list(client.chat.completions.create(**options, parallel_tool_calls=False, seed=1, stream=True))
     pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
     assert pieces[0].function is not None
     assert pieces[0].id
