@@ -54,15 +54,15 @@ class Service(Closing):
 
     async def text(self, work: Callable[[], T]) -> T:
         """Do something with text in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+        return await asyncio.get_running_loop().run_in_executor(self._text, _whole(work))
 
     async def waiting(self, work: Callable[[], T]) -> T:
         """Wait for an engine in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._waiting, work)
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, _whole(work))
 
     async def begin(self, work: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Begin answers in a thread. Should nobody want them any more by then, they are cancelled."""
-        begun = asyncio.get_running_loop().run_in_executor(self._text, work)
+        begun = asyncio.get_running_loop().run_in_executor(self._text, _whole(work))
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
@@ -110,6 +110,18 @@ class Service(Closing):
         self.roster.close()
         self._text.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
+
+
+def _whole(work: Callable[[], T]) -> Callable[[], T]:
+    """The same; a StopIteration, which no future can hold, would leave whoever waits for it waiting forever."""
+
+    def run() -> T:
+        try:
+            return work()
+        except StopIteration as error:
+            raise RuntimeError("a StopIteration got out") from error
+
+    return run
 
 
 def _cancel_all(begun: asyncio.Future[Sequence[Ending]]) -> None:
