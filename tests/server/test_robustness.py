@@ -333,7 +333,7 @@ def test_openai_s_client_raises_where_an_engine_dies_in_the_middle() -> None:
 def test_a_server_that_is_told_to_end_finishes_what_runs_and_begins_nothing() -> None:
     with serving(f"tiny={tiny.path('successor-attention')}", "--context", "32768") as server:
         with ThreadPoolExecutor(3) as pool:
-            body = {**LONG, "max_tokens": 2500}
+            body = {**LONG, "max_tokens": 800}
             streams = [pool.submit(server.events, "/v1/chat/completions", body) for _ in range(3)]
             assert within(5, server.busy)
             server.process.send_signal(signal.SIGTERM)
