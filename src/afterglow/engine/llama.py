@@ -156,11 +156,13 @@ class LlamaEngine:
     model: ModelSettings = field(default_factory=ModelSettings)
     context: ContextSettings = field(default_factory=ContextSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    reserved: int = 0  # sequences of the context that the engine leaves alone, for scoring texts beside the answers
 
     def __call__(self) -> Engine:
         model = Model.load(self.path, self.model)
         try:
-            return Engine(OwningBackend(Context(model, self.context)), self.engine)
+            context = Context(model, self.context)
+            return Engine(OwningBackend(context, context.sequences - self.reserved), self.engine)
         except BaseException:
             model.close()
             raise
