@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from afterglow import registry, tiny
-from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Ledger, common_prefix
 from afterglow.engine.llama import LlamaBackend
@@ -150,7 +149,7 @@ def planning(conversations: int, repeat: int) -> Row:
     """A plan over a memory full of conversations that share a system prompt."""
     rng = np.random.default_rng(1)
     backend = FakeBackend("attention", sequences=conversations, cells=8192)
-    memory = PrefixMemory(backend, Ledger(), CheckpointSettings())
+    memory = PrefixMemory(backend, Ledger(), EngineSettings())
     system = rng.integers(1, 50_000, 1000)
     for slot in memory.slots:
         slot.record.extend(np.concatenate([system, rng.integers(1, 50_000, 3000)]))

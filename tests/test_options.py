@@ -91,6 +91,7 @@ ENGINE_REQUEST = {
     "deadline": "test_a_deadline_s_answer_is_what_there_is",
     "reuse": "test_reuse_can_be_refused",
     "sequence": "test_a_certain_slot_is_used_where_one_is_named",
+    "salt": "test_another_salt_sees_nothing",
 }
 ENGINE = {
     "gap": "test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves",
@@ -98,6 +99,11 @@ ENGINE = {
     "grid": "test_any_life_on_the_grid_gives_the_same_tokens_whatever_the_shapes",
     "parked_bytes": "test_parked_jobs_stay_within_their_bytes",
     "checkpoints": "test_checkpoints_stay_within_their_bytes_and_their_number",
+    "ram_bytes": "test_the_budget_holds_and_changes_no_token",
+    "disk_directory": "test_a_restart_is_warm",
+    "disk_name": "test_a_directory_says_what_it_holds",
+    "disk_bytes": "test_the_disk_has_a_limit",
+    "segment": "test_a_common_beginning_is_on_disk_once",
 }
 CHECKPOINTS = {
     "max_checkpoints": "test_c4_zero_checkpoints_is_off",

@@ -22,7 +22,7 @@ from afterglow.chat.tools.tool import Offered
 from afterglow.closing import Closing
 from afterglow.completion import Completion
 from afterglow.engine.engine import Engine
-from afterglow.engine.memory import Explanation
+from afterglow.engine.explanation import Explanation
 from afterglow.engine.request import Request
 from afterglow.engine.stream import Stream
 from afterglow.errors import InvalidArgument
@@ -140,7 +140,10 @@ class Answering(Closing):
     def begin(self, messages: Talk, *, n: int = 1, **options: Any) -> list[TurnStream]:
         """Begin `n` answers to a conversation that share one prompt; their streams."""
         chat_options = {name: options.pop(name) for name in CHAT_OPTIONS & options.keys()}
-        plan = self.plan(messages, **chat_options)
+        return self.start(self.plan(messages, **chat_options), n=n, **options)
+
+    def start(self, plan: ChatPlan, *, n: int = 1, **options: Any) -> list[TurnStream]:
+        """Begin `n` answers to a plan; the options are those of `request`."""
         options.setdefault("max_tokens", None)
         request = plan.lead(self.request(plan.prompt, **options))
         streams = self._submit_answers(request, n)

@@ -6,6 +6,7 @@ missing or doubled cell changes the tokens that come out.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -69,6 +70,22 @@ class FakeState:
     scope: Scope
     memory: FakeMemory
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCells:
+    """The cells of a saved sequence: position and content of each."""
+
+    cells: list[Cell]
+    layout: bytes = b"fake"
+    width: int = 16
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        numbers = np.array([(cell.position, cell.content) for cell in self.cells[start:stop]], dtype=np.int64)
+        return numbers.reshape(stop - start, 2).view(np.uint8)
 
 
 class FakeSampler:
@@ -135,7 +152,9 @@ class FakeBackend:
         total_cells: int | None = None,
         rollback: int = 0,
         rounding: bool = False,
+        identity: str = "fake",
     ) -> None:
+        self.identity = identity  # of the model: states of another one mean nothing here
         self.capabilities = Capabilities(
             memory=memory,
             sequences=sequences,
@@ -303,9 +322,11 @@ class FakeBackend:
             self.truncate(target, stop)
         return 0 if self.capabilities.shared else 100 * stop
 
+    def size(self, sequence: int, scope: Scope) -> int:
+        return 64 if scope == "partial" else 64 + 100 * len(self._memory[sequence].cells)
+
     def save(self, sequence: int, scope: Scope) -> FakeState:
-        memory = duplicate(self._memory[sequence], fresh=False)
-        return FakeState(scope, memory, 64 if scope == "partial" else 64 + 100 * len(memory.cells))
+        return FakeState(scope, duplicate(self._memory[sequence], fresh=False), self.size(sequence, scope))
 
     def load(self, sequence: int, state: State) -> None:
         if not isinstance(state, FakeState):
@@ -318,6 +339,44 @@ class FakeBackend:
         if len(saved.cells) > limit:
             raise MemoryFull(len(saved.cells), limit)
         self._memory[sequence] = saved
+
+    @property
+    def key(self) -> bytes:
+        return f"{self.identity} {self.capabilities.memory} {self.capabilities.shared}".encode()
+
+    def cells(self, state: State, partial: State | None) -> FakeCells:
+        assert isinstance(state, FakeState)
+        assert state.scope == "full"
+        return FakeCells(state.memory.cells)
+
+    def join(
+        self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int
+    ) -> FakeState:
+        if layout != b"fake" or not all(block.ndim == 2 and block.shape[1] == 16 for block in blocks):
+            raise InvalidState("they are not cells of a fake")
+        if partial is not None and not isinstance(partial, FakeState):
+            raise InvalidState("it is not a fake state")
+        numbers = np.concatenate([np.ascontiguousarray(block).view(np.int64) for block in blocks])
+        cells = [Cell(int(place), int(content)) for place, content in numbers]
+        memory = FakeMemory(cells, position=position)
+        if partial is not None:
+            memory.window, memory.state = list(partial.memory.window), partial.memory.state
+        return FakeState("full", memory, 64 + 100 * len(cells))
+
+    def pack(self, partial: State) -> list[bytes | memoryview]:
+        assert isinstance(partial, FakeState)
+        memory = partial.memory
+        numbers = [memory.position, memory.state]
+        for cell in memory.window:
+            numbers += [cell.position, cell.content]
+        return [struct.pack(f"<{len(numbers)}q", *numbers)]
+
+    def unpack(self, data: memoryview) -> FakeState:
+        if len(data) % 16 or not data:
+            raise InvalidState("it is not a fake state")
+        (position, state), *window = struct.iter_unpack("<qq", data)
+        memory = FakeMemory([], [Cell(*one) for one in window], state, position)
+        return FakeState("partial", memory, 64)
 
     def clear(self, sequence: int) -> None:
         self._memory[sequence] = FakeMemory()

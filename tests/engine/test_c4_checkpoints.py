@@ -107,8 +107,10 @@ def test_c5_the_newest_checkpoint_within_the_common_prefix_is_restored(kind):
     assert ask(engine, edited, max_tokens=1).cached == 200
     depths = sorted(checkpoint.depth for checkpoint in engine.memory.checkpoints)
     assert [depth for depth in depths if depth in (100, 200)] == [100, 200]
-    if kind != "recurrent":  # whose checkpoints are complete by themselves
-        assert 300 not in depths  # that branch is gone
+    assert 300 in depths  # that branch left memory, and is stored
+    engine.memory.forget_stored()
+    left = {checkpoint.depth for checkpoint in engine.memory.checkpoints}
+    assert 300 not in left  # and its checkpoints go with it
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])

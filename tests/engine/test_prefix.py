@@ -61,7 +61,7 @@ def test_removing_everything_leaves_nothing():
     for number in range(200):
         tree.remove(number)
     assert len(tree) == 0
-    assert nodes(tree.root) == 1
+    assert nodes(tree.root()) == 1
 
 
 sequences = st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12)

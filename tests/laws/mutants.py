@@ -15,25 +15,32 @@ import numpy as np
 import test_laws_on_the_fake as laws
 import test_more_laws as more
 import test_once_broken as once
+import test_stored as stored
 
+from afterglow.engine import disk_files, sampling, snapshots
 from afterglow.engine import engine as engine_module
+from afterglow.engine import marks as marks_module
 from afterglow.engine import memory as memory_module
 from afterglow.engine import reuse as reuse_module
-from afterglow.engine import sampling, snapshots
+from afterglow.engine import shelf as shelf_module
 from afterglow.engine.backend import Capabilities
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Ledger
 from afterglow.engine.job import Job
+from afterglow.engine.marks import Marks
 from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.prefix import PrefixTree
+from afterglow.engine.ram import Ram
 from afterglow.engine.request import Failed, Progress
 from afterglow.engine.reuse import Source
+from afterglow.engine.segments import Chain, SegmentTree
 from afterglow.engine.sequence import Sequence
 from afterglow.engine.stops import StopMatcher
+from afterglow.engine.tiers import Tiers
 from afterglow.errors import MemoryFull
 from afterglow.llama import memory as binding
-from afterglow.testing import FakeBackend, FakeMemory
+from afterglow.testing import FakeBackend, FakeCells, FakeMemory
 
 Plant = Callable[[object, str, object], None]  # as `monkeypatch.setattr`
 
@@ -69,8 +76,8 @@ def wrapped(owner: object, name: str, around: Callable[..., object]) -> Callable
     "keep one entry more than is shared", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary
 )
 def _(put):
-    def sources(original, self, ids):
-        for source in original(self, ids):
+    def sources(original, self, *whose):
+        for source in original(self, *whose):
             yield Source(source.slot, min(source.shared + 1, len(source.slot)), source.idle_time)
 
     wrapped(PrefixMemory, "_sources", sources)(put)
@@ -204,10 +211,10 @@ def checkpoint_of(kept: Callable[[Sequence], np.ndarray]) -> Callable[[Plant], N
         original(self, sequence)
         if self.checkpoints and self.checkpoints[-1].depth == len(sequence):
             taken = self.checkpoints[-1]
-            self._drop(taken)
+            self.marks.drop(taken)
             moved = Checkpoint(ids=kept(sequence).copy(), state=taken.state, aligned=taken.aligned)
             self.checkpoints.append(moved)
-            self._marks.insert(moved.ids, moved)
+            self.marks.tree.insert(moved.ids, moved)
 
     return wrapped(PrefixMemory, "take_checkpoint", take)
 
@@ -266,17 +273,17 @@ def _(put):
 
 @mutant("thinning drops the newest checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
 def _(put):
-    put(memory_module, "thinned", lambda depths, limit: list(depths[limit:]))
+    put(marks_module, "thinned", lambda depths, limit: list(depths[limit:]))
 
 
 @mutant("thinning drops the first checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
 def _(put):
-    put(memory_module, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
+    put(marks_module, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
 
 
 @mutant("checkpoints are never thinned", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
-    put(memory_module, "thinned", lambda depths, limit: [])
+    put(marks_module, "thinned", lambda depths, limit: [])
 
 
 @mutant(
@@ -290,7 +297,7 @@ def _(put):
 @mutant("two checkpoints are taken at one place", once.test_there_is_one_checkpoint_for_the_same_entries)
 def _(put):
     def take(original, self, sequence):
-        with patch.object(self._marks, "along", lambda match: iter(())):
+        with patch.object(self.marks, "taken", lambda ids, salt: False):
             original(self, sequence)
 
     wrapped(PrefixMemory, "take_checkpoint", take)(put)
@@ -298,7 +305,7 @@ def _(put):
 
 @mutant("the bytes of checkpoints are not counted", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
-    put(PrefixMemory, "checkpoint_bytes", property(lambda self: 0))
+    put(Marks, "nbytes", property(lambda self: 0))
 
 
 @mutant("a checkpoint that does not load ends the engine", laws.test_a_bad_checkpoint_is_a_miss)
@@ -322,14 +329,21 @@ def _(put):
 
 @mutant("an evicted sequence can still be found", more.test_full_memory_evicts_then_parks_and_changes_no_token)
 def _(put):
-    put(PrefixMemory, "forget", lambda self, slot: slot.clear())
+    def evict(original, self):
+        before = {slot: slot.ids.copy() for slot in self._unused if len(slot)}
+        done = original(self)
+        for slot, ids in before.items():
+            self._idle.insert(ids, slot)
+        return done
+
+    wrapped(PrefixMemory, "evict", evict)(put)
 
 
 @mutant("a sequence in use can still be found as idle", more.test_a_sequence_comes_back_from_a_snapshot_and_from_a_fork)
 def _(put):
-    def begin(original, self, reuse):
+    def begin(original, self, reuse, *salt):
         ids = getattr(reuse, "slot", None) and reuse.slot.ids.copy()
-        target, kept = original(self, reuse)
+        target, kept = original(self, reuse, *salt)
         if ids is not None:
             self._idle.insert(ids, target)
         return target, kept
@@ -339,8 +353,8 @@ def _(put):
 
 @mutant("a slot is given to two jobs", laws.test_company_changes_no_token)
 def _(put):
-    def begin(original, self, reuse):
-        target, kept = original(self, reuse)
+    def begin(original, self, reuse, *salt):
+        target, kept = original(self, reuse, *salt)
         target.busy = False
         self._unused[target] = None
         return target, kept
@@ -350,8 +364,8 @@ def _(put):
 
 @mutant("a named slot is not the one that is used", more.test_a_certain_slot_is_used_though_another_holds_the_prompt)
 def _(put):
-    def plan(original, self, ids, *, reuse=True, slot=None):
-        return original(self, ids, reuse=reuse)
+    def plan(original, self, ids, *, slot=None, **options):
+        return original(self, ids, **options)
 
     wrapped(PrefixMemory, "plan", plan)(put)
 
@@ -383,24 +397,16 @@ def _(put):
     "parked bytes are those that were expected", once.test_parked_bytes_are_what_was_saved_and_not_what_was_expected
 )
 def _(put):
-    def park(original, self, job):
-        expected = len(job.sequence) * self.memory.costs.bytes_per_entry
-        budget = self.settings.parked_bytes if expected <= self.settings.parked_bytes else 0
-        settings, self.settings = self.settings, dataclasses.replace(self.settings, parked_bytes=budget and 10**9)
-        original(self, job)
-        self.settings = settings
-
-    wrapped(Engine, "_park", park)(put)
+    put(Sequence, "nbytes", property(lambda self: 20 * len(self)))
 
 
 @mutant("parked jobs have no budget", more.test_parked_jobs_stay_within_their_bytes)
 def _(put):
-    def park(original, self, job):
-        settings, self.settings = self.settings, dataclasses.replace(self.settings, parked_bytes=10**9)
-        original(self, job)
-        self.settings = settings
+    def park(original, self, sequence):
+        self._parked_limit = 10**9
+        return original(self, sequence)
 
-    wrapped(Engine, "_park", park)(put)
+    wrapped(PrefixMemory, "park", park)(put)
 
 
 @mutant(
@@ -638,3 +644,110 @@ def _(put):
 
     original = engine_module.grid_step
     put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
+
+
+# --- what is stored
+
+
+@mutant("a segment begins one cell early", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    wrapped(FakeCells, "rows", lambda original, self, start, stop: original(self, start - (start > 0), stop))(put)
+
+
+@mutant("a segment is named by its own entries only", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    wrapped(Chain, "link", lambda original, self, parent, ids: original(self, b"", ids))(put)
+
+
+@mutant("a prompt is taken for longer than it is stored", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    def cover(original, self, ids, salt, *, aligned):
+        found = original(self, ids, salt, aligned=aligned)
+        longer = min(found.length + 1, len(ids))
+        return dataclasses.replace(found, length=longer, ids=ids[:longer]) if found.length % 8 else found
+
+    wrapped(SegmentTree, "cover", cover)(put)
+
+
+@mutant("stored cells are used with the state of another depth", stored.test_what_is_stored_changes_no_token)
+def _(put):
+    def state(original, self, checkpoint):
+        others = [one.state for one in self._marks.checkpoints if one.depth != checkpoint.depth]
+        return others[0] if others else original(self, checkpoint)
+
+    wrapped(Tiers, "state", state)(put)
+
+
+@mutant("a beginning goes before what builds on it", stored.test_the_end_of_a_conversation_goes_before_its_beginning)
+def _(put):
+    wrapped(Ram, "touch", lambda original, self, segments, now: original(self, reversed(list(segments)), now))(put)
+
+
+@mutant("bytes that are free are not counted so", stored.test_what_is_stored_keeps_to_its_bytes)
+def _(put):
+    def drop(original, self, segment):
+        original(self, segment)
+        self.segment_bytes += segment.nbytes
+
+    wrapped(Ram, "drop", drop)(put)
+
+
+@mutant("no room is made for what is stored", stored.test_what_is_stored_keeps_to_its_bytes)
+def _(put):
+    put(Tiers, "make_room", lambda self, nbytes, kept=None: True)
+
+
+@mutant("what is pinned goes like the rest", stored.test_what_is_pinned_stays)
+def _(put):
+    put(Tiers, "is_pinned", lambda self, ids, salt, start: False)
+
+
+@mutant("parked bytes are never given back", stored.test_parked_bytes_are_given_back)
+def _(put):
+    put(PrefixMemory, "unparked", lambda self, saved: None)
+
+
+@mutant("what is stored belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+def _(put):
+    wrapped(Chain, "seed", lambda original, self, salt: original(self, ""))(put)
+
+
+@mutant("what is idle belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+def _(put):
+    wrapped(PrefixTree, "root", lambda original, self, salt="": original(self, "one"))(put)
+
+
+@mutant("what is running belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+def _(put):
+    def sources(original, self, ids, salt):
+        before = {slot: slot.salt for slot in self.slots}
+        for slot in self.slots:
+            slot.salt = salt if slot.busy else slot.salt
+        yield from original(self, ids, salt)
+        for slot, whose in before.items():
+            slot.salt = whose
+
+    wrapped(PrefixMemory, "_sources", sources)(put)
+
+
+@mutant("a file is believed without its checksum", stored.test_a_damaged_file_changes_no_token)
+def _(put):
+    def load(path):
+        view = disk_files._map(path)
+        item, start = disk_files._read(view)
+        return disk_files.Loaded(item, view[start:])
+
+    put(disk_files, "load", load)
+
+
+@mutant("a file is believed without its entries", stored.test_a_file_of_other_entries_changes_no_token)
+def _(put):
+    class Numpy:
+        array_equal = staticmethod(lambda one, other: True)
+
+    put(shelf_module, "np", Numpy)
+
+
+@mutant("a crashed engine stores its memory", stored.test_an_engine_that_crashed_stores_nothing_of_what_it_was_doing)
+def _(put):
+    wrapped(PrefixMemory, "close", lambda original, self, **options: original(self))(put)

@@ -87,7 +87,7 @@ def check(engine: Engine) -> None:
         held = engine.backend.held(slot.number)
         assert (held[1] + 1 if held else 0) == slot.position, f"slot {slot.number}: {held}, record {slot.position}"
     settings = engine.settings.checkpoints
-    assert engine.memory.checkpoint_bytes <= settings.max_bytes
+    assert engine.memory.marks.nbytes <= settings.max_bytes
 
 
 def fake(

@@ -198,7 +198,7 @@ def test_checkpoints_stay_within_their_bytes_and_their_number(kind, shared):
     answer = ask(engine, prompt(200, 5), boundaries=boundaries)
     assert answer.tokens == reference(lambda: fake(kind), prompt(200, 5))
     assert len(engine.memory.checkpoints) <= 3
-    assert engine.memory.checkpoint_bytes <= 3000
+    assert engine.memory.marks.nbytes <= 3000
     assert bool(engine.memory.checkpoints) == (kind != "attention")
 
 

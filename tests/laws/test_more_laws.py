@@ -262,7 +262,9 @@ def test_a_checkpoint_goes_when_its_cells_do(kind, shared):
     live(engine, request("first", SYSTEM + QUESTION, boundaries=frozenset({40})))
     assert len(engine.memory.checkpoints) == (kind != "attention")
     live(engine, request("second", OTHER))
-    assert bool(engine.memory.checkpoints) == (kind == "recurrent")  # complete in itself
+    assert bool(engine.memory.checkpoints) == (kind != "attention")  # its cells are stored
+    engine.memory.forget_stored()
+    assert not engine.memory.checkpoints
 
 
 @everywhere

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
 from truth import Damaged, check_all
 
-from afterglow.engine import checkpoint, engine, job, memory, sequence, snapshots
+from afterglow.engine import checkpoint, engine, job, marks, memory, segments, sequence, snapshots, tiers
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import MAX_ATTEMPTS
 from afterglow.engine.entries import Entry, Media
@@ -39,6 +39,7 @@ from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, MemoryFul
 from afterglow.llama.sampling import Sampling
 
 LONGEST = 70  # entries of a prompt
+RECALLED: Counter[str] = Counter()  # prompts that began from what was stored, by kind of memory
 BEGINNING = 1e9  # of time
 PICTURES = {7: Media(b"cat", 5, 2), 8: Media(b"dog", 5, 2), 9: Media(b"clip", 2, 4)}  # instead of these tokens
 
@@ -99,6 +100,7 @@ HOW = st.fixed_dictionaries(  # what must not
         "reuse": st.sampled_from([True, True, True, False]),
         "sequence": st.sampled_from([None, None, None, 0, 1]),
         "deadline": st.sampled_from([None, None, None, 5.0]),
+        "salt": st.sampled_from(["", "", "", "mine"]),
     }
 )
 SEED = st.integers(0, 2)
@@ -142,10 +144,12 @@ class Life(RuleBasedStateMachine):
         limits=st.sampled_from([(8, 10**9), (3, 10**9), (1, 10**9), (4, 1500), (0, 10**9)]),
         often=st.sampled_from([0, 9]),
         tick=st.sampled_from([1e-2, 1e-5]),
+        ram=st.sampled_from([10**9, 12_000, 3_000, 600, 0]),
+        segment=st.sampled_from([8, 5, 64]),
         speculation=st.sampled_from(["off", 2, 5, "auto"]),
         wrong=st.sampled_from([0, 2, 3, 1]),
     )
-    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick, speculation, wrong):
+    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick, ram, segment, speculation, wrong):
         self.clock.begin(tick)
         checkpoints = CheckpointSettings(
             max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=often, min_tokens=8, min_gap=4
@@ -162,6 +166,8 @@ class Life(RuleBasedStateMachine):
                 grid=ON_THE_GRID.grid,
                 speculation=speculation,
                 drafters=("oracle",),
+                ram_bytes=ram,
+                segment=segment,
             ),
             [Oracle(Answers(self), wrong)],
             sequences=sequences,
@@ -359,7 +365,7 @@ class Life(RuleBasedStateMachine):
         except MemoryFull:
             assert self.shared or self.engine.busy
 
-    @rule(pick=PICK, what=st.sampled_from(["the best", "this", "a checkpoint"]))
+    @rule(pick=PICK, what=st.sampled_from(["the best", "the best", "this", "a checkpoint", "all that is stored"]))
     def lose_something(self, pick, what):
         memory = self.engine.memory
         if what == "the best":
@@ -368,8 +374,17 @@ class Life(RuleBasedStateMachine):
             assert sum(len(slot) == 0 for slot in idle) == bool(idle)
         elif what == "this":
             snapshots.clear(self.engine, self.slot(pick))
+        elif what == "all that is stored":
+            memory.forget_stored()
+            assert memory.tiers.ram.segment_bytes == 0
         elif memory.checkpoints:
             memory.checkpoints[pick % len(memory.checkpoints)].state = Damaged()
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=PICK, length=st.sampled_from([5, 30]), then=st.sampled_from(["pin", "unpin"]))
+    def hold_on_to_a_beginning(self, pick, length, then):
+        ids = self.engine.ledger.ids(self.earlier(pick)[0][:length])
+        getattr(self.engine.memory.tiers, then)(ids, "")
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, how=HOW)
@@ -392,12 +407,13 @@ class Life(RuleBasedStateMachine):
         Life.finish(self)
         assert all(answer.end is not None for answer in self.answers.values())
         assert not any(slot.busy for slot in self.engine.memory.slots)
+        RECALLED[self.kind] += self.engine.memory.tiers.ram_counters.hits
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (checkpoint, engine, job, memory, sequence):
+    for module in (checkpoint, engine, job, marks, memory, segments, sequence, tiers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -416,7 +432,9 @@ THOROUGH = settings(
 @pytest.mark.parametrize("shared", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_life_of_an_engine_is_as_if_every_request_were_its_only_one(kind, shared, clock):
+    RECALLED.clear()
     run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=MODERATE)
+    assert RECALLED[kind] > 3, "and what was stored was of use"
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from afterglow.engine.backend import Span
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Entry, Ids, Ledger, common_prefix
 from afterglow.engine.prefix import Node, PrefixTree
+from afterglow.engine.segments import Segment
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
 
@@ -28,6 +29,7 @@ def check_all(engine: Engine) -> None:
     check_trees(engine)
     check_checkpoints(engine)
     check_budgets(engine)
+    check_stored(engine)
 
 
 def answer(
@@ -124,14 +126,15 @@ def check_trees(engine: Engine) -> None:
     memory = engine.memory
     idle = {slot: slot.ids for slot in memory.slots if not slot.busy and len(slot)}
     check_tree(memory._idle, idle)
-    check_tree(memory._marks, {checkpoint: checkpoint.ids for checkpoint in memory.checkpoints})
-    assert len({checkpoint.ids.tobytes() for checkpoint in memory.checkpoints}) == len(memory.checkpoints)
+    check_tree(memory.marks.tree, {checkpoint: checkpoint.ids for checkpoint in memory.checkpoints})
+    assert len({(one.salt, one.ids.tobytes()) for one in memory.checkpoints}) == len(memory.checkpoints)
     assert set(memory._unused) == {slot for slot in memory.slots if not slot.busy}
 
 
 def check_tree(tree: PrefixTree, expected: dict) -> None:
     found = {}
-    check_node(tree.root, np.zeros(0, dtype=np.int64), found)
+    for root in tree._roots.values():
+        check_node(root, np.zeros(0, dtype=np.int64), found)
     assert set(found) == set(expected) == set(tree._nodes)
     for anchor, ids in expected.items():
         assert np.array_equal(found[anchor], ids), f"{anchor} is in the tree as something else"
@@ -161,7 +164,37 @@ def check_checkpoints(engine: Engine) -> None:
         assert checkpoint.state.memory.contents() == cold(engine, checkpoint.ids), "a checkpoint of something else"
         if engine.backend.capabilities.checkpoints_need_cells:
             covered = [common_prefix(slot.ids, checkpoint.ids) == checkpoint.depth for slot in engine.memory.slots]
-            assert any(covered), "a checkpoint without its cells"
+            stored = engine.memory.tiers.cover(checkpoint.ids, checkpoint.salt).length == checkpoint.depth
+            assert any(covered) or stored, "a checkpoint without its cells"
+
+
+def check_stored(engine: Engine) -> None:
+    """What is stored is what was computed, everything before it is stored too, and its bytes are counted."""
+    tiers = engine.memory.tiers
+    stored = list(tiers.ram)
+    size = sum(segment.rows.nbytes + segment.ids.nbytes for segment in stored)
+    assert size == tiers.ram.segment_bytes
+    assert size + engine.memory.marks.nbytes + engine.memory.parked_bytes == tiers.ram.used <= tiers.ram.limit
+    assert engine.memory.parked_bytes == sum(job.parked.nbytes for job in engine._jobs.values() if job.parked)
+    assert {segment.key for segment in tiers.tree if not segment.on_disk} <= {segment.key for segment in stored}
+    for segment in stored:
+        assert segment.start == 0 or tiers.tree.get(segment.parent) is not None, "it lost its beginning"
+        if not engine.backend.rounding:
+            check_cells(engine, segment)
+
+
+def check_cells(engine: Engine, segment: Segment) -> None:
+    """The cells of a segment are those of a cold computation."""
+    path = [segment]
+    while path[0].start:
+        before = engine.memory.tiers.tree.get(path[0].parent)
+        assert before.end == path[0].start, "it lies behind something else"
+        path.insert(0, before)
+    known = {int(engine.ledger.stable(np.array([-n]))[0]): -n for n in range(1, len(engine.ledger._media) + 1)}
+    ids = np.array([known.get(int(one), int(one)) for part in path for one in part.ids])
+    before = engine.ledger.cells(ids[: segment.start])
+    expected = cold(engine, ids)[1][before:]
+    assert segment.rows.view(np.int64).tolist() == [list(cell) for cell in expected], "other cells are stored"
 
 
 class Damaged:
@@ -174,9 +207,10 @@ def check_budgets(engine: Engine) -> None:
     """Bytes of checkpoints, checkpoints on a path, bytes of parked jobs, cells."""
     settings, memory = engine.settings, engine.memory
     size = sum(checkpoint.state.nbytes + checkpoint.ids.nbytes for checkpoint in memory.checkpoints)
-    assert size == memory.checkpoint_bytes <= settings.checkpoints.max_bytes
+    assert size == memory.marks.nbytes <= settings.checkpoints.max_bytes
     assert sum(job.parked.nbytes for job in engine._waiting if job.parked) <= settings.parked_bytes
     assert engine.backend._used() <= engine.backend.total_cells
     for checkpoint in memory.checkpoints:
-        path = [one for one in memory.checkpoints if common_prefix(one.ids, checkpoint.ids) == one.depth]
+        same = [one for one in memory.checkpoints if one.salt == checkpoint.salt]
+        path = [one for one in same if common_prefix(one.ids, checkpoint.ids) == one.depth]
         assert len(path) <= settings.checkpoints.max_checkpoints, f"checkpoints at {[one.depth for one in path]}"

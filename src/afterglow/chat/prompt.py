@@ -14,12 +14,12 @@ from typing import Any
 
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.template import ChatTemplate
-from afterglow.errors import InvalidTemplate
+from afterglow.errors import InvalidArgument, InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 
 REMEMBERED = 8192  # stretches of text
 RECENT = 3  # messages at the end whose ends are boundaries; older ones were, when they were the last
-PRIVATE_USE = range(0xE000, 0xF8FF)
+PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xF4000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,10 @@ def unused_character(messages: Sequence[Message]) -> str:
     """A character of Unicode's private use that nobody wrote."""
     written = set().union(*(message.content + (message.reasoning or "") for message in messages)) if messages else set()
     written |= set().union(*(call.arguments for message in messages for call in message.tool_calls), set())
-    return next(chr(code) for code in PRIVATE_USE if chr(code) not in written)
+    for code in PRIVATE_USE:
+        if chr(code) not in written:
+            return chr(code)
+    raise InvalidArgument("messages", f"use all {len(PRIVATE_USE):,} private characters: one has to be free")
 
 
 def common_text(one: str, other: str) -> str:

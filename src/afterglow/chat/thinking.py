@@ -9,7 +9,9 @@ from afterglow.chat.reasoning import ThoughtStyle
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
 # Tokens that an effort allows where the model's template knows no efforts. None: as many as it likes.
-EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None}
+EFFORTS: dict[str, int | None] = {
+    "none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from afterglow.cli import chat, doctor, models, run
+from afterglow.cli import chat, doctor, models, run, serve
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.version import __version__
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("chat")(chat.chat)
 app.command("run")(run.run)
+app.command("serve")(serve.serve)
 app.command("perplexity")(run.perplexity)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")

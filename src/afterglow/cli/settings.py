@@ -1,7 +1,7 @@
 """What the commands do unless told otherwise: a TOML file, environment variables, and flags.
 
-Flags come before the environment (`AFTERGLOW_CONTEXT=8192`), the environment before the file, the file before the
-defaults below. A key that does not exist is an error, wherever it stands.
+Flags come before the environment (`AFTERGLOW_CONTEXT=8192`, `AFTERGLOW_SERVER_PORT=8000`), the environment before the
+file, the file before the defaults below. A key that does not exist is an error, wherever it stands.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import pydantic
 
 from afterglow import registry
 from afterglow.errors import InvalidArgument
+from afterglow.server.settings import ServerSettings
 
 PREFIX = "AFTERGLOW_"
+SERVER = "server_"  # what the variables of the server's own settings begin with
 # Read elsewhere, before there are any settings.
 OTHERS = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
 
@@ -46,6 +48,7 @@ class Settings(pydantic.BaseModel):
     reasoning: bool | int | str | None = None
     markdown: bool = True
     stats: bool = True
+    server: ServerSettings = pydantic.Field(default_factory=lambda: ServerSettings())  # type: ignore[call-arg]
 
 
 def settings_path() -> Path:
@@ -56,8 +59,11 @@ def settings_path() -> Path:
 
 def settings(**flags: Any) -> Settings:
     """The settings that hold, with `flags` that are not None before all else."""
-    values = {**_from_file(settings_path()), **_from_environment()}
-    values |= {name: value for name, value in flags.items() if value is not None}
+    values: dict[str, Any] = {"server": {}}
+    for layer in (_from_file(settings_path()), _from_environment(), flags):
+        given = {name: value for name, value in layer.items() if value is not None}
+        server = {name: value for name, value in given.pop("server", {}).items() if value is not None}
+        values |= given | {"server": values["server"] | server}
     try:
         return Settings(**values)
     except pydantic.ValidationError as error:
@@ -76,21 +82,32 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise InvalidArgument("settings", f"{path} cannot be read: {error}") from None
     for name in values:
         _check(name, f"{path}: {name}")
+    server = values.get("server", {})
+    if not isinstance(server, dict):
+        raise InvalidArgument(f"{path}: server", "must be a table")
+    for name in server:
+        _check(name, f"{path}: server.{name}", ServerSettings)
     return values
 
 
-def _from_environment() -> dict[str, str]:
-    values = {}
+def _from_environment() -> dict[str, Any]:
+    values: dict[str, Any] = {"server": {}}
     for variable, value in os.environ.items():
         if variable.startswith(PREFIX) and variable not in OTHERS:
             name = variable.removeprefix(PREFIX).lower()
-            _check(name, variable)
-            values[name] = value
+            if name.startswith(SERVER):
+                name = name.removeprefix(SERVER)
+                _check(name, variable, ServerSettings)
+                lists = ServerSettings.model_fields[name].annotation == tuple[str, ...]
+                values["server"][name] = tuple(value.split(",")) if lists else value
+            else:
+                _check(name, variable)
+                values[name] = value
     return values
 
 
-def _check(name: str, where: str) -> None:
-    known = Settings.model_fields
+def _check(name: str, where: str, settings: type[pydantic.BaseModel] = Settings) -> None:
+    known = settings.model_fields
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

@@ -46,6 +46,11 @@ class Capabilities:
         return self.memory != "recurrent"
 
     @property
+    def has_cells(self) -> bool:
+        """There are attention cells, which can be cut anywhere."""
+        return self.memory != "recurrent"
+
+    @property
     def survives_abort(self) -> bool:
         """A decode that was stopped leaves the other sequences in its batch whole."""
         return self.memory in ("attention", "window")
@@ -56,6 +61,17 @@ class State(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+class Cells(Protocol):
+    """The attention cells of a saved sequence, in the order of its entries."""
+
+    layout: bytes  # what `join` needs to know of them
+    width: int  # bytes of one
+
+    def __len__(self) -> int: ...
+    def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Cells [start, stop) as a copy, a row of bytes each."""
 
 
 class Sampler(Protocol):
@@ -84,6 +100,10 @@ class Backend(Protocol):
     ends: frozenset[int]  # those that end an answer
     words: Words  # what they are made of
 
+    @property
+    def key(self) -> bytes:
+        """Equal keys: bytes that were taken out of memory there mean the same here."""
+
     def decode(self, spans: Sequence[Span]) -> None:
         """Compute all spans in one decode. MemoryFull: nothing was applied. Cancelled, DecodeFailed: ask `held`."""
 
@@ -104,8 +124,23 @@ class Backend(Protocol):
     def copy(self, source: int, target: int, stop: int) -> int:
         """Give the empty `target` the positions before `stop` of `source`; the bytes that were moved."""
 
+    def size(self, sequence: int, scope: Scope) -> int:
+        """The bytes that `save` would take."""
+
     def save(self, sequence: int, scope: Scope) -> State: ...
     def load(self, sequence: int, state: State) -> None: ...
+    def cells(self, state: State, partial: State | None) -> Cells | None:
+        """The cells in a full state, given the partial state of the same moment; None where they cannot be told."""
+
+    def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
+        """A full state of these rows of cells and a partial state, whose next entry stands at `position`."""
+
+    def pack(self, partial: State) -> list[bytes | memoryview]:
+        """A partial state as bytes, from any thread."""
+
+    def unpack(self, data: memoryview) -> State:
+        """The reverse; `InvalidState` where it is none."""
+
     def clear(self, sequence: int) -> None: ...
     def interrupt(self) -> None:
         """Stop the decode that runs, from any thread."""

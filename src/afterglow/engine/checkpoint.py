@@ -35,6 +35,10 @@ class Checkpoint:
     ids: Ids
     state: State
     aligned: int
+    salt: str = ""
+    before: bytes = b""  # the name of the whole segments before it
+    start: int = 0  # entries in them
+    key: bytes = b""  # its own name
     last_used: float = field(default_factory=time.monotonic)
 
     @property

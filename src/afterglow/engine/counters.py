@@ -19,3 +19,25 @@ class Counters:
     widest: int = 0  # most jobs in one decode
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What one tier did so far."""
+
+    saves: int = 0  # sequences of which something was stored
+    saved_bytes: int = 0
+    hits: int = 0  # prompts that began from here
+    misses: int = 0  # prompts that found nothing here, nor in memory
+    entries: int = 0  # that need not be computed because of it
+    loaded_bytes: int = 0
+    evictions: int = 0  # segments and checkpoints that had to make room
+    refused: int = 0  # sequences for which there was no room
+    seconds_saved: float = 0.0
+
+    def hit(self, entries: int, nbytes: int, seconds_saved: float) -> None:
+        """A prompt began from here."""
+        self.hits += 1
+        self.entries += entries
+        self.loaded_bytes += nbytes
+        self.seconds_saved += max(0.0, seconds_saved)

@@ -14,10 +14,11 @@ from afterglow.engine.backend import Backend, Span
 from afterglow.engine.counters import Counters
 from afterglow.engine.drafting import Drafter, Drafting
 from afterglow.engine.entries import Ledger, common_prefix
+from afterglow.engine.explanation import Explanation
 from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
 from afterglow.engine.lookup import Lookup
-from afterglow.engine.memory import Explanation, PrefixMemory
+from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
 from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
 from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
@@ -56,7 +57,7 @@ class Engine:
         self.settings = settings or EngineSettings()
         self.ledger = Ledger()
         grid = self.settings.grid if self.settings.deterministic else 0
-        self.memory = PrefixMemory(backend, self.ledger, self.settings.checkpoints, grid)
+        self.memory = PrefixMemory(backend, self.ledger, self.settings, grid)
         self.counters = Counters()
         self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters])
         self.guides = Guides(backend.words)  # for any thread
@@ -64,6 +65,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._events: list[Event] = []
+        self._whole = True  # False after a step that crashed: nobody knows what memory holds then
         self._guard = threading.RLock()  # over the two below: cancel may come from another thread
         self._decoding: list[Job] = []
         self._cancelling: set[str] = set()
@@ -104,23 +106,31 @@ class Engine:
     def step(self) -> list[Event]:
         """Do one decode's worth of work; what came of it."""
         self._events = []
+        self._whole = False
         self._end_unwanted()
         self._admit()
         self.drafting.offer(self._running)
         if chosen := self._schedule():
             self._decode(chosen)
+        self._whole = True
         return self._events
 
     def explain(self, request: Request) -> Explanation:
         """What of this request's prompt is in memory now, and why not more of it could be used."""
         ids = self.ledger.ids(request.entries)
-        return self.memory.explain(ids, self.memory.plan(ids, reuse=request.reuse, slot=request.sequence))
+        reuse = self.memory.plan(ids, reuse=request.reuse, slot=request.sequence, salt=request.salt)
+        return self.memory.explain(ids, reuse, request.salt)
+
+    def tidy(self) -> bool:
+        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
+        return self.memory.tidy()
 
     def close(self) -> None:
-        """End every request and give memory back."""
+        """End every request, keep on disk what is worth it, and give memory back."""
         try:
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
+            self.memory.close(store=self._whole)
         finally:
             self.drafting.close()
             self.backend.close()
@@ -149,16 +159,21 @@ class Engine:
     def _begin(self, job: Job) -> bool:
         """Give the job memory to work in. False: there is no slot for it now."""
         known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)]) if job.generated else job.prompt
-        reuse = self.memory.plan(known, reuse=job.request.reuse, slot=job.request.sequence)
+        request = job.request
+        reuse = self.memory.plan(known, reuse=request.reuse, slot=request.sequence, salt=request.salt)
         if reuse is None:
             return False
         if self._find_leader(job, reuse.keep):
             return True
-        sequence, kept = self.memory.begin(reuse)
+        sequence, kept = self.memory.begin(reuse, request.salt)
+        if kept < reuse.keep and not job.disappointed:  # a stored state did not load, and is gone now: plan again
+            job.disappointed = True
+            self.memory.release(sequence)
+            return self._begin(job)
         if not job.admitted:
             job.reused = min(kept, len(job.prompt))
             self.counters.reused_entries += job.reused
-        job.cuts = self.memory.cuts(job.prompt, job.request.boundaries, kept)
+        job.cuts = self.memory.cuts(job.prompt, request.boundaries, kept, request.salt)
         self._run(job, sequence)
         return True
 
@@ -167,6 +182,8 @@ class Engine:
         if not job.request.reuse:
             return False
         for other in self._running:
+            if other.request.salt != job.request.salt:
+                continue
             depth = self.memory.round_down(min(common_prefix(other.prompt, job.prompt), len(job.prompt) - 1))
             if depth - max(keep, len(self._held(other))) >= SMALLEST_WAIT:
                 job.leader, job.leader_depth = other, depth
@@ -204,6 +221,8 @@ class Engine:
         del self._jobs[job.request.id]
         job.sampler.close()
         self.drafting.forget(job)
+        if job.parked is not None:
+            self.memory.unparked(job.parked)
         if job in self._waiting:
             self._waiting.remove(job)
         else:
@@ -337,11 +356,7 @@ class Engine:
 
     def _park(self, job: Job) -> None:
         sequence = self._held(job)
-        parked = sum(other.parked.nbytes for other in self._waiting if other.parked is not None)
-        expected = len(sequence) * self.memory.costs.bytes_per_entry
-        if len(sequence) and parked + expected <= self.settings.parked_bytes:
-            saved = sequence.save()
-            job.parked = saved if parked + saved.nbytes <= self.settings.parked_bytes else None
+        job.parked = self.memory.park(sequence)
         sequence.clear()
         self._stop_running(job)
         self._waiting.appendleft(job)
@@ -349,12 +364,13 @@ class Engine:
         self.counters.parked += 1
 
     def _unpark(self, job: Job) -> bool:
-        reuse = self.memory.plan(job.prompt, reuse=False, slot=job.request.sequence)
+        reuse = self.memory.plan(job.prompt, reuse=False, slot=job.request.sequence, salt=job.request.salt)
         if reuse is None:
             return False
         saved, job.parked = job.parked, None
         assert saved is not None
-        sequence, _ = self.memory.begin(reuse)
+        self.memory.unparked(saved)
+        sequence, _ = self.memory.begin(reuse, job.request.salt)
         try:
             sequence.load(saved.ids, saved.state, saved.aligned)
         except AfterglowError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument
@@ -55,6 +56,24 @@ class Ledger:
     def positions(self, ids: Ids) -> int:
         """Positions that these entries take."""
         return len(ids) + sum(self.media(int(number)).positions - 1 for number in ids[ids < 0])
+
+    def stable(self, ids: Ids) -> Ids:
+        """The same entries with numbers for media that are the same in every process."""
+        if not len(ids) or ids.min() >= 0:
+            return ids
+        numbers = ids.copy()
+        for index in np.flatnonzero(ids < 0):
+            numbers[index] = -1 - (int.from_bytes(self._spelled(int(ids[index]))[:8], "little") >> 1)
+        return numbers
+
+    def spelled(self, ids: Ids) -> bytes:
+        """The entries as bytes that are the same in every process, and for no other entries."""
+        media = b"".join(self._spelled(int(number)) for number in ids[ids < 0])
+        return self.stable(ids).astype("<i8", copy=False).tobytes() + media
+
+    def _spelled(self, number: int) -> bytes:
+        media = self.media(number)
+        return blake3(repr((media.digest, media.cells, media.positions)).encode()).digest()
 
     def _number(self, media: Media) -> int:
         if media not in self._numbers:

@@ -37,6 +37,7 @@ class Job:
     leader_depth: int = 0
     reused: int = 0
     attempts: int = 0  # decodes that failed under it
+    disappointed: bool = False  # by a stored state that did not load
     aside: bool = False  # it made room for others, and comes back when there is room again
     submitted: float = field(default_factory=time.monotonic)
     admitted: float = 0.0

@@ -136,4 +136,4 @@ class Lookup:
 
 def salt(job: Job) -> str:
     """Whose prompt it is: nobody's guesses come from what somebody else said."""
-    return str(getattr(job.request, "salt", ""))
+    return job.request.salt

@@ -2,85 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-from afterglow.engine.backend import Backend
-from afterglow.engine.checkpoint import Checkpoint, CheckpointSettings, cut_points, thinned
+from afterglow.engine.backend import Backend, State
+from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
 from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.explanation import Cause, Explanation
+from afterglow.engine.marks import Marks
 from afterglow.engine.prefix import PrefixTree
-from afterglow.engine.reuse import Continue, Fork, Fresh, Restore, Reuse, Situation, Source, loss, plan
-from afterglow.engine.sequence import Sequence
-from afterglow.errors import AfterglowError
+from afterglow.engine.reuse import Continue, Fork, Fresh, Recall, Restore, Reuse, Situation, Source, loss, plan
+from afterglow.engine.segments import Cover
+from afterglow.engine.sequence import Saved, Sequence
+from afterglow.engine.settings import EngineSettings
+from afterglow.engine.tiers import Tiers
+from afterglow.errors import AfterglowError, MemoryFull
 
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
+CLOSING = 3.0  # seconds that an end waits for what is worth keeping
 REMEMBERED = 64  # evicted sequences whose entries are kept, so that `explain` can tell what is missing
-Cause: TypeAlias = Literal["nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "evicted"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a prompt was, or would be, computed as far as it was."""
-
-    prompt: int
-    reused: int  # entries that need not be computed
-    shared: int  # entries that the best match in memory has in common with the prompt
-    ours: int | None  # the first differing entry of the prompt
-    theirs: int | None  # and of what is in memory
-    cause: Cause  # why not more of what is shared, or was, is reused
-    evicted: int = 0  # entries of the prompt that memory held once
-
-    @property
-    def computed(self) -> int:
-        """Entries that have to be computed."""
-        return self.prompt - self.reused
-
-    @property
-    def lost(self) -> int:
-        """Entries that have to be computed again for that cause."""
-        return max(0, min(max(self.shared, self.evicted), self.prompt - 1) - self.reused)
 
 
 class PrefixMemory:
-    """Owns the slots of the backend's memory, the tree over them, and the checkpoints."""
+    """Owns the slots of the backend's memory, the tree over them, the checkpoints, and the tiers behind memory."""
 
-    def __init__(self, backend: Backend, ledger: Ledger, settings: CheckpointSettings, grid: int = 0) -> None:
+    def __init__(self, backend: Backend, ledger: Ledger, settings: EngineSettings, grid: int = 0) -> None:
         self.costs = Costs()
-        self.checkpoints: list[Checkpoint] = []
         self._backend = backend
-        self._settings = settings
+        self._settings = settings.checkpoints
+        self._parked_limit = settings.parked_bytes
+        self.parked_bytes = 0
+        self._partial_bytes = 0  # of the last partial state
         self._grid = grid  # 0: any length can be reused
         self._idle: PrefixTree[Sequence] = PrefixTree()  # by what they hold
-        self._marks: PrefixTree[Checkpoint] = PrefixTree()
+        self.marks = Marks(settings.checkpoints, self.costs, lambda nbytes: self.tiers.make_room(nbytes))
         self.slots = [Sequence(number, backend, ledger) for number in range(backend.capabilities.sequences)]
         self._unused = dict.fromkeys(self.slots)  # idle sequences, the longest idle first
-        self._evicted: deque[Ids] = deque(maxlen=REMEMBERED)
+        self._untidy: dict[Sequence, None] = {}  # idle sequences that are not on disk yet, the newest last
+        self._evicted: deque[tuple[str, Ids]] = deque(maxlen=REMEMBERED)
+        self.tiers = Tiers(
+            backend,
+            ledger,
+            self.costs,
+            settings,
+            grid=grid,
+            marks=self.marks,
+            parked=lambda: self.parked_bytes,
+        )
 
     @property
-    def checkpoint_bytes(self) -> int:
-        return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
+    def checkpoints(self) -> list[Checkpoint]:
+        return self.marks.checkpoints
 
-    def plan(self, ids: Ids, *, reuse: bool = True, slot: int | None = None) -> Reuse | None:
+    def plan(self, ids: Ids, *, reuse: bool = True, slot: int | None = None, salt: str = "") -> Reuse | None:
         """How to begin a prompt; None: every slot that it could use is busy."""
         wanted = None if slot is None else self.slots[slot]
         if wanted is not None and wanted.busy:
             return None
         target, target_loss = self._spare() if wanted is None else (wanted, 0.0)
         capabilities = self._backend.capabilities
-        checkpoints = list(self._marks.along(self._marks.match(ids)))
-        sources = list(self._sources(ids)) if reuse else []
+        checkpoints = self.tiers.along(ids, salt) if reuse else []
+        sources = list(self._sources(ids, salt)) if reuse else []
         if wanted is not None:  # only this slot may be used up; the others may be copied
             sources = [source for source in sources if source.slot is wanted or source.slot.busy]
         return plan(
             Situation(
                 length=len(ids),
                 sources=sources,
-                checkpoints=checkpoints if reuse else [],
+                checkpoints=checkpoints,
                 target=target,
                 target_loss=target_loss,
                 resumable=lambda one, length: one.resumable(length),
@@ -89,26 +82,42 @@ class PrefixMemory:
                 copies_cost=not capabilities.shared,
                 costs=self.costs,
                 round_down=self.round_down,
+                cover=self.tiers.cover(ids, salt) if reuse and target is not None else Cover(),
+                cover_seconds=self.tiers.seconds,
+                checkpoint_seconds=self.tiers.checkpoint_seconds,
+                cells_suffice=not capabilities.partial_state,
+                storing=self._storing if self._stores else None,
             )
         )
+
+    @property
+    def _stores(self) -> bool:
+        return self.tiers.ram.limit > 0
+
+    def _storing(self, length: int) -> float:
+        """Expected seconds to store, or to load, a sequence of so many entries."""
+        cells = length * self.costs.bytes_per_entry if self._backend.capabilities.has_cells else self._partial_bytes
+        return cells * self.costs.per_byte
 
     def round_down(self, length: int) -> int:
         """The longest prefix of `length` entries that may be reused: any, or whole chunks of the grid."""
         return length - length % self._grid if self._grid else length
 
-    def begin(self, reuse: Reuse) -> tuple[Sequence, int]:
+    def begin(self, reuse: Reuse, salt: str = "") -> tuple[Sequence, int]:
         """Carry out a plan. The sequence, now busy, and how many entries of the prompt it holds."""
         target = reuse.slot if isinstance(reuse, Continue) else reuse.target
         if target in self._idle:
             self._idle.remove(target)
-        if not isinstance(reuse, Continue):
-            self._remember(target)
         del self._unused[target]
         target.busy = True
+        self.tiers.keep(reuse.cover if isinstance(reuse, Recall) else Cover())
+        self._give_up(target, reuse.keep if isinstance(reuse, Continue) else 0)
+        target.salt = salt
         try:
             self._carry_out(reuse)
         except AfterglowError:  # a state that does not load is a miss: begin at the beginning
             target.clear()
+        self.tiers.release()
         self._drop_uncovered()
         return target, len(target)
 
@@ -124,15 +133,33 @@ class PrefixMemory:
                 if checkpoint is not None:
                     self._restore(target, checkpoint)
             case Restore(checkpoint, _, target):
-                target.clear()
-                target.load(checkpoint.ids, checkpoint.state, checkpoint.aligned)
-                checkpoint.last_used = time.monotonic()
+                self._load(target, checkpoint)
+            case Recall():
+                self._recall(reuse)
             case Fresh(target):
                 target.clear()
+                self.tiers.ram_counters.misses += 1
+
+    def _load(self, target: Sequence, checkpoint: Checkpoint) -> None:
+        started = time.perf_counter()
+        target.clear()
+        target.load(checkpoint.ids, self.tiers.state(checkpoint), checkpoint.aligned)
+        self.tiers.count_hit(checkpoint.depth, checkpoint.nbytes, time.perf_counter() - started, checkpoint)
+
+    def _recall(self, reuse: Recall) -> None:
+        """Load stored cells. Where sequences share memory, idle ones may have to make room."""
+        target, ids = reuse.target, reuse.cover.ids[: reuse.keep]
+        target.clear()
+        while True:
+            try:
+                return self.tiers.load(target, ids, reuse.cover, reuse.checkpoint)
+            except MemoryFull:
+                target.clear()
+                if not self._backend.capabilities.shared or not self.evict():
+                    raise
 
     def _restore(self, slot: Sequence, checkpoint: Checkpoint) -> None:
-        slot.restore(checkpoint.depth, checkpoint.state, checkpoint.aligned)
-        checkpoint.last_used = time.monotonic()
+        slot.restore(checkpoint.depth, self.tiers.state(checkpoint), checkpoint.aligned)
 
     def _copy(self, source: Sequence, target: Sequence, length: int) -> None:
         started = time.perf_counter()
@@ -145,57 +172,158 @@ class PrefixMemory:
         sequence.last_used = time.monotonic()
         self._unused[sequence] = None
         if len(sequence):
-            self._idle.insert(sequence.ids, sequence)
+            self._idle.insert(sequence.ids, sequence, sequence.salt)
+            if self.tiers.shelf is not None:
+                self._untidy[sequence] = None
         self._drop_uncovered()
 
     def evict(self) -> bool:
-        """Empty the idle sequence that can best be spared; False: there is none."""
+        """Take the idle sequence that can best be spared out of memory; False: there is none."""
         idle = [slot for slot in self._unused if len(slot)][:CANDIDATES]
         if not idle:
             return False
-        self.forget(min(idle, key=self._loss))
+        slot = min(idle, key=self._loss)
+        self._idle.remove(slot)
+        self._give_up(slot, 0)
+        slot.clear()
+        self._drop_uncovered()
         return True
 
     def forget(self, slot: Sequence) -> None:
-        """Empty an idle sequence."""
+        """Empty an idle sequence; nothing of it is stored."""
         if slot in self._idle:
             self._idle.remove(slot)
         self._remember(slot)
         slot.clear()
         self._drop_uncovered()
 
-    def cuts(self, ids: Ids, boundaries: frozenset[int], start: int) -> list[int]:
+    def forget_stored(self) -> None:
+        """Forget everything outside of memory, but for checkpoints over cells that are in it."""
+        self.tiers.clear()
+        self._drop_uncovered(complete=True)
+
+    def tidy(self) -> bool:
+        """Write one idle sequence towards the disk, so that it outlives a crash; False: there is nothing to do."""
+        while self._untidy:
+            slot, _ = self._untidy.popitem()
+            if not slot.busy and len(slot):
+                self._store(slot)
+                self._drop_uncovered()
+                return True
+        return False
+
+    def close(self, *, store: bool = True, seconds: float = CLOSING) -> None:
+        """Store what memory holds and is worth it, the newest first, and wait for the disk; for so long at most."""
+        deadline = time.monotonic() + seconds
+        if self.tiers.shelf is not None and store:
+            for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
+                if len(slot) and not slot.busy and time.monotonic() < deadline:
+                    self._store(slot)
+                    self.tiers.shelf.disk.flush(max(0.0, deadline - time.monotonic()))
+        self.tiers.close(max(0.0, deadline - time.monotonic()))
+
+    def park(self, sequence: Sequence) -> Saved | None:
+        """What the sequence of a job holds, taken out of memory; None where there is no room for it."""
+        if not len(sequence) or self.parked_bytes + sequence.nbytes > self._parked_limit:
+            return None
+        if not self.tiers.make_room(sequence.nbytes):
+            return None
+        saved = sequence.save()
+        self.parked_bytes += saved.nbytes
+        return saved
+
+    def unparked(self, saved: Saved) -> None:
+        """A parked sequence is needed no more."""
+        self.parked_bytes -= saved.nbytes
+
+    def cuts(self, ids: Ids, boundaries: frozenset[int], start: int, salt: str = "") -> list[int]:
         """Where the prefill of this prompt from `start` on has to stand still for checkpoints."""
         if not self._backend.capabilities.partial_state:
             return []
-        taken = [checkpoint.depth for checkpoint in self._marks.along(self._marks.match(ids))]
+        taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
         points = cut_points(len(ids), boundaries, taken, ubatch, self._settings)
         return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the partial state of the sequence as it stands, within the limits."""
-        if any(known.depth == len(sequence) for known in self._marks.along(self._marks.match(sequence.ids))):
+        if self.marks.taken(sequence.ids, sequence.salt):
             return
+        if self.marks.fits(self._backend.size(sequence.number, "partial") + sequence.ids.nbytes):
+            self._note(sequence, self._save_partial(sequence))
+        self._drop_uncovered()  # the room that was made may have been their cells
+
+    def _save_partial(self, sequence: Sequence) -> State:
         started = time.perf_counter()
         state = self._backend.save(sequence.number, "partial")
         self.costs.moved(state.nbytes, time.perf_counter() - started, 0)
-        checkpoint = Checkpoint(ids=sequence.ids.copy(), state=state, aligned=sequence.aligned)
-        if not state.nbytes or checkpoint.nbytes > self._settings.max_bytes:
-            return
-        while self.checkpoint_bytes + checkpoint.nbytes > self._settings.max_bytes:
-            self._drop(min(self.checkpoints, key=lambda one: one.last_used))
-        self.checkpoints.append(checkpoint)
-        self._marks.insert(checkpoint.ids, checkpoint)
-        self._thin(checkpoint)
+        self._partial_bytes = state.nbytes
+        return state
 
-    def explain(self, ids: Ids, reuse: Reuse | None) -> Explanation:
-        """What a plan found in memory, and why it does not use more of it."""
-        best = max(self._sources(ids), key=lambda source: source.shared, default=None)
+    def _note(self, sequence: Sequence, state: State) -> None:
+        """Keep a checkpoint of the sequence as it stands."""
+        ids = sequence.ids.copy()
+        checkpoint = self.tiers.checkpoint(ids, sequence.salt, state, sequence.aligned)
+        if state.nbytes and self.marks.fits(checkpoint.nbytes):
+            self.marks.add(checkpoint)
+
+    # --- storing what has to go
+
+    def _give_up(self, slot: Sequence, remaining: int) -> None:
+        """All but the first `remaining` entries of a sequence are about to go: store them if that is worth it."""
+        self._store(slot, remaining)
+        if self._recoverable(slot) < len(slot) > remaining:
+            self._remember(slot)
+
+    def _store(self, slot: Sequence, remaining: int = 0) -> None:
+        """Keep a copy of a sequence outside of memory, if that is worth it."""
+        with contextlib.suppress(AfterglowError):  # what cannot be saved is not stored
+            if self._stores and self._worth_storing(slot, remaining):
+                if self._backend.capabilities.partial_state:
+                    self._store_with_state(slot)
+                else:
+                    self.tiers.store(slot, None)
+
+    def _store_with_state(self, slot: Sequence) -> None:
+        if not self._settings.max_checkpoints:
+            return  # nothing of it could be used
+        state = self._save_partial(slot)
+        if self._backend.capabilities.has_cells and not self.tiers.store(slot, state):
+            return
+        resumable = not self._grid or slot.aligned == len(slot)
+        if resumable and not self.marks.taken(slot.ids, slot.salt):
+            self._note(slot, state)
+        self.tiers.shelve(self.marks.along(slot.ids, slot.salt))
+
+    def _worth_storing(self, slot: Sequence, remaining: int) -> bool:
+        """Whether storing a sequence costs less than computing again what would be lost is expected to."""
+        lost = len(slot) - max(self._recoverable(slot), remaining)
+        if lost <= 0:
+            return False
+        if self.tiers.is_pinned(slot.ids, slot.salt, 0):
+            return True
+        idle_time = time.monotonic() - slot.last_used
+        moving = self._backend.size(slot.number, "full") * self.costs.per_byte
+        return loss(lost, idle_time, self.costs, moving) < loss(lost, idle_time, self.costs)
+
+    def _recoverable(self, slot: Sequence) -> int:
+        """How many of its first entries could be had again without memory."""
+        capabilities = self._backend.capabilities
+        covered = self.tiers.cover(slot.ids, slot.salt).length if capabilities.has_cells else len(slot)
+        if not capabilities.partial_state:
+            return covered
+        return next((one.depth for one in self.tiers.along(slot.ids, slot.salt) if one.depth <= covered), 0)
+
+    def explain(self, ids: Ids, reuse: Reuse | None, salt: str = "") -> Explanation:
+        """What a plan found in memory and behind it, and why it does not use more of it."""
+        best = max(self._sources(ids, salt), key=lambda source: source.shared, default=None)
         shared = best.shared if best else 0
         reused = reuse.keep if reuse else 0
         theirs = None if best is None or shared >= len(best.slot) else int(best.slot.ids[shared])
-        evicted = max((common_prefix(gone, ids) for gone in self._evicted), default=0)
+        cover = self.tiers.cover(ids, salt)
+        if cover.length > shared:
+            shared, theirs = cover.length, cover.next
+        evicted = max((common_prefix(gone, ids) for whose, gone in self._evicted if whose == salt), default=0)
         return Explanation(
             prompt=len(ids),
             reused=reused,
@@ -208,7 +336,7 @@ class PrefixMemory:
 
     def _remember(self, slot: Sequence) -> None:
         if len(slot):
-            self._evicted.append(slot.ids.copy())
+            self._evicted.append((slot.salt, slot.ids.copy()))
 
     def _cause(self, shared: int, reused: int, length: int, evicted: int) -> Cause:
         usable = min(shared, length - 1)
@@ -222,10 +350,10 @@ class PrefixMemory:
             return "on the grid"
         return "window passed" if self._backend.capabilities.memory == "window" else "no checkpoint"
 
-    def _sources(self, ids: Ids) -> Iterator[Source]:
+    def _sources(self, ids: Ids, salt: str) -> Iterator[Source]:
         now = time.monotonic()
-        found = self._idle.nearest(self._idle.match(ids), CANDIDATES)
-        found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy]
+        found = self._idle.nearest(self._idle.match(ids, salt), CANDIDATES)
+        found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy and slot.salt == salt]
         for slot, shared in found:
             usable = min(shared, slot.aligned) if self._grid else shared
             if usable:
@@ -242,27 +370,23 @@ class PrefixMemory:
 
     def _loss(self, slot: Sequence) -> float:
         """What it is expected to cost to lose this sequence: nothing where others hold the same."""
-        return loss(self._idle.unique(slot), time.monotonic() - slot.last_used, self.costs)
+        idle_time = time.monotonic() - slot.last_used
+        return loss(self._idle.unique(slot), idle_time, self.costs, self._storing(len(slot)) if self._stores else None)
 
-    def _thin(self, newest: Checkpoint) -> None:
-        """Let go of what is too much along every path that runs through the newest checkpoint."""
-        for end in self._marks.below(newest):
-            if end not in self._marks:
-                continue  # gone with another path
-            by_depth = {checkpoint.depth: checkpoint for checkpoint in self._marks.above(end)}
-            for depth in thinned(sorted(by_depth), self._settings.max_checkpoints):
-                self._drop(by_depth[depth])
+    def _drop_uncovered(self, *, complete: bool = False) -> None:
+        """Let go of checkpoints whose cells are gone: nothing can be made of them any more. With `complete`, also
+        of those that need no cells."""
+        if complete or self._backend.capabilities.checkpoints_need_cells:
+            for checkpoint in self.checkpoints[:]:
+                if not self._covered(checkpoint):
+                    self.marks.drop(checkpoint)
 
-    def _drop_uncovered(self) -> None:
-        """Let go of checkpoints whose cells are gone: nothing can be made of them any more."""
-        if not self._backend.capabilities.checkpoints_need_cells:
-            return
-        busy = [slot for slot in self.slots if slot.busy]
-        for checkpoint in self.checkpoints[:]:
-            idle = self._idle.match(checkpoint.ids).length == checkpoint.depth
-            if not idle and not any(common_prefix(slot.ids, checkpoint.ids) == checkpoint.depth for slot in busy):
-                self._drop(checkpoint)
-
-    def _drop(self, checkpoint: Checkpoint) -> None:
-        self.checkpoints.remove(checkpoint)
-        self._marks.remove(checkpoint)
+    def _covered(self, checkpoint: Checkpoint) -> bool:
+        """Whether all cells before a checkpoint are in memory, or stored."""
+        ids, salt = checkpoint.ids, checkpoint.salt
+        if self._idle.match(ids, salt).length == checkpoint.depth:
+            return True
+        busy = [slot for slot in self.slots if slot.busy and slot.salt == salt]
+        if any(common_prefix(slot.ids, ids) == checkpoint.depth for slot in busy):
+            return True
+        return self.tiers.covers(checkpoint)

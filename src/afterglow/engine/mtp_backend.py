@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.backend import Scope, Span, State
+from afterglow.engine.backend import Cells, Scope, Span, State
 from afterglow.engine.drafting import Wish
 from afterglow.engine.job import Job
 from afterglow.engine.llama import LlamaBackend
@@ -92,6 +92,15 @@ class MtpBackend(LlamaBackend):
             if state.heads is not None:
                 self.heads.state.load(sequence, state.heads)
             self.session.remember(sequence, end, state.row)
+
+    def size(self, sequence: int, scope: Scope) -> int:
+        heads = self.heads.state.size(sequence, "full") if scope == "full" else 0
+        return super().size(sequence, scope) + heads + 4 * self.context.model.embedding_width
+
+    def cells(self, state: State, partial: State | None) -> Cells | None:
+        assert isinstance(state, llama_state.State)
+        assert partial is None or isinstance(partial, llama_state.State)
+        return super().cells(_plain(state), None if partial is None else _plain(partial))
 
     def clear(self, sequence: int) -> None:
         super().clear(sequence)

@@ -36,7 +36,7 @@ class Match(Generic[A]):
 
 
 class PrefixTree(Generic[A]):
-    """Anchors at the ends of paths. A match may end inside an edge.
+    """Anchors at the ends of paths. A match may end inside an edge. Every salt has a tree of its own.
 
     >>> tree = PrefixTree()
     >>> tree.insert(np.array([1, 2, 3, 4]), "conversation")
@@ -45,7 +45,7 @@ class PrefixTree(Generic[A]):
     """
 
     def __init__(self) -> None:
-        self.root: Node[A] = Node(np.zeros(0, dtype=np.int64), None)
+        self._roots: dict[str, Node[A]] = {}
         self._nodes: dict[A, Node[A]] = {}
 
     def __contains__(self, anchor: A) -> bool:
@@ -54,11 +54,15 @@ class PrefixTree(Generic[A]):
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def insert(self, ids: Ids, anchor: A) -> None:
+    def root(self, salt: str = "") -> Node[A]:
+        """Where the tree of a salt begins."""
+        return self._roots.get(salt) or Node(np.zeros(0, dtype=np.int64), None)
+
+    def insert(self, ids: Ids, anchor: A, salt: str = "") -> None:
         """Put `anchor` where `ids` end; an anchor that is somewhere else moves."""
         if anchor in self._nodes:
             self.remove(anchor)
-        node, depth = self.root, 0
+        node, depth = self._roots.setdefault(salt, self.root(salt)), 0
         while depth < len(ids):
             child = node.children.get(int(ids[depth]))
             if child is None:
@@ -84,10 +88,13 @@ class PrefixTree(Generic[A]):
             node = parent
         if node.parent is not None and not node.anchors and len(node.children) == 1:
             self._join(node)
+        if not node.count and node.parent is None:  # nothing of its salt is left
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
 
-    def match(self, ids: Ids) -> Match[A]:
+    def match(self, ids: Ids, salt: str = "") -> Match[A]:
         """The path of `ids` through the tree."""
-        node, length, path = self.root, 0, [self.root]
+        node, length = self.root(salt), 0
+        path = [node]
         while length < len(ids):
             child = node.children.get(int(ids[length]))
             if child is None:

@@ -29,13 +29,16 @@ class LlamaEngine:
     model: ModelSettings = field(default_factory=ModelSettings)
     context: ContextSettings = field(default_factory=ContextSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    reserved: int = 0  # sequences of the context that the engine leaves alone, for scoring texts beside the answers
     draft: Draft | None = None
 
     def __call__(self) -> Engine:
         settings = replace(self.model, mtp=True) if self.draft == "mtp" else self.model
         model = Model.load(self.path, settings)
         try:
-            return make_engine(Context(model, self.context), self.engine, draft=self.draft, owning=True)
+            context = Context(model, self.context)
+            sequences = context.sequences - self.reserved
+            return make_engine(context, self.engine, draft=self.draft, sequences=sequences, owning=True)
         except BaseException:
             model.close()
             raise

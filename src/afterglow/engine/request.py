@@ -38,6 +38,7 @@ class Request:
     deadline: float | None = None  # seconds from submission; the answer so far is the answer then
     reuse: bool = True
     sequence: int | None = None  # the slot of memory to use, where the caller wants a certain one
+    salt: str = ""  # whose prompt it is: what was computed for one salt is never used, nor seen, with another
 
     @property
     def guided(self) -> bool:
@@ -50,6 +51,8 @@ class Request:
             if (value := getattr(self, name)) is not None:
                 integer(name, value, 0)
         integer("priority", self.priority)
+        if not isinstance(self.salt, str):
+            raise InvalidArgument("salt", f"must be text, not {self.salt!r}")
         if self.deadline is not None:
             real("deadline", self.deadline, 0)
         for name, kind in (("stop", bytes), ("stop_tokens", int), ("boundaries", int)):

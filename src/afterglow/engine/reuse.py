@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.costs import Costs
+from afterglow.engine.segments import Cover
 from afterglow.engine.sequence import Sequence as Slot
 
 # How likely an entry that is thrown away is asked for again, right after it was used and per half-life later.
@@ -54,6 +55,16 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """Load stored cells into a slot, and over them a checkpoint where one is named."""
+
+    cover: Cover
+    keep: int
+    target: Slot
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Fresh:
     """Nothing usable is in memory: begin at the beginning."""
 
@@ -61,7 +72,7 @@ class Fresh:
     keep: int = 0
 
 
-Reuse: TypeAlias = Continue | Fork | Restore | Fresh
+Reuse: TypeAlias = Continue | Fork | Restore | Recall | Fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,11 @@ class Situation:
     copies_cost: bool
     costs: Costs
     round_down: Callable[[int], int] = lambda keep: keep
+    cover: Cover = field(default_factory=Cover)  # what of the prompt is stored outside of memory
+    cover_seconds: Callable[[Cover, int], float] = lambda cover, keep: 0.0
+    checkpoint_seconds: Callable[[Checkpoint], float] = lambda checkpoint: 0.0
+    cells_suffice: bool = True  # memory is nothing but cells
+    storing: Callable[[int], float] | None = None  # seconds to store so many entries, where that is done
 
 
 def plan(situation: Situation) -> Reuse | None:
@@ -86,7 +102,7 @@ def plan(situation: Situation) -> Reuse | None:
 
     At least the last entry is computed again, because its logits are needed: reuse is planned over all but it.
     """
-    options = [*_continued(situation), *_forked(situation), *_restored(situation)]
+    options = [*_continued(situation), *_forked(situation), *_restored(situation), *_recalled(situation)]
     if situation.target is not None:
         options.append((situation.target_loss, Fresh(situation.target)))
     if not options:
@@ -117,7 +133,8 @@ def _continued(situation: Situation) -> list[tuple[float, Reuse]]:
             continue
         keep, checkpoint = _usable(situation, source, copied=False)
         if keep:
-            lost = loss(len(source.slot) - keep, source.idle_time, situation.costs)
+            moving = situation.storing and situation.storing(len(source.slot))
+            lost = loss(len(source.slot) - keep, source.idle_time, situation.costs, moving)
             options.append((lost, Continue(source.slot, keep, checkpoint)))
     return options
 
@@ -141,11 +158,31 @@ def _restored(situation: Situation) -> list[tuple[float, Reuse]]:
     for checkpoint in situation.checkpoints:
         depth = checkpoint.depth
         if depth < situation.length and situation.round_down(depth) == depth:
-            moving = checkpoint.nbytes * situation.costs.per_byte
+            moving = situation.checkpoint_seconds(checkpoint)
             return [(situation.target_loss + moving, Restore(checkpoint, depth, situation.target))]
     return []
 
 
-def loss(entries: int, idle_time: float, costs: Costs) -> float:
-    """Seconds that throwing entries away is expected to cost later."""
-    return RETURN * entries * costs.per_entry * math.pow(0.5, idle_time / HALF_LIFE)
+def _recalled(situation: Situation) -> list[tuple[float, Reuse]]:
+    cover, target = situation.cover, situation.target
+    if target is None or not cover.length:
+        return []
+    keep = situation.round_down(min(cover.length, situation.length - 1))
+    checkpoint = None
+    if not situation.cells_suffice:
+        usable = [one for one in situation.checkpoints if one.depth <= keep]
+        checkpoint = next((one for one in usable if situation.round_down(one.depth) == one.depth), None)
+        keep = checkpoint.depth if checkpoint else 0
+    if not keep:
+        return []
+    moving = situation.cover_seconds(cover, keep)
+    moving += situation.checkpoint_seconds(checkpoint) if checkpoint else 0.0
+    return [(situation.target_loss + moving, Recall(cover, keep, target, checkpoint))]
+
+
+def loss(entries: int, idle_time: float, costs: Costs, moving: float | None = None) -> float:
+    """Seconds that giving entries up is expected to cost later: to compute them again, or to store and load what
+    holds them, where that takes `moving` seconds each way."""
+    returning = RETURN * math.pow(0.5, idle_time / HALF_LIFE)
+    computing = returning * entries * costs.per_entry
+    return computing if moving is None else min(computing, moving + returning * moving)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from afterglow.llama.context import Context
 
 Work = Callable[[], list[float]]
 Run = Callable[[Work], list[float]]
+Scored: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]  # a log-probability, and those of the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,24 @@ def _score(context: Context, sequence: int, tokens: NDArray[np.int32], scored: i
         wanted = range(max(start, scored - 1), stop)
 
         def work(start: int = start, stop: int = stop, wanted: range = wanted) -> list[float]:
-            context.batch.clear()
-            context.batch.add(tokens[start:stop], position=start, sequence=sequence, outputs=len(wanted))
-            context.decode()
-            return [float(log_probabilities(context.logits(i - start))[tokens[i + 1]]) for i in wanted]
+            rows = score_rows(context, sequence, tokens[start : stop + 1], start, len(wanted), alternatives=0)
+            return [logprob for logprob, _ in rows]
 
         yield from run(work)
+
+
+def score_rows(
+    context: Context, sequence: int, tokens: NDArray[np.int32], position: int, count: int, *, alternatives: int
+) -> list[Scored]:
+    """Decode all tokens but the last, and say how likely each of the last `count` was, and what was likelier."""
+    context.batch.clear()
+    context.batch.add(tokens[:-1], position=position, sequence=sequence, outputs=count)
+    context.decode()
+    scored = []
+    for row in range(len(tokens) - 1 - count, len(tokens) - 1):
+        values = log_probabilities(context.logits(row))
+        scored.append((float(values[tokens[row + 1]]), likeliest(values, alternatives)))
+    return scored
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ class Saved:
     ids: Ids
     state: State
     aligned: int
+    salt: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -29,6 +30,7 @@ class Sequence:
         self.number = number
         self.record = Record()
         self.aligned = 0  # leading entries computed in whole chunks of the deterministic grid
+        self.salt = ""  # whose it is: others never see what it holds
         self.busy = False
         self.last_used = time.monotonic()
         self._backend = backend
@@ -86,8 +88,13 @@ class Sequence:
         self.aligned = min(source.aligned, length)
         return nbytes
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what `save` would return."""
+        return self._backend.size(self.number, "full") + self.ids.nbytes
+
     def save(self) -> Saved:
-        return Saved(self.ids.copy(), self._backend.save(self.number, "full"), self.aligned)
+        return Saved(self.ids.copy(), self._backend.save(self.number, "full"), self.aligned, self.salt)
 
     def load(self, ids: Ids, state: State, aligned: int) -> None:
         """Become what `state` held when it was saved with these entries."""

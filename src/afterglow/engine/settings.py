@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.speculation import LONGEST
@@ -23,6 +26,11 @@ class EngineSettings:
     deterministic: bool = False
     grid: int = 64  # entries in a chunk, in deterministic mode
     parked_bytes: int = 1024**3  # for sequences of jobs that had to make room
+    ram_bytes: int | None = None  # for all that is kept in RAM; None: a quarter of what is free, 2 GiB at most
+    disk_directory: Path | None = None  # where to keep what should outlive this process; None: nowhere
+    disk_name: str = ""  # what people call the model, shown with what is kept of it
+    disk_bytes: int = 10 * 1024**3  # of all files there, whichever model's
+    segment: int = 64  # entries in one stored segment
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     # Guess ahead as far as it pays, never, or always so many tokens; and who may guess: all there are, or these.
     speculation: Literal["auto", "off"] | int = "auto"
@@ -32,6 +40,12 @@ class EngineSettings:
         real("gap", self.gap, 0)
         integer("grid", self.grid, 1, 65_536)
         integer("parked_bytes", self.parked_bytes, 0, 2**62)
+        integer("segment", self.segment, 1, 65_536)
+        integer("disk_bytes", self.disk_bytes, 0, 2**62)
+        if self.disk_directory is not None and not isinstance(self.disk_directory, Path):
+            raise InvalidArgument("disk_directory", f"must be a Path, not {self.disk_directory!r}")
+        if self.ram_bytes is not None:
+            integer("ram_bytes", self.ram_bytes, 0, 2**62)
         if not isinstance(self.checkpoints, CheckpointSettings):
             raise InvalidArgument("checkpoints", f"must be CheckpointSettings, not {self.checkpoints!r}")
         if self.speculation not in ("auto", "off"):
@@ -40,3 +54,10 @@ class EngineSettings:
             integer("speculation", self.speculation, 1, LONGEST)
         if self.drafters is not None and not isinstance(self.drafters, tuple):
             raise InvalidArgument("drafters", f"must be a tuple of names, not {self.drafters!r}")
+
+    @property
+    def ram_limit(self) -> int:
+        """Bytes that may be kept in RAM outside of memory, as things stand now."""
+        if self.ram_bytes is not None:
+            return self.ram_bytes
+        return int(min(2 * 1024**3, psutil.virtual_memory().available // 4))

@@ -14,8 +14,8 @@ from afterglow.errors import EngineError, InvalidArgument, InvalidState, MemoryF
 from afterglow.llama import state as llama_state
 from afterglow.llama.files import write_whole
 
-MAGIC = b"afterglow snapshot\x01"
-HEADER = struct.Struct("<QQQ")  # entries, those on the deterministic grid, bytes of the state
+MAGIC = b"afterglow snapshot\x02"
+HEADER = struct.Struct("<QQQQ")  # entries, those on the deterministic grid, bytes of the salt and of the state
 
 
 def take(engine: Engine, sequence: int) -> Saved:
@@ -30,10 +30,10 @@ def take(engine: Engine, sequence: int) -> Saved:
 
 def put(engine: Engine, snapshot: Saved, sequence: int | None = None) -> int:
     """Load a snapshot into a slot, the least valuable where none is named; the next request finds it there."""
-    reuse = engine.memory.plan(snapshot.ids, reuse=False, slot=sequence)
+    reuse = engine.memory.plan(snapshot.ids, reuse=False, slot=sequence, salt=snapshot.salt)
     if not isinstance(reuse, Fresh):
         raise MemoryFull(len(snapshot.ids), engine.backend.capabilities.cells)
-    slot, _ = engine.memory.begin(reuse)
+    slot, _ = engine.memory.begin(reuse, snapshot.salt)
     try:
         slot.load(snapshot.ids, snapshot.state, snapshot.aligned)
     except (EngineError, InvalidState):
@@ -58,19 +58,20 @@ def latest(engine: Engine) -> int:
 
 
 def clear(engine: Engine, sequence: int | None = None) -> None:
-    """Forget an idle sequence, or all."""
+    """Forget an idle sequence, or all, and what was stored of them."""
     for slot in engine.memory.slots:
         if not slot.busy and (sequence is None or slot.number == sequence):
             engine.memory.forget(slot)
+    if sequence is None:
+        engine.memory.forget_stored()
 
 
 def write(snapshot: Saved, path: Path) -> None:
     """Put a snapshot in a file: whole or not at all."""
     assert isinstance(snapshot.state, llama_state.State)
-    body = snapshot.state.to_bytes()
-    write_whole(
-        path, [MAGIC, HEADER.pack(len(snapshot.ids), snapshot.aligned, len(body)), snapshot.ids.tobytes(), body]
-    )
+    body, salt = snapshot.state.to_bytes(), snapshot.salt.encode()
+    header = HEADER.pack(len(snapshot.ids), snapshot.aligned, len(salt), len(body))
+    write_whole(path, [MAGIC, header, snapshot.ids.tobytes(), salt, body])
 
 
 def read(path: Path) -> Saved:
@@ -79,11 +80,12 @@ def read(path: Path) -> Saved:
     start = len(MAGIC) + HEADER.size
     if len(data) < start or bytes(data[: len(MAGIC)]) != MAGIC:
         raise InvalidState(f"{path} is not an afterglow snapshot of this version")
-    count, aligned, nbytes = HEADER.unpack_from(data, len(MAGIC))
-    if len(data) != start + 8 * count + nbytes:
+    count, aligned, salted, nbytes = HEADER.unpack_from(data, len(MAGIC))
+    if len(data) != start + 8 * count + salted + nbytes:
         raise InvalidState(f"{path} is not as long as it says")
     ids = np.frombuffer(data[start : start + 8 * count], dtype=np.int64)
-    state = llama_state.State.from_bytes(data[start + 8 * count :])
+    salt = bytes(data[start + 8 * count : start + 8 * count + salted]).decode("utf-8", "replace")
+    state = llama_state.State.from_bytes(data[start + 8 * count + salted :])
     if state.positions is None or state.positions[1] + 1 != count:
         raise InvalidState(f"{path} has {count} entries and another number of positions")
-    return Saved(ids, state, aligned)
+    return Saved(ids, state, aligned, salt)

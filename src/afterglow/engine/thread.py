@@ -82,7 +82,7 @@ class EngineLoop:
         """Do what was asked since the last step; wait for something where there is no work. False: the end."""
         while True:
             try:
-                command = self._commands.get(block=not engine.busy)
+                command = self._commands.get(block=not (engine.busy or engine.tidy()))
             except queue.Empty:
                 return True
             if command is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,21 @@ class Library:
         return LibraryError(f"the structs and functions of llama.cpp {BUILD}", f"{found} in {self.found.path}")
 
 
-@functools.cache
+_opening = threading.Lock()
+
+
 def library() -> Library:
     """The library of this process, opened and checked at the first call.
 
     >>> library().build
     'b11549 (0.6.0-dev)'
     """
+    with _opening:  # two threads would open it twice, and pointers of one are none of the other's
+        return _opened()
+
+
+@functools.cache
+def _opened() -> Library:
     found = providers.find()
     check_machine(found)
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else an abort starts a debugger on the dying process

@@ -109,17 +109,20 @@ class States:
         )
         return blake3(repr(parts).encode()).digest()
 
+    def size(self, sequence: int, scope: Scope = "full") -> int:
+        """The bytes that `save` would take."""
+        self._context.memory.check_sequence(sequence)
+        self._check_scope(scope)
+        return int(self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, FLAGS[scope]))
+
     def save(self, sequence: int, scope: Scope = "full") -> State:
         """What the sequence holds, as a copy."""
         memory = self._context.memory
-        memory.check_sequence(sequence)
-        self._check_scope(scope)
+        size = self.size(sequence, scope)
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted and wait for the next decode")
         symbols, pointer, flags = self._library.symbols, self._context.pointer, FLAGS[scope]
-        data: NDArray[np.uint8] = np.empty(
-            symbols.llama_state_seq_get_size_ext(pointer, sequence, flags), dtype=np.uint8
-        )
+        data: NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
         written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
         assert written == data.nbytes, f"llama.cpp wrote {written} of {data.nbytes} bytes"

@@ -1,0 +1,180 @@
+"""Errors as OpenAI's error object: which status, type, parameter and code each of ours has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from afterglow.errors import (
+    AfterglowError,
+    Cancelled,
+    Closed,
+    EngineCrashed,
+    EngineError,
+    InvalidArgument,
+    InvalidGrammar,
+    InvalidTemplate,
+    LoadError,
+    MemoryFull,
+    ModelNotFound,
+    PromptTooLong,
+    RequestError,
+    UnsupportedOption,
+)
+
+logger = logging.getLogger("afterglow.server")
+CLIENT_GONE = 499  # nobody sees it; it stands in the metrics
+
+# What a request calls the things that the library calls otherwise.
+NAMES = {
+    "arguments": "chat_template_kwargs",
+    "reasoning": "reasoning_effort",
+    "json_schema": "response_format",
+    "penalty_presence": "presence_penalty",
+    "penalty_frequency": "frequency_penalty",
+    "penalty_repeat": "repeat_penalty",
+    "penalty_last": "repeat_last_n",
+    "entries": "prompt",
+    "tokens": "prompt",
+    "logprobs": "top_logprobs",
+}
+
+
+class Refusal(Exception):
+    """An answer that is an error. `param` is the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.retry_after = param, code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return JSONResponse(self.body, self.status, headers)
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> Refusal:
+    """The request's own fault."""
+    return Refusal(400, message, param=param, code=code)
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What a client is told about an error."""
+    match error:
+        case Refusal():
+            return error
+        case PromptTooLong():
+            message = f"The prompt has {error.cells:,} tokens, and the context of this model holds {error.limit:,}."
+            return Refusal(400, f"{message} Shorten it.", param="messages", code="context_length_exceeded")
+        case InvalidArgument() | UnsupportedOption():
+            root, dot, rest = error.name.partition(".")
+            code = "unsupported_value" if isinstance(error, UnsupportedOption) else "invalid_value"
+            return Refusal(400, str(error), param=NAMES.get(root, root) + dot + rest, code=code)
+        case Closed():
+            return Refusal(503, "the server is shutting down", kind="server_error", code="shutting_down", retry_after=5)
+    for kind, status, param, code in KINDS:
+        if isinstance(error, kind):
+            name = "invalid_request_error" if status < CLIENT_GONE else "server_error"
+            return Refusal(status, str(error), kind=name, param=param, code=code)
+    logger.error("a request ran into a bug", exc_info=error)
+    return Refusal(500, f"a bug in the server: {type(error).__name__}", kind="server_error", code="internal_error")
+
+
+# Status, parameter and code of the errors that say all by themselves; the first that fits.
+KINDS: tuple[tuple[type[AfterglowError], int, str | None, str], ...] = (
+    (InvalidGrammar, 400, "response_format", "invalid_grammar"),
+    (InvalidTemplate, 400, "messages", "invalid_messages"),
+    (ModelNotFound, 404, "model", "model_not_found"),
+    (RequestError, 400, None, "invalid_request"),
+    (Cancelled, CLIENT_GONE, None, "cancelled"),
+    (EngineCrashed, 500, None, "engine_crashed"),
+    (MemoryFull, 503, None, "overloaded"),
+    (LoadError, 503, None, "not_loaded"),
+    (EngineError, 500, None, "engine_error"),
+)
+
+
+def refusal_of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> Refusal:
+    """The first thing that is wrong with a body, as a refusal."""
+    if not errors:
+        return Refusal(400, "the body cannot be read")
+    first = max((one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]), key=lambda one: len(one["loc"]))
+    param = parameter(first["loc"], body) or None
+    match first["type"]:
+        case "json_invalid":
+            return Refusal(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        case "extra_forbidden":
+            return Refusal(400, f"`{param}` is not a field of this request", param=param, code="unknown_parameter")
+        case _ if param is None:
+            return Refusal(400, "the request needs a JSON object, with the content type application/json")
+        case "missing":
+            return Refusal(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
+        case "unsupported_parameter":
+            return Refusal(400, f"`{param}` {first['msg']}", param=param, code="unsupported_parameter")
+    return Refusal(400, f"`{param}`: {first['msg']}", param=param, code="invalid_value")
+
+
+def parameter(location: Sequence[str | int], body: Any) -> str:
+    """Where something is wrong, as a path into the body: names of types that pydantic puts between are left out.
+
+    >>> parameter(("body", "messages", 0, "user", "content"), {"messages": [{"role": "user"}]})
+    'messages[0].content'
+    """
+    path, here = "", body
+    steps = list(location[1:])
+    for index, step in enumerate(steps):
+        inside = _inside(here, step)
+        if inside is None and index < len(steps) - 1:
+            continue
+        if inside is None and not isinstance(here, Mapping):
+            continue
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+        here = inside
+    return path
+
+
+def _inside(value: Any, step: str | int) -> Any:
+    if isinstance(value, Mapping) and isinstance(step, str):
+        return value.get(step)
+    if isinstance(value, list) and isinstance(step, int) and step < len(value):
+        return value[step]
+    return None
+
+
+def install(app: FastAPI) -> None:
+    """Have every error leave the server as OpenAI's object."""
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        return refusal_of_validation(error.errors(), error.body).response()
+
+    @app.exception_handler(HTTPException)
+    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
+        return Refusal(error.status_code, str(error.detail)).response()
+
+    async def on_ours(_: Request, error: Exception) -> JSONResponse:
+        return refusal_of(error).response()
+
+    for kind in (Refusal, AfterglowError, Exception):
+        app.add_exception_handler(kind, on_ours)

@@ -1,0 +1,38 @@
+"""How much one request may ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from afterglow.server.errors import Refusal, invalid
+from afterglow.server.settings import ServerSettings
+
+
+def at_most(settings: ServerSettings, setting: str, param: str, count: int) -> None:
+    """A refusal that names the setting where a request has more of something than it may."""
+    if count > (limit := getattr(settings, setting)):
+        raise over(param, count, limit, setting)
+
+
+def over(param: str, count: int, limit: int, setting: str) -> Refusal:
+    message = f"`{param}` is {count:,}, and at most {limit:,} are allowed here (the server's setting `{setting}`)"
+    return invalid(param, message, "limit_exceeded")
+
+
+def stops(value: str | list[str] | None, settings: ServerSettings) -> list[str]:
+    """Stop texts as a list."""
+    texts = [value] if isinstance(value, str) else value or []
+    at_most(settings, "max_stops", "stop", len(texts))
+    for text in texts:
+        if not text:
+            raise invalid("stop", "`stop` must not have empty texts")
+        if len(text) > settings.max_stop_length:
+            raise over("stop", len(text), settings.max_stop_length, "max_stop_length")
+    return texts
+
+
+def grammar(param: str, value: Any, settings: ServerSettings) -> None:
+    """The size of a schema, a grammar or tools, as JSON."""
+    if value:
+        at_most(settings, "max_grammar_bytes", param, len(json.dumps(value).encode()))

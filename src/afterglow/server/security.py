@@ -1,0 +1,112 @@
+"""What stands before every route: API keys, the size of bodies, the end of the server, and a count of what happened.
+
+Plain ASGI: nothing here may buffer a stream or hide a disconnect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from afterglow.server.errors import CLIENT_GONE, Refusal
+from afterglow.server.metrics import Metrics
+
+OPEN = frozenset({"/health", "/v1/health"})  # what needs no key, and is answered to the end
+
+
+class Keys:
+    """API keys, kept only as hashes.
+
+    >>> keys = Keys(["secret"])
+    >>> keys.fit("secret"), keys.fit("guess")
+    (True, False)
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [self._digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def fit(self, key: str) -> bool:
+        """Whether it is one of them; takes equally long for every guess."""
+        digest = self._digest(key)
+        return sum([hmac.compare_digest(digest, known) for known in self._digests]) > 0
+
+    def _digest(self, key: str) -> bytes:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Guard:
+    """Lets requests through, or answers them itself."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, metrics: Metrics) -> None:
+        self.app = app
+        self.closing = False  # from now on nothing new is begun
+        self.inside = 0  # requests that are being answered
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = CLIENT_GONE  # unless an answer is begun
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self.inside += 1
+        try:
+            refusal = self._refusal(scope)
+            if refusal is None:
+                await self.app(scope, self._bounded(receive), note)
+            else:
+                await refusal.response()(scope, receive, note)
+        finally:
+            self.inside -= 1
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, str(status)).inc()
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        if scope["path"] in OPEN:
+            return None
+        if self.closing:
+            return Refusal(503, "the server is shutting down", kind="server_error", code="shutting_down", retry_after=5)
+        headers = Headers(scope=scope)
+        if self._keys and not self._keys.fit(headers.get("authorization", "").removeprefix("Bearer ")):
+            return Refusal(
+                401,
+                "a valid API key is needed: Authorization: Bearer …",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        length = headers.get("content-length", "0")
+        if length.isdigit() and len(length) < 20 and int(length) > self._max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _bounded(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPException(413, self._too_large().message)
+            return message
+
+        return bounded
+
+    def _too_large(self) -> Refusal:
+        limit = f"{self._max_body_bytes:,} bytes are allowed here (the server's setting `max_body_bytes`)"
+        return Refusal(413, f"the body is too large: at most {limit}", code="body_too_large")

@@ -1,0 +1,75 @@
+"""Server-sent events: answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from sse_starlette.sse import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from afterglow.errors import AfterglowError
+from afterglow.server.errors import Refusal, refusal_of
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+PATIENCE = 0.5  # seconds in which what is wrong with a request becomes its status; later it is an event
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event.
+
+    >>> event({"a": 1})
+    b'data: {"a":1}\\n\\n'
+    """
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
+
+
+class Events(EventSourceResponse):
+    """A response of events. `ended` is called once, however it ends, also where it never began."""
+
+    def __init__(self, events: AsyncIterator[bytes], *, ping: float, ended: Callable[[], None]) -> None:
+        super().__init__(guarded(events), ping=ping, sep="\n")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
+async def guarded(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same; an error in the middle is told as an event, and is the last."""
+    try:
+        async for one in events:
+            yield one
+    except (AfterglowError, Refusal) as error:
+        yield event(refusal_of(error).body)
+
+
+async def begun(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The same items, once the first is there or some time has passed. An error before that is raised here."""
+    first = asyncio.ensure_future(anext(items, None))
+    try:
+        await asyncio.wait({first}, timeout=PATIENCE)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        raise
+    return _continued(first, items)
+
+
+async def _continued(first: asyncio.Future[T | None], items: AsyncIterator[T]) -> AsyncIterator[T]:
+    try:
+        item = await first
+        if item is not None:
+            yield item
+            async for item in items:
+                yield item
+    finally:
+        first.cancel()

@@ -1,0 +1,1 @@
+"""The bodies of requests, field by field. What a field means, the routes know."""

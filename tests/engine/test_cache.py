@@ -1,0 +1,237 @@
+"""What people see of the tiers, and do with them: from this process, from another, and without any engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import recipes
+from play import ask, fake, prompt, reference, request
+
+from afterglow.engine import cache, disk_files
+from afterglow.engine.engine import Engine
+from afterglow.engine.process import EngineProcess
+from afterglow.engine.settings import EngineSettings
+from afterglow.errors import InvalidArgument, InvalidState
+from afterglow.testing import FakeBackend
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "prefix"
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[MakeEngine]:
+    with ExitStack() as stack:
+
+        def make(kind: str = "attention", directory: Path = folder, **options) -> Engine:
+            chosen = EngineSettings(segment=8, ram_bytes=10**7, disk_directory=directory, disk_name="a fake")
+            engine = fake(kind, chosen, **options)
+            stack.callback(engine.memory.tiers.close)
+            return engine
+
+        yield make
+
+
+def flush(engine: Engine) -> None:
+    while engine.tidy():
+        pass
+    assert engine.memory.tiers.shelf.disk.flush()
+
+
+def test_what_is_kept_is_shown_with_its_tier_size_and_beginning(make):
+    engine = make("hybrid", sequences=1)
+    ask(engine, prompt(60, 1), boundaries=frozenset({40}))
+    ask(engine, prompt(50, 2))
+    found = cache.kept(engine)
+    assert [(one.tier, one.what, one.first) for one in found[:1]] == [("memory", "conversation", tuple(prompt(32, 2)))]
+    (stored,) = [one for one in found if (one.tier, one.what) == ("ram", "conversation")]
+    assert stored.first == tuple(prompt(32, 1))
+    assert stored.entries >= 60
+    assert stored.nbytes > 60 * 16
+    assert stored.seconds > 0
+    assert {one.entries for one in found if one.what == "checkpoint"} >= {40}
+    usage = cache.usage(engine)["ram"]
+    assert usage.nbytes == sum(one.nbytes for one in found if one.tier == "ram")
+    assert usage.nbytes <= usage.limit == 10**7
+
+
+def test_shared_bytes_are_shown_once(make):
+    engine = make(sequences=1)
+    for number in range(3):
+        ask(engine, prompt(80, 1) + prompt(40, 10 + number))
+    ask(engine, prompt(9, 5))
+    stored = [one for one in cache.kept(engine) if one.tier == "ram"]
+    assert len(stored) == 3
+    assert sum(one.nbytes for one in stored) == cache.usage(engine)["ram"].nbytes
+
+
+def test_hits_and_seconds_are_counted(make):
+    engine = make(sequences=1)
+    for _ in range(3):
+        ask(engine, prompt(60, 1))
+        ask(engine, prompt(60, 2))
+    counters = cache.usage(engine)["ram"].counters
+    assert counters.hits == 4
+    assert counters.entries == 4 * 59
+    assert counters.loaded_bytes == 4 * 59 * 16
+    assert counters.misses == 2
+    assert counters.seconds_saved > 0
+    assert max(one.hits for one in cache.kept(engine)) == 2
+
+
+def test_clear_forgets_everything_everywhere(make, folder):
+    engine = make("hybrid", sequences=1)
+    for number in range(2):
+        ask(engine, prompt(60, number))
+    flush(engine)
+    cache.clear(engine)
+    flush(engine)
+    assert cache.kept(engine) == []
+    assert cache.stored(folder) == []
+    assert ask(engine, prompt(60, 1)).cached == 0
+    assert ask(make("hybrid"), prompt(60, 0)).cached == 0
+
+
+def test_pins_are_shown_and_taken_back(make):
+    engine = make(sequences=1)
+    cache.pin(engine, prompt(30, 1))
+    ask(engine, prompt(60, 1))
+    ask(engine, prompt(60, 2))
+    assert [one.pinned for one in cache.kept(engine) if one.tier == "ram"] == [True]
+    assert cache.unpin(engine, prompt(30, 1))
+    assert [one.pinned for one in cache.kept(engine) if one.tier == "ram"] == [False]
+    assert not cache.unpin(engine, prompt(30, 1))
+
+
+# --- of a directory
+
+
+def written(make: MakeEngine, kind: str = "attention") -> cache.Place:
+    engine = make(kind)
+    ask(engine, prompt(60, 1), boundaries=frozenset({40}))
+    engine.close()
+    place = cache.place(engine)
+    assert place is not None
+    return place
+
+
+def test_a_directory_says_what_it_holds(make, folder):
+    place = written(make)
+    (stored,) = cache.stored(folder)
+    assert (stored.model, stored.name) == (place.model, "a fake")
+    assert stored.entries == 71
+    assert stored.files == 9
+    assert stored.nbytes == sum(path.stat().st_size for path in (folder / place.model).glob("*.cells"))
+
+
+def test_verify_finds_and_removes_what_is_broken(make, folder):
+    place = written(make, "hybrid")
+    assert cache.verify(folder).broken == 0
+    victim = min((folder / place.model).glob("*.cells"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    result = cache.verify(folder)
+    assert result.broken == 1
+    assert result.checked > 8
+    assert not victim.exists()
+    assert cache.verify(folder) == cache.Verified(checked=result.checked - 1, broken=0)
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "recurrent"])
+def test_what_is_exported_can_be_imported_elsewhere(make, folder, tmp_path, kind):
+    place = written(make, kind)
+    count = cache.export(place, tmp_path / "copy")
+    assert count > 0
+    elsewhere = cache.Place(directory=tmp_path / "elsewhere", model=place.model)
+    elsewhere.directory.mkdir(mode=0o700)
+    assert cache.import_(elsewhere, tmp_path / "copy") == count
+    engine = make(kind, elsewhere.directory)
+    entries = prompt(45, 1) + prompt(9, 9)
+    answer = ask(engine, entries)
+    assert answer.cached == (45 if kind == "attention" else 40)
+    assert answer.tokens == reference(lambda: fake(kind), entries)
+
+
+def test_what_is_broken_or_of_another_model_is_not_imported(make, folder, tmp_path):
+    place = written(make)
+    cache.export(place, tmp_path / "copy")
+    other = cache.Place(directory=tmp_path / "elsewhere", model="0" * 64)
+    with pytest.raises(InvalidArgument, match="nothing of this model"):
+        cache.import_(other, tmp_path / "copy")
+    path = min((tmp_path / "copy" / place.model).glob("*.cells"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InvalidState):
+        cache.import_(place, tmp_path / "copy")
+    with pytest.raises(InvalidArgument, match="not empty"):
+        cache.export(place, tmp_path / "copy")
+
+
+def test_a_running_engine_sees_what_was_imported(make, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("afterglow.engine.disk.LOOK", 0.05)
+    place = written(make)
+    cache.export(place, tmp_path / "copy")
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    engine = make(directory=tmp_path / "elsewhere")
+    cache.import_(cache.Place(directory=tmp_path / "elsewhere", model=place.model), tmp_path / "copy")
+    for _ in range(200):
+        if any(one.tier == "disk" for one in cache.kept(engine)):
+            break
+        engine.memory.tiers.shelf.disk._closing.wait(0.05)
+    assert ask(engine, prompt(60, 1)).cached == 59
+
+
+# --- across a process border
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Makes an engine on a fake that keeps what it computes in a folder."""
+
+    folder: Path
+
+    def __call__(self) -> Engine:
+        return Engine(FakeBackend(sequences=1), EngineSettings(segment=8, disk_directory=self.folder))
+
+
+def test_it_works_across_processes_and_a_restart_is_warm(folder):
+    with EngineProcess(OnDisk(folder)) as engine:
+        engine.call(functools.partial(cache.pin, entries=prompt(8, 1)))
+        first = list(engine.submit(request("a", prompt(60, 1))))[-1]
+        list(engine.submit(request("b", prompt(60, 2))))
+        kept = engine.call(cache.kept)
+        assert {one.tier for one in kept} == {"memory", "ram"}
+        assert any(one.pinned for one in kept)
+        place = engine.call(cache.place)
+        usage = engine.call(cache.usage)
+        assert usage["ram"].counters.saves >= 1
+    assert first.usage.cached == 0
+    assert place == cache.Place(directory=folder, model=place.model)
+    assert cache.verify(folder).broken == 0
+    with EngineProcess(OnDisk(folder)) as engine:
+        events = list(engine.submit(request("c", prompt(60, 2))))
+        assert events[-1].usage.cached == 59
+        assert engine.call(cache.usage)["disk"].counters.hits == 1
+        assert engine.call(recipes.busy) is False
+
+
+def test_an_engine_that_was_idle_for_a_moment_loses_nothing_when_it_is_killed(folder):
+    """The thread stores what is in memory while nobody waits."""
+    with EngineProcess(OnDisk(folder)) as engine:
+        list(engine.submit(request("a", prompt(60, 1))))
+        place = engine.call(cache.place)
+        files = folder / place.model
+        for _ in range(200):
+            if sum(1 for _ in files.glob("*.cells")) == 9:
+                break
+            engine._closing.wait(0.05)
+        recipes.os.kill(engine.pid, recipes.signal.SIGKILL)
+    assert disk_files.read_name(next(files.glob("*.cells")).name) is not None
+    with EngineProcess(OnDisk(folder)) as engine:
+        assert list(engine.submit(request("b", [*prompt(60, 1), 5])))[-1].usage.cached == 60

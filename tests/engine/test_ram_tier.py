@@ -1,0 +1,288 @@
+"""C13: what has to leave memory goes to RAM, each beginning once, and comes back instead of being computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from play import KINDS, LAYOUTS, Answer, ask, fake, play, prompt, reference, request
+
+from afterglow import tiny
+from afterglow.engine.backend import Span
+from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.engine.engine import Engine
+from afterglow.engine.recipe import LlamaEngine
+from afterglow.engine.segments import Segment
+from afterglow.engine.settings import EngineSettings
+from afterglow.llama.settings import ContextSettings
+
+everywhere = pytest.mark.parametrize("shared", LAYOUTS, ids=["streams", "unified"])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+SMALL = EngineSettings(segment=8, ram_bytes=10**8)
+Engines = Callable[..., Engine]
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    """Engines on tiny models; closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def make(name: str, settings: EngineSettings | None = None, **context) -> Engine:
+            defaults = {"cells": 4096, "sequences": 4, "batch": 256, "ubatch": 64, "outputs": 8, "threads": 1}
+            engine = LlamaEngine(
+                path=tiny.path(name),
+                context=ContextSettings(**{**defaults, **context}),
+                engine=settings or EngineSettings(),
+            )()
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def ordinary(length: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(20, 250, length)]
+
+
+def in_turn(engine: Engine, conversations: list[list[int]], **options) -> list[Answer]:
+    return [ask(engine, one, **options) for one in conversations]
+
+
+# --- the conversations that did not fit
+
+
+@everywhere
+@every_kind
+def test_six_conversations_over_four_slots_compute_nothing_twice(kind, shared):
+    engine = fake(kind, SMALL, shared=shared)
+    conversations = [prompt(60 + 7 * n, n) for n in range(6)]
+    firsts = in_turn(engine, conversations)
+    for _ in range(2):
+        for number, first in enumerate(firsts):
+            conversations[number] += first.tokens[:-1] + prompt(5, 50 + number)
+            known = len(conversations[number]) - 5
+            answer = firsts[number] = ask(engine, conversations[number])
+            assert answer.cached == known, "everything but the new message was there"
+            assert answer.tokens == reference(lambda: fake(kind), conversations[number])
+    assert engine.memory.tiers.ram_counters.hits >= 8
+    assert engine.memory.tiers.ram_counters.entries > 8 * 60
+
+
+@pytest.mark.parametrize("unified", LAYOUTS, ids=["streams", "unified"])
+@every_kind
+def test_six_conversations_over_four_slots_on_llama(engines, kind, unified):
+    engine = engines(f"successor-{kind}", unified=unified)
+    vocabulary = engine.backend.context.model.vocabulary
+    texts = [("abcdefghijklmnopqrstuvwxyz" * 9)[n : 150 + n] for n in range(6)]
+    conversations = [list(vocabulary.tokenize(text)) for text in texts]
+    colds = in_turn(engine, conversations)
+    assert [cold.cached for cold in colds] == [0] * 6
+    for conversation, cold in zip(conversations, colds, strict=True):
+        warm = ask(engine, conversation + cold.tokens)
+        assert warm.cached == len(conversation) + len(cold.tokens) - 1
+    assert engine.memory.tiers.ram_counters.hits >= 4
+
+
+@every_kind
+def test_an_edit_is_answered_from_what_is_stored_before_it(kind):
+    engine = fake(kind, SMALL, sequences=1)
+    first = prompt(80, 1)
+    ask(engine, first, boundaries=frozenset({40}))
+    ask(engine, prompt(50, 2))
+    edited = first[:43] + prompt(20, 3)
+    answer = ask(engine, edited)
+    assert answer.cached == (43 if kind == "attention" else 40)  # others go on only where a checkpoint is
+    assert answer.tokens == reference(lambda: fake(kind), edited)
+
+
+@every_kind
+def test_the_end_of_a_conversation_that_is_cut_back_is_stored_first(kind):
+    """Two ways on from one prompt, over and over, in one slot."""
+    engine = fake(kind, SMALL, sequences=1)
+    system = prompt(64, 1)
+    ways = [system + prompt(60, 2), system + prompt(60, 3)]
+    ways = [one + ask(engine, one, boundaries=frozenset({64})).tokens for one in ways]
+    for one in ways:
+        answer = ask(engine, one + prompt(4, 9))
+        assert answer.cached == len(one) - 1
+        assert answer.tokens == reference(lambda: fake(kind), one + prompt(4, 9))
+
+
+# --- each beginning once
+
+
+def held(engine: Engine) -> list[Segment]:
+    return list(engine.memory.tiers.ram)
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_two_conversations_that_share_3000_tokens_store_them_once(engines, kind):
+    """In streams, where every sequence has cells of its own. What parts inside a segment is in two of them."""
+    engine = engines(kind, cells=8192, sequences=2)
+    system = ordinary(3000, 1)
+    block = engine.settings.segment
+    asked = [system + ordinary(100, 2), system + ordinary(100, 3)]
+    for one in asked:
+        ask(engine, one, max_tokens=1, boundaries=frozenset({3000}))
+    while engine.memory.evict():
+        pass
+    assert [engine.memory.tiers.cover(np.array(one), "").length for one in asked] == [3100, 3100]
+    mine = held(engine)
+    entries = sum(len(segment.ids) for segment in mine)
+    assert entries <= 3000 + 2 * 100 + 3000 % block, "the common beginning is stored once"
+    assert sum(segment.start < 3000 - 3000 % block for segment in mine) == 3000 // block
+    for one in asked:
+        answer = ask(engine, one + ordinary(5, 4), max_tokens=1)
+        assert answer.cached == 3100
+
+
+# --- a spliced state is a whole one
+
+
+@pytest.mark.parametrize("flash_attention", [None, False])
+@pytest.mark.parametrize("kind", ["attention", "window", "hybrid"])
+def test_a_spliced_restore_gives_the_logits_of_a_whole_one(engines, kind, flash_attention):
+    """Bit for bit, in streams."""
+    engine = engines(kind, flash_attention=flash_attention)
+    backend, memory = engine.backend, engine.memory
+    ids = np.array(ordinary(200, 1))
+    ask(engine, ids, max_tokens=0)
+    (slot,) = [one for one in memory.slots if len(one)]
+    whole = backend.save(slot.number, "full")
+    partial = None if kind == "attention" else backend.save(slot.number, "partial")
+    assert memory.tiers.store(slot, partial)
+    assert len(held(engine)) == 4
+    spliced = memory.slots[3]
+    checkpoint = None if partial is None else memory.tiers.checkpoint(ids, "", partial, 0)
+    memory.tiers.load(spliced, ids, memory.tiers.cover(ids, ""), checkpoint)
+    backend.load(2, whole)
+    logits = []
+    for sequence in (2, 3):
+        backend.decode([Span(sequence, np.array([30, 31, 32]), 200, 1)])
+        logits.append(backend.logits(0, 2).copy())
+    assert np.array_equal(*logits)
+    for number in (2, 3):
+        backend.clear(number)
+    memory.slots[3]._note(0)
+
+
+def test_cells_that_do_not_lie_in_order_are_stored_in_order(engines):
+    """Unified, a sequence fills the gaps that others left."""
+    engine = engines("attention", unified=True, cells=1024, sequences=3)
+    interleaved = [request(str(n), ordinary(150, n), max_tokens=40, ignore_ends=True) for n in range(3)]
+    play(engine, *interleaved)
+    engine.memory.evict()
+    late = ordinary(300, 7)
+    cold = ask(engine, late, reuse=False)
+    for number in range(3):
+        ask(engine, ordinary(320, 20 + number), max_tokens=1, reuse=False)
+    assert ask(engine, late).cached == 299
+    assert ask(engine, late).tokens == cold.tokens
+
+
+# --- the budget
+
+
+def limited(kind: str, nbytes: int, **options) -> Engine:
+    return fake(kind, EngineSettings(segment=8, ram_bytes=nbytes, parked_bytes=nbytes), **options)
+
+
+@everywhere
+@every_kind
+@pytest.mark.parametrize("nbytes", [0, 300, 2_000, 6_000])
+def test_the_budget_holds_and_changes_no_token(kind, shared, nbytes):
+    engine = limited(kind, nbytes, shared=shared, sequences=2)
+    for turn in range(3):
+        for number in range(5):
+            entries = prompt(30 + 9 * number, number) + prompt(4 * turn, 40 + number)
+            answer = ask(engine, entries, boundaries=frozenset({16, 30}))
+            assert answer.tokens == reference(lambda: fake(kind), entries)
+            assert engine.memory.tiers.ram.used <= nbytes
+    if nbytes > 300:
+        assert engine.memory.tiers.ram_counters.evictions + engine.memory.tiers.ram_counters.refused > 0
+
+
+def test_what_was_not_used_for_longest_goes_first():
+    engine = limited("attention", 5_800, sequences=1)
+    engine.memory.tiers._width = 24.0
+    old, recent, new = prompt(64, 1), prompt(64, 2), prompt(120, 3)
+    in_turn(engine, [old, recent, old + prompt(4, 5), new, prompt(9, 8)])
+    cover = engine.memory.tiers.cover
+    assert cover(np.array(new), "").length == 120
+    assert cover(np.array(recent), "").length < cover(np.array(old), "").length
+
+
+def test_what_is_pinned_stays():
+    engine = limited("attention", 13_000, sequences=1)
+    system = prompt(64, 1)
+    engine.memory.tiers.pin(np.array(system), "")
+    for number in range(6):
+        ask(engine, system + prompt(60, 10 + number))
+        ask(engine, prompt(100, 20 + number))
+    assert engine.memory.tiers.cover(np.array(system), "").length == 64
+    assert engine.memory.tiers.ram_counters.evictions > 0
+
+
+def test_nothing_is_stored_where_computing_is_cheaper():
+    engine = fake("attention", SMALL, sequences=1)
+    engine.memory.costs.per_entry, engine.memory.costs.per_byte = 1e-9, 1e-3
+    with_costs = engine.memory.costs
+    with_costs.computed = lambda entries, seconds: None  # type: ignore[method-assign]
+    in_turn(engine, [prompt(60, 1), prompt(60, 2)])
+    assert engine.memory.tiers.ram_counters.saves == 0
+
+
+@every_kind
+def test_checkpoints_and_segments_share_the_budget(kind):
+    engine = limited(kind, 3_000, sequences=2)
+    for number in range(6):
+        ask(engine, prompt(60, number), boundaries=frozenset({10, 20, 30, 40}))
+        ram = engine.memory.tiers.ram
+        assert ram.used == ram.segment_bytes + engine.memory.marks.nbytes <= 3_000
+
+
+def test_a_model_without_checkpoints_stores_nothing_that_it_could_not_use():
+    settings = EngineSettings(segment=8, ram_bytes=10**6, checkpoints=CheckpointSettings(max_checkpoints=0))
+    engine = fake("hybrid", settings, sequences=1)
+    in_turn(engine, [prompt(60, 1), prompt(60, 2)])
+    assert held(engine) == []
+
+
+# --- the deterministic grid
+
+
+@every_kind
+def test_on_the_grid_stored_beginnings_give_the_same_tokens(kind):
+    settings = EngineSettings(segment=8, ram_bytes=10**7, deterministic=True, grid=8)
+    engine = fake(kind, settings, sequences=1, rounding=True)
+    cold = [reference(lambda: fake(kind, settings, sequences=1, rounding=True), prompt(50, n)) for n in range(3)]
+    for _ in range(2):
+        answers = in_turn(engine, [prompt(50, n) for n in range(3)], boundaries=frozenset({24, 40}))
+        assert [answer.tokens for answer in answers] == cold
+    assert all(answer.cached >= 40 for answer in answers)
+
+
+# --- tenants
+
+
+@everywhere
+@every_kind
+def test_another_salt_sees_nothing(kind, shared):
+    engine = fake(kind, SMALL, shared=shared, sequences=2)
+    mine = prompt(60, 1)
+    first = ask(engine, mine, salt="mine", boundaries=frozenset({40}))
+    for salt in ("yours", ""):
+        theirs = engine.explain(request("spy", mine, salt=salt))
+        assert (theirs.reused, theirs.shared, theirs.evicted, theirs.ours) == (0, 0, 0, mine[0])
+        assert ask(engine, mine, salt=salt).cached == 0  # which also pushes mine out to RAM
+    assert ask(engine, mine + first.tokens + prompt(3, 4), salt="mine").cached == 60 + len(first.tokens) - 1
+    assert ask(engine, prompt(60, 2), salt="yours").cached == 0
+
+
+def test_a_request_of_another_salt_does_not_wait_for_a_leader():
+    engine = fake("attention", sequences=3)
+    answers = play(engine, *[request(salt, prompt(60, 1), salt=salt) for salt in ("a", "b")])
+    assert [answer.cached for answer in answers.values()] == [0, 0]
+    assert engine.counters.coalesced == 0

@@ -1,0 +1,95 @@
+"""Models, tokens, templates, numbers, and what memory holds."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from schemas import CreateEmbeddingResponse, Model, valid
+from serverprocess import CYCLE, ServerProcess, text_of
+
+
+def test_the_models_are_listed_as_openai_does(server: ServerProcess) -> None:
+    listed = server.http.get("/v1/models").json()
+    assert [valid(Model, one).id for one in listed["data"]] == ["tiny", "hybrid", "vectors", "thinker"]
+    assert listed["data"][0]["context_length"] == 2048
+    with server.client() as client:
+        assert client.models.retrieve("thinker").id == "thinker"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("nobody")
+
+
+def test_texts_become_tokens_and_back(server: ServerProcess) -> None:
+    tokens = server.post("/tokenize", {"model": "tiny", "content": "the naïve"}).json()["tokens"]
+    assert server.post("/detokenize", {"model": "tiny", "tokens": tokens}).json()["content"] == "the naïve"
+    pieces = server.post("/tokenize", {"model": "tiny", "content": "ï<|im_end|>", "with_pieces": True}).json()["tokens"]
+    assert pieces[0]["piece"] == [0xC3]  # half a character is bytes
+    marked = {"model": "tiny", "content": "<|im_end|>", "parse_special": True}
+    assert server.post("/tokenize", marked).json()["tokens"] == [2]
+    assert server.post("/detokenize", {"model": "tiny", "tokens": [10**9]}).status_code == 400
+    assert server.post("/tokenize", {"content": "which model?"}).json()["error"]["code"] == "model_not_found"
+
+
+def test_embeddings_are_what_openai_s_client_expects(server: ServerProcess) -> None:
+    with server.client() as client:  # which asks for base64
+        answer = client.embeddings.create(model="vectors", input=["the cat", "the dog"])
+    assert [len(one.embedding) for one in answer.data] == [64, 64]
+    raw = server.post("/v1/embeddings", {"model": "vectors", "input": "the cat"}).json()
+    assert valid(CreateEmbeddingResponse, raw).data[0].embedding == pytest.approx(answer.data[0].embedding)
+
+
+def test_a_model_for_embeddings_does_not_talk(server: ServerProcess) -> None:
+    assert server.chat(model="vectors")["error"]["param"] == "model"
+    assert server.complete(model="vectors")["error"]["param"] == "model"
+
+
+def test_the_metrics_count_what_happened(server: ServerProcess) -> None:
+    def numbers() -> tuple[float, ...]:
+        return (
+            server.metric('afterglow_requests_total{route="/v1/chat/completions",status="200"}'),
+            server.metric('afterglow_tokens_total{kind="generated",model="hybrid"}'),
+            server.metric('afterglow_first_token_seconds_count{model="hybrid"}'),
+            server.metric('afterglow_token_gap_seconds_count{model="hybrid"}'),
+            server.metric('afterglow_engine{counter="decodes",model="hybrid"}'),
+        )
+
+    before = numbers()
+    server.chat(model="hybrid", max_tokens=5)
+    after = numbers()
+    requests, tokens, first, gaps, decodes = (now - then for now, then in zip(after, before, strict=True))
+    assert (requests, tokens, first, gaps) == (1, 5, 1, 4)
+    assert decodes >= 5
+
+
+def test_the_cache_shows_what_is_held(server: ServerProcess) -> None:
+    server.chat("a text to be found again")
+    held = server.http.get("/cache").json()["models"]["tiny"]
+    assert any("a text to be found again" in one["begins"] for one in held["sequences"])
+    server.chat("something for a checkpoint", model="hybrid")
+    assert server.http.get("/cache").json()["models"]["hybrid"]["checkpoints"]
+
+
+def test_an_explanation_shows_where_two_prompts_part(server: ServerProcess) -> None:
+    server.chat("my favourite colour is green")
+    question = [{"role": "user", "content": "my favourite colour is blue"}]
+    told = server.post("/cache/explain", {"model": "tiny", "messages": question}).json()
+    assert told["before"].endswith("colour is ")
+    assert told["ours"].startswith("blue")
+    assert told["theirs"].startswith("green")
+    assert told["reused_tokens"] == told["shared_tokens"] > 20
+    plain = server.post("/cache/explain", {"model": "tiny", "prompt": "abc"}).json()
+    assert plain["prompt_tokens"] == 3
+    assert server.post("/cache/explain", {"model": "tiny"}).status_code == 400
+
+
+def test_what_is_not_there_is_said_as_openai_says_it(server: ServerProcess) -> None:
+    for answer in (server.http.get("/v1/nothing"), server.http.get("/v1/chat/completions")):
+        assert answer.status_code in (404, 405)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_health_names_the_models(server: ServerProcess) -> None:
+    assert server.http.get("/health").json() == {
+        "status": "ok",
+        "models": dict.fromkeys(("tiny", "hybrid", "vectors", "thinker"), "ready"),
+    }
+    assert text_of(server.chat()) == CYCLE[:8]
