@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from afterglow import tiny
+from afterglow.engine import mtp
 from afterglow.engine.mtp import MtpSession
 from afterglow.errors import InvalidArgument, UnsupportedOperation, WrongState
 from afterglow.llama.context import Context
@@ -53,7 +54,9 @@ def test_c10_the_loop_of_decode_process_draft_verify_accept(pair):
         said += sampled[: right + 1]
         position += right + 1
         decodes += 1
-        assert target.memory.positions(0)[1] == position - 1 == heads.memory.positions(0)[1]
+        assert target.memory.positions(0)[1] == position - 1
+        session.compute([0])
+        assert heads.memory.positions(0) == (0, position - 1)
     token = prompt[-1]
     for one in said:
         token = tiny.successor_of(token)
@@ -75,7 +78,7 @@ def test_c10_several_sequences_are_drafted_for_in_one_batch(pair):
     session.process()
     before = heads.decodes
     drafts = session.draft({0: words.tokenize("h")[0], 1: words.tokenize("s")[0]}, {1: 2})
-    assert heads.decodes - before == 3
+    assert heads.decodes - before == 1 + 3  # what both have seen, and three guesses
     assert [bytes(words.detokenize(draft)) for draft in drafts.values()] == [b"jkl", b"tv"]  # wrong after h and t
 
 
@@ -147,6 +150,7 @@ def test_c10_every_misuse_is_a_typed_error(pair):
         session.accept(0, 3)
     session.accept(0, 0)
     assert target.memory.positions(0) == (3, 3)  # a hybrid's: all but the newest state is behind it
+    session.compute([0])
     assert heads.memory.positions(0) == (0, 3)
 
 
@@ -188,3 +192,20 @@ def test_c10_statistics_go_to_the_log_too(pair, caplog):
     with caplog.at_level(logging.DEBUG, "afterglow.engine.mtp"):
         session.accept(0, len(draft))
     assert "accepted=2" in caplog.text
+
+
+def test_heads_that_nobody_asks_compute_nothing_and_know_the_newest_when_asked(pair, monkeypatch):
+    monkeypatch.setattr(mtp, "WAITING", 20)
+    target, heads = pair
+    session = MtpSession(target, heads, sequences=1, n_draft_max=2)
+    said = target.model.vocabulary.tokenize(tiny.CYCLE.decode())[:20]
+    decode(target, said, 0)
+    session.process()
+    for position in range(20, 60):
+        said.append(tiny.successor_of(said[-1]))
+        decode(target, said[-1:], position)
+        session.process()
+    assert heads.decodes == 0
+    assert session.draft({0: tiny.successor_of(said[-1])})[0]
+    assert heads.memory.positions(0) == (40, 59)
+    assert heads.decodes == 3

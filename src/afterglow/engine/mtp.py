@@ -1,15 +1,16 @@
 """Guesses of a model's own multi-token-prediction heads: `MtpSession` drives them beside their model.
 
 A head reads a token and the hidden state that the model had before it, and says what comes after. So it has to see
-every decode of the model (`process`), and its memory follows the model's.
+every decode of the model (`process`), and its memory follows the model's. It computes what it saw only when it is
+asked for guesses: while nobody guesses, plain decoding hardly notices it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from afterglow.llama.context import Context
 from afterglow.llama.library import library
 
 KEPT_ROWS = 64  # hidden states of one sequence that are kept: at the ends of its last decodes
+WAITING = 512  # newest entries of a sequence that wait to be computed; what is older the heads do without
 Row = NDArray[np.float32]
 logger = logging.getLogger("afterglow.engine.mtp")
 
@@ -57,6 +59,32 @@ class MtpStatistics:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
+@dataclass(slots=True)
+class Waiting:
+    """Entries that the heads have seen and not computed: tokens from a position on, and the state before each."""
+
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    before: list[Row] = field(default_factory=list)
+
+    def add(self, first: int, tokens: list[int], before: list[Row]) -> None:
+        if self.first + len(self.tokens) != first:  # what waited leads elsewhere
+            self.first, self.tokens, self.before = first, [], []
+        self.tokens += tokens
+        self.before += before
+        self.drop(len(self.tokens) - WAITING)
+
+    def drop(self, count: int) -> None:
+        """Forget the oldest."""
+        if count > 0:
+            del self.tokens[:count], self.before[:count]
+            self.first += count
+
+    def truncate(self, position: int) -> None:
+        keep = max(0, position - self.first)
+        del self.tokens[keep:], self.before[keep:]
+
+
 class MtpSession:
     """The heads of a model, for people who drive its context themselves.
 
@@ -81,6 +109,7 @@ class MtpSession:
         self._nothing: Row = np.zeros(width, dtype=np.float32)
         # By sequence: the position of the next entry → the hidden state before it.
         self._rows: list[dict[int, Row]] = [{} for _ in range(sequences)]
+        self._waiting = [Waiting() for _ in range(sequences)]
         self._pending: dict[int, int] = {}  # sequences with guesses that were not accepted or rejected yet
         self._processed = target.decodes
         target.keep_hidden(every_row=True)
@@ -91,6 +120,7 @@ class MtpSession:
         self._check_sequence(sequence)
         self.draft_context.memory.remove(sequence)
         self._rows[sequence] = {}
+        self._waiting[sequence] = Waiting()
         self._pending.pop(sequence, None)
 
     def process(self) -> None:
@@ -99,14 +129,17 @@ class MtpSession:
             raise WrongState("process", "processed already", "decoded again first")
         self._processed = self.target.decodes
         hidden = self.target.hidden_rows()
-        runs = self._runs(len(hidden))
-        if runs:
-            self._show(runs, hidden)
-        for sequence, start, stop in runs:
-            rows = self._rows[sequence]
-            first = int(self.target.batch.positions[start])
-            for row in range(max(start, stop - self.settings.n_draft_max - 1), stop):
-                rows[first + row - start + 1] = hidden[row].copy()
+        batch = self.target.batch
+        for sequence, start, stop in self._runs(len(hidden)):
+            first, rows = int(batch.positions[start]), self._rows[sequence]
+            skipped = max(0, stop - start - WAITING)
+            states = list(hidden[start + skipped : stop].copy())
+            before = hidden[start + skipped - 1].copy() if skipped else rows.get(first, self._nothing)
+            tokens = batch.tokens[start + skipped : stop].tolist()
+            self._waiting[sequence].add(first + skipped, tokens, [before, *states[:-1]])
+            end = first + stop - start
+            for back, state in enumerate(reversed(states[-self.settings.n_draft_max - 1 :])):
+                rows[end - back] = state.copy()  # a view would keep them all
             while len(rows) > KEPT_ROWS:
                 del rows[next(iter(rows))]
 
@@ -151,6 +184,7 @@ class MtpSession:
     def truncated(self, sequence: int, position: int) -> None:
         """The target has dropped everything from `position` on."""
         self.draft_context.memory.remove(sequence, start=position)
+        self._waiting[sequence].truncate(position)
         self._rows[sequence] = {end: row for end, row in self._rows[sequence].items() if end <= position}
 
     def row(self, sequence: int, position: int) -> Row | None:
@@ -173,23 +207,34 @@ class MtpSession:
             raise InvalidArgument("batch", "must hold the rows of each sequence one after the other")
         return [run for run in runs if run[0] < self.settings.sequences]
 
-    def _show(self, runs: list[tuple[int, int, int]], hidden: Row) -> None:
-        source, batch = self.target.batch, self.draft_context.batch
-        batch.clear()
+    def compute(self, sequences: Iterable[int]) -> None:
+        """Let the heads compute what they have seen of these sequences; otherwise they do when asked for guesses."""
+        batch = self.draft_context.batch
+        left = [sequence for sequence in sequences if self._waiting[sequence].tokens]
+        while left:
+            batch.clear()
+            parts: list[tuple[int, int]] = []
+            for sequence in left:
+                if batch.count < batch.capacity:
+                    parts.append((sequence, self._fill_waiting(sequence)))
+            for head in range(self._heads):
+                if head:  # every head of a chain has cells of its own at the same positions
+                    for sequence, first in parts:
+                        self.draft_context.memory.remove(sequence, start=first)
+                self._decode(head)
+            left = [sequence for sequence in left if self._waiting[sequence].tokens]
+
+    def _fill_waiting(self, sequence: int) -> int:
+        """Put what waits, as much of it as fits, into the batch; the position it begins at."""
+        batch, waiting = self.draft_context.batch, self._waiting[sequence]
+        row, first = batch.count, waiting.first
+        count = min(len(waiting.tokens), batch.capacity - row)
+        self._make_room(sequence, first)
+        batch.add(waiting.tokens[:count], position=first, sequence=sequence)
         assert batch.hidden is not None
-        firsts: list[tuple[int, int]] = []
-        for sequence, start, stop in runs:
-            first, row = int(source.positions[start]), batch.count
-            self._make_room(sequence, first)
-            firsts.append((sequence, first))
-            batch.add(source.tokens[start:stop], position=first, sequence=sequence)
-            batch.hidden[row] = self._rows[sequence].get(first, self._nothing)
-            batch.hidden[row + 1 : batch.count] = hidden[start : stop - 1]
-        for head in range(self._heads):
-            if head:  # every head of a chain has cells of its own at the same positions
-                for sequence, first in firsts:
-                    self.draft_context.memory.remove(sequence, start=first)
-            self._decode(head)
+        batch.hidden[row : row + count] = waiting.before[:count]
+        waiting.drop(count)
+        return first
 
     def _make_room(self, sequence: int, first: int) -> None:
         """Let the heads' memory end right before `first`, or be empty: a sequence may start anywhere."""
@@ -208,6 +253,7 @@ class MtpSession:
     def _guess(self, tokens: dict[int, int], wanted: dict[int, int], drafts: dict[int, list[int]]) -> None:
         """Fill `drafts`, one guess of every sequence in each decode."""
         ends = {sequence: self._end(sequence) for sequence in tokens}
+        self.compute(tokens)
         rows = {sequence: [self._rows[sequence].get(end, self._nothing)] for sequence, end in ends.items()}
         for sequence, end in ends.items():
             self._make_room(sequence, end)

@@ -60,6 +60,7 @@ class MtpBackend(LlamaBackend):
     def copy(self, source: int, target: int, stop: int) -> int:
         nbytes = super().copy(source, target, stop)
         self.session.begin(target)
+        self.session.compute([source])
         held = self.held(target)
         end = held[1] + 1 if held else 0
         nbytes += self.heads.memory.copy(source, target, stop=end)
@@ -70,7 +71,10 @@ class MtpBackend(LlamaBackend):
         state = self.context.state.save(sequence, scope)
         end = 0 if state.positions is None else state.positions[1] + 1
         # The heads' cells stay where attention cells do; only a state that is complete has to bring them along.
-        heads = self.heads.state.save(sequence) if scope == "full" else None
+        heads = None
+        if scope == "full":
+            self.session.compute([sequence])
+            heads = self.heads.state.save(sequence)
         return MtpState(
             key=state.key,
             scope=state.scope,
@@ -94,7 +98,10 @@ class MtpBackend(LlamaBackend):
             self.session.remember(sequence, end, state.row)
 
     def size(self, sequence: int, scope: Scope) -> int:
-        heads = self.heads.state.size(sequence, "full") if scope == "full" else 0
+        heads = 0
+        if scope == "full":
+            self.session.compute([sequence])
+            heads = self.heads.state.size(sequence, "full")
         return super().size(sequence, scope) + heads + 4 * self.context.model.embedding_width
 
     def cells(self, state: State, partial: State | None) -> Cells | None:
