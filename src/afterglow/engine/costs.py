@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 
 WEIGHT = 0.2  # of a new measurement
 TELLING = 256 * 1024  # bytes
@@ -50,26 +51,22 @@ class Costs:
 class StepCosts:
     """Seconds of a decode by how many generating rows it has: what guessing ahead costs on this machine."""
 
-    SETTLING = 3  # measurements of which the smallest counts: the first decode of a shape also prepares it
-    OUTLIER = 3.0  # times the usual; more says something of the moment and nothing of the decode
+    SETTLED = 3  # measurements after which a number can be judged by: the first decode of a shape also prepares it
+    RECENT = 8  # measurements of which the middle one counts: whatever else the machine does says nothing of a decode
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # that were measured, ascending
+        self._recent: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
 
     def measured(self, rows: int, seconds: float) -> None:
         """A decode of so many generating rows took so long."""
-        count = self._counts.get(rows, 0)
-        self._counts[rows] = count + 1
-        if count == 0:
+        recent = self._recent.get(rows)
+        if recent is None:
+            recent = self._recent[rows] = deque(maxlen=self.RECENT)
             self._rows.insert(bisect_left(self._rows, rows), rows)
-            self._seconds[rows] = seconds
-        elif count < self.SETTLING:
-            self._seconds[rows] = min(seconds, self._seconds[rows])
-        else:
-            usual = self._seconds[rows]
-            self._seconds[rows] += WEIGHT * (min(seconds, self.OUTLIER * usual) - usual)
+        recent.append(seconds)
+        self._seconds[rows] = sorted(recent)[(len(recent) - 1) // 2]
 
     @property
     def longest(self) -> int:
@@ -78,7 +75,7 @@ class StepCosts:
 
     def known(self, rows: int) -> bool:
         """Whether a decode of so many rows was measured often enough to be judged by."""
-        return self._counts.get(rows, 0) >= self.SETTLING
+        return len(self._recent.get(rows, ())) >= self.SETTLED
 
     def of(self, rows: int, per_row: float) -> float:
         """Expected seconds of so many rows: between those that were measured, or beyond with at least `per_row` more

@@ -20,6 +20,7 @@ RETRY = 16  # decodes without guesses after which they are tried again, where th
 SELDOM = 1024
 TRIAL = 2  # guesses in a trial
 FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are tried
+REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
 PAUSE = 16  # decodes without guesses after they did not fit into memory
 
 
@@ -73,6 +74,7 @@ class Drafting:
         self._retry = {drafter.name: RETRY for drafter in drafters}
         self._spent = 0.0  # seconds of guessing for the coming decode
         self._pause = 0
+        self._guessed = 0  # decodes with guesses since the last without
 
     def offer(self, running: Sequence[Job]) -> None:
         """Give jobs that generate their guesses for the coming decode."""
@@ -100,7 +102,7 @@ class Drafting:
     def _worth_trying(self, generating: Sequence[Job]) -> bool:
         for job in generating:
             job.guessing.quiet += 1
-        return self.account.solvent and self._costs.steps.known(len(generating))
+        return self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(len(generating))
 
     def _spare(self, running: int, generating: int) -> int:
         """Guesses that one decode has room for: everybody needs a row, and an output at its end."""
@@ -189,8 +191,10 @@ class Drafting:
         costs.steps.measured(rows, seconds)
         step = costs.steps.of(jobs, costs.per_entry)
         if rows == jobs:
+            self._guessed = 0
             self.account.plain(seconds)
         else:
+            self._guessed += 1
             self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
 
     def pause(self) -> None:
