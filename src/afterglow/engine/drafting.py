@@ -21,6 +21,8 @@ SELDOM = 1024
 TRIAL = 2  # guesses in a trial
 FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are tried
 REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
+RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
+SLEEP = 8  # decodes for which a job is left alone after nobody could win anything for it
 PAUSE = 16  # decodes without guesses after they did not fit into memory
 
 
@@ -73,6 +75,8 @@ class Drafting:
         self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
         self._retry = {drafter.name: RETRY for drafter in drafters}
         self._spent = 0.0  # seconds of guessing for the coming decode
+        self._choices_made: dict[tuple[str, float, int, int], Choice] = {}
+        self._measured = 0
         self._pause = 0
         self._guessed = 0  # decodes with guesses since the last without
 
@@ -89,20 +93,29 @@ class Drafting:
         generating = [job for job in running if job.generating]
         if not generating:
             return
-        # A decode with a prompt in it computes as many rows as it can anyway: guesses would only make it longer.
-        if self._fixed is None and (len(generating) < len(running) or not self._worth_trying(generating)):
+        rows, wanting = len(generating), generating
+        if self._fixed is None:
+            # A decode with a prompt in it computes as many rows as it can anyway: guesses would only make it longer.
+            wanting = self._awake(generating) if rows == len(running) else []
+        if not wanting:
             return
-        spare = self._spare(len(running), len(generating))
-        choices = {job: self._choices(job, len(generating), spare) for job in generating}
+        spare = self._spare(len(running), rows)
+        choices = {job: self._choices(job, rows, spare) for job in wanting}
         for rank in range(len(self._drafters)):
             for drafter in self._drafters:
                 wishes = self._wishes(drafter, rank, choices, spare)
                 spare -= self._ask(drafter, wishes)
 
-    def _worth_trying(self, generating: Sequence[Job]) -> bool:
+    def _awake(self, generating: Sequence[Job]) -> list[Job]:
+        """The jobs for which guesses should be considered now."""
+        awake: list[Job] = []
         for job in generating:
-            job.guessing.quiet += 1
-        return self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(len(generating))
+            guessing = job.guessing
+            guessing.quiet += 1
+            if guessing.quiet >= guessing.asleep:
+                awake.append(job)
+        able = self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(len(generating))
+        return awake if able else []
 
     def _spare(self, running: int, generating: int) -> int:
         """Guesses that one decode has room for: everybody needs a row, and an output at its end."""
@@ -127,21 +140,29 @@ class Drafting:
             choice = self._choose(job, drafter, rows, limit)
             if choice.length:
                 found.append((-choice.gain, drafter, choice.length))
+        if not found:
+            job.guessing.asleep = job.guessing.quiet + SLEEP
         return [(drafter, length) for _, drafter, length in sorted(found, key=lambda one: one[0])]
 
     def _choose(self, job: Job, drafter: Drafter, rows: int, limit: int) -> Choice:
-        costs, name = self._costs, drafter.name
-        rate = job.guessing.rate(name, self._usual[name].rate(FIRST_ESTIMATE))
+        name = drafter.name
+        rate = round(job.guessing.rate(name, self._usual[name].rate(FIRST_ESTIMATE)), 2)
         # What was never measured is approached step by step: twice as far as before, and no further.
-        limit = min(limit, max(TRIAL, 2 * (costs.steps.longest - rows)))
-        per_row = min(costs.per_entry, costs.per_step)
-        choice = choose_length(
-            rate, limit, lambda count: costs.steps.of(count, per_row), rows=rows, guessing=self._per_guess[name]
-        )
+        limit = min(limit, max(TRIAL, 2 * (self._costs.steps.longest - rows)))
+        key = name, rate, limit, rows
+        choice = self._choices_made.get(key)
+        if choice is None:
+            choice = self._choices_made[key] = self._best(name, rate, limit, rows)
         if choice.length:
             self._retry[name] = RETRY
             return choice
         return Choice(min(TRIAL, limit), 0.0) if job.guessing.quiet >= self._retry[name] else NOTHING
+
+    def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
+        steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
+        return choose_length(
+            rate, limit, lambda count: steps.of(count, per_row), rows=rows, guessing=self._per_guess[name]
+        )
 
     def _wishes(
         self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare: int
@@ -180,7 +201,7 @@ class Drafting:
         guessing = job.guessing
         name = guessing.drafter
         job.drafted += drafted
-        guessing.quiet = 0
+        guessing.quiet = guessing.asleep = 0
         guessing.verified(name, drafted, accepted)
         self._usual[name].verified(drafted, accepted)
         self._retry[name] = min(SELDOM, 2 * self._retry[name])
@@ -189,6 +210,9 @@ class Drafting:
         """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
         costs = self._costs
         costs.steps.measured(rows, seconds)
+        self._measured += 1
+        if self._measured % RECONSIDER == 0 or rows > jobs:
+            self._choices_made.clear()
         step = costs.steps.of(jobs, costs.per_entry)
         if rows == jobs:
             self._guessed = 0

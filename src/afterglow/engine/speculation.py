@@ -38,6 +38,7 @@ class Guessing:
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by drafter
     drafter: str = ""  # who guessed last
     quiet: int = 0  # decodes since somebody guessed
+    asleep: int = 0  # until it has been quiet for so long, guesses are not even considered
     barred: bool = False  # its memory could not drop a wrong guess: never again
 
     def rate(self, drafter: str, usual: float) -> float:
