@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from afterglow.llama.model import ModelSettings, Progress
 from afterglow.llama.probe import ensure_safe
 from afterglow.llama.settings import CacheType, ContextSettings
 from afterglow.model import Model
+from afterglow.paths import cache_directory
 
 
 def load(
@@ -35,6 +37,7 @@ def load(
     mmap: bool = True,
     mlock: bool = False,
     chat_template: str | None = None,
+    disk: bool | None = None,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
@@ -45,7 +48,9 @@ def load(
 
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
-    `chat_template` takes the place of the model's own. With `fetch`, a known model that is not here yet is downloaded.
+    `chat_template` takes the place of the model's own. What was computed is kept on `disk` for the next time, unless
+    that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that is not here yet is
+    downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -72,7 +77,19 @@ def load(
             lifecycle.warm(progress)
         case Stage.ACTIVE:
             lifecycle.activate(progress)
-    return Model(lifecycle, str(model), engine or EngineSettings(), chat_template)
+    return Model(lifecycle, str(model), kept(engine or EngineSettings(), str(model), disk), chat_template)
+
+
+def kept(settings: EngineSettings, name: str, disk: bool | None = None) -> EngineSettings:
+    """The settings with a place on disk for what was computed, where nothing says otherwise.
+
+    >>> kept(EngineSettings(), "tiny", disk=False).disk_directory is None
+    True
+    """
+    wanted = os.environ.get("AFTERGLOW_DISK", "on").lower() not in ("off", "0", "false", "no") if disk is None else disk
+    if not wanted or settings.disk_directory is not None:
+        return settings
+    return replace(settings, disk_directory=cache_directory("prefix"), disk_name=name)
 
 
 def usable_cores() -> int:

@@ -94,7 +94,11 @@ def serve(
 def served_settings(chosen: Settings) -> ServedSettings:
     """How the models are loaded."""
     return ServedSettings(
-        context=chosen.context, sequences=chosen.sequences, gpu_layers=chosen.gpu_layers, threads=chosen.threads
+        disk=chosen.disk,
+        context=chosen.context,
+        sequences=chosen.sequences,
+        gpu_layers=chosen.gpu_layers,
+        threads=chosen.threads,
     )
 
 

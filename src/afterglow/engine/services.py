@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import common_prefix
+from afterglow.engine.explanation import Explanation
 from afterglow.engine.llama import LlamaBackend
-from afterglow.engine.memory import Explanation
 from afterglow.engine.request import Request
 from afterglow.engine.scoring import Scored, score_rows
 from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedOperation
