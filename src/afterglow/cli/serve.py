@@ -23,7 +23,7 @@ from afterglow.serving import ServedSettings
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MODEL]...",
+        metavar="MODEL",
         help="Names from `afterglow models`, or paths. NAME=MODEL serves it under that name.",
         show_default=False,
     ),
