@@ -46,6 +46,7 @@ class ServedSettings:
     gpu_layers: int | None = None  # None: as many as fit
     threads: int | None = None  # None: the processor's cores
     disk: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK says `off`
+    chat_template: str | None = None  # takes the place of the model's own
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def recipe(self, name: str, path: Path) -> LlamaEngine:
@@ -215,5 +216,5 @@ class ServedModel(Answering):
     def _talking(self) -> Chat:
         with self._building:
             if self._chat is None:
-                self._chat = Chat(self.vocabulary, self._model.chat_template())
+                self._chat = Chat(self.vocabulary, self.settings.chat_template or self._model.chat_template())
             return self._chat

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from afterglow.cli import chat
-from afterglow.cli.opening import local_path
+from afterglow.cli.opening import local_path, template_text
 from afterglow.cli.settings import Settings, settings
 from afterglow.errors import InvalidArgument
 from afterglow.server.roster import Roster
@@ -57,6 +57,7 @@ def serve(
     context: chat.Context = None,
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
+    chat_template: chat.Template = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
@@ -68,6 +69,7 @@ def serve(
         context=context,
         threads=threads,
         gpu_layers=gpu_layers,
+        chat_template=chat_template,
         server={
             "host": host,
             "port": port,
@@ -99,6 +101,7 @@ def served_settings(chosen: Settings) -> ServedSettings:
         sequences=chosen.sequences,
         gpu_layers=chosen.gpu_layers,
         threads=chosen.threads,
+        chat_template=template_text(chosen.chat_template),
     )
 
 
