@@ -11,6 +11,7 @@ import psutil
 
 from afterglow import registry
 from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
+from afterglow.engine.recipe import Draft
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.arguments import integer
 from afterglow.llama.devices import free_memory
@@ -21,6 +22,8 @@ from afterglow.llama.probe import ensure_safe
 from afterglow.llama.settings import CacheType, ContextSettings
 from afterglow.model import Model
 from afterglow.paths import cache_directory
+
+SNAPSHOTS = 4  # of recurrent states, where something guesses ahead
 
 
 def load(
@@ -38,6 +41,7 @@ def load(
     mlock: bool = False,
     chat_template: str | None = None,
     disk: bool | None = None,
+    draft: str | os.PathLike[str] | None = None,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
@@ -48,9 +52,10 @@ def load(
 
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
-    `chat_template` takes the place of the model's own. What was computed is kept on `disk` for the next time, unless
-    that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that is not here yet is
-    downloaded.
+    `chat_template` takes the place of the model's own. `draft` guesses ahead where that is faster: "mtp" for the
+    model's own heads, or a smaller model of the same vocabulary, by name or path. What was computed is kept on `disk`
+    for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that
+    is not here yet is downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -58,6 +63,8 @@ def load(
     """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
     ensure_safe(path)
+    engine = kept(engine or EngineSettings(), str(model), disk)
+    drafting = _draft(draft, fetch=fetch)
     slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
     context_settings = ContextSettings(
         cells=slots * integer("context", context, 1, 2**31 // 256),
@@ -68,16 +75,40 @@ def load(
         value_type=value_type,
         flash_attention=flash_attention,
         unified=unified,
+        rollback=_rollback(drafting, engine),
     )
     layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
-    model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock)
+    model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock, mtp=drafting == "mtp")
     lifecycle = Lifecycle(path, model_settings, context_settings, hooks=hooks)
     match Stage(state):
         case Stage.WARM:
             lifecycle.warm(progress)
         case Stage.ACTIVE:
             lifecycle.activate(progress)
-    return Model(lifecycle, str(model), kept(engine or EngineSettings(), str(model), disk), chat_template)
+    try:
+        return Model(lifecycle, str(model), engine, chat_template, drafting)
+    except BaseException:  # also where what should guess for it does not fit
+        lifecycle.close()
+        raise
+
+
+def _draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft | None:
+    """What guesses: the model's heads, or the file of a model that can safely be loaded."""
+    if draft is None or draft == "mtp":
+        return None if draft is None else "mtp"
+    path = registry.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, fetch=fetch)
+    ensure_safe(path)
+    return path
+
+
+def _rollback(draft: Draft | None, settings: EngineSettings) -> int:
+    """Wrong guesses that recurrent memory must be able to drop. Each takes as much as the state itself, for every
+    sequence, so only where somebody asked for guesses."""
+    if settings.speculation == "off" or settings.deterministic:
+        return 0
+    if isinstance(settings.speculation, int):
+        return settings.speculation
+    return 0 if draft is None else SNAPSHOTS
 
 
 def kept(settings: EngineSettings, name: str, disk: bool | None = None) -> EngineSettings:

@@ -11,9 +11,8 @@ from afterglow.answering import Answering
 from afterglow.chat.chat import Chat
 from afterglow.completion import Score
 from afterglow.engine import scoring, snapshots
-from afterglow.engine.engine import Engine
 from afterglow.engine.lifecycle import Lifecycle, Stage
-from afterglow.engine.llama import LlamaBackend
+from afterglow.engine.recipe import Draft, make_engine
 from afterglow.engine.sequence import Saved
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.thread import EngineThread
@@ -36,13 +35,19 @@ class Model(Answering):
     """
 
     def __init__(
-        self, lifecycle: Lifecycle, name: str, settings: EngineSettings, chat_template: str | None = None
+        self,
+        lifecycle: Lifecycle,
+        name: str,
+        settings: EngineSettings,
+        chat_template: str | None = None,
+        draft: Draft | None = None,
     ) -> None:
         super().__init__()
         self.name = name
         self._lifecycle = lifecycle
         self._engine_settings = settings
         self._chat_template = chat_template
+        self._draft = draft
         self._engine: EngineThread | None = None
         self._lock = threading.Lock()  # over transitions
         self._scoring = threading.Lock()  # one sequence is kept for it
@@ -222,9 +227,9 @@ class Model(Answering):
     def _start(self) -> None:
         if not self.info.causal:
             return
-        context = self._lifecycle.context
-        backend = LlamaBackend(context, sequences=context.sequences - 1)
-        self._engine = EngineThread(lambda: Engine(backend, self._engine_settings))
+        context, settings, draft = self._lifecycle.context, self._engine_settings, self._draft
+        sequences = context.sequences - 1  # the last is for scoring
+        self._engine = EngineThread(lambda: make_engine(context, settings, draft=draft, sequences=sequences))
 
     def _stop(self) -> None:
         engine, self._engine = self._engine, None

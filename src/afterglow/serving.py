@@ -17,8 +17,8 @@ from afterglow.chat.chat import Chat
 from afterglow.engine import services
 from afterglow.engine.engine import Engine
 from afterglow.engine.explanation import Explanation
-from afterglow.engine.llama import LlamaEngine
 from afterglow.engine.process import EngineProcess
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.request import Request
 from afterglow.engine.scoring import Scored
 from afterglow.engine.services import Facts, Held

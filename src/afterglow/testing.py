@@ -23,6 +23,8 @@ from afterglow.llama.sampling import Sampling
 
 Kind = Literal["attention", "window", "recurrent", "hybrid"]
 WINDOW = 24
+PAST = 8  # entries before the window that are still there
+GUESSES = 16  # that one decode can verify
 
 
 def mix(*values: int) -> int:
@@ -159,9 +161,10 @@ class FakeBackend:
             cells=cells,
             batch_cells=batch_cells,
             ubatch_cells=batch_cells,
-            outputs=sequences,
+            outputs=sequences + GUESSES,
             shared=shared,
             interruptible=True,
+            max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
         )
         self.ends = frozenset({0})
         self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
@@ -259,7 +262,7 @@ class FakeBackend:
         if kind != "recurrent":
             memory.cells += cells
         if kind == "window":
-            memory.window = [cell for cell in memory.window + cells if cell.position >= memory.position - WINDOW - 8]
+            memory.window = [cell for cell in memory.window + cells if cell.position >= memory.position - WINDOW - PAST]
         if kind in ("recurrent", "hybrid"):
             memory.state = content
         return content

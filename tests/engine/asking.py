@@ -16,8 +16,8 @@ import recipes
 from play import GREEDY, prompt, request
 
 from afterglow import tiny
-from afterglow.engine.llama import LlamaEngine
 from afterglow.engine.process import EngineProcess
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.request import Event, Failed, Finished, Progress, Request, Token
 from afterglow.engine.stream import Stream
 from afterglow.engine.thread import EngineThread

@@ -17,7 +17,7 @@ from afterglow import tiny
 from afterglow.engine import disk_files
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Media
-from afterglow.engine.llama import LlamaEngine
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.settings import ContextSettings
 

@@ -13,7 +13,7 @@ from afterglow import tiny
 from afterglow.engine.backend import Span
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import Engine
-from afterglow.engine.llama import LlamaEngine
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.segments import Segment
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.settings import ContextSettings

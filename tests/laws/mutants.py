@@ -17,7 +17,7 @@ import test_more_laws as more
 import test_once_broken as once
 import test_stored as stored
 
-from afterglow.engine import disk_files, snapshots
+from afterglow.engine import disk_files, sampling, snapshots
 from afterglow.engine import engine as engine_module
 from afterglow.engine import marks as marks_module
 from afterglow.engine import memory as memory_module
@@ -494,10 +494,11 @@ def _(put):
 
 @mutant("a token that does not exist reaches a decode", once.test_a_token_that_does_not_exist_ends_its_own_request_only)
 def _(put):
-    def check(original, self, request, ids):
-        original(self, request, ids % self.backend.vocabulary)
+    def check(request, ids, ledger, backend):
+        original(request, ids % backend.vocabulary, ledger, backend)
 
-    wrapped(Engine, "_check", check)(put)
+    original = engine_module.check_servable
+    put(engine_module, "check_servable", check)
 
 
 @mutant(
@@ -580,11 +581,12 @@ def _(put):
 
 @mutant("an answer ends where positions do", once.test_an_answer_ends_where_cells_do_and_not_where_positions_do)
 def _(put):
-    def ending(original, self, job, token):
+    def ending(job, backend, token):
         job.sequence.cells = job.sequence.position
-        return original(self, job, token)
+        return original(job, backend, token)
 
-    wrapped(Engine, "_ending", ending)(put)
+    original = sampling._ending
+    put(sampling, "_ending", ending)
 
 
 @mutant("positions are taken for cells", more.test_a_prompt_is_measured_in_cells)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from afterglow.engine.drafting import Drafter
 from afterglow.engine.engine import Engine
 from afterglow.engine.request import Failed, Finished, Progress, Request, Token
 from afterglow.engine.settings import EngineSettings
@@ -89,8 +90,10 @@ def check(engine: Engine) -> None:
     assert engine.memory.marks.nbytes <= settings.max_bytes
 
 
-def fake(kind: str = "attention", settings: EngineSettings | None = None, **options: object) -> Engine:
-    return Engine(FakeBackend(kind, **options), settings)  # type: ignore[arg-type]
+def fake(
+    kind: str = "attention", settings: EngineSettings | None = None, drafters: Sequence[Drafter] = (), **options: object
+) -> Engine:
+    return Engine(FakeBackend(kind, **options), settings, drafters)  # type: ignore[arg-type]
 
 
 def reference(make: Callable[[], Engine], entries: Iterable[int], **options: object) -> list[int]:

@@ -11,7 +11,7 @@ from play import KINDS, LAYOUTS, Answer, ask, check, collect, play, request
 
 from afterglow import tiny
 from afterglow.engine.engine import Engine
-from afterglow.engine.llama import LlamaEngine
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings

@@ -14,7 +14,7 @@ from afterglow.engine import snapshots
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Media
-from afterglow.engine.llama import LlamaEngine
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.request import Request
 from afterglow.engine.reuse import Continue
 from afterglow.engine.settings import EngineSettings

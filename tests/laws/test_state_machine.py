@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import truth
+from guessing import Oracle
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -106,6 +107,18 @@ SEED = st.integers(0, 2)
 PICK = st.integers(0, 20)
 
 
+class Answers(dict):
+    """What every request of a life will be answered, for a drafter that knows everything."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__()
+        self.life = life
+
+    def get(self, id: str, _: object = None) -> list[int]:
+        life = self.life
+        return alone(life.kind, life.cells, tuple(life.requests[id].entries), life.named[id])[0]
+
+
 class Life(RuleBasedStateMachine):
     """One engine, from its making to the end of its last request."""
 
@@ -133,13 +146,17 @@ class Life(RuleBasedStateMachine):
         tick=st.sampled_from([1e-2, 1e-5]),
         ram=st.sampled_from([10**9, 12_000, 3_000, 600, 0]),
         segment=st.sampled_from([8, 5, 64]),
+        speculation=st.sampled_from(["off", 2, 5, "auto"]),
+        wrong=st.sampled_from([0, 2, 3, 1]),
     )
-    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick, ram, segment):
+    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick, ram, segment, speculation, wrong):
         self.clock.begin(tick)
         checkpoints = CheckpointSettings(
             max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=often, min_tokens=8, min_gap=4
         )
         self.cells = cells
+        if isinstance(speculation, int) and self.kind in ("recurrent", "hybrid"):
+            rollback = 3
         self.engine = fake(
             self.kind,
             EngineSettings(
@@ -147,9 +164,12 @@ class Life(RuleBasedStateMachine):
                 parked_bytes=parked,
                 deterministic=self.deterministic,
                 grid=ON_THE_GRID.grid,
+                speculation=speculation,
+                drafters=("oracle",),
                 ram_bytes=ram,
                 segment=segment,
             ),
+            [Oracle(Answers(self), wrong)],
             sequences=sequences,
             batch_cells=batch,
             cells=cells,

@@ -10,6 +10,9 @@ import pytest
 from schemas import ChatCompletion, ChatCompletionChunk, valid
 from serverprocess import CYCLE, ServerProcess, text_of
 
+from afterglow.engine.request import Usage
+from afterglow.server.answers import predictions_of
+
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PICK = {
     "type": "function",
@@ -70,6 +73,13 @@ def test_a_prompt_that_was_computed_is_reported_as_cached(server: ServerProcess)
     again = server.chat("a question that nobody asked before")
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < first["usage"]["prompt_tokens"] // 2
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+
+
+def test_what_was_guessed_before_it_was_drawn_is_told(server: ServerProcess) -> None:
+    usages = [Usage(generated=9, drafted=5, accepted=3), Usage(generated=4, drafted=2), Usage(generated=1)]
+    assert predictions_of(usages) == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    details = server.chat(max_tokens=40)["usage"]["completion_tokens_details"]
+    assert min(details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) >= 0
 
 
 def test_a_thought_comes_apart_from_the_answer_and_is_counted(server: ServerProcess) -> None:

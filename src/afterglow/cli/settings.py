@@ -41,6 +41,7 @@ class Settings(pydantic.BaseModel):
     gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
     disk: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
+    draft: str | None = pydantic.Field(None, description='What guesses ahead: "mtp", or the name or path of a model.')
     system: str = "You are a helpful assistant."
     max_tokens: int | None = pydantic.Field(None, ge=1, description="None: until the model ends.")
     temperature: float = pydantic.Field(0.0, ge=0, le=100)

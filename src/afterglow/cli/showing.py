@@ -145,7 +145,8 @@ def statistics(turn: Turn) -> str:
     usage = turn.usage
     speed = f"{usage.generated / usage.decode_time:.1f} tokens/s" if usage.decode_time > 0 else "-"
     wait = usage.queue_time + usage.prefill_time
+    guesses = f", drafted {usage.drafted}, accepted {usage.accepted}" if usage.drafted else ""
     return (
         f"{usage.cached} of {usage.prompt} prompt tokens cached, first token after {wait:.2f} s, "
-        f"{usage.generated} tokens at {speed}"
+        f"{usage.generated} tokens at {speed}{guesses}"
     )

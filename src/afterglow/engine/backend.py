@@ -28,6 +28,7 @@ class Capabilities:
     outputs: int  # rows of one decode that may give logits
     shared: bool  # unified: sequences share the cells, and a copy costs nothing
     interruptible: bool  # a decode can be stopped in the middle
+    max_rollback: int = 0  # newest entries that a sequence can drop again right after a decode
 
     @property
     def partial_state(self) -> bool:

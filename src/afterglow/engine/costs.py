@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
+
 WEIGHT = 0.2  # of a new measurement
 TELLING = 256 * 1024  # bytes
 
@@ -15,6 +18,7 @@ class Costs:
         self.bytes_per_entry = 20_000.0  # of a whole state
         self.per_disk_byte = 1e-9  # to read one byte of a file, and to check it
         self.per_step = 1e-3  # of a decode with nothing but generating rows
+        self.steps = StepCosts()
         self._sized = False  # whether `bytes_per_entry` was ever measured
 
     def computed(self, entries: int, seconds: float) -> None:
@@ -23,7 +27,6 @@ class Costs:
 
     def stepped(self, seconds: float) -> None:
         """A decode of generating rows only took so long."""
-        self.per_disk_byte = 1e-9  # to read one byte of a file, and to check it
         self.per_step += WEIGHT * (seconds - self.per_step)
 
     def moved(self, nbytes: int, seconds: float, entries: int) -> None:
@@ -43,3 +46,56 @@ class Costs:
     def of_copy(self, entries: int) -> float:
         """Expected seconds to copy a sequence of so many entries: there and back."""
         return 2 * entries * self.bytes_per_entry * self.per_byte
+
+
+class StepCosts:
+    """Seconds of a decode by how many generating rows it has: what guessing ahead costs on this machine."""
+
+    SETTLED = 3  # measurements after which a number can be judged by: the first decode of a shape also prepares it
+    RECENT = 8  # measurements of which the middle one counts: whatever else the machine does says nothing of a decode
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []  # that were measured, ascending
+        self._recent: dict[int, deque[float]] = {}
+        self._seconds: dict[int, float] = {}
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A decode of so many generating rows took so long."""
+        recent = self._recent.get(rows)
+        if recent is None:
+            recent = self._recent[rows] = deque(maxlen=self.RECENT)
+            self._rows.insert(bisect_left(self._rows, rows), rows)
+        recent.append(seconds)
+        self._seconds[rows] = sorted(recent)[(len(recent) - 1) // 2]
+
+    @property
+    def longest(self) -> int:
+        """The most rows that were measured."""
+        return self._rows[-1] if self._rows else 0
+
+    def known(self, rows: int) -> bool:
+        """Whether a decode of so many rows was measured often enough to be judged by."""
+        return len(self._recent.get(rows, ())) >= self.SETTLED
+
+    def of(self, rows: int, per_row: float) -> float:
+        """Expected seconds of so many rows: between those that were measured, or beyond with at least `per_row` more
+        for each row more. More rows never cost less."""
+        if not self._rows:
+            return rows * per_row
+        place = bisect_left(self._rows, rows)
+        if place == len(self._rows):
+            return self._beyond(rows, per_row)
+        upper = self._rows[place]
+        if upper == rows or place == 0:
+            return self._seconds[upper]
+        lower = self._rows[place - 1]
+        low, high = self._seconds[lower], max(self._seconds[lower], self._seconds[upper])
+        return low + (high - low) * (rows - lower) / (upper - lower)
+
+    def _beyond(self, rows: int, per_row: float) -> float:
+        last = self._rows[-1]
+        slope = per_row
+        if len(self._rows) > 1:
+            before = self._rows[-2]
+            slope = max(per_row, (self._seconds[last] - self._seconds[before]) / (last - before))
+        return self._seconds[last] + slope * (rows - last)

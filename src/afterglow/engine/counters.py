@@ -17,6 +17,8 @@ class Counters:
     coalesced: int = 0
     interrupted: int = 0
     widest: int = 0  # most jobs in one decode
+    drafted: int = 0  # guesses that were computed
+    accepted: int = 0  # and those of them that were right
 
 
 @dataclass(slots=True)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from afterglow.engine.admission import check_servable
 from afterglow.engine.backend import Backend, Span
 from afterglow.engine.counters import Counters
-from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.drafting import Drafter, Drafting
+from afterglow.engine.entries import Ledger, common_prefix
 from afterglow.engine.explanation import Explanation
 from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
+from afterglow.engine.lookup import Lookup
 from afterglow.engine.memory import PrefixMemory
-from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request, Token
+from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
+from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
 from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
-from afterglow.engine.scoring import likeliest, log_probabilities
-from afterglow.engine.sequence import Sequence
+from afterglow.engine.sequence import Sequence as Slot
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
 from afterglow.errors import (
@@ -28,7 +31,6 @@ from afterglow.errors import (
     DecodeFailed,
     InvalidArgument,
     MemoryFull,
-    PromptTooLong,
 )
 
 MAX_ATTEMPTS = 3
@@ -44,7 +46,10 @@ class Engine:
     ...         print(event)
     """
 
-    def __init__(self, backend: Backend, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, backend: Backend, settings: EngineSettings | None = None, drafters: Sequence[Drafter] = ()
+    ) -> None:
+        """`drafters` are those that come with the backend, beside the ones that need nothing."""
         capabilities = backend.capabilities
         if capabilities.outputs < capabilities.sequences:
             raise InvalidArgument("outputs", f"must be at least one for each of {capabilities.sequences} sequences")
@@ -54,6 +59,7 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.memory = PrefixMemory(backend, self.ledger, self.settings, grid)
         self.counters = Counters()
+        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters])
         self.guides = Guides(backend.words)  # for any thread
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
@@ -74,7 +80,9 @@ class Engine:
         `guide` is what `guides` made of it, where somebody did that beforehand.
         """
         ids = self.ledger.ids(request.entries)
-        self._check(request, ids)
+        check_servable(request, ids, self.ledger, self.backend)
+        if request.id in self._jobs:
+            raise InvalidArgument("id", f"{request.id!r} is being served already")
         guide = guide or self.guides.prepare(request)
         stops = StopMatcher(request.stop) if request.stop else None
         sampler = self.backend.sampler(request.sampling)
@@ -82,20 +90,6 @@ class Engine:
         job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, guide=guide, room=room)
         self._jobs[request.id] = job
         self._waiting.append(job)
-
-    def _check(self, request: Request, ids: Ids) -> None:
-        limit = self.backend.capabilities.cells
-        request.check()
-        if request.id in self._jobs:
-            raise InvalidArgument("id", f"{request.id!r} is being served already")
-        if not len(ids):
-            raise InvalidArgument("entries", "must be at least one")
-        if (worst := int(ids.max())) >= self.backend.vocabulary:
-            raise InvalidArgument("entries", f"must be tokens from 0 to {self.backend.vocabulary - 1}, not {worst}")
-        if (cells := self.ledger.cells(ids)) > limit:
-            raise PromptTooLong(cells, limit)
-        if request.sequence is not None and not 0 <= request.sequence < len(self.memory.slots):
-            raise InvalidArgument("sequence", f"must be from 0 to {len(self.memory.slots) - 1}")
 
     def cancel(self, id: str) -> None:
         """End a request, from any thread. Inside a decode too, where that hurts nobody else's memory."""
@@ -115,6 +109,7 @@ class Engine:
         self._whole = False
         self._end_unwanted()
         self._admit()
+        self.drafting.offer(self._running)
         if chosen := self._schedule():
             self._decode(chosen)
         self._whole = True
@@ -137,6 +132,7 @@ class Engine:
                 self._fail(job, Cancelled("the engine was closed"))
             self.memory.close(store=self._whole)
         finally:
+            self.drafting.close()
             self.backend.close()
 
     # --- beginning and ending jobs
@@ -203,11 +199,11 @@ class Engine:
         job.leader = None
         return False
 
-    def _held(self, job: Job) -> Sequence:
+    def _held(self, job: Job) -> Slot:
         assert job.sequence is not None
         return job.sequence
 
-    def _run(self, job: Job, sequence: Sequence) -> None:
+    def _run(self, job: Job, sequence: Slot) -> None:
         job.sequence, job.aside = sequence, False
         job.admitted = job.admitted or time.monotonic()
         self._waiting.remove(job)
@@ -224,6 +220,7 @@ class Engine:
     def _forget(self, job: Job) -> None:
         del self._jobs[job.request.id]
         job.sampler.close()
+        self.drafting.forget(job)
         if job.parked is not None:
             self.memory.unparked(job.parked)
         if job in self._waiting:
@@ -272,23 +269,24 @@ class Engine:
 
     def _span(self, job: Job, count: int) -> Span:
         sequence = self._held(job)
-        complete = len(sequence) + count == job.known
-        return Span(sequence.number, job.pending(count), sequence.position, int(complete))
+        known = job.missing
+        job.draft = job.draft[: max(0, count - known)]
+        outputs = count - known + 1 if count >= known else 0  # after the last known entry, and after each guess
+        return Span(sequence.number, job.pending(count), sequence.position, outputs)
 
     def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
-        rows = 0
+        tokens = 0
         for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
-            rows += len(span.ids)
             self._held(job).decoded(span.ids)
             job.decoded_at = started
             if self.settings.deterministic:
                 self._note_alignment(job, len(span.ids))
             if span.outputs:
-                self._sample(job, self.backend.logits(index, len(span.ids) - 1))
+                tokens += self._sample(job, index, len(span.ids) - span.outputs)
             else:
                 self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
                 self._at_cut(job)
-        self._measure(rows, len(jobs), time.perf_counter() - started)
+        self._measure(spans, tokens, time.perf_counter() - started)
 
     def _note_alignment(self, job: Job, count: int) -> None:
         sequence, grid = self._held(job), self.settings.grid
@@ -296,14 +294,17 @@ class Engine:
         if length <= len(job.prompt) and length - count == sequence.aligned and length % grid == 0:
             sequence.aligned = length
 
-    def _measure(self, rows: int, jobs: int, seconds: float) -> None:
+    def _measure(self, spans: list[Span], tokens: int, seconds: float) -> None:
+        rows = sum([len(span.ids) for span in spans])
+        guesses = sum([span.outputs - 1 for span in spans if span.outputs > 1])
         self.counters.decodes += 1
         self.counters.rows += rows
-        self.counters.prompt_entries += rows if rows > jobs else 0
-        self.counters.widest = max(self.counters.widest, jobs)
-        if rows == jobs:
+        self.counters.widest = max(self.counters.widest, len(spans))
+        if rows - guesses == len(spans):
             self.memory.costs.stepped(seconds)
+            self.drafting.measured(rows, len(spans), tokens, seconds)
         else:
+            self.counters.prompt_entries += rows
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:
@@ -311,56 +312,38 @@ class Engine:
         if len(sequence) in job.cuts and self.backend.capabilities.partial_state:
             self.memory.take_checkpoint(sequence)
 
-    def _sample(self, job: Job, logits: NDArray[np.float32]) -> None:
-        request = job.request
-        if not job.first_token:
-            job.first_token = time.monotonic()
-        if request.max_tokens == 0:
-            return self._finish(job, "length")
+    def _sample(self, job: Job, span: int, row: int) -> int:
+        """Draw the job's next tokens, `row` being its last known entry; how many there are."""
+        job.first_token = job.first_token or time.monotonic()
+        if job.request.max_tokens == 0:
+            self._finish(job, "length")
+            return 0
+        before, accepted = len(job.generated), job.accepted
+        failure: AfterglowError | None = None
+        ending: Ending | None = None
         try:
-            token = self._choose(job, logits)
+            ending = continue_answer(job, self.backend, span, row, self._events)
         except AfterglowError as error:
-            return self._fail(job, error)
-        job.generated.append(token)
-        self._events.append(self._token(job, token, logits))
-        ending = self._ending(job, token)
-        if ending is not None:
+            failure = error
+        if job.draft:
+            self.drafting.verified(job, len(job.draft), job.accepted - accepted)
+            self.counters.drafted += len(job.draft)
+            self.counters.accepted += job.accepted - accepted
+        whole = drop_wrong(job)
+        if failure is not None:
+            self._fail(job, failure)
+        elif ending is not None:
             self._finish(job, *ending)
-
-    def _choose(self, job: Job, logits: NDArray[np.float32]) -> int:
-        if job.guide is None:
-            token = job.sampler.sample(logits)
-        else:
-            token = job.guide.choose(job.sampler, logits)
-            job.guide.accept(token)
-        job.sampler.accept(token)
-        return token
-
-    def _token(self, job: Job, token: int, logits: NDArray[np.float32]) -> Token:
-        count = job.request.logprobs
-        if count is None:
-            return Token(job.request.id, token)
-        values = log_probabilities(logits)
-        return Token(job.request.id, token, float(values[token]), likeliest(values, count))
-
-    def _ending(self, job: Job, token: int) -> tuple[Reason, bytes | int | None] | None:
-        request = job.request
-        if token in request.stop_tokens or (token in self.backend.ends and not request.ignore_ends):
-            return "stop", token
-        if job.stops is not None and (stop := job.stops.feed(self.backend.piece(token))) is not None:
-            return "stop", stop
-        if job.guide is not None and job.guide.ended:
-            return "stop", None
-        if len(job.generated) == request.max_tokens:
-            return "length", None
-        if self._held(job).cells >= job.room:  # the token has no cell to go to
-            return "length", None
-        return None
+        elif not whole:
+            self._wait_again(job)
+        return len(job.generated) - before
 
     # --- when memory is full, or a decode failed
 
     def _make_room(self, jobs: list[Job], error: MemoryFull) -> None:
-        """Evict what is idle; else the youngest job steps aside; a job that is alone ends where it is."""
+        """Do without guesses; evict what is idle; else the youngest job steps aside; one that is alone ends."""
+        if any(job.draft for job in jobs):
+            return self.drafting.pause()
         if self.memory.evict():
             return
         youngest = max(self._running, key=lambda job: job.submitted)
@@ -409,5 +392,9 @@ class Engine:
             if job.attempts >= MAX_ATTEMPTS:
                 self._fail(job, error)
             elif len(sequence) == 0:
-                self._stop_running(job)
-                self._waiting.appendleft(job)
+                self._wait_again(job)
+
+    def _wait_again(self, job: Job) -> None:
+        """The job has lost its memory: it begins again, from what there is."""
+        self._stop_running(job)
+        self._waiting.appendleft(job)

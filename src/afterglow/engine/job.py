@@ -10,6 +10,7 @@ from afterglow.engine.entries import Ids
 from afterglow.engine.guide import Guide
 from afterglow.engine.request import Request, Usage
 from afterglow.engine.sequence import Saved, Sequence
+from afterglow.engine.speculation import Guessing
 from afterglow.engine.stops import StopMatcher
 
 
@@ -17,7 +18,7 @@ from afterglow.engine.stops import StopMatcher
 class Job:
     """Known entries are the prompt and what was generated; the backlog is what memory does not hold yet.
 
-    Work is a gap to close: a chunk of the prompt and one generated token are the same thing.
+    Work is a gap to close: a chunk of the prompt, one generated token and guesses behind it are the same thing.
     """
 
     request: Request
@@ -28,6 +29,8 @@ class Job:
     room: int  # entries that its sequence can hold
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)  # guesses behind it, for the coming decode only
+    guessing: Guessing = field(default_factory=Guessing)
     cuts: list[int] = field(default_factory=list)  # depths at which its memory has to stand still
     parked: Saved | None = None  # its memory, while it had to make room
     leader: Job | None = None  # who is computing the beginning of this prompt right now
@@ -40,26 +43,39 @@ class Job:
     admitted: float = 0.0
     first_token: float = 0.0
     decoded_at: float = 0.0
+    drafted: int = 0  # guesses that were computed
+    accepted: int = 0  # and those of them that were right
 
     @property
     def known(self) -> int:
         return len(self.prompt) + len(self.generated)
 
     @property
-    def backlog(self) -> int:
+    def missing(self) -> int:
+        """Known entries that memory lacks."""
         return self.known - (0 if self.sequence is None else len(self.sequence))
+
+    @property
+    def backlog(self) -> int:
+        return self.missing + len(self.draft)
 
     @property
     def generating(self) -> bool:
         """Whether only the newest token is missing in memory: somebody is waiting for the next."""
-        return bool(self.generated) and self.backlog == 1
+        return bool(self.generated) and self.missing == 1
+
+    @property
+    def cells(self) -> int:
+        """Cells that are filled by all that is known but its newest token, whatever guesses memory holds beyond it."""
+        assert self.sequence is not None
+        return self.sequence.cells - (len(self.sequence) - self.known + 1)
 
     def pending(self, count: int) -> Ids | list[int]:
         """The next `count` entries that memory lacks."""
         assert self.sequence is not None
         start, prompt = len(self.sequence), len(self.prompt)
         if start >= prompt:
-            return self.generated[start - prompt : start - prompt + count]
+            return (self.generated[start - prompt :] + self.draft)[:count]
         return self.prompt[start : start + count]
 
     def next_stop(self) -> int:
@@ -82,6 +98,8 @@ class Job:
             prompt=len(self.prompt),
             cached=self.reused,
             generated=len(self.generated),
+            drafted=self.drafted,
+            accepted=self.accepted,
             queue_time=admitted - self.submitted,
             prefill_time=first - admitted,
             decode_time=now - first,

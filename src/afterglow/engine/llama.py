@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Cells, Sampler, Scope, Span, State
 from afterglow.engine.constraint import Words
-from afterglow.engine.engine import Engine
-from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
 from afterglow.llama.devices import devices
-from afterglow.llama.model import Model, ModelSettings
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
-from afterglow.llama.settings import ContextSettings
 
 POSITIONS = struct.Struct("<ii")  # the first and the last of a partial state
 
 
 class LlamaBackend:
-    """The engine's memory on llama.cpp. Owns nothing: whoever made the context closes it."""
+    """The engine's memory on llama.cpp. Unless it is made to own its model, whoever made the context closes it."""
+
+    owning = False
 
     def __init__(self, context: Context, sequences: int | None = None) -> None:
         """Use the first `sequences` of the context, or all."""
@@ -44,6 +40,7 @@ class LlamaBackend:
             outputs=context.max_outputs,
             shared=settings.unified,
             interruptible=all(device.kind == "cpu" for device in devices()) or not context.model.settings.gpu_layers,
+            max_rollback=_max_rollback(context),
         )
         self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends
@@ -138,31 +135,15 @@ class LlamaBackend:
         self.context.uninterrupt()
 
     def close(self) -> None:
-        """Nothing of its own to give back."""
+        if self.owning:
+            self.context.model.close()
 
 
-class OwningBackend(LlamaBackend):
-    """A backend that came with its model, and goes with it."""
-
-    def close(self) -> None:
-        self.context.model.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaEngine:
-    """Makes an engine on a model file, wherever it is called: the recipe that travels to a child process."""
-
-    path: Path
-    model: ModelSettings = field(default_factory=ModelSettings)
-    context: ContextSettings = field(default_factory=ContextSettings)
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    reserved: int = 0  # sequences of the context that the engine leaves alone, for scoring texts beside the answers
-
-    def __call__(self) -> Engine:
-        model = Model.load(self.path, self.model)
-        try:
-            context = Context(model, self.context)
-            return Engine(OwningBackend(context, context.sequences - self.reserved), self.engine)
-        except BaseException:
-            model.close()
-            raise
+def _max_rollback(context: Context) -> int:
+    """Entries that a sequence can drop after a decode. A window keeps what one ubatch more would need."""
+    match context.model.info.memory:
+        case "attention":
+            return context.cells_per_sequence
+        case "window":
+            return context.cells_per_sequence if context.settings.full_window else context.ubatch
+    return context.max_rollback

@@ -68,6 +68,8 @@ class Usage:
     prompt: int = 0
     cached: int = 0  # prompt entries that were not computed again
     generated: int = 0
+    drafted: int = 0  # tokens that were guessed and computed before they were drawn
+    accepted: int = 0  # and those of them that were drawn: as many decodes were saved
     queue_time: float = 0.0
     prefill_time: float = 0.0
     decode_time: float = 0.0

@@ -20,15 +20,21 @@ class Budget:
 
 
 def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, now: float) -> list[tuple[Job, int]]:
-    """Jobs that generate come first, each with its newest token; prompts fill the rest in chunks.
+    """Jobs that generate come first, each with its newest token and guesses behind it; prompts fill the rest in chunks.
 
     Among prompts the shortest remaining goes first, and waiting makes a job shorter, so nobody starves.
     """
     room = budget.cells - (min(SMALLEST_CHUNK, budget.cells // 2) if prompts else 0)
     if len(generating) > room:  # more than the batch holds take turns
         generating = sorted(generating, key=lambda job: job.decoded_at)
-    chosen = [(job, 1) for job in generating[:room]]
-    left = min(budget.cells - len(chosen), budget.prompt_entries)
+    generating = generating[:room]
+    spare = room - len(generating)
+    chosen: list[tuple[Job, int]] = []
+    for job in generating:
+        guesses = min(len(job.draft), spare)
+        chosen.append((job, 1 + guesses))
+        spare -= guesses
+    left = min(budget.cells - sum(count for _, count in chosen), budget.prompt_entries)
     for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
         count = min(left, job.next_stop())
         if count > 0:

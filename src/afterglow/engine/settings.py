@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from afterglow.engine.checkpoint import CheckpointSettings
+from afterglow.engine.speculation import LONGEST
 from afterglow.errors import InvalidArgument
 from afterglow.llama.arguments import integer, real
 
@@ -30,6 +32,9 @@ class EngineSettings:
     disk_bytes: int = 10 * 1024**3  # of all files there, whichever model's
     segment: int = 64  # entries in one stored segment
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
+    # Guess ahead as far as it pays, never, or always so many tokens; and who may guess: all there are, or these.
+    speculation: Literal["auto", "off"] | int = "auto"
+    drafters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         real("gap", self.gap, 0)
@@ -43,6 +48,12 @@ class EngineSettings:
             integer("ram_bytes", self.ram_bytes, 0, 2**62)
         if not isinstance(self.checkpoints, CheckpointSettings):
             raise InvalidArgument("checkpoints", f"must be CheckpointSettings, not {self.checkpoints!r}")
+        if self.speculation not in ("auto", "off"):
+            if isinstance(self.speculation, str | bool):
+                raise InvalidArgument("speculation", f'must be "auto", "off" or a number, not {self.speculation!r}')
+            integer("speculation", self.speculation, 1, LONGEST)
+        if self.drafters is not None and not isinstance(self.drafters, tuple):
+            raise InvalidArgument("drafters", f"must be a tuple of names, not {self.drafters!r}")
 
     @property
     def ram_limit(self) -> int:

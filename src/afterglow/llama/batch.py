@@ -24,7 +24,8 @@ class Batch:
         self.count = 0
         self._arrays = {
             "token": ffi.new("llama_token[]", capacity),
-            "pos": ffi.new("llama_pos[]", capacity),
+            # Rows with a hidden state may be read as if they had four positions each, as pictures do.
+            "pos": ffi.new("llama_pos[]", 4 * capacity if width else capacity),
             "sequence": ffi.new("llama_seq_id[]", capacity),
             "n_seq_id": ffi.new("int32_t[]", [1] * capacity),
             "logits": ffi.new("int8_t[]", capacity),

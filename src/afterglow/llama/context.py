@@ -147,6 +147,18 @@ class Context(Handle):
         pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
         return self._floats(pointer, self._hidden_width())
 
+    def hidden_rows(self) -> NDArray[np.float32]:
+        """The hidden states after every row of the last decode: a view. Only where every row's are kept."""
+        if not len(self._outputs):
+            raise InvalidArgument("rows", "there are none: nothing was decoded, or the last decode failed")
+        pointer = self._library.symbols.llama_get_embeddings_nextn(self.pointer)
+        width = self._hidden_width()
+        return self._floats(pointer, len(self._outputs) * width).reshape(-1, width)
+
+    def use_head(self, head: int) -> None:
+        """Let the next decode of an MTP context run this head of a chain."""
+        self._library.symbols.llama_set_nextn_layer_offset(self.pointer, head)
+
     def keep_hidden(self, *, every_row: bool) -> None:
         """From the next decode on, keep the hidden states that MTP heads read; of output rows, or of every row."""
         if not self._library.mtp:

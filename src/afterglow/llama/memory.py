@@ -29,6 +29,7 @@ class MemoryOwner(Protocol):
     settings: ContextSettings
     sequences: int
     max_rollback: int
+    is_mtp: bool
 
     @property
     def pointer(self) -> Any: ...
@@ -54,8 +55,12 @@ class Memory:
 
     @property
     def kind(self) -> str:
-        """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory)."""
-        return "none" if self._memory == library().ffi.NULL else self._context.model.info.memory
+        """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory). MTP heads attend,
+        whatever the model below them does."""
+        if self._memory == library().ffi.NULL:
+            return "none"
+        kind = self._context.model.info.memory
+        return "attention" if self._context.is_mtp and kind in ("recurrent", "hybrid") else kind
 
     @property
     def can_shift(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.parts import Reasoning
 from afterglow.chat.reply import Delta, Turn, TurnStream
-from afterglow.engine.request import Token
+from afterglow.engine.request import Token, Usage
 from afterglow.server import limits
 from afterglow.server.admission import Ticket
 from afterglow.server.errors import invalid
@@ -177,10 +177,17 @@ def usage_of(turns: list[Turn], tallies: list[Tally]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": min(turn.usage.cached for turn in turns)},
         "completion_tokens_details": {
             "reasoning_tokens": sum(tally.reasoning for tally in tallies),
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            **predictions_of(turn.usage for turn in turns),
         },
     }
+
+
+def predictions_of(usages: Iterable[Usage]) -> dict[str, int]:
+    """Tokens that were guessed before they were drawn: those that were right, and the others."""
+    used = list(usages)
+    accepted = sum(usage.accepted for usage in used)
+    rejected = sum(usage.drafted for usage in used) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
 def logprob_of(model: ServedModel, token: Token) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from afterglow.chat.detokenizer import Detokenizer
 from afterglow.engine.request import Failed, Finished, Token
 from afterglow.engine.stream import Stream
 from afterglow.server.admission import Ticket
+from afterglow.server.answers import predictions_of
 from afterglow.server.overflow import Cut
 from afterglow.server.service import Service, merged
 from afterglow.server.types.completion import CompletionRequest
@@ -134,8 +135,7 @@ class Continuing:
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                **predictions_of(end.usage for end in ends),
             },
         }
 

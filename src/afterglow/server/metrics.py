@@ -49,6 +49,8 @@ class Metrics:
             self.tokens.labels(model, "prompt").inc(usage.prompt)
             self.tokens.labels(model, "cached").inc(usage.cached)
             self.tokens.labels(model, "generated").inc(usage.generated)
+            self.tokens.labels(model, "drafted").inc(usage.drafted)
+            self.tokens.labels(model, "accepted").inc(usage.accepted)
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,0 +1,91 @@
+"""Constructed models of realistic sizes, for wall-clock measurements: their blocks compute and add nothing.
+
+They follow the cycle of `afterglow.tiny`; their MTP head is right always, or in three of four. A file is written once
+and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from afterglow.paths import cache_directory
+from afterglow.tiny import constructed, vocabulary
+from afterglow.tiny.decoder import CONTEXT_LENGTH
+from afterglow.tiny.hybrid import DraftHead, Qwen35
+from afterglow.tiny.writer import Array, Writer
+
+
+@dataclass(frozen=True)
+class Size:
+    embedding: int
+    layers: int
+    heads: int
+    key_heads: int
+    feed_forward: int
+    state_heads: int
+
+
+SIZES = {
+    "245m": Size(1024, 16, 8, 2, 3072, 8),
+    "1b": Size(2048, 20, 16, 4, 6144, 16),
+    "8b": Size(4096, 36, 32, 8, 14336, 32),
+}
+
+
+class QuantizedWriter(Writer):
+    """Stores the matrices of blocks in another type."""
+
+    kind = gguf.GGMLQuantizationType.Q4_0
+
+    def given(self, name: str, array: Array, *, half: bool = False) -> None:
+        if not name.startswith("blk.") or array.ndim != 2 or "conv1d" in name:
+            super().given(name, array, half=half)
+        elif self.kind == gguf.GGMLQuantizationType.F16:
+            super().given(name, array, half=True)
+        else:
+            self._file.add_tensor(name, gguf.quants.quantize(array, self.kind), raw_dtype=self.kind)
+
+
+def path(size: str, quantization: str, acceptance: int) -> Path:
+    """The file of a model with `acceptance` 100 or 75 per cent; written where it is not there yet."""
+    file = cache_directory("benchmarks") / f"successor-{size}-{quantization}-{acceptance}.gguf"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        _write(unfinished, SIZES[size], quantization, acceptance)
+        os.replace(unfinished, file)
+    return file
+
+
+def _write(file: Path, size: Size, quantization: str, acceptance: int) -> None:
+    misdrafted = frozenset() if acceptance == 100 else constructed.MISDRAFTED
+    wide = size.embedding
+    small = constructed._draft_head(misdrafted)
+    assert small.embedding is not None
+    fusion = np.concatenate([np.eye(wide), np.zeros((wide, wide))], axis=1).astype(np.float32)
+    decoder = Qwen35(
+        embedding=wide, layers=size.layers, interval=4, heads=size.heads, key_heads=size.key_heads, head=128,
+        feed_forward=size.feed_forward, state=128, state_key_heads=size.state_heads, state_heads=size.state_heads,
+        draft=DraftHead(fusion, _padded(small.embedding, wide)),
+    )  # fmt: skip
+    with QuantizedWriter(file, decoder.architecture, seed=7) as writer:
+        writer.kind = gguf.GGMLQuantizationType[quantization.upper()]
+        vocabulary.describe(writer)
+        common = {"context_length": CONTEXT_LENGTH, "embedding_length": wide, "vocab_size": vocabulary.SIZE}
+        writer.settings(decoder.architecture, {**common, **decoder.settings()})
+        writer.given("token_embd.weight", _padded(constructed._embedding(), wide))
+        writer.constant("output_norm.weight", 1.0, wide)
+        writer.given("output.weight", _padded(constructed._output(), wide))
+        decoder.blocks(writer, gain=0.0)
+
+
+def _padded(table: Array, width: int) -> Array:
+    """The small model's table in the first dimensions; what a norm does to the others is nothing."""
+    wide = np.zeros((len(table), width), np.float32)
+    wide[:, : table.shape[1]] = table
+    return wide

@@ -1,0 +1,212 @@
+"""Guessing ahead: who guesses for which job before a decode, and how far. What comes of it, the sampler decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from afterglow.engine.backend import Capabilities
+from afterglow.engine.costs import WEIGHT, Costs
+from afterglow.engine.job import Job
+from afterglow.engine.settings import EngineSettings
+from afterglow.engine.speculation import LONGEST, NOTHING, Acceptance, Account, Choice, choose_length
+from afterglow.errors import UnsupportedOption
+
+Wish: TypeAlias = tuple[Job, int]
+"""A job that generates, and how many guesses it could use."""
+
+RETRY = 16  # decodes without guesses after which they are tried again, where they lost; twice as many each time
+SELDOM = 1024
+TRIAL = 2  # guesses in a trial
+FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are tried
+REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
+PAUSE = 16  # decodes without guesses after they did not fit into memory
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of answers. Wrong guesses cost time and change nothing."""
+
+    name: str
+
+    def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
+        """For each job its guesses, as many as it wishes or fewer. `job.prompt` and `job.generated` are what is known,
+        of which memory lacks the newest token."""
+
+    def forget(self, job: Job) -> None:
+        """The job has ended."""
+
+    def close(self) -> None:
+        """Give back what it owns."""
+
+
+def choose_drafters(available: Sequence[Drafter], settings: EngineSettings) -> list[Drafter]:
+    """All there are, or those that the settings name, in that order. `UnsupportedOption` where one is not there."""
+    if settings.drafters is None:
+        return list(available)
+    by_name = {drafter.name: drafter for drafter in available}
+    for name in settings.drafters:
+        if name not in by_name:
+            raise UnsupportedOption("drafters", f"there is no {name!r} here, only {', '.join(by_name)}")
+    return [by_name[name] for name in settings.drafters]
+
+
+class Drafting:
+    """Asks drafters for guesses, as many as are expected to pay, and learns from what came of them."""
+
+    def __init__(
+        self, settings: EngineSettings, capabilities: Capabilities, costs: Costs, drafters: Sequence[Drafter]
+    ) -> None:
+        self.account = Account()
+        self._fixed = settings.speculation if isinstance(settings.speculation, int) else None
+        on = settings.speculation != "off" and not settings.deterministic
+        if on and self._fixed is not None and capabilities.max_rollback == 0:
+            raise UnsupportedOption(
+                "speculation", f"this {capabilities.memory} memory cannot drop wrong guesses: it needs a `rollback`"
+            )
+        self._owned = list(drafters)
+        chosen = choose_drafters(drafters, settings)
+        self._drafters = chosen if on and capabilities.max_rollback > 0 else []
+        self._capabilities = capabilities
+        self._costs = costs
+        self._usual = {drafter.name: Acceptance() for drafter in drafters}
+        self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
+        self._retry = {drafter.name: RETRY for drafter in drafters}
+        self._spent = 0.0  # seconds of guessing for the coming decode
+        self._pause = 0
+        self._guessed = 0  # decodes with guesses since the last without
+
+    def offer(self, running: Sequence[Job]) -> None:
+        """Give jobs that generate their guesses for the coming decode."""
+        self._spent = 0.0
+        for job in running:
+            job.draft = []
+        if not self._drafters:
+            return
+        if self._pause:
+            self._pause -= 1
+            return
+        generating = [job for job in running if job.generating]
+        if not generating:
+            return
+        # A decode with a prompt in it computes as many rows as it can anyway: guesses would only make it longer.
+        if self._fixed is None and (len(generating) < len(running) or not self._worth_trying(generating)):
+            return
+        spare = self._spare(len(running), len(generating))
+        choices = {job: self._choices(job, len(generating), spare) for job in generating}
+        for rank in range(len(self._drafters)):
+            for drafter in self._drafters:
+                wishes = self._wishes(drafter, rank, choices, spare)
+                spare -= self._ask(drafter, wishes)
+
+    def _worth_trying(self, generating: Sequence[Job]) -> bool:
+        for job in generating:
+            job.guessing.quiet += 1
+        return self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(len(generating))
+
+    def _spare(self, running: int, generating: int) -> int:
+        """Guesses that one decode has room for: everybody needs a row, and an output at its end."""
+        return min(self._capabilities.outputs - running, self._capabilities.batch_cells - generating)
+
+    def _limit(self, job: Job, spare: int) -> int:
+        """Guesses that could be right, could be computed, and could be dropped again."""
+        if job.guessing.barred:
+            return 0
+        assert job.sequence is not None
+        left = LONGEST if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
+        room = job.room - job.sequence.cells - 1
+        return max(0, min(LONGEST, left, room, spare, self._capabilities.max_rollback))
+
+    def _choices(self, job: Job, rows: int, spare: int) -> list[tuple[Drafter, int]]:
+        """The drafters that could help this job, the most promising first, and how far each should guess."""
+        limit = self._limit(job, spare)
+        if self._fixed is not None:
+            return [(drafter, min(self._fixed, limit)) for drafter in self._drafters]
+        found: list[tuple[float, Drafter, int]] = []
+        for drafter in self._drafters:
+            choice = self._choose(job, drafter, rows, limit)
+            if choice.length:
+                found.append((-choice.gain, drafter, choice.length))
+        return [(drafter, length) for _, drafter, length in sorted(found, key=lambda one: one[0])]
+
+    def _choose(self, job: Job, drafter: Drafter, rows: int, limit: int) -> Choice:
+        costs, name = self._costs, drafter.name
+        rate = job.guessing.rate(name, self._usual[name].rate(FIRST_ESTIMATE))
+        # What was never measured is approached step by step: twice as far as before, and no further.
+        limit = min(limit, max(TRIAL, 2 * (costs.steps.longest - rows)))
+        per_row = min(costs.per_entry, costs.per_step)
+        choice = choose_length(
+            rate, limit, lambda count: costs.steps.of(count, per_row), rows=rows, guessing=self._per_guess[name]
+        )
+        if choice.length:
+            self._retry[name] = RETRY
+            return choice
+        return Choice(min(TRIAL, limit), 0.0) if job.guessing.quiet >= self._retry[name] else NOTHING
+
+    def _wishes(
+        self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare: int
+    ) -> list[Wish]:
+        wishes: list[Wish] = []
+        for job, options in choices.items():
+            if not job.draft and rank < len(options) and options[rank][0] is drafter:
+                length = min(options[rank][1], spare)
+                if length > 0:
+                    wishes.append((job, length))
+                    spare -= length
+        return wishes
+
+    def _ask(self, drafter: Drafter, wishes: list[Wish]) -> int:
+        """Let a drafter guess; how many guesses there are. Those that cannot come next are cut off."""
+        if not wishes:
+            return 0
+        started = time.perf_counter()
+        drafts = drafter.draft(wishes)
+        seconds = time.perf_counter() - started
+        total = 0
+        for (job, limit), draft in zip(wishes, drafts, strict=True):
+            guesses = draft[:limit]
+            if guesses and job.guide is not None:
+                guesses = guesses[: job.guide.permits(guesses)]
+            job.draft = guesses
+            job.guessing.drafter = drafter.name
+            total += len(guesses)
+        if total:
+            self._per_guess[drafter.name] += WEIGHT * (seconds / total - self._per_guess[drafter.name])
+        self._spent += seconds
+        return total
+
+    def verified(self, job: Job, drafted: int, accepted: int) -> None:
+        """So many of a job's guesses were computed, and so many of them were right."""
+        guessing = job.guessing
+        name = guessing.drafter
+        job.drafted += drafted
+        guessing.quiet = 0
+        guessing.verified(name, drafted, accepted)
+        self._usual[name].verified(drafted, accepted)
+        self._retry[name] = min(SELDOM, 2 * self._retry[name])
+
+    def measured(self, rows: int, jobs: int, tokens: int, seconds: float) -> None:
+        """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
+        costs = self._costs
+        costs.steps.measured(rows, seconds)
+        step = costs.steps.of(jobs, costs.per_entry)
+        if rows == jobs:
+            self._guessed = 0
+            self.account.plain(seconds)
+        else:
+            self._guessed += 1
+            self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+
+    def pause(self) -> None:
+        """Guesses did not fit into memory: do without them for a while."""
+        self._pause = PAUSE
+
+    def forget(self, job: Job) -> None:
+        """The job has ended."""
+        for drafter in self._drafters:
+            drafter.forget(job)
+
+    def close(self) -> None:
+        """Give back what drafters own, also those that were never asked."""
+        for drafter in self._owned:
+            drafter.close()

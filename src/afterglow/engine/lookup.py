@@ -1,0 +1,139 @@
+"""Guesses copied from what was said before: where the newest tokens stood already, what followed them then.
+
+Prompts and answers of one conversation share a history, so an answer finds what earlier turns said, also what an
+edited prompt no longer contains. A token costs one look into a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+
+import numpy as np
+
+from afterglow.engine.drafting import Wish
+from afterglow.engine.entries import Ids, Record, common_prefix
+from afterglow.engine.job import Job
+
+NGRAM = 3  # tokens that have to agree: two agree too often, four too late
+BITS = 21  # of one token in a key; three fit into 64
+MASK = (1 << BITS) - 1
+KEPT = 16  # histories of conversations that nobody is answering
+MOST = 1 << 17  # entries of a history; a longer one begins again with its newest path
+
+
+class History:
+    """Everything that was said in a conversation, in the order in which it came, and where each three tokens stood.
+
+    >>> history = History()
+    >>> history.follow(np.array([7, 1, 2, 3, 4, 5, 1, 2, 3]))
+    >>> history.guess(2)
+    [4, 5]
+    """
+
+    def __init__(self) -> None:
+        self._log: list[int] = []
+        self._path = Record()  # the prompt and the answer that it stands at the end of
+        self._places: dict[int, int] = {}  # three tokens, as one number → where what follows them stands in the log
+        self._source: int | None = None  # where in the log the next guess stands
+
+    def shared(self, prompt: Ids) -> int:
+        """How many entries the prompt has in common with what was last said here."""
+        return common_prefix(self._path.ids, prompt)
+
+    def follow(self, prompt: Ids) -> None:
+        """Go on with a prompt: what it has in common with the last stays, the rest is added."""
+        keep = self.shared(prompt)
+        if keep < len(self._path):  # it leaves the path: a few tokens again, so that it is known where
+            self._path.truncate(max(0, keep - NGRAM))
+        keep = len(self._path)
+        if len(self._log) + len(prompt) - keep > MOST:
+            self._log, self._places, keep = [], {}, 0
+            self._path.truncate(0)
+        self._path.extend(prompt[keep:])
+        start = len(self._log)
+        self._log += prompt[keep:].tolist()
+        self._index(max(start - NGRAM + 1, 0))
+
+    def _index(self, start: int) -> None:
+        """Note where the tokens from `start` on stand, all but the last three: those are to be found elsewhere."""
+        log = np.array(self._log[start:], dtype=np.int64) & MASK
+        self._source = None
+        if len(log) < NGRAM:
+            return
+        keys = (log[:-2] << 2 * BITS | log[1:-1] << BITS | log[2:]).tolist()
+        self._places.update(zip(keys[:-1], range(start + NGRAM, len(self._log)), strict=True))
+        self._source = self._places.get(keys[-1])
+        self._places[keys[-1]] = len(self._log)
+
+    def add(self, token: int) -> None:
+        """A token was said."""
+        log = self._log
+        agreed = self._source is not None and self._source < len(log) and log[self._source] == token
+        log.append(token)
+        self._path.append(token)
+        if len(log) < NGRAM:
+            return
+        key = (log[-3] & MASK) << 2 * BITS | (log[-2] & MASK) << BITS | token
+        earlier = self._places.get(key)
+        self._places[key] = len(log)
+        # A text that is being copied is followed where it is, also where its words stand elsewhere, too.
+        self._source = self._source + 1 if agreed and self._source is not None else earlier
+
+    def guess(self, limit: int) -> list[int]:
+        """What followed the newest tokens before; where that was so recent that it ends here, again and again."""
+        if self._source is None or self._source >= len(self._log):
+            return []
+        guesses = list(islice(cycle(self._log[self._source : self._source + limit]), limit))
+        return guesses if min(guesses) >= 0 else guesses[: next(i for i, one in enumerate(guesses) if one < 0)]
+
+    def __len__(self) -> int:
+        """Entries of the prompt and the answer."""
+        return len(self._path)
+
+
+class Lookup:
+    """The drafter that needs nothing but what was said."""
+
+    name = "lookup"
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[str, History]] = []  # the longest idle first, and whose they are
+        self._used: dict[Job, History] = {}
+
+    def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
+        return [self._history(job).guess(limit) for job, limit in wishes]
+
+    def forget(self, job: Job) -> None:
+        """The job has ended; the next turn goes on with its history."""
+        if job in self._used:
+            self._history(job)
+            self._idle.append((salt(job), self._used.pop(job)))
+            del self._idle[:-KEPT]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _history(self, job: Job) -> History:
+        """The job's history with everything in it that is known."""
+        history = self._used.get(job)
+        if history is None:
+            history = self._used[job] = self._begin(job)
+        for token in job.generated[len(history) - len(job.prompt) :]:
+            history.add(token)
+        return history
+
+    def _begin(self, job: Job) -> History:
+        """Go on with the conversation that the prompt continues, or begin a new one."""
+        own = [place for place, (owner, _) in enumerate(self._idle) if owner == salt(job)]
+        best = max(own, key=lambda place: self._idle[place][1].shared(job.prompt), default=None)
+        history = History()
+        if best is not None and self._idle[best][1].shared(job.prompt) >= NGRAM:
+            history = self._idle.pop(best)[1]
+        history.follow(job.prompt)
+        return history
+
+
+def salt(job: Job) -> str:
+    """Whose prompt it is: nobody's guesses come from what somebody else said."""
+    return job.request.salt

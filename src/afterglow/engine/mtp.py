@@ -1,0 +1,341 @@
+"""Guesses of a model's own multi-token-prediction heads: `MtpSession` drives them beside their model.
+
+A head reads a token and the hidden state that the model had before it, and says what comes after. So it has to see
+every decode of the model (`process`), and its memory follows the model's. It computes what it saw only when it is
+asked for guesses: while nobody guesses, plain decoding hardly notices it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument, UnsupportedOperation, WrongState
+from afterglow.llama.arguments import integer, real
+from afterglow.llama.context import Context
+from afterglow.llama.library import library
+
+KEPT_ROWS = 64  # hidden states of one sequence that are kept: at the ends of its last decodes
+WAITING = 512  # newest entries of a sequence that wait to be computed; what is older the heads do without
+Row = NDArray[np.float32]
+logger = logging.getLogger("afterglow.engine.mtp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpSettings:
+    """How a session guesses, as it was made."""
+
+    sequences: int
+    n_draft_max: int
+    n_min: int = 0  # fewer guesses than this are not worth a decode, and are dropped
+    p_min: float = 0.0  # a guess less likely than this ends the draft
+
+    need_embd: bool = False  # embeddings are of no use to the heads
+    need_embd_pre_norm: bool = True  # hidden states before the last norm are
+
+    def __post_init__(self) -> None:
+        integer("sequences", self.sequences, 1)
+        integer("n_draft_max", self.n_draft_max, 1)
+        integer("n_min", self.n_min, 0, self.n_draft_max)
+        real("p_min", self.p_min, 0, 1)
+
+
+@dataclass(slots=True)
+class MtpStatistics:
+    """What a session did so far."""
+
+    rounds: int = 0  # drafts of one sequence that had a guess in them
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of guesses that were right."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Entries that the heads have seen and not computed: tokens from a position on, and the state before each."""
+
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    before: list[Row] = field(default_factory=list)
+
+    def add(self, first: int, tokens: list[int], before: list[Row]) -> None:
+        if self.first + len(self.tokens) != first:  # what waited leads elsewhere
+            self.first, self.tokens, self.before = first, [], []
+        self.tokens += tokens
+        self.before += before
+        self.drop(len(self.tokens) - WAITING)
+
+    def drop(self, count: int) -> None:
+        """Forget the oldest."""
+        if count > 0:
+            del self.tokens[:count], self.before[:count]
+            self.first += count
+
+    def truncate(self, position: int) -> None:
+        keep = max(0, position - self.first)
+        del self.tokens[keep:], self.before[keep:]
+
+
+class MtpSession:
+    """The heads of a model, for people who drive its context themselves.
+
+    >>> session = MtpSession(target, heads, sequences=1, n_draft_max=3)
+    >>> target.decode()                          # the prompt
+    >>> session.process()                        # after every decode of the target
+    >>> guesses = session.draft({0: token})[0]   # behind the token that was sampled last
+    >>> target.decode()                          # the token and the guesses, an output after each
+    >>> session.process()
+    >>> session.accept(0, right)                 # how many guesses were right; the others leave both memories
+    """
+
+    def __init__(
+        self, target: Context, draft: Context, *, sequences: int, n_draft_max: int, n_min: int = 0, p_min: float = 0.0
+    ) -> None:
+        self.settings = MtpSettings(sequences=sequences, n_draft_max=n_draft_max, n_min=n_min, p_min=p_min)
+        _check(target, draft, self.settings)
+        self.target, self.draft_context = target, draft  # kept alive as long as the session
+        self.statistics = MtpStatistics()
+        self._heads = draft.model.info.mtp_layers
+        width = target.model.embedding_width
+        self._nothing: Row = np.zeros(width, dtype=np.float32)
+        # By sequence: the position of the next entry → the hidden state before it.
+        self._rows: list[dict[int, Row]] = [{} for _ in range(sequences)]
+        self._waiting = [Waiting() for _ in range(sequences)]
+        self._pending: dict[int, int] = {}  # sequences with guesses that were not accepted or rejected yet
+        self._processed = target.decodes
+        target.keep_hidden(every_row=True)
+        draft.keep_hidden(every_row=False)
+
+    def begin(self, sequence: int) -> None:
+        """Forget what the heads know of a sequence; it starts with the next `process`, wherever it stands."""
+        self._check_sequence(sequence)
+        self.draft_context.memory.remove(sequence)
+        self._rows[sequence] = {}
+        self._waiting[sequence] = Waiting()
+        self._pending.pop(sequence, None)
+
+    def process(self) -> None:
+        """Show the heads the rows that the target has just decoded. Once after every decode of the target."""
+        if self.target.decodes == self._processed:
+            raise WrongState("process", "processed already", "decoded again first")
+        self._processed = self.target.decodes
+        hidden = self.target.hidden_rows()
+        batch = self.target.batch
+        for sequence, start, stop in self._runs(len(hidden)):
+            first, rows = int(batch.positions[start]), self._rows[sequence]
+            skipped = max(0, stop - start - WAITING)
+            states = list(hidden[start + skipped : stop].copy())
+            before = hidden[start + skipped - 1].copy() if skipped else rows.get(first, self._nothing)
+            tokens = batch.tokens[start + skipped : stop].tolist()
+            self._waiting[sequence].add(first + skipped, tokens, [before, *states[:-1]])
+            end = first + stop - start
+            for back, state in enumerate(reversed(states[-self.settings.n_draft_max - 1 :])):
+                rows[end - back] = state.copy()  # a view would keep them all
+            while len(rows) > KEPT_ROWS:
+                del rows[next(iter(rows))]
+
+    def draft(self, last: Mapping[int, int], limits: Mapping[int, int] | None = None) -> dict[int, list[int]]:
+        """Guesses behind the newest token of each sequence, which no memory holds yet; all in one batch.
+
+        `limits` are the most guesses that a sequence wants, where that is fewer than `n_draft_max`.
+        """
+        most = self.settings.n_draft_max
+        wanted = {one: integer("limit", (limits or {}).get(one, most), 0, most) for one in last}
+        for sequence, token in last.items():
+            self._check_sequence(sequence)
+            self.target.model.vocabulary.check(token)
+        drafts: dict[int, list[int]] = {sequence: [] for sequence in last}
+        self._guess(dict(last), wanted, drafts)
+        for sequence, guesses in drafts.items():
+            if len(guesses) < self.settings.n_min:
+                guesses.clear()
+            self._pending[sequence] = len(guesses)
+            self.statistics.rounds += bool(guesses)
+            self.statistics.drafted += len(guesses)
+        return drafts
+
+    def accept(self, sequence: int, count: int) -> None:
+        """The first `count` guesses about a sequence were right, 0 to all; the others leave both memories."""
+        self._check_sequence(sequence)
+        if sequence not in self._pending:
+            raise WrongState("accept", f"without guesses about sequence {sequence}", "drafted for first")
+        drafted = self._pending[sequence]
+        integer("count", count, 0, drafted)
+        if self._processed != self.target.decodes:
+            raise WrongState("accept", "decoded and not processed", "processed first")
+        held = self.target.memory.positions(sequence)
+        end = held[1] + 1 - (drafted - count) if held else 0
+        if not self.target.memory.remove(sequence, start=end):
+            raise UnsupportedOperation("accept", f"sequence {sequence} cannot drop its last {drafted - count} entries")
+        self.truncated(sequence, end)
+        del self._pending[sequence]
+        self.statistics.accepted += count
+        logger.debug("sequence %d: %d of %d guesses were right; %s", sequence, count, drafted, self.statistics)
+
+    def truncated(self, sequence: int, position: int) -> None:
+        """The target has dropped everything from `position` on."""
+        self.draft_context.memory.remove(sequence, start=position)
+        self._waiting[sequence].truncate(position)
+        self._rows[sequence] = {end: row for end, row in self._rows[sequence].items() if end <= position}
+
+    def row(self, sequence: int, position: int) -> Row | None:
+        """The hidden state before `position`, where it is known: the first guess after it needs it."""
+        return self._rows[sequence].get(position)
+
+    def remember(self, sequence: int, position: int, row: Row | None) -> None:
+        """Put back a hidden state that was kept elsewhere."""
+        if row is not None:
+            self._rows[sequence][position] = row
+
+    # --- the heads' decodes
+
+    def _runs(self, count: int) -> list[tuple[int, int, int]]:
+        """The rows of each sequence in the target's batch, as (sequence, start, stop)."""
+        sequences = self.target.batch.sequences[:count]
+        edges = [0, *(np.flatnonzero(np.diff(sequences)) + 1).tolist(), count]
+        runs = [(int(sequences[start]), start, stop) for start, stop in itertools.pairwise(edges)]
+        if len({sequence for sequence, _, _ in runs}) < len(runs):
+            raise InvalidArgument("batch", "must hold the rows of each sequence one after the other")
+        return [run for run in runs if run[0] < self.settings.sequences]
+
+    def compute(self, sequences: Iterable[int]) -> None:
+        """Let the heads compute what they have seen of these sequences; otherwise they do when asked for guesses."""
+        batch = self.draft_context.batch
+        left = [sequence for sequence in sequences if self._waiting[sequence].tokens]
+        while left:
+            batch.clear()
+            parts: list[tuple[int, int]] = []
+            for sequence in left:
+                if batch.count < batch.capacity:
+                    parts.append((sequence, self._fill_waiting(sequence)))
+            for head in range(self._heads):
+                if head:  # every head of a chain has cells of its own at the same positions
+                    for sequence, first in parts:
+                        self.draft_context.memory.remove(sequence, start=first)
+                self._decode(head)
+            left = [sequence for sequence in left if self._waiting[sequence].tokens]
+
+    def _fill_waiting(self, sequence: int) -> int:
+        """Put what waits, as much of it as fits, into the batch; the position it begins at."""
+        batch, waiting = self.draft_context.batch, self._waiting[sequence]
+        row, first = batch.count, waiting.first
+        count = min(len(waiting.tokens), batch.capacity - row)
+        self._make_room(sequence, first)
+        batch.add(waiting.tokens[:count], position=first, sequence=sequence)
+        assert batch.hidden is not None
+        batch.hidden[row : row + count] = waiting.before[:count]
+        waiting.drop(count)
+        return first
+
+    def _make_room(self, sequence: int, first: int) -> None:
+        """Let the heads' memory end right before `first`, or be empty: a sequence may start anywhere."""
+        memory = self.draft_context.memory
+        held = memory.positions(sequence)
+        if held is not None and held[1] + 1 != first:
+            memory.remove(sequence, start=first if held[1] >= first else None)
+
+    def _decode(self, head: int) -> None:
+        if self._heads > 1:
+            self.draft_context.use_head(head)
+        self.draft_context.decode()
+        if self._heads > 1:
+            self.draft_context.use_head(0)
+
+    def _guess(self, tokens: dict[int, int], wanted: dict[int, int], drafts: dict[int, list[int]]) -> None:
+        """Fill `drafts`, one guess of every sequence in each decode."""
+        ends = {sequence: self._end(sequence) for sequence in tokens}
+        self.compute(tokens)
+        rows = {sequence: [self._rows[sequence].get(end, self._nothing)] for sequence, end in ends.items()}
+        for sequence, end in ends.items():
+            self._make_room(sequence, end)
+        context = self.draft_context
+        for step in range(max(wanted.values(), default=0)):
+            active = [sequence for sequence in tokens if wanted[sequence] > step == len(drafts[sequence])]
+            if not active:
+                break
+            self._fill(active, tokens, rows, ends, drafts, step)
+            self._decode(min(step, self._heads - 1))
+            last = -1
+            for sequence in active:
+                last += 1 + (step if self._heads > 1 else 0)
+                guess = self._likeliest(last)
+                if guess is None:
+                    continue
+                drafts[sequence].append(guess)
+                rows[sequence].append(context.hidden(last).copy())
+        for sequence, end in ends.items():
+            context.memory.remove(sequence, start=end)
+
+    def _fill(
+        self,
+        active: list[int],
+        tokens: dict[int, int],
+        rows: dict[int, list[Row]],
+        ends: dict[int, int],
+        drafts: dict[int, list[int]],
+        step: int,
+    ) -> None:
+        """The rows of one round of guesses. A single head goes on from its own state; in a chain the next head reads
+        everything again."""
+        batch = self.draft_context.batch
+        batch.clear()
+        assert batch.hidden is not None
+        for sequence in active:
+            row = batch.count
+            if self._heads == 1:
+                token = drafts[sequence][-1] if step else tokens[sequence]
+                batch.add_one(token, position=ends[sequence] + step, sequence=sequence, output=True)
+            else:
+                self.draft_context.memory.remove(sequence, start=ends[sequence])
+                batch.add([tokens[sequence], *drafts[sequence]], position=ends[sequence], sequence=sequence, outputs=1)
+            batch.hidden[row : batch.count] = rows[sequence][row - batch.count :]
+
+    def _likeliest(self, row: int) -> int | None:
+        """The head's guess after a row; None where it is not likely enough."""
+        logits = self.draft_context.logits(row)
+        guess = int(logits.argmax())
+        if self.settings.p_min > 0:
+            probability = 1.0 / float(np.exp(logits - logits[guess]).sum())
+            if probability < self.settings.p_min:
+                return None
+        return guess
+
+    def _end(self, sequence: int) -> int:
+        held = self.target.memory.positions(sequence)
+        if held is None:
+            raise WrongState("draft", f"empty in sequence {sequence}", "decoded first")
+        return held[1] + 1
+
+    def _check_sequence(self, sequence: int) -> None:
+        integer("sequence", sequence, 0, self.settings.sequences - 1)
+
+
+def _check(target: Context, draft: Context, settings: MtpSettings) -> None:
+    """A typed error for every pair of contexts that would not work, or abort."""
+    if not library().mtp:
+        raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
+    if target.is_mtp or not target.model.info.mtp_layers:
+        raise UnsupportedOperation("MTP", "the target's model has no MTP heads, or is itself the heads' context")
+    if not draft.is_mtp or draft.model is not target.model:
+        raise InvalidArgument("draft", "must be a context of the same model made with `mtp_of=target`")
+    for name, context in (("target", target), ("draft", draft)):
+        if context.sequences < settings.sequences:
+            raise InvalidArgument("sequences", f"must be at most {context.sequences}, those of the {name}")
+    if draft.batch.capacity < target.batch.capacity:
+        raise InvalidArgument("draft", f"must take batches of {target.batch.capacity} rows, as the target does")
+    if draft.max_outputs < settings.sequences:
+        raise InvalidArgument("draft", f"must give an output for each of {settings.sequences} sequences")
+    if target.memory.kind in ("recurrent", "hybrid") and target.max_rollback < settings.n_draft_max:
+        raise InvalidArgument(
+            "n_draft_max",
+            f"must be at most {target.max_rollback}, the target's `rollback`: its memory could not drop wrong guesses",
+        )

@@ -1,0 +1,96 @@
+"""From a model file, or a context, to an engine with everything that guesses for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from afterglow.engine.draft_model import DraftModel, check_vocabularies
+from afterglow.engine.drafting import Drafter
+from afterglow.engine.engine import Engine
+from afterglow.engine.llama import LlamaBackend
+from afterglow.engine.mtp_backend import MtpBackend, MtpDrafter
+from afterglow.engine.settings import EngineSettings
+from afterglow.engine.speculation import LONGEST
+from afterglow.llama.context import Context
+from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.settings import ContextSettings
+
+Draft: TypeAlias = Path | Literal["mtp"]
+"""What guesses beside the lookup: another model's file, or the model's own heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaEngine:
+    """Makes an engine on a model file, wherever it is called: the recipe that travels to a child process."""
+
+    path: Path
+    model: ModelSettings = field(default_factory=ModelSettings)
+    context: ContextSettings = field(default_factory=ContextSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    reserved: int = 0  # sequences of the context that the engine leaves alone, for scoring texts beside the answers
+    draft: Draft | None = None
+
+    def __call__(self) -> Engine:
+        settings = replace(self.model, mtp=True) if self.draft == "mtp" else self.model
+        model = Model.load(self.path, settings)
+        try:
+            context = Context(model, self.context)
+            sequences = context.sequences - self.reserved
+            return make_engine(context, self.engine, draft=self.draft, sequences=sequences, owning=True)
+        except BaseException:
+            model.close()
+            raise
+
+
+def make_engine(
+    context: Context,
+    settings: EngineSettings,
+    *,
+    draft: Draft | None = None,
+    sequences: int | None = None,
+    owning: bool = False,
+) -> Engine:
+    """An engine on the first `sequences` of a context, or all. `owning`: the model is closed with it."""
+    drafters: list[Drafter] = []
+    backend: LlamaBackend
+    if draft == "mtp" and settings.speculation != "off":
+        paired = _with_heads(context, sequences)
+        backend = paired
+        drafters.append(MtpDrafter(paired.session))
+    else:
+        backend = LlamaBackend(context, sequences)
+        if draft is not None and draft != "mtp" and settings.speculation != "off":
+            drafters.append(_draft_model(draft, context, backend.capabilities.sequences))
+    backend.owning = owning
+    try:
+        return Engine(backend, settings, drafters)
+    except BaseException:
+        for drafter in drafters:
+            drafter.close()
+        raise
+
+
+def _with_heads(context: Context, sequences: int | None) -> MtpBackend:
+    heads = Context(context.model, replace(context.settings, rollback=0), mtp_of=context)
+    limit = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else LONGEST
+    try:
+        return MtpBackend(context, heads, sequences, n_draft_max=max(1, min(LONGEST, limit)))
+    except BaseException:
+        heads.close()
+        raise
+
+
+def _draft_model(path: Path, target: Context, sequences: int) -> DraftModel:
+    """Load the smaller model with memory for the same sequences; `InvalidArgument` where its tokens are others."""
+    model = Model.load(path, replace(target.model.settings, mtp=False))
+    try:
+        check_vocabularies(target.model.vocabulary, model.vocabulary)
+        settings = replace(target.settings, rollback=0)
+        backend = LlamaBackend(Context(model, settings), sequences)
+        backend.owning = True
+        return DraftModel(backend)
+    except BaseException:
+        model.close()
+        raise

@@ -1,0 +1,82 @@
+"""From logits to tokens: a request's own sampler draws after each row, for as long as draw and guess agree."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.backend import Backend
+from afterglow.engine.job import Job
+from afterglow.engine.request import Event, Reason, Token
+from afterglow.engine.scoring import likeliest, log_probabilities
+
+Ending: TypeAlias = tuple[Reason, bytes | int | None]
+
+
+def continue_answer(job: Job, backend: Backend, span: int, row: int, events: list[Event]) -> Ending | None:
+    """Draw after `row`, the last known entry, and then after each guess behind it; what ended the answer, if it did.
+
+    The draw is always what is kept, so guesses save time and change nothing. The first one that differs from its guess
+    is the last: the rows behind it were computed for another text.
+    """
+    for guess in (*job.draft, None):
+        logits = backend.logits(span, row)
+        token = choose(job, logits)
+        job.generated.append(token)
+        events.append(_event(job, token, logits))
+        job.accepted += token == guess
+        ending = _ending(job, backend, token)
+        if ending is not None or token != guess:
+            return ending
+        row += 1
+    return None
+
+
+def drop_wrong(job: Job) -> bool:
+    """Take the wrong guesses out of memory. False: it could not be done, and memory is empty now."""
+    assert job.sequence is not None
+    sequence, keep = job.sequence, job.known - 1
+    if len(sequence) <= keep:
+        return True
+    if sequence.resumable(keep):
+        sequence.truncate(keep)
+        return True
+    job.guessing.barred = True
+    sequence.clear()
+    return False
+
+
+def choose(job: Job, logits: NDArray[np.float32]) -> int:
+    """The next token, by the job's sampler and by what leads it; both move on with it."""
+    if job.guide is None:
+        token = job.sampler.sample(logits)
+    else:
+        token = job.guide.choose(job.sampler, logits)
+        job.guide.accept(token)
+    job.sampler.accept(token)
+    return token
+
+
+def _event(job: Job, token: int, logits: NDArray[np.float32]) -> Token:
+    count = job.request.logprobs
+    if count is None:
+        return Token(job.request.id, token)
+    values = log_probabilities(logits)
+    return Token(job.request.id, token, float(values[token]), likeliest(values, count))
+
+
+def _ending(job: Job, backend: Backend, token: int) -> Ending | None:
+    request = job.request
+    if token in request.stop_tokens or (token in backend.ends and not request.ignore_ends):
+        return "stop", token
+    if job.stops is not None and (stop := job.stops.feed(backend.piece(token))) is not None:
+        return "stop", stop
+    if job.guide is not None and job.guide.ended:
+        return "stop", None
+    if len(job.generated) == request.max_tokens:
+        return "length", None
+    if job.cells >= job.room:  # the token has no cell to go to
+        return "length", None
+    return None

@@ -1,0 +1,128 @@
+"""How far to guess ahead: as far as it is expected to bring more tokens per second, and not at all where it loses.
+
+Pure, but for the accounts it keeps. Who guesses, and what, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+LONGEST = 16  # guesses behind one token; hardly anything is right so far out, and each needs an output
+WORTHWHILE = 1.03  # a smaller gain is within what measurements err by
+PRIOR_WEIGHT = 4.0  # guesses that what is usual counts for
+FADING = 0.9  # what a round before the last counts for
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How likely a guess is right if those before it were; newer rounds count more."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Of `drafted` guesses the first `accepted` were right. Those behind the first wrong one tell nothing."""
+        self.right = FADING * self.right + accepted
+        self.tried = FADING * self.tried + min(drafted, accepted + 1)
+
+    def rate(self, usual: float) -> float:
+        """The estimate; `usual` is what others had."""
+        return (self.right + PRIOR_WEIGHT * usual) / (self.tried + PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class Guessing:
+    """What is known of the guesses about one answer."""
+
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by drafter
+    drafter: str = ""  # who guessed last
+    quiet: int = 0  # decodes since somebody guessed
+    barred: bool = False  # its memory could not drop a wrong guess: never again
+
+    def rate(self, drafter: str, usual: float) -> float:
+        """How likely this drafter's guesses are right."""
+        known = self.acceptance.get(drafter)
+        return usual if known is None else known.rate(usual)
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+        self.acceptance.setdefault(drafter, Acceptance()).verified(drafted, accepted)
+
+
+def expected_tokens(rate: float, length: int) -> float:
+    """Tokens that one decode is expected to bring with `length` guesses, each right with probability `rate`.
+
+    >>> expected_tokens(1.0, 3), expected_tokens(0.0, 3), expected_tokens(0.5, 2)
+    (4.0, 1.0, 1.75)
+    """
+    if rate >= 1:
+        return length + 1.0
+    return float((1 - rate ** (length + 1)) / (1 - rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """So many guesses, and how many times faster than none they are expected to be."""
+
+    length: int
+    gain: float
+
+
+NOTHING = Choice(0, 1.0)
+
+
+def choose_length(
+    rate: float, limit: int, seconds: Callable[[int], float], *, rows: int = 1, guessing: float = 0.0
+) -> Choice:
+    """The number of guesses that is expected to bring most tokens per second; 0 where none is.
+
+    `seconds` says what a decode of so many rows takes, `rows` how many it has without these guesses, and `guessing`
+    what making one guess takes.
+
+    >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows).length    # rows cost nothing: guess far
+    8
+    >>> choose_length(0.8, 8, lambda rows: 1.0 * rows).length           # every row costs a decode: do not
+    0
+    """
+    plain = rows / seconds(rows)
+    best = NOTHING
+    for length in range(1, limit + 1):
+        tokens = rows - 1 + expected_tokens(rate, length)
+        gain = tokens / (seconds(rows + length) + length * guessing) / plain
+        if gain > max(best.gain, WORTHWHILE):
+            best = Choice(length, gain)
+    return best
+
+
+@dataclass(slots=True)
+class Account:
+    """What guessing has won and lost, in seconds. It may lose a small share of the time and no more.
+
+    Whatever was measured or predicted wrongly, the balance ends it: without credit nobody guesses, and credit comes
+    with decodes that had no guesses, or from guesses that won.
+    """
+
+    SHARE: float = 0.015  # of the time of plain decodes that may be lost
+    START: float = 4.0  # decodes that may be lost at the beginning: something has to be tried
+    MOST: float = 16.0  # decodes of credit that are kept from better times
+    WORST: float = 6.0  # decodes that one round may count as lost: more is a hiccup of the machine
+
+    credit: float | None = None
+    won: float = 0.0  # seconds, over all
+
+    def plain(self, seconds: float) -> None:
+        """A decode without guesses took so long."""
+        if self.credit is None:
+            self.credit = self.START * seconds
+        self.credit = min(self.credit + self.SHARE * seconds, self.MOST * seconds)
+
+    def guessed(self, spent: float, saved: float, step: float) -> None:
+        """A decode with guesses took `spent` seconds; without, its tokens would have taken `saved`. `step` is what a
+        plain decode takes."""
+        gain = max(saved - spent, -self.WORST * step)
+        self.won += gain
+        self.credit = min((self.credit or 0.0) + gain, self.MOST * step)
+
+    @property
+    def solvent(self) -> bool:
+        return self.credit is not None and self.credit > 0

@@ -1,0 +1,100 @@
+"""C14 through the public face: speculation that is seen in usage and changes no token."""
+
+from __future__ import annotations
+
+import pytest
+
+import afterglow
+from afterglow import tiny
+from afterglow.cli.showing import statistics
+from afterglow.engine.settings import EngineSettings
+from afterglow.errors import InvalidArgument, ModelNotFound, UnsupportedOperation, UnsupportedOption
+from afterglow.llama.handle import open_handles
+
+CYCLE = tiny.CYCLE.decode()
+SMALL = {"context": 512, "sequences": 2, "threads": 1}
+
+
+def load(name: str, length: int | str = 3, **options: object) -> afterglow.Model:
+    drafters = options.pop("drafters", None)
+    settings = EngineSettings(speculation=length, drafters=drafters)
+    return afterglow.load(tiny.path(name), engine=settings, **SMALL | options)
+
+
+def answer(model: afterglow.Model, **options: object) -> afterglow.Completion:
+    return model.complete((CYCLE * 2)[:40], max_tokens=60, **options)
+
+
+def test_c14_what_was_said_before_is_guessed_without_being_asked_for():
+    with load("successor-attention", "off") as plain, load("successor-attention") as model:
+        expected, found = answer(plain), answer(model)
+    assert found.text == expected.text
+    assert expected.usage.drafted == 0
+    assert found.usage.accepted == found.usage.drafted > 30
+
+
+@pytest.mark.parametrize("draft", ["mtp", "attention", "hybrid"])
+def test_c14_heads_and_second_models_guess_where_they_are_asked_to(draft):
+    name = "successor-mtp"
+    other = draft if draft == "mtp" else tiny.path(f"successor-{draft}")
+    drafters = ("mtp",) if draft == "mtp" else ("draft",)
+    with load(name, "off") as plain, load(name, 3, draft=other, drafters=drafters) as model:
+        expected, found = answer(plain), answer(model)
+        again = model.chat([{"role": "user", "content": "hello"}], max_tokens=12)
+        model.deactivate()
+        model.activate()
+        assert answer(model).text == expected.text
+    assert found.text == expected.text
+    assert found.usage.accepted == found.usage.drafted > 30
+    assert again.usage.drafted > 0
+
+
+def test_c14_on_token_is_called_once_for_each_accepted_token_and_several_answers_guess_each():
+    seen: list[object] = []
+    with load("successor-attention") as model:
+        found = answer(model, n=3, temperature=3.0, seed=7, on_token=seen.append)
+    with load("successor-attention", "off") as plain:
+        expected = answer(plain, n=3, temperature=3.0, seed=7)
+    assert [choice.text for choice in found.choices] == [choice.text for choice in expected.choices]
+    assert len(seen) == len(found.choices[0].tokens)
+    assert all(usage.accepted > 0 for usage in found.usages)
+
+
+def test_c14_structured_output_and_stops_hold_with_guesses():
+    with load("successor-attention") as model, load("successor-attention", "off") as plain:
+        stopped = answer(model, stop=["xyz"])
+        assert (stopped.text, stopped.choices[0].stop) == (answer(plain, stop=["xyz"]).text, "xyz")
+        assert stopped.usage.accepted > 0
+
+
+def test_c14_no_draft_a_wrong_draft_and_memory_that_cannot_go_back_are_three_typed_errors():
+    before = len(open_handles())
+    with pytest.raises(ModelNotFound):
+        load("attention", draft="no such model")
+    with pytest.raises(UnsupportedOption, match="draft"):
+        load("attention", drafters=("draft",))
+    with pytest.raises(UnsupportedOption, match="cannot drop"):
+        load("recurrent")
+    with pytest.raises(UnsupportedOperation, match="heads"):
+        load("attention", draft="mtp")
+    assert len(open_handles()) == before
+
+
+def test_a_draft_of_another_vocabulary_names_the_first_token_that_differs(smollm2):
+    with pytest.raises(InvalidArgument, match=r"draft.*tokens and the model"):
+        load("attention", draft=smollm2)
+    assert not open_handles()
+
+
+def test_the_line_about_an_answer_tells_of_guesses_where_there_were_some():
+    with load("successor-attention") as model, load("successor-attention", "off") as plain:
+        turn = model.chat([{"role": "user", "content": CYCLE * 3}], max_tokens=40)
+        silent = plain.chat([{"role": "user", "content": CYCLE * 3}], max_tokens=40)
+    assert f", drafted {turn.usage.drafted}, accepted {turn.usage.accepted}" in statistics(turn)
+    assert turn.usage.accepted > 20
+    assert "drafted" not in statistics(silent)
+
+
+def test_auto_is_the_default():
+    assert EngineSettings().speculation == "auto"
+    assert EngineSettings().drafters is None

@@ -1,0 +1,150 @@
+"""The choice of drafters and lengths inside an engine, with faked costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from guessing import Oracle, plain
+from play import ask, prompt, request
+
+from afterglow.engine import drafting
+from afterglow.engine import engine as engine_module
+from afterglow.engine.engine import Engine
+from afterglow.engine.settings import EngineSettings
+from afterglow.testing import FakeBackend
+
+LONG = 400
+
+
+class Clock:
+    """A machine on which a decode of so many rows takes so long."""
+
+    def __init__(self, cost) -> None:
+        self.now, self.cost = 1e9, cost
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Machine(FakeBackend):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__("attention", batch_cells=256)
+        self.clock = clock
+
+    def decode(self, spans) -> None:
+        super().decode(spans)
+        self.clock.now += self.clock.cost(sum(len(span.ids) for span in spans))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def make(cost, wrong: int, *more: Oracle) -> tuple[Engine, Clock]:
+        clock = Clock(cost)
+        monkeypatch.setattr(engine_module, "time", clock)
+        monkeypatch.setattr(drafting, "time", clock)
+        answers = {"one": ask(plain("attention"), prompt(20, 1), max_tokens=LONG, ignore_ends=True).tokens}
+        oracles = [Oracle(answers, wrong), *more]
+        for one in more:
+            one.answers = answers
+        names = tuple(oracle.name for oracle in oracles)
+        return Engine(Machine(clock), EngineSettings(drafters=names), oracles), clock
+
+    return make
+
+
+def memory_bound(rows: int) -> float:
+    return 1.0 + 0.02 * rows
+
+
+def compute_bound(rows: int) -> float:
+    return 0.6 * rows + 0.4
+
+
+def run(engine: Engine, clock: Clock) -> tuple[float, int, int]:
+    """How many times faster than plain decoding; guesses that were computed, and right ones."""
+    began = clock.now
+    answer = ask(engine, prompt(20, 1), max_tokens=LONG, ignore_ends=True)
+    seconds = clock.now - began - clock.cost(20)
+    usage = answer.end.usage
+    return (LONG - 1) * clock.cost(1) / seconds, usage.drafted, usage.accepted
+
+
+def test_where_rows_are_cheap_and_guesses_right_it_guesses_far(machine):
+    engine, clock = machine(memory_bound, 0)
+    speed, drafted, accepted = run(engine, clock)
+    assert speed > 6
+    assert accepted == drafted > 300
+
+
+def test_where_rows_cost_what_they_bring_it_soon_stops(machine):
+    engine, clock = machine(compute_bound, 2)
+    speed, drafted, _ = run(engine, clock)
+    assert speed >= 0.97
+    assert 0 < drafted < 40
+
+
+def test_where_every_guess_is_wrong_it_soon_stops(machine):
+    for cost in (memory_bound, compute_bound):
+        engine, clock = machine(cost, 1)
+        speed, drafted, accepted = run(engine, clock)
+        assert speed >= 0.97
+        assert accepted == 0 < drafted
+
+
+def test_where_guesses_are_right_for_a_while_only_it_never_loses(machine):
+    engine, clock = machine(memory_bound, 0)
+    oracle = engine.drafting._drafters[0]
+    oracle.answers["one"] = [
+        token if index // 40 % 2 else (token + 1) % 64 for index, token in enumerate(oracle.answers["one"])
+    ]
+    speed, _, accepted = run(engine, clock)
+    assert speed > 1.3
+    assert accepted > 100
+
+
+def test_the_choice_flips_when_the_machine_changes(machine):
+    engine, clock = machine(compute_bound, 0)
+    run(engine, clock)
+    before = engine.counters.drafted
+    clock.cost = memory_bound  # another machine, or somebody else has left this one
+    for _ in range(12):
+        ask(engine, prompt(20, 1), max_tokens=LONG, ignore_ends=True)
+    assert engine.counters.drafted - before > 1000
+
+
+def test_of_two_drafters_the_better_one_is_asked(machine):
+    other = Oracle({}, 0)
+    other.name = "better"
+    engine, clock = machine(memory_bound, 2, other)
+    speed, _, _ = run(engine, clock)
+    assert speed > 4
+    worse = engine.drafting._drafters[0]
+    assert len(other.calls) > 2 * len(worse.calls)
+
+
+def test_a_drafter_with_nothing_to_say_leaves_it_to_the_next(machine):
+    other = Oracle({}, 0)
+    other.name = "silent"
+    engine, clock = machine(memory_bound, 0, other)
+    other.answers = {}
+    _, _, accepted = run(engine, clock)
+    assert accepted > 300
+
+
+def test_nobody_guesses_while_a_prompt_is_computed(machine):
+    engine, _ = machine(memory_bound, 0)
+    engine.backend.capabilities = replace(engine.backend.capabilities, batch_cells=24)
+    engine.submit(request("one", prompt(20, 1), max_tokens=LONG, ignore_ends=True))
+    for _ in range(12):
+        engine.step()
+    engine.submit(request("two", prompt(200, 2), max_tokens=1))
+    while engine.busy:
+        engine.step()
+    together = [spans for spans in engine.backend.history if len(spans) > 1]
+    assert len(together) > 5
+    assert all(spans[0][1] == 1 for spans in together)
+    assert engine.counters.accepted > 200

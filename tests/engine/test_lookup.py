@@ -1,0 +1,151 @@
+"""What was said before is found again, at the cost of one look for each token."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from play import GREEDY, fake, prompt, request
+
+from afterglow.engine import lookup
+from afterglow.engine.job import Job
+from afterglow.engine.lookup import KEPT, History, Lookup
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int64)
+
+
+def job(entries: list[int], **options: object) -> Job:
+    backend = fake().backend
+    return Job(
+        request=request("x", entries, **options), prompt=ids(*entries), sampler=backend.sampler(GREEDY), stops=None,
+        room=1000,
+    )  # fmt: skip
+
+
+def test_what_followed_the_last_three_tokens_is_guessed():
+    history = History()
+    history.follow(ids(1, 2, 3, 4, 5, 6, 1, 2, 3))
+    assert history.guess(3) == [4, 5, 6]
+    history.add(4)
+    assert history.guess(2) == [5, 6]
+    history.add(9)
+    assert history.guess(2) == []
+
+
+def test_nothing_is_guessed_where_nothing_stood_before():
+    history = History()
+    assert history.guess(4) == []
+    history.follow(ids(1, 2))
+    assert history.guess(4) == []
+    history.follow(ids(1, 2, 3, 4, 5))
+    assert history.guess(4) == []
+
+
+def test_a_text_that_is_being_copied_is_followed_where_it_is():
+    """`5 6 7` stands twice; whoever copies the first goes on with the first."""
+    history = History()
+    history.follow(ids(1, 2, 3, 5, 6, 7, 8, 8, 9, 5, 6, 7, 4, 4, 1, 2, 3))
+    for token in (5, 6, 7):
+        history.add(token)
+    assert history.guess(3) == [8, 8, 9]
+
+
+def test_the_newest_place_is_taken_where_there_are_several():
+    history = History()
+    history.follow(ids(1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3))
+    assert history.guess(2) == [5, 9]
+
+
+def test_what_repeats_itself_is_guessed_as_far_as_asked():
+    history = History()
+    history.follow(ids(7, 7, 7, 7))
+    assert history.guess(5) == [7] * 5
+    history = History()
+    history.follow(ids(1, 2, 3, 1, 2, 3))
+    assert history.guess(7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_token_by_token_and_at_once_is_the_same():
+    tokens = [token % 5 for token in prompt(400, 3)]
+    one, other = History(), History()
+    one.follow(ids(*tokens))
+    other.follow(ids(*tokens[:3]))
+    for token in tokens[3:]:
+        other.add(token)
+    assert one._places == other._places
+    assert len(one) == len(other) == 400
+
+
+def test_the_next_turn_finds_what_the_last_one_said():
+    drafter = Lookup()
+    first = job(prompt(30, 1))
+    drafter.draft([(first, 4)])
+    first.generated += [50, 51, 52, 53, 54]
+    drafter.forget(first)
+    second = job([*prompt(30, 1), 50, 51, 52, 53, 54, 10, 11, 50, 51, 52])
+    assert drafter.draft([(second, 2)]) == [[53, 54]]
+
+
+def test_an_edited_prompt_still_finds_what_the_old_one_was_answered():
+    drafter = Lookup()
+    first = job(prompt(30, 1))
+    drafter.draft([(first, 4)])
+    first.generated += [50, 51, 52, 53, 54]
+    drafter.forget(first)
+    again = job([*prompt(30, 1)[:28], 40])
+    again.generated += [50, 51, 52]
+    assert drafter.draft([(again, 2)]) == [[53, 54]]
+
+
+def test_the_same_prompt_again_finds_its_answer_at_once():
+    drafter = Lookup()
+    first = job(prompt(30, 1))
+    drafter.draft([(first, 4)])
+    first.generated += [50, 51, 52, 53, 54]
+    drafter.forget(first)
+    assert drafter.draft([(job(prompt(30, 1)), 4)]) == [[50, 51, 52, 53]]
+
+
+def test_jobs_on_one_prompt_have_a_history_each():
+    drafter = Lookup()
+    one, other = job(prompt(30, 1)), job(prompt(30, 1))
+    one.generated += [50, 51, 52, 53, 50, 51, 52]
+    assert drafter.draft([(one, 1), (other, 1)]) == [[53], []]
+
+
+def test_a_picture_is_never_guessed():
+    history = History()
+    history.follow(ids(1, 2, 3, 4, -1, 5, 1, 2, 3))
+    assert history.guess(3) == [4]
+
+
+def test_histories_are_few_and_bounded(monkeypatch):
+    monkeypatch.setattr(lookup, "MOST", 100)
+    drafter = Lookup()
+    for seed in range(2 * KEPT):
+        one = job(prompt(30, seed))
+        drafter.draft([(one, 1)])
+        drafter.forget(one)
+    assert len(drafter._idle) == KEPT
+    history = History()
+    for seed in range(20):
+        history.follow(ids(*prompt(40, seed)))
+    assert len(history._log) <= 100
+
+
+def test_a_token_costs_the_same_however_long_the_history_is():
+    def each(length: int) -> float:
+        history = History()
+        history.follow(np.random.default_rng(1).integers(0, 30_000, length))
+        best = 1.0
+        for _ in range(5):
+            started = time.perf_counter()
+            for token in range(200):
+                history.add(token)
+                history.guess(4)
+            best = min(best, time.perf_counter() - started)
+        return best / 200
+
+    assert each(50_000) < 10 * each(500)

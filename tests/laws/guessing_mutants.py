@@ -1,0 +1,136 @@
+"""Planted bugs in guessing ahead. See mutants.py."""
+
+from __future__ import annotations
+
+import test_speculation_on_the_fake as laws
+from mutants import mutant, wrapped
+
+from afterglow.engine import engine as engine_module
+from afterglow.engine import sampling
+from afterglow.engine.drafting import Drafting
+from afterglow.engine.guide import Guide
+from afterglow.engine.sequence import Sequence
+from afterglow.testing import FakeBackend
+
+
+@mutant(
+    "guesses are accepted blindly",
+    laws.test_speculation_changes_no_token,
+    laws.test_what_is_drawn_is_distributed_as_without_guesses,
+)
+def _(put):
+    def choose(job, logits):
+        drawn = original(job, logits)
+        done = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
+        return job.draft[done] if job.draft and done < len(job.draft) else drawn
+
+    original = sampling.choose
+    put(sampling, "choose", choose)
+
+
+@mutant("a guess is accepted where it is likely enough", laws.test_what_is_drawn_is_distributed_as_without_guesses)
+def _(put):
+    def choose(job, logits):
+        done = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
+        if job.draft and done < len(job.draft) and logits[job.draft[done]] > logits.max() - 1:
+            job.sampler.sample(logits)
+            job.sampler.accept(job.draft[done])
+            return job.draft[done]
+        return original(job, logits)
+
+    original = sampling.choose
+    put(sampling, "choose", choose)
+
+
+@mutant("one entry too many is rolled back", laws.test_speculation_changes_no_token)
+def _(put):
+    def truncate(original, self, length):
+        original(self, length - 1 if self.busy and self.resumable(length - 1) else length)
+        self.record.truncate(len(self))
+
+    wrapped(Sequence, "truncate", truncate)(put)
+
+
+@mutant("memory is rolled back too far and the record is not", laws.test_speculation_changes_no_token)
+def _(put):
+    def truncate(original, self, slot, position):
+        deeper = position - 1 if position > 1 and self.resumable(slot, position - 1) else position
+        original(self, slot, deeper)
+        self._memory[slot].position = position
+
+    wrapped(FakeBackend, "truncate", truncate)(put)
+
+
+@mutant("a wrong guess stays in memory", laws.test_speculation_changes_no_token)
+def _(put):
+    def drop_wrong(job):
+        wrong = len(job.sequence) - (job.known - 1)
+        if wrong > 0:
+            job.sequence._note(job.known - 1)
+        return True
+
+    put(engine_module, "drop_wrong", drop_wrong)
+
+
+@mutant("the sampler accepts wrong guesses", laws.test_the_sampler_s_state_moves_with_kept_tokens_only)
+def _(put):
+    def continue_answer(job, backend, span, row, events):
+        before = len(job.generated)
+        ending = original(job, backend, span, row, events)
+        for guess in job.draft[len(job.generated) - before :]:
+            job.sampler.accept(guess)
+        return ending
+
+    original = engine_module.continue_answer
+    put(engine_module, "continue_answer", continue_answer)
+
+
+@mutant("the sampler draws after wrong guesses", laws.test_speculation_changes_no_token)
+def _(put):
+    def continue_answer(job, backend, span, row, events):
+        before = len(job.generated)
+        ending = original(job, backend, span, row, events)
+        for further in range(len(job.generated) - before, len(job.draft) + 1):
+            job.sampler.sample(backend.logits(span, row + further))
+        return ending
+
+    original = engine_module.continue_answer
+    put(engine_module, "continue_answer", continue_answer)
+
+
+@mutant("the logits are those of the row behind", laws.test_speculation_changes_no_token)
+def _(put):
+    def continue_answer(job, backend, span, row, events):
+        return original(job, backend, span, row + bool(job.draft), events)
+
+    original = engine_module.continue_answer
+    put(engine_module, "continue_answer", continue_answer)
+
+
+@mutant("what the grammar forbids is computed", laws.test_a_grammar_is_kept_and_what_it_forbids_is_never_computed)
+def _(put):
+    put(Guide, "permits", lambda self, tokens: len(tokens))
+
+
+@mutant("guesses run over the end of the answer", laws.test_stops_and_limits_hold_in_the_middle_of_right_guesses)
+def _(put):
+    def ending(job, backend, token):
+        found = original(job, backend, token)
+        return None if job.known - 1 < len(job.sequence) else found
+
+    original = sampling._ending
+    put(sampling, "_ending", ending)
+
+
+@mutant("more is guessed than can be taken back", laws.test_memory_that_cannot_go_back_is_never_asked_to)
+def _(put):
+    put(Drafting, "_limit", lambda self, job, spare: min(spare, 16))
+
+
+@mutant("the deterministic mode guesses", laws.test_the_deterministic_mode_does_not_guess)
+def _(put):
+    def make(original, self, settings, capabilities, costs, drafters):
+        original(self, settings, capabilities, costs, drafters)
+        self._drafters = list(drafters)
+
+    wrapped(Drafting, "__init__", make)(put)

@@ -1,0 +1,208 @@
+"""MTP heads and draft models: they change no token, and what they guess is known by construction."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from play import GREEDY, LAYOUTS, ask, check, play, request
+from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
+
+from afterglow import tiny
+from afterglow.engine.engine import Engine
+from afterglow.engine.recipe import LlamaEngine
+from afterglow.engine.settings import EngineSettings
+from afterglow.errors import InvalidArgument, UnsupportedOperation, UnsupportedOption
+from afterglow.llama.handle import open_handles
+from afterglow.llama.sampling import Sampling
+from afterglow.llama.settings import ContextSettings
+
+ROLLBACK = 6
+
+
+@pytest.fixture
+def engines():
+    """Make engines on tiny models; all are closed at the end."""
+    with ExitStack() as stack:
+
+        def make(name: str, length: int | str, draft=None, **context) -> Engine:
+            defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 40, "threads": 1}
+            drafters = None if draft is None else ("mtp",) if draft == "mtp" else ("draft",)
+            rollback = ROLLBACK if "hybrid" in name or "mtp" in name else 0
+            recipe = LlamaEngine(
+                path=tiny.path(name),
+                context=ContextSettings(**{**defaults, "rollback": rollback, **context}),
+                engine=EngineSettings(speculation=length, drafters=drafters),
+                draft=draft if draft in (None, "mtp") else tiny.path(draft),
+            )
+            engine = recipe()
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def cycles(engine: Engine, count: int = 3, **options) -> list:
+    words = engine.backend.context.model.vocabulary
+    options = {"max_tokens": 56, "sampling": GREEDY} | options
+    return [request(str(n), words.tokenize((CYCLE * 3)[n : 40 + 9 * n]), **options) for n in range(count)]
+
+
+def follow(last: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        tokens.append(last := tiny.successor_of(last))
+    return tokens
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+def test_c10_heads_that_are_always_right_save_three_decodes_of_four(engines, unified):
+    engine = engines("successor-mtp", 3, "mtp", unified=unified)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == follow(one.entries[-1], 56)
+        usage = answers[one.id].end.usage
+        assert usage.accepted == usage.drafted > 36
+        assert usage.generated / (usage.generated - usage.accepted) > 3.3  # tokens for each decode of the target
+    assert engine.counters.widest == 3
+    check(engine)
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+def test_c10_heads_that_are_wrong_after_every_fourth_token_are_right_in_three_quarters(engines, unified):
+    engine = engines("successor-mtp-75", 4, "mtp", unified=unified)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == follow(one.entries[-1], 56)
+    assert engine.counters.accepted / engine.counters.drafted == pytest.approx(0.75, abs=0.05)
+    assert engine.counters.accepted > 50
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_c14_a_seed_gives_the_same_tokens_with_heads_and_without(engines, seed):
+    sampling = Sampling(temperature=3.0, seed=seed, top_k=0, top_p=1, min_p=0)
+    plain, engine = engines("successor-mtp-75", "off"), engines("successor-mtp-75", 4, "mtp")
+    requests = cycles(engine, sampling=sampling)
+    expected, answers = play(plain, *requests), play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == expected[one.id].tokens
+    assert 0 < engine.counters.accepted < engine.counters.drafted
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+def test_noisy_heads_change_no_token_on_random_weights(engines, unified):
+    cold, engine = engines("hybrid-mtp", "off", unified=unified), engines("hybrid-mtp", 3, "mtp", unified=unified)
+    boundaries = frozenset({100, 150})
+    system = ordinary(150, 1)
+    for number in range(4):  # cold, then with the beginning in memory
+        entries = system + ordinary(30 + number, 10 + number)
+        answer = ask(engine, entries, boundaries=boundaries, max_tokens=40, ignore_ends=True)
+        agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
+        assert answer.end.usage.drafted > 0
+        assert number == 0 or answer.cached >= 150
+        check(engine)
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+def test_heads_know_after_a_hit_what_they_knew_before_it(engines, unified):
+    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here:
+    what comes out of segments comes without.)"""
+    engine = engines("hybrid-mtp", 2, "mtp", unified=unified)
+    backend = engine.backend
+    backend.cells = lambda state, partial: None
+    entries, boundaries = ordinary(150, 1), frozenset({100})
+    ask(engine, entries, boundaries=boundaries, max_tokens=1)
+    cold = engines("hybrid-mtp", 2, "mtp", unified=unified)
+    for last in (ordinary(20, 2), ordinary(25, 3)):
+        prompt = entries[:100] + last
+        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached >= 100
+        ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
+        slot = next(one for one in engine.memory.slots if list(one.ids[: len(prompt)]) == prompt)
+        other = next(one for one in cold.memory.slots if list(one.ids[: len(prompt)]) == prompt)
+        guesses = backend.session.draft({slot.number: 30})[slot.number]
+        assert backend.heads.memory.positions(slot.number) == (0, len(prompt) - 1)
+        assert guesses == cold.backend.session.draft({other.number: 30})[other.number]
+
+
+def test_heads_and_their_memory_follow_saved_sequences(engines):
+    engine = engines("hybrid-mtp", 2, "mtp")
+    ask(engine, ordinary(60, 1), max_tokens=1)
+    slot = next(one for one in engine.memory.slots if len(one))
+    before = engine.backend.session.draft({slot.number: 30})[slot.number]
+    saved = slot.save()
+    slot.clear()
+    assert engine.backend.heads.memory.positions(slot.number) is None
+    slot.load(saved.ids, saved.state, saved.aligned)
+    assert engine.backend.heads.memory.positions(slot.number) == (0, 59)
+    assert engine.backend.session.draft({slot.number: 30})[slot.number] == before
+    assert saved.state.nbytes > saved.state.data.nbytes
+    plain = type(saved.state).__mro__[1].from_bytes(saved.state.to_bytes())
+    slot.load(saved.ids, plain, saved.aligned)  # as it comes from a file: the heads begin anew
+    assert engine.backend.heads.memory.positions(slot.number) is None
+    check(engine)
+
+
+def test_a_model_without_heads_or_without_snapshots_is_refused(engines):
+    with pytest.raises(UnsupportedOperation, match="no MTP heads"):
+        engines("successor-hybrid", 3, "mtp")
+    with pytest.raises(InvalidArgument, match="rollback"):
+        engines("successor-mtp", 3, "mtp", rollback=0)
+    assert not [handle for handle in open_handles() if handle._name == "model"]
+
+
+# --- a second model
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kind", ["attention", "window", "hybrid"])
+@pytest.mark.parametrize("draft", ["successor-attention", "successor-recurrent", "successor-hybrid"])
+def test_a_draft_model_that_says_the_same_is_always_right(engines, kind, draft, unified):
+    engine = engines(f"successor-{kind}", 4, draft, unified=unified)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == follow(one.entries[-1], 56)
+        usage = answers[one.id].end.usage
+        assert usage.accepted == usage.drafted > 36
+    check(engine)
+
+
+def test_a_draft_model_that_says_something_else_changes_no_token(engines):
+    cold, engine = engines("attention", "off"), engines("attention", 3, "draft")
+    first = ordinary(150, 1)
+    for number in range(3):
+        entries = first + ordinary(20, number)
+        answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
+        agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
+        assert answer.end.usage.drafted > answer.end.usage.accepted
+    drafter = next(one for one in engine.drafting._drafters if one.name == "draft")
+    assert max(len(slot) for slot in drafter._slots) > 150
+
+
+def test_a_draft_model_computes_only_what_is_new_of_the_next_turn(engines):
+    engine = engines("successor-attention", 4, "successor-recurrent")
+    backend = next(one for one in engine.drafting._drafters if one.name == "draft")._backend
+    (one,) = cycles(engine, 1)
+    first = play(engine, one)["0"].tokens
+    decoded = []
+    original = backend.decode
+    backend.decode = lambda spans: decoded.append(sum(len(span.ids) for span in spans)) or original(spans)
+    turn = [*one.entries, *first, *one.entries[:7]]
+    answer = ask(engine, turn, max_tokens=5)
+    assert answer.tokens == follow(turn[-1], 5)
+    assert answer.end.usage.accepted == answer.end.usage.drafted > 0
+    assert sum(decoded) < 30
+
+
+def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(smollm2):
+    with pytest.raises(InvalidArgument, match="tokens and the model"):
+        LlamaEngine(path=tiny.path("attention"), draft=smollm2)()
+
+
+def test_both_may_be_named_and_only_what_is_there(engines):
+    with pytest.raises(UnsupportedOption, match="mtp"):
+        LlamaEngine(path=tiny.path("attention"), engine=EngineSettings(drafters=("mtp",)))()
+    engine = engines("successor-mtp", "auto", "mtp")
+    assert [drafter.name for drafter in engine.drafting._drafters] == ["mtp"]

@@ -1,0 +1,112 @@
+"""Speculation changes no token on real llama.cpp: exactly on constructed models, within a margin on random weights."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from guessing import Oracle
+from play import GREEDY, LAYOUTS, ask, check, play, request
+from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
+
+from afterglow import tiny
+from afterglow.engine.engine import Engine
+from afterglow.engine.llama import LlamaBackend
+from afterglow.engine.settings import EngineSettings
+from afterglow.errors import UnsupportedOption
+from afterglow.llama.context import Context
+from afterglow.llama.model import Model
+from afterglow.llama.sampling import Sampling
+from afterglow.llama.settings import ContextSettings
+
+KINDS = ("attention", "window", "hybrid")  # a recurrent model of this build cannot go back
+ROLLBACK = 6
+
+
+@pytest.fixture
+def engines():
+    """Make engines on tiny models; all are closed at the end."""
+    with ExitStack() as stack:
+
+        def make(name: str, settings: EngineSettings, drafters=(), **context) -> Engine:
+            defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 40, "threads": 1}
+            model = Model.load(tiny.path(name))
+            stack.callback(model.close)
+            rollback = ROLLBACK if "hybrid" in name else 0
+            context = Context(model, ContextSettings(**{**defaults, "rollback": rollback, **context}))
+            return Engine(LlamaBackend(context), settings, drafters)
+
+        yield make
+
+
+def looking_up(length: int) -> EngineSettings:
+    return EngineSettings(speculation=length, drafters=("lookup",))
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0, 3])
+def test_what_was_said_before_is_guessed_and_changes_no_token(engines, kind, unified, temperature):
+    sampling = Sampling(temperature=temperature, seed=5, top_k=0, top_p=1, min_p=0) if temperature else GREEDY
+    plain = engines(f"successor-{kind}", EngineSettings(speculation="off"), unified=unified)
+    engine = engines(f"successor-{kind}", looking_up(5), unified=unified)
+    words = engine.backend.context.model.vocabulary
+    requests = [
+        request(str(n), words.tokenize((CYCLE * 4)[n : 70 + 9 * n]), max_tokens=60, sampling=sampling) for n in range(3)
+    ]
+    expected, answers = play(plain, *requests), play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == expected[one.id].tokens
+    check(engine)
+    assert engine.counters.drafted > engine.counters.accepted * (temperature > 0)
+    assert engine.counters.accepted > 10
+    if temperature == 0:  # after one round of the cycle every guess is right
+        usage = answers["0"].end.usage
+        assert usage.accepted == usage.drafted > 40
+        assert engine.counters.decodes < plain.counters.decodes / 2
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_right_and_wrong_guesses_change_no_token_on_random_weights(engines, kind, unified, wrong):
+    cold = engines(kind, EngineSettings(speculation="off"), unified=unified)
+    settings = EngineSettings(speculation=4, drafters=("oracle",))
+    oracle = Oracle({}, wrong, vocabulary=cold.backend.vocabulary)
+    engine = engines(kind, settings, [oracle], unified=unified)
+    for number in range(3):
+        entries = ordinary(300 + 90 * number, number)
+        right, margins = plain_run(cold, entries, max_tokens=40, ignore_ends=True)
+        oracle.answers["one"] = right.tokens
+        answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
+        agree(answer, right, margins)
+        usage = answer.end.usage
+        assert usage.drafted > 0
+        assert (usage.accepted > 0) == (wrong != 1)
+        assert engine.counters.rows  # and nothing was computed again: no sequence was given up
+        assert not engine._running
+
+
+def test_a_window_far_behind_its_beginning_is_rolled_back_and_never_given_up(engines):
+    """640 entries, a window of 32: a guess too many must not cost the window before it."""
+    cold = engines("window", EngineSettings(speculation="off"))
+    oracle = Oracle({}, 1, vocabulary=cold.backend.vocabulary)
+    engine = engines("window", EngineSettings(speculation=16, drafters=("oracle",)), [oracle])
+    entries = ordinary(640, 7)
+    right, margins = plain_run(cold, entries, max_tokens=100, ignore_ends=True)
+    oracle.answers["one"] = right.tokens
+    answer = ask(engine, entries, max_tokens=100, ignore_ends=True)
+    agree(answer, right, margins)
+    usage = answer.end.usage
+    assert usage.drafted > 900
+    assert engine.counters.rows == 640 + 99 + usage.drafted  # no entry was computed twice
+
+
+def test_recurrent_memory_without_snapshots_does_not_guess(engines):
+    with pytest.raises(UnsupportedOption, match="cannot drop"):
+        engines("successor-recurrent", looking_up(5))
+    engine = engines("successor-recurrent", EngineSettings())
+    words = engine.backend.context.model.vocabulary
+    answer = ask(engine, words.tokenize(CYCLE * 3), max_tokens=30)
+    assert answer.end.usage.drafted == 0
+    assert len(answer.tokens) == 30
