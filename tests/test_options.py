@@ -53,6 +53,7 @@ REQUEST = {
     "deadline": "test_a_deadline_s_answer_is_what_there_is",
     "reuse": "test_reuse_can_be_refused",
     "ignore_ends": "test_boundaries_priority_and_ends_reach_the_engine",
+    "salt": "test_what_is_on_disk_makes_the_next_start_warm",
 }
 COMPLETE = {
     "prompt": "test_a_completion_is_the_one_known_by_construction",
@@ -134,6 +135,7 @@ LOAD = {
     "mmap": "test_c19_memory_mapping_and_locking_are_honoured",
     "mlock": "test_c19_memory_mapping_and_locking_are_honoured",
     "chat_template": "test_arguments_reach_the_template",
+    "disk": "test_what_is_on_disk_makes_the_next_start_warm",
     "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
     "state": "test_c12_the_way_up_and_down",
     "fetch": "test_an_example_runs",

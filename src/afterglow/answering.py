@@ -257,6 +257,7 @@ class Answering(Closing):
         deadline: float | None = None,
         reuse: bool = True,
         ignore_ends: bool = False,
+        salt: str = "",
     ) -> Request:
         """What is asked of the engine, out of text or tokens.
 
@@ -264,7 +265,7 @@ class Answering(Closing):
         token; `sampling` has every other way to choose. `logprobs` is the number of alternatives to report.
         `sequence` names the slot of memory to use. `boundaries` are prompt lengths at which a later prompt may part
         from this one. `deadline` is in seconds: what there is by then is the answer. `ignore_ends` goes on after
-        the model's own end tokens.
+        the model's own end tokens. Requests with different `salt`s share nothing that was computed.
         """
         tokens = self._prompt(prompt)
         if not len(tokens):
@@ -283,6 +284,7 @@ class Answering(Closing):
             deadline=deadline,
             reuse=reuse,
             ignore_ends=ignore_ends,
+            salt=salt,
         )
 
     def explain(self, prompt: Promptable) -> Explanation:

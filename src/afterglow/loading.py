@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from afterglow.llama.model import ModelSettings, Progress
 from afterglow.llama.probe import ensure_safe
 from afterglow.llama.settings import CacheType, ContextSettings
 from afterglow.model import Model
+from afterglow.paths import cache_directory
 
 SNAPSHOTS = 4  # of recurrent states, where something guesses ahead
 
@@ -38,6 +40,7 @@ def load(
     mmap: bool = True,
     mlock: bool = False,
     chat_template: str | None = None,
+    disk: bool | None = None,
     draft: str | os.PathLike[str] | None = None,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
@@ -50,8 +53,9 @@ def load(
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
     `chat_template` takes the place of the model's own. `draft` guesses ahead where that is faster: "mtp" for the
-    model's own heads, or a smaller model of the same vocabulary, by name or path. With `fetch`, a known model that is
-    not here yet is downloaded.
+    model's own heads, or a smaller model of the same vocabulary, by name or path. What was computed is kept on `disk`
+    for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that
+    is not here yet is downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -59,7 +63,7 @@ def load(
     """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
     ensure_safe(path)
-    engine = engine or EngineSettings()
+    engine = kept(engine or EngineSettings(), str(model), disk)
     drafting = _draft(draft, fetch=fetch)
     slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
     context_settings = ContextSettings(
@@ -105,6 +109,18 @@ def _rollback(draft: Draft | None, settings: EngineSettings) -> int:
     if isinstance(settings.speculation, int):
         return settings.speculation
     return 0 if draft is None else SNAPSHOTS
+
+
+def kept(settings: EngineSettings, name: str, disk: bool | None = None) -> EngineSettings:
+    """The settings with a place on disk for what was computed, where nothing says otherwise.
+
+    >>> kept(EngineSettings(), "tiny", disk=False).disk_directory is None
+    True
+    """
+    wanted = os.environ.get("AFTERGLOW_DISK", "on").lower() not in ("off", "0", "false", "no") if disk is None else disk
+    if not wanted or settings.disk_directory is not None:
+        return settings
+    return replace(settings, disk_directory=cache_directory("prefix"), disk_name=name)
 
 
 def usable_cores() -> int:

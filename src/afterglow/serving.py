@@ -30,7 +30,7 @@ from afterglow.llama.library import library
 from afterglow.llama.model import Model, ModelInfo, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.loading import fitting_layers, usable_cores
+from afterglow.loading import fitting_layers, kept, usable_cores
 from afterglow.version import __version__
 
 T = TypeVar("T")
@@ -45,9 +45,11 @@ class ServedSettings:
     sequences: int = 4
     gpu_layers: int | None = None  # None: as many as fit
     threads: int | None = None  # None: the processor's cores
+    disk: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK says `off`
+    chat_template: str | None = None  # takes the place of the model's own
     engine: EngineSettings = field(default_factory=EngineSettings)
 
-    def recipe(self, path: Path) -> LlamaEngine:
+    def recipe(self, name: str, path: Path) -> LlamaEngine:
         """What makes the engine, in its process."""
         slots = integer("sequences", self.sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
         context = ContextSettings(
@@ -57,8 +59,9 @@ class ServedSettings:
             threads=usable_cores() if self.threads is None else self.threads,
         )
         layers = fitting_layers(path, context) if self.gpu_layers is None else self.gpu_layers
+        engine = kept(self.engine, name, self.disk)
         return LlamaEngine(
-            path=path, model=ModelSettings(gpu_layers=layers), context=context, engine=self.engine, reserved=1
+            path=path, model=ModelSettings(gpu_layers=layers), context=context, engine=engine, reserved=1
         )
 
 
@@ -79,7 +82,7 @@ class ServedModel(Answering):
         self._building = threading.Lock()
         self._chat: Chat | None = None
         try:
-            self._process = EngineProcess(self.settings.recipe(path))
+            self._process = EngineProcess(self.settings.recipe(name, path))
         except BaseException:
             self._model.close()
             raise
@@ -213,5 +216,5 @@ class ServedModel(Answering):
     def _talking(self) -> Chat:
         with self._building:
             if self._chat is None:
-                self._chat = Chat(self.vocabulary, self._model.chat_template())
+                self._chat = Chat(self.vocabulary, self.settings.chat_template or self._model.chat_template())
             return self._chat

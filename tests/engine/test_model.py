@@ -321,3 +321,20 @@ def test_what_load_is_told_is_what_is_loaded():
         context = model.settings[1]
         assert (context.sequences, context.threads, context.unified) == (4, 1, True)  # one more, for scoring
         assert model.context_length >= 512
+
+
+@pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid"])
+def test_what_is_on_disk_makes_the_next_start_warm(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    prompt = [1 + n % 200 for n in range(200)]
+    with afterglow.load(tiny.path(name), context=512, disk=True) as model:
+        first = model.complete(prompt, max_tokens=5)
+        assert first.usage.cached == 0
+    with afterglow.load(tiny.path(name), context=512, disk=True) as model:
+        again = model.complete(prompt, max_tokens=5)
+        stranger = model.complete(prompt, max_tokens=5, salt="another tenant")
+    assert again.usage.cached >= 128
+    assert again.tokens == first.tokens == stranger.tokens
+    assert stranger.usage.cached == 0
+    with afterglow.load(tiny.path(name), context=512, disk=False) as model:
+        assert model.complete(prompt, max_tokens=5).usage.cached == 0

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -107,7 +106,11 @@ class ServerProcess:
         family = family_of(self.process.pid)
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(patience)
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # its engines go with it
+            raise
         self.http.close()
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -148,7 +151,3 @@ def text_of(answer: dict[str, Any]) -> str:
     choice = answer["choices"][0]
     text: str = choice["message"]["content"] if "message" in choice else choice["text"]
     return text
-
-
-def model_argument(name: str, path: Path) -> str:
-    return f"{name}={path}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from serverprocess import CYCLE, ServerProcess, text_of
 from test_chat import PICK
 
 from afterglow import tiny
+from afterglow.server.settings import ServerSettings
 from afterglow.server.types.chat import ChatRequest
 from afterglow.server.types.completion import CompletionRequest
 from afterglow.server.types.other import EmbeddingRequest
@@ -704,3 +706,14 @@ BY_FUNCTION = {
 )
 def test_a_field_does_what_it_says_or_is_refused(route: str, see: See, server: ServerProcess) -> None:
     see(server)
+
+
+def test_the_page_about_the_api_lists_every_refusal_every_extension_and_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for route, (ours, theirs) in DOCUMENTED.items():
+        for name, field in ours.model_fields.items():
+            refusal = isinstance(field.json_schema_extra, dict) and "x-reason" in field.json_schema_extra
+            if refusal or name not in theirs.__annotations__:
+                assert f"`{name}" in page or name in ("stream", "seed"), f"{route}: {name}"
+    for name in ServerSettings.model_fields:
+        assert f"`{name}`" in page, name

@@ -64,6 +64,7 @@ def test_the_cache_shows_what_is_held(server: ServerProcess) -> None:
     server.chat("a text to be found again")
     held = server.http.get("/cache").json()["models"]["tiny"]
     assert any("a text to be found again" in one["begins"] for one in held["sequences"])
+    assert held["tiers"]["ram"]["limit"] > 0
     server.chat("something for a checkpoint", model="hybrid")
     assert server.http.get("/cache").json()["models"]["hybrid"]["checkpoints"]
 

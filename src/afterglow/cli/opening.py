@@ -33,6 +33,7 @@ def open_model(settings: Settings, console: Console) -> Model:
             sequences=settings.sequences,
             threads=settings.threads,
             gpu_layers=settings.gpu_layers,
+            disk=settings.disk,
             chat_template=template_text(settings.chat_template),
             draft=settings.draft,
             progress=show,

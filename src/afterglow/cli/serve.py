@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from afterglow.cli import chat
-from afterglow.cli.opening import local_path
+from afterglow.cli.opening import local_path, template_text
 from afterglow.cli.settings import Settings, settings
 from afterglow.errors import InvalidArgument
 from afterglow.server.roster import Roster
@@ -23,7 +23,7 @@ from afterglow.serving import ServedSettings
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MODEL]...",
+        metavar="MODEL",
         help="Names from `afterglow models`, or paths. NAME=MODEL serves it under that name.",
         show_default=False,
     ),
@@ -57,6 +57,7 @@ def serve(
     context: chat.Context = None,
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
+    chat_template: chat.Template = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
@@ -68,6 +69,7 @@ def serve(
         context=context,
         threads=threads,
         gpu_layers=gpu_layers,
+        chat_template=chat_template,
         server={
             "host": host,
             "port": port,
@@ -94,7 +96,12 @@ def serve(
 def served_settings(chosen: Settings) -> ServedSettings:
     """How the models are loaded."""
     return ServedSettings(
-        context=chosen.context, sequences=chosen.sequences, gpu_layers=chosen.gpu_layers, threads=chosen.threads
+        disk=chosen.disk,
+        context=chosen.context,
+        sequences=chosen.sequences,
+        gpu_layers=chosen.gpu_layers,
+        threads=chosen.threads,
+        chat_template=template_text(chosen.chat_template),
     )
 
 

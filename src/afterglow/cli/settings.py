@@ -39,6 +39,7 @@ class Settings(pydantic.BaseModel):
     sequences: int = pydantic.Field(4, ge=1, le=255, description="Requests that run at once.")
     threads: int | None = pydantic.Field(None, ge=1, description="None: the processor's cores.")
     gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
+    disk: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
     draft: str | None = pydantic.Field(None, description='What guesses ahead: "mtp", or the name or path of a model.')
     system: str = "You are a helpful assistant."

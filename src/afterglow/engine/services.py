@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.cache import Usage, usage
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import common_prefix
 from afterglow.engine.explanation import Explanation
@@ -66,6 +67,7 @@ class Held:
 
     sequences: tuple[HeldSequence, ...]
     checkpoints: tuple[HeldCheckpoint, ...]
+    tiers: dict[str, Usage]  # what is kept outside of memory, in RAM and on disk
     counters: dict[str, int]
     busy: bool
 
@@ -108,6 +110,7 @@ def held(engine: Engine) -> Held:
             HeldCheckpoint(tokens=one.depth, nbytes=one.nbytes, idle_seconds=now - one.last_used)
             for one in engine.memory.checkpoints
         ),
+        tiers=usage(engine),
         counters=counters(engine),
         busy=engine.busy,
     )

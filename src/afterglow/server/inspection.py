@@ -149,6 +149,7 @@ async def holding(service: Service, model: ServedModel) -> dict[str, Any]:
         "busy": held.busy,
         "restarts": model.restarts,
         "counters": held.counters,
+        "tiers": {name: asdict(tier) for name, tier in held.tiers.items()},
         "sequences": [{**asdict(one), "begins": text(one.begins), "ends": text(one.ends)} for one in held.sequences],
         "checkpoints": [asdict(one) for one in held.checkpoints],
     }
