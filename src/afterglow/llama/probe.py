@@ -21,7 +21,7 @@ from afterglow.llama.inspection import inspect
 from afterglow.paths import cache_directory
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-PATIENCE = 10.0  # seconds for a small file; a large one gets more
+PATIENCE = 30.0  # seconds, beside the time to read the file: on a busy machine Python alone takes some to start
 BYTES_PER_SECOND = 50_000_000
 
 
