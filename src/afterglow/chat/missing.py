@@ -108,7 +108,7 @@ def _to_blame(found: Explanation, before: str, ours: str, theirs: str) -> Likely
     """What memory is to blame for; None: the texts have to tell."""
     if found.cause == "evicted":
         return "evicted"
-    if not before and not theirs:
+    if not before:
         return "nothing kept"
     if found.reused >= found.prompt - 1 or not ours:
         return "all of it"
@@ -168,6 +168,18 @@ def role_at(text: str) -> str | None:
     """
     found = HEADER.findall(text)
     return ROLES.get(found[-1], found[-1]) if found else None
+
+
+def first_words(text: str) -> str:
+    """What the first message of a person says; where there is none, all of the text.
+
+    >>> first_words("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nHello<|im_end|>")
+    'Hello<|im_end|>'
+    """
+    for header in HEADER.finditer(text):
+        if ROLES.get(header[1], header[1]) == "user":
+            return re.sub(r"^(?:\s|\]|<\|[a-z_]+\|>)+", "", text[header.end() :]) or text
+    return text
 
 
 def _message(before: str, after: str) -> str:
