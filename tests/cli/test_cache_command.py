@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from test_commands import run
+import test_commands
 
 import afterglow
 from afterglow import tiny
+from afterglow.cli.main import main
 
 MODEL = str(tiny.path("successor-attention"))
 TURNS = [("system", "Today is Monday. You are kind."), ("user", "Tell me about the sea, please.")]
+
+
+def run(*arguments: str, question: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which saves its start."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["afterglow", *arguments])
+        patch.setattr(sys, "stdin", io.StringIO(question))
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +66,7 @@ def values(root: Path, *arguments: str) -> dict:
 
 
 def test_it_shows_what_is_kept_by_its_first_words(root: Path) -> None:
-    done = run("cache", AFTERGLOW_CACHE=str(root), COLUMNS="200")
+    done = test_commands.run("cache", AFTERGLOW_CACHE=str(root), COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "Tell me about the sea" in done.stdout
     assert "Something else" in done.stdout
