@@ -73,7 +73,7 @@ def test_it_shows_what_is_kept_by_its_first_words(root: Path) -> None:
     found = values(root)
     assert [one["file"] for one in found["models"]] == [MODEL]
     assert all(one["entries"] > 30 for one in found["conversations"])
-    assert all(one["nbytes"] > 0 and one["age"] >= 0 and one["hits"] == 0 for one in found["conversations"])
+    assert [one for one in found["conversations"] if one["nbytes"] <= 0 or one["age"] < 0 or one["hits"] < 0] == []
     assert any("Monday" in one["begins"] for one in found["conversations"])
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from afterglow import registry
 from afterglow.chat.missing import first_words
+from afterglow.closing import Closing
 from afterglow.engine import cache as kept
 from afterglow.engine import disk_view
 from afterglow.engine.cache import Stored
@@ -154,7 +155,7 @@ def shown_name(model: Stored) -> str:
     return known.get(model.name) or Path(model.name).stem or model.model[:12]
 
 
-class Beginnings:
+class Beginnings(Closing):
     """The first words of conversations, in the vocabulary of their model's file; token ids where that is not here."""
 
     def __init__(self, models: Iterable[Stored]) -> None:
@@ -168,6 +169,11 @@ class Beginnings:
         if model is None or any(token >= model.vocabulary.size for token in tokens):
             return " ".join(map(str, conversation.first[:8]))
         return model.vocabulary.detokenize(tokens, special=True).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        for model in self._vocabularies.values():
+            if model is not None:
+                model.close()
 
     def _model(self, path: Path) -> Model | None:
         if path not in self._vocabularies:
@@ -183,17 +189,17 @@ class Beginnings:
 
 def as_values(directory: Path, models: list[Stored], found: list[StoredConversation]) -> dict[str, Any]:
     """Everything, for scripts."""
-    beginnings = Beginnings(models)
-    return {
-        "directory": str(directory),
-        "models": [{**asdict(one), "name": shown_name(one), "file": one.name} for one in models],
-        "conversations": [{**asdict(one), "begins": beginnings.text(one)} for one in found],
-    }
+    with Beginnings(models) as beginnings:
+        return {
+            "directory": str(directory),
+            "models": [{**asdict(one), "name": shown_name(one), "file": one.name} for one in models],
+            "conversations": [{**asdict(one), "begins": beginnings.text(one)} for one in found],
+        }
 
 
 def show(models: list[Stored], found: list[StoredConversation], count: int) -> None:
     """Two tables: models, and conversations by their first words."""
-    console, beginnings = Console(highlight=False), Beginnings(models)
+    console = Console(highlight=False)
     names = {one.model: shown_name(one) for one in models}
     table = _table("model", "tokens", "bytes", "age", "digest")
     for one in models:
@@ -201,21 +207,20 @@ def show(models: list[Stored], found: list[StoredConversation], count: int) -> N
     console.print(table, markup=False)
     console.print()
     table = _table("conversation", "tokens", "bytes", "age", "hits", "saved", "id", "model")
-    for conversation in found:
-        words = " ".join(first_words(beginnings.text(conversation)).split())
-        table.add_row(
-            words if len(words) <= SHOWN else words[:SHOWN] + "…",
-            f"{conversation.entries:,}",
-            decimal(conversation.nbytes),
-            span(conversation.age),
-            f"{conversation.hits:,}",
-            f"{conversation.seconds_saved:,.1f} s",
-            conversation.id + (" pinned" if conversation.pinned else ""),
-            names[conversation.model],
-        )
+    with Beginnings(models) as beginnings:
+        for conversation in found:
+            words = " ".join(first_words(beginnings.text(conversation)).split())
+            shown = words if len(words) <= SHOWN else words[:SHOWN] + "…"
+            table.add_row(shown, *_numbers(conversation), names[conversation.model])
     console.print(table, markup=False)
     if count > len(found):
         console.print(f"and {count - len(found):,} more: --all shows them")
+
+
+def _numbers(one: StoredConversation) -> tuple[str, ...]:
+    pinned = " pinned" if one.pinned else ""
+    saved = f"{one.seconds_saved:,.1f} s"
+    return f"{one.entries:,}", decimal(one.nbytes), span(one.age), f"{one.hits:,}", saved, one.id + pinned
 
 
 def _table(first: str, *others: str) -> Table:
