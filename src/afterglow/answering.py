@@ -287,14 +287,14 @@ class Answering(Closing):
             salt=salt,
         )
 
-    def explain(self, prompt: Promptable) -> Explanation:
+    def explain(self, prompt: Promptable, *, salt: str = "") -> Explanation:
         """What of this prompt is in memory now, where it parts from it, and why not more could be reused.
 
         >>> answer = model.complete("The rain in Spain", max_tokens=1)
         >>> model.explain("The rain in Portugal").shared
         3
         """
-        return self._running().call(functools.partial(Engine.explain, request=self.request(prompt)))
+        return self._running().call(functools.partial(Engine.explain, request=self.request(prompt, salt=salt)))
 
     # --- how requests are made
 

@@ -63,7 +63,7 @@ def load(
     """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
     ensure_safe(path)
-    engine = kept(engine or EngineSettings(), str(model), disk)
+    engine = kept(engine or EngineSettings(), str(path), disk)
     drafting = _draft(draft, fetch=fetch)
     slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
     context_settings = ContextSettings(

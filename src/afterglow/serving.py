@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from afterglow.answering import Answering, Promptable
 from afterglow.chat.chat import Chat
 from afterglow.engine import services
+from afterglow.engine.cache import Usage
+from afterglow.engine.difference import Difference, difference
 from afterglow.engine.engine import Engine
-from afterglow.engine.explanation import Explanation
 from afterglow.engine.process import EngineProcess
 from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.request import Request
@@ -59,7 +60,7 @@ class ServedSettings:
             threads=usable_cores() if self.threads is None else self.threads,
         )
         layers = fitting_layers(path, context) if self.gpu_layers is None else self.gpu_layers
-        engine = kept(self.engine, name, self.disk)
+        engine = kept(self.engine, str(path), self.disk)
         return LlamaEngine(
             path=path, model=ModelSettings(gpu_layers=layers), context=context, engine=engine, reserved=1
         )
@@ -138,17 +139,17 @@ class ServedModel(Answering):
         """Run a function of a module on the engine; waits for its answer."""
         return self._process.call(function)
 
-    def held(self) -> Held:
-        """What the engine has in memory."""
-        return self.call(services.held)
+    def held(self, salt: str = "") -> Held:
+        """What the engine has in memory; of other salts only how much."""
+        return self.call(functools.partial(services.held, salt=salt))
 
-    def counters(self) -> dict[str, int]:
-        """What the engine did so far."""
-        return self.call(services.counters)
+    def numbers(self) -> tuple[dict[str, int], dict[str, Usage]]:
+        """What the engine did so far, and what its tiers hold and did."""
+        return self.call(services.numbers)
 
-    def explain_difference(self, prompt: Promptable) -> tuple[Explanation, tuple[int, ...]]:
-        """`explain`, and the tokens that memory has where it parts from the prompt."""
-        return self.call(functools.partial(services.explain, request=self.request(prompt)))
+    def explain_difference(self, prompt: Promptable, *, salt: str = "") -> Difference:
+        """`explain`, and the tokens on both sides of where the prompt parts from what is kept."""
+        return self.call(functools.partial(difference, request=self.request(prompt, salt=salt)))
 
     def check_length(self, tokens: Sequence[int]) -> None:
         """`PromptTooLong` where a prompt can never fit."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import recipes
 from play import ask, fake, prompt, reference, request
 
-from afterglow.engine import cache, disk_files
+from afterglow.engine import cache, disk_files, disk_view
+from afterglow.engine.disk_archive import export_archive, import_archive
+from afterglow.engine.disk_index import open_index
 from afterglow.engine.engine import Engine
 from afterglow.engine.process import EngineProcess
 from afterglow.engine.settings import EngineSettings
@@ -147,44 +151,135 @@ def test_verify_finds_and_removes_what_is_broken(make, folder):
 @pytest.mark.parametrize("kind", ["attention", "hybrid", "recurrent"])
 def test_what_is_exported_can_be_imported_elsewhere(make, folder, tmp_path, kind):
     place = written(make, kind)
-    count = cache.export(place, tmp_path / "copy")
+    count = export_archive(folder, tmp_path / "copy.tar")
     assert count > 0
-    elsewhere = cache.Place(directory=tmp_path / "elsewhere", model=place.model)
-    elsewhere.directory.mkdir(mode=0o700)
-    assert cache.import_(elsewhere, tmp_path / "copy") == count
-    engine = make(kind, elsewhere.directory)
+    assert (tmp_path / "copy.tar").stat().st_mode & 0o077 == 0
+    elsewhere = tmp_path / "elsewhere"
+    assert import_archive(elsewhere, tmp_path / "copy.tar") == count
+    assert cache.stored(elsewhere)[0].name == "a fake"
+    assert cache.stored(elsewhere)[0].model == place.model
+    engine = make(kind, elsewhere)
     entries = prompt(45, 1) + prompt(9, 9)
     answer = ask(engine, entries)
     assert answer.cached == (45 if kind == "attention" else 40)
     assert answer.tokens == reference(lambda: fake(kind), entries)
 
 
-def test_what_is_broken_or_of_another_model_is_not_imported(make, folder, tmp_path):
+def test_what_is_broken_is_neither_exported_nor_imported(make, folder, tmp_path):
     place = written(make)
-    cache.export(place, tmp_path / "copy")
-    other = cache.Place(directory=tmp_path / "elsewhere", model="0" * 64)
-    with pytest.raises(InvalidArgument, match="nothing of this model"):
-        cache.import_(other, tmp_path / "copy")
-    path = min((tmp_path / "copy" / place.model).glob("*.cells"))
-    path.write_bytes(path.read_bytes()[:-1])
+    copy = tmp_path / "copy.tar"
+    whole = export_archive(folder, copy)
+    with pytest.raises(InvalidArgument, match="there already"):
+        export_archive(folder, copy)
+    copy.write_bytes(copy.read_bytes().replace(b"afterglow segment", b"afterglow nothing", 1))
     with pytest.raises(InvalidState):
-        cache.import_(place, tmp_path / "copy")
-    with pytest.raises(InvalidArgument, match="not empty"):
-        cache.export(place, tmp_path / "copy")
+        import_archive(tmp_path / "elsewhere", copy)
+    victim = min((folder / place.model).glob("*.cells"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert export_archive(folder, tmp_path / "rest.tar") == whole - 1
+    assert export_archive(folder, tmp_path / "none.tar", ["0" * 64]) == 0
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "/etc/passwd", f"{'0' * 64}/../../out", f"{'0' * 64}/index.sqlite3"])
+def test_an_archive_puts_nothing_anywhere_else(tmp_path, name):
+    with tarfile.open(tmp_path / "bad.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo(name), None)
+    with pytest.raises(InvalidState, match="nothing that afterglow keeps"):
+        import_archive(tmp_path / "prefix", tmp_path / "bad.tar")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "text").write_text("no archive")
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        import_archive(tmp_path / "prefix", tmp_path / "text")
 
 
 def test_a_running_engine_sees_what_was_imported(make, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("afterglow.engine.disk.LOOK", 0.05)
-    place = written(make)
-    cache.export(place, tmp_path / "copy")
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    written(make)
+    export_archive(folder, tmp_path / "copy.tar")
     engine = make(directory=tmp_path / "elsewhere")
-    cache.import_(cache.Place(directory=tmp_path / "elsewhere", model=place.model), tmp_path / "copy")
+    import_archive(tmp_path / "elsewhere", tmp_path / "copy.tar")
     for _ in range(200):
-        if any(one.tier == "disk" for one in cache.kept(engine)):
+        if any(one.tier == "disk" and one.entries == 71 for one in cache.kept(engine)):
             break
         engine.memory.tiers.shelf.disk._closing.wait(0.05)
     assert ask(engine, prompt(60, 1)).cached == 59
+
+
+# --- its conversations
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "recurrent"])
+def test_a_directory_s_conversations_are_shown(make, folder, kind):
+    engine = make(kind)
+    for last in (10, 11):
+        ask(engine, prompt(80, 1) + prompt(40, last))
+    engine.close()
+    found = disk_view.conversations(folder)
+    assert len(found) == 2
+    assert {one.first[:80] for one in found} == {tuple(prompt(80, 1))}
+    assert all(one.entries >= 120 and one.age < 60 and not one.pinned for one in found)
+    assert sum(one.nbytes for one in found) == cache.stored(folder)[0].nbytes
+    again = make(kind)
+    ask(again, prompt(80, 1) + prompt(40, 10) + [5])
+    again.memory.tiers.shelf.disk.flush()
+    best = max(disk_view.conversations(folder), key=lambda one: one.hits)
+    assert best.hits == 1
+    assert best.seconds_saved > 0
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_pinned_conversation_outlives_the_others_on_disk(make, folder, kind):
+    engine = make(kind)
+    ask(engine, prompt(60, 1), boundaries=frozenset({40}))
+    engine.close()
+    (first,) = disk_view.conversations(folder)
+    disk_view.pin(folder, first.id[:6])
+    assert disk_view.conversations(folder)[0].pinned
+    small = EngineSettings(segment=8, ram_bytes=10**7, disk_directory=folder, disk_bytes=int(first.nbytes * 2.5))
+    engine = fake(kind, small)
+    for number in range(2, 8):
+        ask(engine, prompt(60, number))
+        flush(engine)
+    engine.close()
+    assert first.id in {one.id for one in disk_view.conversations(folder)}
+    assert ask(make(kind), [*prompt(40, 1), 5]).cached == 40
+    disk_view.pin(folder, first.id, pinned=False)
+    assert not any(one.pinned for one in disk_view.conversations(folder))
+    with pytest.raises(InvalidArgument, match="no conversation"):
+        disk_view.pin(folder, "fff0fff")
+
+
+def test_taking_a_pin_back_leaves_what_another_holds(make, folder):
+    engine = make()
+    for last in (10, 11):
+        ask(engine, prompt(80, 1) + prompt(40, last))
+    engine.close()
+    one, other = (found.id for found in disk_view.conversations(folder))
+    disk_view.pin(folder, one)
+    disk_view.pin(folder, other)
+    disk_view.pin(folder, one, pinned=False)
+    with open_index(folder) as index:
+        assert sum(row.pinned for row in index.rows()) == 17  # 80 shared entries, 51 of its own
+
+
+def test_a_directory_is_cleared_by_model(make, folder):
+    place = written(make)
+    written(make, "hybrid")
+    assert disk_view.clear(folder, [place.model]) > 0
+    (left,) = cache.stored(folder)
+    assert left.model != place.model
+    assert disk_view.clear(folder) == left.nbytes
+    assert cache.stored(folder) == []
+
+
+@pytest.mark.parametrize(("kind", "reused"), [("attention", 50), ("hybrid", 40), ("recurrent", 40)])
+def test_what_is_nearest_to_a_prompt_is_found_without_an_engine(make, folder, kind, reused):
+    place = written(make, kind)
+    ids = np.array(prompt(50, 1) + prompt(9, 9))
+    found = disk_view.nearest(folder, [place.model], ids)
+    assert (found.explanation.reused, found.explanation.shared) == (reused, 50)
+    assert found.theirs[:10] == tuple(prompt(60, 1)[50:])
+    assert disk_view.nearest(folder, ["0" * 64], ids).explanation.cause == "nothing in common"
 
 
 # --- across a process border

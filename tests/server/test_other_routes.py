@@ -94,3 +94,24 @@ def test_health_names_the_models(server: ServerProcess) -> None:
         "models": dict.fromkeys(("tiny", "hybrid", "vectors", "thinker"), "ready"),
     }
     assert text_of(server.chat()) == CYCLE[:8]
+
+
+def test_an_explanation_says_in_words_what_changed(server: ServerProcess) -> None:
+    def asked(day: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": f"Today is {day}. Be kind."}, {"role": "user", "content": "hello"}]
+
+    server.post("/v1/chat/completions", {"model": "tiny", "messages": asked("Monday"), "max_tokens": 4})
+    told = server.post("/cache/explain", {"model": "tiny", "messages": asked("Tuesday")}).json()
+    assert told["likely"] == "date"
+    assert "a date or time changed in the system prompt" in told["words"]
+
+
+def test_the_metrics_have_the_tiers(server: ServerProcess) -> None:
+    name = 'afterglow_cache{counter="%s",model="tiny",tier="ram"}'
+    before = server.metric(name % "misses")
+    server.complete("~ nobody ever wrote a text that begins like this", model="tiny")
+    assert server.metric(name % "misses") == before + 1
+    assert server.metric(name % "limit") > server.metric(name % "bytes") >= 0
+    page = server.http.get("/metrics").text
+    for counter in ("hits", "evictions", "saved_bytes", "loaded_bytes", "seconds_saved"):
+        assert name % counter in page

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from afterglow.cli import chat, doctor, models, run, serve
+from afterglow.cli import cache, chat, doctor, explain, models, run, serve
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.version import __version__
 
@@ -23,8 +23,10 @@ app.command("chat")(chat.chat)
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("perplexity")(run.perplexity)
+app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(cache.app, name="cache")
 
 
 def _version(wanted: bool) -> None:

@@ -7,10 +7,8 @@ no engine, run wherever they are called, and other processes may use the directo
 from __future__ import annotations
 
 import contextlib
-import shutil
-import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -19,11 +17,11 @@ import numpy as np
 
 from afterglow.engine import disk_files
 from afterglow.engine.counters import TierCounters
-from afterglow.engine.disk_index import DiskIndex, Row
+from afterglow.engine.disk_index import Row, open_index
 from afterglow.engine.engine import Engine
 from afterglow.engine.entries import Entry, Ids
 from afterglow.engine.segments import Segment, SegmentTree
-from afterglow.errors import InvalidArgument, InvalidState
+from afterglow.errors import InvalidState
 
 Tier: TypeAlias = Literal["memory", "ram", "disk"]
 FIRST = 32  # entries that show what something is
@@ -194,7 +192,7 @@ def place(engine: Engine) -> Place | None:
 def stored(directory: Path) -> list[Stored]:
     """What a directory holds, by model."""
     by_model: dict[str, list[Row]] = {}
-    with _index(directory) as index:
+    with open_index(directory) as index:
         for row in index.rows():
             by_model.setdefault(row.model, []).append(row)
     now = time.time()
@@ -216,7 +214,7 @@ def stored(directory: Path) -> list[Stored]:
 def verify(directory: Path) -> Verified:
     """Check every byte of every file; what is broken is removed, and table and files agree afterwards."""
     checked = broken = 0
-    with _index(directory) as index:
+    with open_index(directory) as index:
         index.collect()
         for row in index.rows():
             path = directory / row.model / row.name
@@ -233,57 +231,3 @@ def verify(directory: Path) -> Verified:
                     path.unlink()
                 index.remove([row.name])
     return Verified(checked=checked, broken=broken)
-
-
-def export(place: Place, target: Path) -> int:
-    """Copy what is stored of one model into an empty directory; the number of files."""
-    disk_files.prepare(target)
-    if any(target.iterdir()):
-        raise InvalidArgument("target", f"{target} is not empty")
-    folder = target / place.model
-    folder.mkdir(mode=0o700)
-    count = 0
-    for path in sorted((place.directory / place.model).iterdir()):
-        with contextlib.suppress(FileNotFoundError, InvalidState):
-            if disk_files.read_name(path.name) is not None:
-                disk_files.load(path)
-                shutil.copy2(path, folder / path.name)
-                count += 1
-    disk_files.write_label(folder, disk_files.read_label(place.directory / place.model))
-    return count
-
-
-def import_(place: Place, source: Path) -> int:
-    """Take in what `export` wrote for the same model; the number of files. Every byte is checked first."""
-    folder = place.directory / place.model
-    disk_files.prepare(place.directory)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not (source / place.model).is_dir():
-        raise InvalidArgument("source", f"{source} holds nothing of this model, build and kind of context")
-    count = 0
-    with _index(place.directory) as index:
-        for path in sorted((source / place.model).iterdir()):
-            if disk_files.read_name(path.name) is None:
-                continue
-            loaded = disk_files.load(path)
-            if loaded.item.model.hex() != place.model:
-                raise InvalidState(f"{path.name} is of another model")
-            item = disk_files.with_payload(loaded)
-            index.add(item, disk_files.write(folder, item))
-            count += 1
-    return count
-
-
-@contextlib.contextmanager
-def _index(directory: Path) -> Iterator[DiskIndex]:
-    if not directory.is_dir():
-        raise InvalidArgument("directory", f"{directory} is not there")
-    disk_files.prepare(directory)
-    try:
-        index = DiskIndex(directory)
-    except sqlite3.Error as error:
-        raise InvalidState(f"the table in {directory} cannot be read: {error}") from error
-    try:
-        yield index
-    finally:
-        index.close()

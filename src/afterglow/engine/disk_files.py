@@ -30,7 +30,7 @@ HEADER = struct.Struct("<B32s32s32sQQQQQQdd")
 BEGINNING = len(MAGIC) + CHECKSUM
 MOST = 2**40  # bytes of one file
 LABEL = "name"
-LONGEST_LABEL = 200  # bytes
+LONGEST_LABEL = 4096  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

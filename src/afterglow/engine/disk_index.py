@@ -7,7 +7,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from afterglow.engine import disk_files
 from afterglow.engine.disk_files import Item, Kind
 from afterglow.engine.entries import Ids, common_prefix
 from afterglow.engine.ram import HALF_LIFE
-from afterglow.errors import InvalidState
+from afterglow.errors import InvalidArgument, InvalidState
 
 NAME = "index.sqlite3"
 PATIENCE = 10.0  # seconds to wait for another process
@@ -180,6 +180,22 @@ class DiskIndex:
             return False
         self.add(item, size)
         return True
+
+
+@contextlib.contextmanager
+def open_index(directory: Path) -> Iterator[DiskIndex]:
+    """The table of a directory, for somebody without an engine. One that others could read or change is refused."""
+    if not directory.is_dir():
+        raise InvalidArgument("directory", f"{directory} is not there")
+    disk_files.prepare(directory)
+    try:
+        index = DiskIndex(directory)
+    except (OSError, sqlite3.Error) as error:
+        raise InvalidState(f"the table in {directory} cannot be read: {error}") from error
+    try:
+        yield index
+    finally:
+        index.close()
 
 
 def _row(*values: object) -> Row:

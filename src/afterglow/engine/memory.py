@@ -138,7 +138,7 @@ class PrefixMemory:
                 self._recall(reuse)
             case Fresh(target):
                 target.clear()
-                self.tiers.ram_counters.misses += 1
+                self.tiers.count_miss()
 
     def _load(self, target: Sequence, checkpoint: Checkpoint) -> None:
         started = time.perf_counter()
@@ -323,7 +323,7 @@ class PrefixMemory:
         cover = self.tiers.cover(ids, salt)
         if cover.length > shared:
             shared, theirs = cover.length, cover.next
-        evicted = max((common_prefix(gone, ids) for whose, gone in self._evicted if whose == salt), default=0)
+        evicted = max((common_prefix(gone, ids) for gone in self.gone(salt)), default=0)
         return Explanation(
             prompt=len(ids),
             reused=reused,
@@ -333,6 +333,10 @@ class PrefixMemory:
             cause=self._cause(shared, reused, len(ids), evicted),
             evicted=evicted,
         )
+
+    def gone(self, salt: str) -> list[Ids]:
+        """What of a salt had to go, the last first."""
+        return [ids for whose, ids in reversed(self._evicted) if whose == salt]
 
     def _remember(self, slot: Sequence) -> None:
         if len(slot):

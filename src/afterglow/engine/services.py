@@ -12,17 +12,13 @@ from numpy.typing import NDArray
 
 from afterglow.engine.cache import Usage, usage
 from afterglow.engine.engine import Engine
-from afterglow.engine.entries import common_prefix
-from afterglow.engine.explanation import Explanation
 from afterglow.engine.llama import LlamaBackend
-from afterglow.engine.request import Request
 from afterglow.engine.scoring import Scored, score_rows
 from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedOperation
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model, ModelInfo
 from afterglow.llama.settings import ContextSettings
 
-AROUND = 16  # entries shown after a difference
 SHOWN = 48  # entries shown of a sequence
 NO_POOLING, RANK = 0, 4  # llama.cpp's numbers
 
@@ -91,8 +87,13 @@ def counters(engine: Engine) -> dict[str, int]:
     return asdict(engine.counters)
 
 
-def held(engine: Engine) -> Held:
-    """What the engine has in memory."""
+def numbers(engine: Engine) -> tuple[dict[str, int], dict[str, Usage]]:
+    """What the engine did so far, and what its tiers hold and did."""
+    return counters(engine), usage(engine)
+
+
+def held(engine: Engine, salt: str = "") -> Held:
+    """What the engine has in memory; of other salts only how much."""
     now = time.monotonic()
     return Held(
         sequences=tuple(
@@ -101,8 +102,8 @@ def held(engine: Engine) -> Held:
                 busy=slot.busy,
                 tokens=len(slot),
                 idle_seconds=0.0 if slot.busy else now - slot.last_used,
-                begins=tuple(map(int, slot.ids[:SHOWN])),
-                ends=tuple(map(int, slot.ids[max(SHOWN, len(slot) - SHOWN) :])),
+                begins=tuple(map(int, slot.ids[:SHOWN])) if slot.salt == salt else (),
+                ends=tuple(map(int, slot.ids[max(SHOWN, len(slot) - SHOWN) :])) if slot.salt == salt else (),
             )
             for slot in engine.memory.slots
         ),
@@ -114,14 +115,6 @@ def held(engine: Engine) -> Held:
         counters=counters(engine),
         busy=engine.busy,
     )
-
-
-def explain(engine: Engine, request: Request) -> tuple[Explanation, tuple[int, ...]]:
-    """Why the request would be computed as far as it would, and what memory has where the two part."""
-    explanation = engine.explain(request)
-    ids = engine.ledger.ids(request.entries)
-    best = max(engine.memory.slots, key=lambda slot: common_prefix(slot.ids, ids))
-    return explanation, tuple(map(int, best.ids[explanation.shared :][:AROUND]))
 
 
 def score(engine: Engine, *, tokens: Sequence[int], position: int, count: int, alternatives: int) -> list[Scored]:

@@ -28,7 +28,7 @@ class EngineSettings:
     parked_bytes: int = 1024**3  # for sequences of jobs that had to make room
     ram_bytes: int | None = None  # for all that is kept in RAM; None: a quarter of what is free, 2 GiB at most
     disk_directory: Path | None = None  # where to keep what should outlive this process; None: nowhere
-    disk_name: str = ""  # what people call the model, shown with what is kept of it
+    disk_name: str = ""  # the model's file or name, shown with what is kept of it
     disk_bytes: int = 10 * 1024**3  # of all files there, whichever model's
     segment: int = 64  # entries in one stored segment
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)

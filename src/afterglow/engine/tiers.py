@@ -329,6 +329,11 @@ class Tiers:
         if self.shelf is not None:
             self.shelf.touch(segments, shelved)
 
+    def count_miss(self) -> None:
+        """A prompt found nothing, neither in memory nor here."""
+        self.ram_counters.misses += 1
+        self.disk_counters.misses += self.shelf is not None
+
     # --- what people want
 
     def is_pinned(self, ids: Ids, salt: str, start: int) -> bool:

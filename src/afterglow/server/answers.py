@@ -32,6 +32,7 @@ class Asked:
     stop: list[str] = field(default_factory=list)
     logprobs: int | None = None
     overflow: Policy = "refuse"
+    salt: str = ""  # whose it is
 
     def check(self, service: Service) -> None:
         """Whether it is within the server's limits."""
@@ -65,6 +66,7 @@ class Asked:
             stop=self.stop,
             logprobs=self.logprobs,
             deadline=deadline,
+            salt=self.salt,
         )
         return streams, cut
 

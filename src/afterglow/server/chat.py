@@ -14,6 +14,7 @@ from afterglow.chat.reply import Delta, Turn
 from afterglow.server import limits
 from afterglow.server.answers import Asked, Running, logprob_of, run, usage_of
 from afterglow.server.errors import invalid
+from afterglow.server.security import tenant
 from afterglow.server.service import Service
 from afterglow.server.sse import DONE, Events, begun, event
 from afterglow.server.types.chat import ChatFields, ChatRequest, message, plain
@@ -28,15 +29,15 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await service.while_there(request, answer(service, body), "messages")
+        return await service.while_there(request, answer(service, body, tenant(request)), "messages")
 
     return router
 
 
-async def answer(service: Service, body: ChatRequest) -> Response:
+async def answer(service: Service, body: ChatRequest, salt: str) -> Response:
     """Answer a conversation, whole or as it comes."""
     check(body)
-    running = await run(service, body.model, asked_by(service, body))
+    running = await run(service, body.model, asked_by(service, body, salt))
     page = Page(body, running)
     if not body.stream:
         try:
@@ -61,7 +62,7 @@ def check(body: ChatRequest) -> None:
         raise invalid("max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: give one of them")
 
 
-def asked_by(service: Service, body: ChatRequest) -> Asked:
+def asked_by(service: Service, body: ChatRequest, salt: str) -> Asked:
     """What the library is asked for."""
     return Asked(
         messages=[message(one) for one in body.messages],
@@ -72,6 +73,7 @@ def asked_by(service: Service, body: ChatRequest) -> Asked:
         stop=limits.stops(body.stop, service.settings),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         overflow=body.overflow or "refuse",
+        salt=salt,
     )
 
 

@@ -15,6 +15,7 @@ from afterglow.server.completion_page import Page
 from afterglow.server.continuing import Continuing, Prompt, Text, made
 from afterglow.server.errors import invalid
 from afterglow.server.overflow import fitting_tokens
+from afterglow.server.security import tenant
 from afterglow.server.service import Service
 from afterglow.server.sse import Events, begun
 from afterglow.server.types.completion import CompletionRequest, prompts_of
@@ -31,12 +32,12 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await service.while_there(request, answer(service, body), "prompt")
+        return await service.while_there(request, answer(service, body, tenant(request)), "prompt")
 
     return router
 
 
-async def answer(service: Service, body: CompletionRequest) -> Response:
+async def answer(service: Service, body: CompletionRequest, salt: str) -> Response:
     """Continue texts, whole or as it comes."""
     stops = check(service, body)
     model = await service.model(body.model)
@@ -46,7 +47,7 @@ async def answer(service: Service, body: CompletionRequest) -> Response:
     ticket = service.gate(model).enter(len(prompts) * made(body))
     try:
         echoes = [await echo(service, model, body, prompt) for prompt in prompts]
-        streams = await service.begin(lambda: begin(service, model, body, prompts, stops))
+        streams = await service.begin(lambda: begin(service, model, body, prompts, stops, salt))
     except BaseException:
         ticket.release()
         raise
@@ -104,7 +105,12 @@ async def echo(service: Service, model: ServedModel, body: CompletionRequest, pr
 
 
 def begin(
-    service: Service, model: ServedModel, body: CompletionRequest, prompts: Sequence[Prompt], stops: list[str]
+    service: Service,
+    model: ServedModel,
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    stops: list[str],
+    salt: str,
 ) -> list[Stream]:
     """Have the engine begin all answers, those to one prompt together."""
     sampling = sampling_of(body, context_length=model.context_length, vocabulary=model.vocabulary.size)
@@ -117,6 +123,7 @@ def begin(
             logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
             deadline=deadline_of(body, service),
             ignore_ends=bool(body.ignore_eos),
+            salt=salt,
         )
         for prompt in prompts
     ]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from afterglow.chat.missing import explain_words
 from afterglow.chat.prompt import Prompt
 from afterglow.server.chat import chat_options
 from afterglow.server.errors import invalid
 from afterglow.server.metrics import TYPE
 from afterglow.server.roster import Place
+from afterglow.server.security import tenant
 from afterglow.server.service import Service
 from afterglow.server.types.chat import ChatFields, message
 from afterglow.server.types.other import (
@@ -124,21 +126,21 @@ def _state(router: APIRouter, service: Service) -> None:
 
 def _cache(router: APIRouter, service: Service) -> None:
     @router.get("/cache", summary="What the engines hold in memory")
-    async def cache() -> dict[str, Any]:
+    async def cache(request: Request) -> dict[str, Any]:
         loaded = [place.model for place in service.roster.places.values() if place.model is not None]
-        return {"models": {model.name: await holding(service, model) for model in loaded}}
+        return {"models": {model.name: await holding(service, model, tenant(request)) for model in loaded}}
 
     @router.post("/cache/explain", summary="What of a prompt is in memory, and why not more")
-    async def explain(body: ExplainRequest) -> dict[str, Any]:
+    async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
         model = await service.model(body.model)
         if (body.messages is None) == (body.prompt is None):
             raise invalid("prompt", "give `messages` or a `prompt`")
-        return await service.waiting(lambda: explanation(model, body))
+        return await service.waiting(lambda: explanation(model, body, tenant(request)))
 
 
-async def holding(service: Service, model: ServedModel) -> dict[str, Any]:
-    """What one engine holds, with the beginnings and ends of its texts."""
-    held = await service.waiting(model.held)
+async def holding(service: Service, model: ServedModel, salt: str) -> dict[str, Any]:
+    """What one engine holds, with the beginnings and ends of the texts that are the asker's own."""
+    held = await service.waiting(lambda: model.held(salt))
 
     def text(tokens: tuple[int, ...]) -> str:
         return model.detokenize(tokens, special=True)
@@ -155,13 +157,20 @@ async def holding(service: Service, model: ServedModel) -> dict[str, Any]:
     }
 
 
-def explanation(model: ServedModel, body: ExplainRequest) -> dict[str, Any]:
-    """What memory has of a prompt, where they part, and the texts there."""
+def explanation(model: ServedModel, body: ExplainRequest, salt: str) -> dict[str, Any]:
+    """What is kept of a prompt, where they part, the texts there, and why, in words."""
     prompt = prompt_of(model, body) if body.prompt is None else body.prompt
     request = model.request(prompt)
     tokens = [int(token) for token in request.entries]  # type: ignore[arg-type]
-    found, theirs = model.explain_difference(tokens)
-    at = found.shared
+    difference = model.explain_difference(tokens, salt=salt)
+    found, at = difference.explanation, difference.at
+    theirs = [token for token in difference.theirs if token >= 0]  # the others are pictures
+    words = explain_words(
+        found,
+        before=model.detokenize(tokens[:at], special=True),
+        ours=model.detokenize(tokens[at:], special=True),
+        theirs=model.detokenize(theirs, special=True),
+    )
     return {
         "prompt_tokens": found.prompt,
         "reused_tokens": found.reused,
@@ -171,5 +180,7 @@ def explanation(model: ServedModel, body: ExplainRequest) -> dict[str, Any]:
         "cause": found.cause,
         "before": model.detokenize(tokens[max(0, at - BEFORE) : at], special=True),
         "ours": model.detokenize(tokens[at : at + BEFORE], special=True),
-        "theirs": model.detokenize(theirs, special=True),
+        "theirs": model.detokenize(theirs[:BEFORE], special=True),
+        "likely": words.likely,
+        "words": words.sentence,
     }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from afterglow.engine.cache import Usage as Tier
 from afterglow.engine.request import Usage
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,14 +36,20 @@ class Metrics:
         self.waiting = Gauge("afterglow_answers_waiting", "Answers that wait", ["model"], registry=registry)
         self.restarts = Gauge("afterglow_engine_restarts", "Engines started again", ["model"], registry=registry)
         self.engine = Gauge("afterglow_engine", "The engine's own counters", ["model", "counter"], registry=registry)
+        kept = "What is kept in RAM and on disk: bytes, limit, and what came of it"
+        self.cache = Gauge("afterglow_cache", kept, ["model", "tier", "counter"], registry=registry)
 
     def watch(self, model: str) -> Watch:
         """For one answer."""
         return Watch(self, model)
 
-    def note_engine(self, model: str, counters: Mapping[str, int]) -> None:
+    def note_engine(self, model: str, counters: Mapping[str, int], tiers: Mapping[str, Tier]) -> None:
         for name, value in counters.items():
             self.engine.labels(model, name).set(value)
+        for tier, usage in tiers.items():
+            numbers = {"bytes": usage.nbytes, "limit": usage.limit, **asdict(usage.counters)}
+            for name, number in numbers.items():
+                self.cache.labels(model, tier, name).set(number)
 
     def note_usage(self, model: str, usages: Iterable[Usage]) -> None:
         """Tokens of answers to one prompt."""

@@ -15,6 +15,7 @@ class Stored:
     response: dict[str, Any]
     messages: list[dict[str, Any]]
     nbytes: int
+    salt: str = ""  # whose it is
 
 
 class ResponseStore:
@@ -32,10 +33,10 @@ class ResponseStore:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._held = 0
 
-    def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    def put(self, response: dict[str, Any], messages: list[dict[str, Any]], salt: str = "") -> None:
         """Remember one; the oldest are forgotten for it."""
         nbytes = len(json.dumps(response)) + len(json.dumps(messages))
-        self._stored[response["id"]] = Stored(response, messages, nbytes)
+        self._stored[response["id"]] = Stored(response, messages, nbytes, salt)
         self._held += nbytes
         while self._stored and (len(self._stored) > self._count or self._held > self._nbytes):
             self._held -= self._stored.popitem(last=False)[1].nbytes

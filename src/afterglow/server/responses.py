@@ -16,6 +16,7 @@ from afterglow.server.answers import Asked, Running, logprob_of, run, usage_of
 from afterglow.server.errors import Refusal, invalid, refusal_of
 from afterglow.server.response_items import Writer, messages_of, new_id
 from afterglow.server.response_store import ResponseStore, Stored
+from afterglow.server.security import tenant
 from afterglow.server.service import Service
 from afterglow.server.sse import Events, begun, event
 from afterglow.server.types.chat import plain
@@ -32,42 +33,42 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", summary="Answer, after what was said before")
     async def create(body: ResponseRequest, request: Request) -> Response:
-        return await service.while_there(request, answer(service, store, body), "input")
+        return await service.while_there(request, answer(service, store, body, tenant(request)), "input")
 
     @router.get("/v1/responses/{id}", summary="A response that is remembered")
-    async def retrieve(id: str) -> dict[str, Any]:
-        return found(store, id, 404, "id").response
+    async def retrieve(id: str, request: Request) -> dict[str, Any]:
+        return found(store, id, tenant(request), 404, "id").response
 
     @router.delete("/v1/responses/{id}", summary="Forget a response")
-    async def delete(id: str) -> dict[str, Any]:
-        found(store, id, 404, "id")
+    async def delete(id: str, request: Request) -> dict[str, Any]:
+        found(store, id, tenant(request), 404, "id")
         store.remove(id)
         return {"id": id, "object": "response", "deleted": True}
 
     return router
 
 
-def found(store: ResponseStore, id: str, status: int, param: str) -> Stored:
+def found(store: ResponseStore, id: str, salt: str, status: int, param: str) -> Stored:
     """A response that is remembered, or a refusal."""
     stored = store.get(id)
-    if stored is None:
+    if stored is None or stored.salt != salt:
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
         raise Refusal(status, f"there is no response {id[:80]!r} here, or it was forgotten", param=param, code=code)
     return stored
 
 
-async def answer(service: Service, store: ResponseStore, body: ResponseRequest) -> Response:
+async def answer(service: Service, store: ResponseStore, body: ResponseRequest, salt: str) -> Response:
     """Answer, whole or as it comes."""
     past: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
-        past = found(store, body.previous_response_id, 400, "previous_response_id").messages
+        past = found(store, body.previous_response_id, salt, 400, "previous_response_id").messages
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "`stream_options` is for streams: set `stream`")
     said = [*past, *messages_of(body.input)]
     if not said:
         raise invalid("input", "`input` must not be empty")
-    running = await run(service, body.model, asked_by(body, said))
-    page = Page(body, running, store, said)
+    running = await run(service, body.model, asked_by(body, said, salt))
+    page = Page(body, running, store, said, salt)
     if not body.stream:
         try:
             async for index, delta in running.deltas():
@@ -83,7 +84,7 @@ async def answer(service: Service, store: ResponseStore, body: ResponseRequest) 
     return Events(page.events(deltas), ping=service.settings.ping_seconds, ended=running.end)
 
 
-def asked_by(body: ResponseRequest, said: list[dict[str, Any]]) -> Asked:
+def asked_by(body: ResponseRequest, said: list[dict[str, Any]], salt: str) -> Asked:
     """What the library is asked for."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     wanted = body.top_logprobs is not None or LOGPROBS in (body.include or ())
@@ -95,6 +96,7 @@ def asked_by(body: ResponseRequest, said: list[dict[str, Any]]) -> Asked:
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wanted else None,
         overflow=overflow,
+        salt=salt,
     )
 
 
@@ -131,12 +133,13 @@ class Page:
     """A response as OpenAI writes it, whole or as events."""
 
     def __init__(
-        self, body: ResponseRequest, running: Running, store: ResponseStore, said: list[dict[str, Any]]
+        self, body: ResponseRequest, running: Running, store: ResponseStore, said: list[dict[str, Any]], salt: str
     ) -> None:
         self._body = body
         self._running = running
         self._store = store
         self._said = said
+        self._salt = salt
         self._writer = Writer()
         self._pending: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not certain yet
         self._number = 0
@@ -181,7 +184,7 @@ class Page:
             "usage": self._usage(usage_of([turn], self._running.tallies)),
         }
         if self._body.store is not False:
-            self._store.put(response, [*self._said, plain_message(turn.message)])
+            self._store.put(response, [*self._said, plain_message(turn.message)], self._salt)
         return [*events, {"type": "response.completed" if whole else "response.incomplete", "response": response}]
 
     def _failed(self, error: AfterglowError) -> Iterator[dict[str, Any]]:

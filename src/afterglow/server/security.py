@@ -9,6 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
+from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,8 +39,22 @@ class Keys:
         digest = self._digest(key)
         return sum([hmac.compare_digest(digest, known) for known in self._digests]) > 0
 
+    def salt(self, key: str) -> str:
+        """Whose requests those with this key are, as far as engines need to know; without keys all are one's own.
+
+        >>> Keys([]).salt("whatever"), Keys(["secret"]).salt("secret")[:8]
+        ('', '2bb80d53')
+        """
+        return self._digest(key).hex() if self else ""
+
     def _digest(self, key: str) -> bytes:
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def tenant(request: Request) -> str:
+    """Whose request it is: nothing that is computed, stored or shown for one is used or seen with another."""
+    salt: str = request.state.salt
+    return salt
 
 
 class Guard:
@@ -82,7 +97,9 @@ class Guard:
         if self.closing:
             return Refusal(503, "the server is shutting down", kind="server_error", code="shutting_down", retry_after=5)
         headers = Headers(scope=scope)
-        if self._keys and not self._keys.fit(headers.get("authorization", "").removeprefix("Bearer ")):
+        key = headers.get("authorization", "").removeprefix("Bearer ")
+        scope.setdefault("state", {})["salt"] = self._keys.salt(key)
+        if self._keys and not self._keys.fit(key):
             return Refusal(
                 401,
                 "a valid API key is needed: Authorization: Bearer …",

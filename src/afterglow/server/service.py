@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from afterglow.closing import Closing
+from afterglow.engine.cache import Usage
 from afterglow.errors import AfterglowError, Cancelled, PromptTooLong
 from afterglow.server.admission import Gate
 from afterglow.server.errors import refusal_of
@@ -39,7 +40,7 @@ class Service(Closing):
         self._gates: dict[str, Gate] = {}
         self._text = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="afterglow-waiting")
-        self._counting: dict[str, asyncio.Future[dict[str, int]]] = {}
+        self._counting: dict[str, asyncio.Future[tuple[dict[str, int], dict[str, Usage]]]] = {}
 
     async def model(self, name: str | None) -> ServedModel:
         """A model by its name, loaded where it was not."""
@@ -97,13 +98,13 @@ class Service(Closing):
             self.metrics.waiting.labels(name).set(gate.waiting)
             self.metrics.restarts.labels(name).set(model.restarts)
             if name not in self._counting or self._counting[name].done():
-                self._counting[name] = asyncio.ensure_future(self.waiting(model.counters))
+                self._counting[name] = asyncio.ensure_future(self.waiting(model.numbers))
             asked.append((name, self._counting[name]))
         if asked:
             await asyncio.wait([future for _, future in asked], timeout=0.5)
         for name, future in asked:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.metrics.note_engine(name, future.result())
+                self.metrics.note_engine(name, *future.result())
 
     def close(self) -> None:
         """End every answer, every engine and every thread."""
