@@ -95,6 +95,8 @@ ENGINE_REQUEST = {
     "salt": "test_another_salt_sees_nothing",
 }
 ENGINE = {
+    "speculation": "test_off_is_off_and_a_drafter_that_is_not_there_is_refused",
+    "drafters": "test_off_is_off_and_a_drafter_that_is_not_there_is_refused",
     "gap": "test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves",
     "deterministic": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
     "grid": "test_any_life_on_the_grid_gives_the_same_tokens_whatever_the_shapes",
@@ -136,6 +138,7 @@ LOAD = {
     "mlock": "test_c19_memory_mapping_and_locking_are_honoured",
     "chat_template": "test_arguments_reach_the_template",
     "disk": "test_what_is_on_disk_makes_the_next_start_warm",
+    "draft": "test_c14_heads_and_second_models_guess_where_they_are_asked_to",
     "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
     "state": "test_c12_the_way_up_and_down",
     "fetch": "test_an_example_runs",
