@@ -110,7 +110,7 @@ def messages(text: str) -> list[dict]:
 
 
 def tokens_per_second(server: Server, length: int, tag: str, count: int = 1) -> float:
-    """Tokens of `count` streams at once, over the time from the first token of any to the last of all."""
+    """Tokens of `count` streams over the time of all: of one from its first token, of several from their asking."""
     times: list[list[float]] = [[] for _ in range(count)]
 
     def ask(index: int) -> None:
@@ -120,11 +120,12 @@ def tokens_per_second(server: Server, length: int, tag: str, count: int = 1) -> 
                 times[index].append(when)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(count)]
+    started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    first = min(one[0] for one in times)
+    first = times[0][0] if count == 1 else started
     return (sum(len(one) for one in times) - count) / (max(one[-1] for one in times) - first)
 
 
