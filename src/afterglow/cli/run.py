@@ -62,7 +62,7 @@ def run(
         conversation = Conversation(loaded, system=chosen.system, **options)
         show(conversation.deltas(text), page_for(Console(), markdown=False))
         if stats and conversation.last is not None:
-            console.print(statistics(conversation.last), highlight=False)
+            console.print(statistics(conversation.last), highlight=False, soft_wrap=True)
 
 
 def schema_format(path: Path) -> dict[str, object]:
