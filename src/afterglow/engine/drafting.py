@@ -80,26 +80,23 @@ class Drafting:
         self._pause = 0
         self._guessed = 0  # decodes with guesses since the last without
 
-    def offer(self, running: Sequence[Job]) -> None:
-        """Give jobs that generate their guesses for the coming decode."""
+    def offer(self, generating: Sequence[Job], prompts: Sequence[Job]) -> None:
+        """Give jobs that generate their guesses for the coming decode, in which others may have prompts."""
         self._spent = 0.0
-        for job in running:
+        for job in (*generating, *prompts):
             job.draft = []
         if not self._drafters:
             return
         if self._pause:
             self._pause -= 1
             return
-        generating = [job for job in running if job.generating]
-        if not generating:
-            return
         rows, wanting = len(generating), generating
         if self._fixed is None:
             # A decode with a prompt in it computes as many rows as it can anyway: guesses would only make it longer.
-            wanting = self._awake(generating) if rows == len(running) else []
+            wanting = [] if prompts else self._awake(generating)
         if not wanting:
             return
-        spare = self._spare(len(running), rows)
+        spare = self._spare(rows + len(prompts), rows)
         choices = {job: self._choices(job, rows, spare) for job in wanting}
         for rank in range(len(self._drafters)):
             for drafter in self._drafters:

@@ -109,7 +109,6 @@ class Engine:
         self._whole = False
         self._end_unwanted()
         self._admit()
-        self.drafting.offer(self._running)
         if chosen := self._schedule():
             self._decode(chosen)
         self._whole = True
@@ -244,6 +243,7 @@ class Engine:
         prompts: list[Job] = []
         for job in self._running:
             (generating if job.generating else prompts).append(job)
+        self.drafting.offer(generating, prompts)
         entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
         return schedule(generating, prompts, Budget(cells=cells, prompt_entries=entries), now)
 
@@ -270,7 +270,8 @@ class Engine:
     def _span(self, job: Job, count: int) -> Span:
         sequence = self._held(job)
         known = job.missing
-        job.draft = job.draft[: max(0, count - known)]
+        if job.draft:
+            job.draft = job.draft[: max(0, count - known)]
         outputs = count - known + 1 if count >= known else 0  # after the last known entry, and after each guess
         return Span(sequence.number, job.pending(count), sequence.position, outputs)
 
@@ -329,7 +330,7 @@ class Engine:
             self.drafting.verified(job, len(job.draft), job.accepted - accepted)
             self.counters.drafted += len(job.draft)
             self.counters.accepted += job.accepted - accepted
-        whole = drop_wrong(job)
+        whole = not job.draft or drop_wrong(job)
         if failure is not None:
             self._fail(job, failure)
         elif ending is not None:

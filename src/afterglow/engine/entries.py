@@ -86,38 +86,38 @@ class Record:
     """A growing array of entries. Appending does not copy what is there."""
 
     def __init__(self, ids: Ids | None = None) -> None:
-        self._length = 0 if ids is None else len(ids)
-        self._buffer: Ids = np.zeros(max(64, 2 * self._length), dtype=np.int64)
+        self.length = 0 if ids is None else len(ids)
+        self._buffer: Ids = np.zeros(max(64, 2 * self.length), dtype=np.int64)
         if ids is not None:
-            self._buffer[: self._length] = ids
+            self._buffer[: self.length] = ids
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     @property
     def ids(self) -> Ids:
         """A view that later changes may overwrite."""
-        return self._buffer[: self._length]
+        return self._buffer[: self.length]
 
     def append(self, number: int) -> None:
-        if self._length == len(self._buffer):
+        if self.length == len(self._buffer):
             self._grow(1)
-        self._buffer[self._length] = number
-        self._length += 1
+        self._buffer[self.length] = number
+        self.length += 1
 
     def extend(self, ids: Ids) -> None:
-        if self._length + len(ids) > len(self._buffer):
+        if self.length + len(ids) > len(self._buffer):
             self._grow(len(ids))
-        self._buffer[self._length : self._length + len(ids)] = ids
-        self._length += len(ids)
+        self._buffer[self.length : self.length + len(ids)] = ids
+        self.length += len(ids)
 
     def truncate(self, length: int) -> None:
-        assert 0 <= length <= self._length
-        self._length = length
+        assert 0 <= length <= self.length
+        self.length = length
 
     def _grow(self, room: int) -> None:
         larger = np.zeros(2 * (len(self._buffer) + room), dtype=np.int64)
-        larger[: self._length] = self._buffer[: self._length]
+        larger[: self.length] = self._buffer[: self.length]
         self._buffer = larger
 
 

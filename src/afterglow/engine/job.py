@@ -53,7 +53,8 @@ class Job:
     @property
     def missing(self) -> int:
         """Known entries that memory lacks."""
-        return self.known - (0 if self.sequence is None else len(self.sequence))
+        held = 0 if self.sequence is None else self.sequence.record.length
+        return len(self.prompt) + len(self.generated) - held
 
     @property
     def backlog(self) -> int:
@@ -75,7 +76,8 @@ class Job:
         assert self.sequence is not None
         start, prompt = len(self.sequence), len(self.prompt)
         if start >= prompt:
-            return (self.generated[start - prompt :] + self.draft)[:count]
+            known = self.generated[start - prompt : start - prompt + count]
+            return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 
     def next_stop(self) -> int:

@@ -34,7 +34,7 @@ def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, 
         guesses = min(len(job.draft), spare)
         chosen.append((job, 1 + guesses))
         spare -= guesses
-    left = min(budget.cells - sum(count for _, count in chosen), budget.prompt_entries)
+    left = min(budget.cells - room + spare, budget.prompt_entries)
     for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
         count = min(left, job.next_stop())
         if count > 0:

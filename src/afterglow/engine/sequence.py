@@ -39,7 +39,7 @@ class Sequence:
         self.cells = 0  # that its entries fill
 
     def __len__(self) -> int:
-        return len(self.record)
+        return self.record.length
 
     @property
     def ids(self) -> Ids:

@@ -131,13 +131,14 @@ class Library:
 _opening = threading.Lock()
 
 
+@functools.cache
 def library() -> Library:
     """The library of this process, opened and checked at the first call.
 
     >>> library().build
     'b11549 (0.6.0-dev)'
     """
-    with _opening:  # two threads would open it twice, and pointers of one are none of the other's
+    with _opening:  # two first calls at once would open it twice, and pointers of one are none of the other's
         return _opened()
 
 
