@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "afterglow"
 LAYERS = {
     "closing": 0, "errors": 0, "version": 0, "paths": 0,
+    "media": 1,
     "llama": 1, "registry": 1, "tiny": 1,
     "engine": 2,
     "chat": 3, "completion": 3, "testing": 3,
