@@ -15,7 +15,8 @@ INNER = 64  # must differ from WIDTH: mtmd tells old files with ffn_up and ffn_d
 TEXT_WIDTH = 64
 
 
-def _describe(writer: Writer, dialect: str, layers: int, image: int, more: Mapping[str, Value]) -> None:
+def describe_projector(writer: Writer, dialect: str, layers: int, image: int, more: Mapping[str, Value]) -> None:
+    """Add what mtmd has to know of a projector."""
     writer.settings("clip", {"has_vision_encoder": True, "projector_type": dialect, "use_gelu": dialect != "mlp"})
     writer.settings(
         "clip.vision",
@@ -60,7 +61,7 @@ def write_llava(path: Path) -> None:
     """A fixed number of tokens per image, one position each, attended causally."""
     layers, image = 3, 32  # mtmd skips the last layer of this dialect
     with Writer(path, "clip", seed=8, kind="mmproj") as writer:
-        _describe(writer, "mlp", layers, image, {})
+        describe_projector(writer, "mlp", layers, image, {})
         _encoder(writer, layers, (image // PATCH) ** 2 + 1, joined=False)
         writer.noise("v.class_embd", WIDTH, scale=0.1)
         writer.norm("v.pre_ln", WIDTH)
@@ -72,7 +73,7 @@ def write_gemma3(path: Path) -> None:
     """A fixed number of tokens per image, which see one another: the text model decodes them without a causal mask."""
     layers, image = 2, 64
     with Writer(path, "clip", seed=9, kind="mmproj") as writer:
-        _describe(writer, "gemma3", layers, image, {"projector.scale_factor": 2})
+        describe_projector(writer, "gemma3", layers, image, {"projector.scale_factor": 2})
         _encoder(writer, layers, (image // PATCH) ** 2, joined=False)
         writer.constant("v.patch_embd.bias", 0.0, WIDTH)
         writer.constant("mm.soft_emb_norm.weight", 1.0, WIDTH)
@@ -85,7 +86,7 @@ def write_qwen(path: Path) -> None:
     layers, image, merged = 2, 64, 4 * WIDTH
     limits = {"spatial_merge_size": 2, "image_min_pixels": 32 * 32, "image_max_pixels": 128 * 128}
     with Writer(path, "clip", seed=10, kind="mmproj") as writer:
-        _describe(writer, "qwen3vl_merger", layers, image, limits)
+        describe_projector(writer, "qwen3vl_merger", layers, image, limits)
         _encoder(writer, layers, (image // PATCH) ** 2, joined=True)
         _patches(writer, "v.patch_embd.weight.1")  # for the second frame of a pair; a picture is shown to both
         writer.constant("v.patch_embd.bias", 0.0, WIDTH)
