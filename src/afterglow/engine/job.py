@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from afterglow.engine.backend import Sampler
+from afterglow.engine.backend import Sampler, Span
 from afterglow.engine.entries import Ids
 from afterglow.engine.guide import Guide
+from afterglow.engine.pictures import Encoding, Part
 from afterglow.engine.request import Request, Usage
 from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.speculation import Guessing
 from afterglow.engine.stops import StopMatcher
+from afterglow.llama.projector import Embedding
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -23,6 +25,9 @@ class Job:
 
     request: Request
     prompt: Ids
+    media: tuple[int, ...] = ()  # where in the prompt pictures and sounds stand
+    parts: dict[int, Part] = field(default_factory=dict)  # what they are, where they have to be encoded
+    prompt_cells: int  # that it fills
     sampler: Sampler
     stops: StopMatcher | None
     guide: Guide | None = None
@@ -36,7 +41,12 @@ class Job:
     parked: Saved | None = None  # its memory, while it had to make room
     leader: Job | None = None  # who is computing the beginning of this prompt right now
     leader_depth: int = 0
-    reused: int = 0
+    encodings: dict[int, Encoding] = field(default_factory=dict)  # of its coming pictures, by where they stand
+    encoded: int = 0
+    regular: int = 0  # leading entries whose chunks were those of the deterministic grid
+    cached: int = 0  # cells that were in memory
+    media_cells: int = 0  # of pictures and sounds
+    media_cached: int = 0
     attempts: int = 0  # decodes that failed under it
     disappointed: bool = False  # by a stored state that did not load
     aside: bool = False  # it made room for others, and comes back when there is room again
@@ -81,12 +91,38 @@ class Job:
             return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 
+    def span(self, count: int) -> Span:
+        """The next `count` entries for a decode, with logits after the last known entry, and after each guess."""
+        assert self.sequence is not None
+        known = self.missing
+        if self.draft:
+            self.draft = self.draft[: max(0, count - known)]
+        span = Span(self.sequence.number, self.pending(count), self.sequence.position, 0)
+        span.outputs = count - known + 1 if count >= known else 0
+        if self.encodings and len(self.sequence) in self.encodings:
+            span.embedding = self._embedding(len(self.sequence))
+        return span
+
+    def _embedding(self, place: int) -> Embedding:
+        embeddings = self.encodings[place].embeddings
+        assert embeddings is not None
+        return embeddings[self.parts[place].piece]
+
     def next_stop(self) -> int:
-        """How many entries can be decoded before memory has to stand still."""
+        """How many entries can be decoded before memory has to stand still. A picture goes alone."""
         assert self.sequence is not None
         length = len(self.sequence)
         end = self.known if length >= len(self.prompt) else len(self.prompt)
-        return min([cut for cut in self.cuts if cut > length], default=end) - length
+        stop = min([cut for cut in self.cuts if cut > length], default=end)
+        for place in self.media:
+            if place >= length:
+                return min(stop, max(place, length + 1)) - length
+        return stop - length
+
+    @property
+    def next_is_media(self) -> bool:
+        assert self.sequence is not None
+        return len(self.sequence) in self.media
 
     @property
     def deadline_passed(self) -> bool:
@@ -98,8 +134,11 @@ class Job:
         admitted = self.admitted or now
         first = self.first_token or now
         return Usage(
-            prompt=len(self.prompt),
-            cached=self.reused,
+            prompt=self.prompt_cells,
+            cached=self.cached,
+            media=self.media_cells,
+            media_cached=self.media_cached,
+            encoded=self.encoded,
             generated=len(self.generated),
             drafted=self.drafted,
             accepted=self.accepted,

@@ -49,6 +49,11 @@ def urgency(job: Job, now: float) -> float:
     return job.backlog - AGING * (now - job.submitted)
 
 
+def first_of(jobs: Sequence[Job], now: float) -> Job:
+    """Whose turn it is among those who cannot go together."""
+    return min(jobs, key=lambda job: (-job.request.priority, urgency(job, now)))
+
+
 def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float, cells: int) -> int:
     """Prompt entries that fit into a decode without making `generating` jobs wait longer than `gap` seconds."""
     if not generating:
