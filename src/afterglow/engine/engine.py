@@ -13,7 +13,7 @@ from afterglow.engine.admission import check_servable
 from afterglow.engine.backend import Backend, Span
 from afterglow.engine.counters import Counters
 from afterglow.engine.drafting import Drafter, Drafting
-from afterglow.engine.entries import Ledger, last_edge
+from afterglow.engine.entries import Ledger
 from afterglow.engine.explanation import Explanation
 from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
@@ -289,21 +289,13 @@ class Engine:
             if job.media:
                 self.looking.decoded(job)
             if self.settings.deterministic:
-                self._note_alignment(job, len(span.ids))
+                job.note_chunk(len(span.ids), self.settings.grid)
             if span.outputs:
                 tokens += self._sample(job, index, len(span.ids) - span.outputs)
             else:
                 self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
                 self._at_cut(job)
         self._measure(spans, tokens, replayed, time.perf_counter() - started)
-
-    def _note_alignment(self, job: Job, count: int) -> None:
-        sequence, length = self._held(job), len(self._held(job))
-        if length > len(job.prompt) or length - count != job.regular:
-            return
-        job.regular = length
-        if last_edge(length, job.prompt, self.settings.grid) == length:
-            sequence.aligned = length
 
     def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
         rows = sum([len(span.ids) for span in spans])

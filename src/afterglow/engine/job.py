@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from afterglow.engine.backend import Sampler, Span
-from afterglow.engine.entries import Ids
+from afterglow.engine.entries import Ids, last_edge
 from afterglow.engine.guide import Guide
 from afterglow.engine.pictures import Encoding, Part
 from afterglow.engine.request import Request, Usage
@@ -118,6 +118,16 @@ class Job:
             if place >= length:
                 return min(stop, max(place, length + 1)) - length
         return stop - length
+
+    def note_chunk(self, count: int, grid: int) -> None:
+        """In the deterministic mode: `count` entries were computed together. Up to where all chunks were the grid's,
+        and one ends, its sequence can be used again."""
+        assert self.sequence is not None
+        length = len(self.sequence)
+        if length <= len(self.prompt) and length - count == self.regular:
+            self.regular = length
+            if last_edge(length, self.prompt, grid) == length:
+                self.sequence.aligned = length
 
     @property
     def next_is_media(self) -> bool:

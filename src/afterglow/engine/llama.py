@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Cells, Sampler, Scope, Span, State
 from afterglow.engine.constraint import Words
+from afterglow.engine.pictures import Encodes
 from afterglow.errors import DecodeFailed, InvalidState, MemoryFull
 from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
@@ -49,7 +50,7 @@ class LlamaBackend:
         self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends
         self.words: Words = context.model.vocabulary
-        self.projector = projector
+        self.projector: Encodes | None = projector
         self._first_rows: list[int] = []
 
     def decode(self, spans: Sequence[Span]) -> None:

@@ -164,7 +164,7 @@ class Pictures:
                 while self._queue and len(taken) < TOGETHER:
                     source, part = self._queue.popitem(last=False)
                     taken[source] = part
-            for source, part in list(taken.items()):
+            for source in list(taken):
                 if found := self._read(source):
                     self._arrived(source, found, encoded=False)
                     del taken[source]

@@ -77,7 +77,8 @@ Measured: TypeAlias = tuple[int | Piece, ...]
 class Embedding:
     """An encoded piece: its rows, and for each where it stands, counted from the piece's first position.
 
-    `offsets` has four numbers for a row: time, height, width, and one that is not used. Without M-RoPE the first counts.
+    `offsets` has four numbers for a row: time, height, width, and one that is not used. Without M-RoPE the first
+    counts.
     """
 
     rows: NDArray[np.float32]
@@ -174,7 +175,8 @@ class Projector(Handle):
     # --- encoding
 
     def _encode(self, chunks: list[Any]) -> list[Embedding]:
-        symbols, done = self._library.symbols, []
+        symbols = self._library.symbols
+        done: list[Embedding] = []
         while len(done) < len(chunks):
             batch = symbols.mtmd_batch_init(self.pointer)
             try:

@@ -87,3 +87,8 @@ def duplicate(memory: FakeMemory, *, fresh: bool) -> FakeMemory:
     """A copy, which cannot be rolled back; `fresh` cells are new ones, others are shared."""
     cells = [replace(cell) for cell in memory.cells] if fresh else list(memory.cells)
     return FakeMemory(cells, list(memory.window), memory.state, memory.position)
+
+
+def picture_number(digest: bytes) -> int:
+    """What a picture is to the fake: a negative number for each."""
+    return -1 - int.from_bytes(blake2b(digest, digest_size=7).digest(), "little")
