@@ -90,8 +90,8 @@ class Engine:
         guide = guide or self.guides.prepare(request)
         stops = StopMatcher(request.stop) if request.stop else None
         sampler = self.backend.sampler(request.sampling)
-        room, cells = self.backend.capabilities.cells, self.ledger.cells(ids)
-        job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, guide=guide, room=room, prompt_cells=cells)
+        room = self.backend.capabilities.cells
+        job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, guide=guide, room=room)
         self.looking.begin(job)
         self._jobs[request.id] = job
         self._waiting.append(job)

@@ -27,7 +27,7 @@ class Job:
     prompt: Ids
     media: tuple[int, ...] = ()  # where in the prompt pictures and sounds stand
     parts: dict[int, Part] = field(default_factory=dict)  # what they are, where they have to be encoded
-    prompt_cells: int  # that it fills
+    prompt_cells: int = 0  # that it fills
     sampler: Sampler
     stops: StopMatcher | None
     guide: Guide | None = None

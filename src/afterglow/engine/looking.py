@@ -24,11 +24,13 @@ class Looking:
 
     def __init__(self, projector: Encodes | None, ledger: Ledger, settings: EngineSettings) -> None:
         self.pictures = open_pictures(projector, settings)
+        self.trouble_at_load = ""  # why there is no projector, where one was asked for
         self._ledger = ledger
         self._was_last = False
 
     def begin(self, job: Job) -> None:
         """Note where the pictures of a new job stand, and what they are."""
+        job.prompt_cells = self._ledger.cells(job.prompt)
         if int(job.prompt.min()) >= 0:
             return
         job.media = tuple(np.flatnonzero(job.prompt < 0).tolist())
