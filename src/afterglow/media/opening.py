@@ -36,10 +36,8 @@ def open_attachment(
     `source` is a data URI, base64 text, an http(s) or file address, or a path; the last three only as the policy
     allows. An `id` is the FNV-1a of the bytes, and is checked. Takes its time: not for an event loop.
 
-    >>> open_attachment("image", "http://169.254.169.254/latest/meta-data")
-    Traceback (most recent call last):
-    ...
-    afterglow.errors.MediaRefused: …
+    >>> open_attachment("image", "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw==").width
+    1
     """
     data = bring(kind, source, policy)
     if id is not None:

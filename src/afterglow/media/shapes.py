@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,13 +54,16 @@ def _png(data: bytes) -> Shape:
     if data[12:16] != b"IHDR":
         raise Misshapen("its header is damaged")
     width, height = struct.unpack_from(">II", data, 16)
-    position, moves = 8, False
+    view, position, moves = memoryview(data), 8, False
     for _ in range(MAX_CHUNKS):
         length, kind = struct.unpack_from(">I4s", data, position)
+        end = position + 8 + length
+        if kind[0:1].isupper() and struct.unpack_from(">I", data, end)[0] != zlib.crc32(view[position + 4 : end]):
+            raise Misshapen("its data is damaged")  # which Pillow shows as black, without a word
         moves |= kind in (b"acTL", b"fcTL", b"fdAT")
         if kind == b"IEND":
             return Shape("PNG", width, height, moves)
-        position += 12 + length
+        position = end + 4
     raise Misshapen(f"it has more than {MAX_CHUNKS:,} chunks")
 
 
