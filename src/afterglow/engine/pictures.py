@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from afterglow.engine.entries import Entry, Media
 from afterglow.engine.picture_files import PictureFiles
@@ -34,28 +34,31 @@ class Encodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece of a content that stands in a prompt. `name` is what the caller calls it, where that matters."""
+    """One piece of a content that stands in a prompt."""
 
     content: Content
     piece: int = 0
-    name: str = ""
 
     def source(self, key: bytes) -> bytes:
         """Names the content as a projector with this key sees it."""
-        return hashlib.sha256(self.content.digest + key + self.name.encode()).digest()
+        return hashlib.sha256(self.content.digest + key).digest()
 
     def digest(self, key: bytes) -> bytes:
         """Names the piece: the identity of its entry."""
         return hashlib.sha256(self.source(key) + b" %d" % self.piece).digest()
 
 
-def entries_of(content: Content, measured: Measured, key: bytes, name: str = "") -> list[tuple[Entry, Part | None]]:
+Seen: TypeAlias = tuple[Entry, Part | None]
+"""An entry, and what it shows where it is no token."""
+
+
+def entries_of(content: Content, measured: Measured, key: bytes) -> list[Seen]:
     """What stands in a prompt for a content: its pieces as media, and the tokens around them."""
-    found: list[tuple[Entry, Part | None]] = []
+    found: list[Seen] = []
     pieces = 0
     for one in measured:
         if isinstance(one, Piece):
-            part = Part(content, pieces, name)
+            part = Part(content, pieces)
             found.append((Media(part.digest(key), one.cells, one.positions, one.whole), part))
             pieces += 1
         else:

@@ -91,7 +91,7 @@ def _text(router: APIRouter, service: Service) -> None:
     async def apply_template(body: TemplateRequest) -> Templated:
         model = await service.model(body.model)
         prompt = await service.text(lambda: prompt_of(model, body))
-        return Templated(prompt=prompt.text, tokens=len(prompt.tokens))
+        return Templated(prompt=prompt.text, tokens=prompt.cells)
 
 
 def piece(model: ServedModel, token: int) -> str | list[int]:

@@ -37,9 +37,9 @@ class FakeProjector:
         """What stands in a prompt for it."""
         return (Piece(content.width if isinstance(content, Picture) else 3, POSITIONS, self.whole),)
 
-    def entries(self, content: Content, name: str = "") -> tuple[list[Entry], dict[bytes, Part]]:
+    def entries(self, content: Content) -> tuple[list[Entry], dict[bytes, Part]]:
         """What stands in a request for it, and the request's `contents`."""
-        found = entries_of(content, self.measure(content), self.key, name)
+        found = entries_of(content, self.measure(content), self.key)
         return [entry for entry, _ in found], {part.digest(self.key): part for _, part in found if part is not None}
 
     def encode(self, contents: Sequence[Content]) -> list[list[Embedding]]:
