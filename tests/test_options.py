@@ -19,6 +19,8 @@ from afterglow.engine.request import Request
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.thought import ThoughtBudget
 from afterglow.llama.sampling import Sampling
+from afterglow.media.policy import MediaPolicy
+from afterglow.server.settings import ServerSettings
 
 TESTS = Path(__file__).parent
 C15 = "test_c15_each_option_has_the_effect_it_is_named_for"
@@ -139,11 +141,33 @@ LOAD = {
     "chat_template": "test_arguments_reach_the_template",
     "disk": "test_what_is_on_disk_makes_the_next_start_warm",
     "draft": "test_c14_heads_and_second_models_guess_where_they_are_asked_to",
+    "media": "test_what_load_is_told_about_media_is_what_holds",
     "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
     "state": "test_c12_the_way_up_and_down",
     "fetch": "test_an_example_runs",
     "progress": "test_c12_progress_is_reported_and_can_cancel",
     "hooks": "test_c12_a_hook_may_veto_a_load_and_learns_what_it_is_for",
+}
+MEDIA = {
+    "allowed_hosts": "test_a_list_names_hosts_names_below_a_host_and_ports",
+    "allow_private": "test_loopback_is_asked_only_where_private_numbers_are_allowed",
+    "allowed_directory": "test_files_in_the_directory_are_read_however_they_are_named",
+    "max_bytes": "test_no_more_than_the_limit_is_taken",
+    "max_pixels": "test_limits_are_said_in_numbers",
+    "max_side": "test_limits_are_said_in_numbers",
+    "max_seconds": "test_a_long_sound_is_refused_by_its_header_and_by_what_comes",
+    "max_redirects": "test_redirects_end",
+    "fetch_seconds": "test_a_slow_host_is_cut_off_by_the_time_for_all_of_it",
+}
+SERVER_MEDIA = {
+    **dict.fromkeys(
+        (
+            *("media_hosts", "media_directory", "media_private", "media_seconds"),
+            *("max_media_bytes", "max_pixels", "max_side", "max_sound_seconds"),
+        ),
+        "test_the_settings_about_media_reach_the_models",
+    ),
+    "max_media": "test_a_request_has_only_so_many",
 }
 SETTINGS = {
     **{name: "test_the_commands_hand_every_setting_on" for name in Settings.model_fields},
@@ -168,6 +192,11 @@ TABLES = {
     "request": (parameters(Answering.request), REQUEST),
     "complete": (parameters(Answering.complete), COMPLETE),
     "load": (parameters(afterglow.load), LOAD),
+    "MediaPolicy": (fields(MediaPolicy), MEDIA),
+    "ServerSettings about media": (
+        [name for name in ServerSettings.model_fields if name in SERVER_MEDIA or "media" in name],
+        SERVER_MEDIA,
+    ),
     "Sampling": (fields(Sampling), SAMPLING),
     "Request": (fields(Request), ENGINE_REQUEST),
     "EngineSettings": (fields(EngineSettings), ENGINE),

@@ -11,6 +11,7 @@ from afterglow.engine.settings import EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.sampling import Sampling
 from afterglow.loading import load
+from afterglow.media.policy import MediaPolicy
 from afterglow.model import Model
 from afterglow.version import __version__
 
@@ -21,6 +22,7 @@ __all__ = [
     "Completion",
     "Conversation",
     "EngineSettings",
+    "MediaPolicy",
     "Message",
     "Model",
     "Reasoning",

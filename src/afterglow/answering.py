@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from afterglow.answers import gather, texts, texts_async
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
-from afterglow.chat.messages import Writable
+from afterglow.chat.messages import Message, Writable
 from afterglow.chat.prompt import Prompt
 from afterglow.chat.reply import Turn, TurnStream
 from afterglow.chat.tools.tool import Offered
@@ -177,6 +177,10 @@ class Answering(Closing):
             arguments=arguments or {},
         )
         return self._talking().plan(written, chat_options)
+
+    def bring(self, messages: Sequence[Writable]) -> list[Message]:
+        """The messages with the bytes of their pictures and sounds inside, so that nothing is fetched any more."""
+        return self._talking().bring(messages)
 
     def chat_prompt(self, messages: Talk, **options: Any) -> Prompt:
         """A conversation as the model's own template writes it, ready for the assistant's answer.

@@ -20,6 +20,7 @@ from afterglow.llama.header import read_header
 from afterglow.llama.model import ModelSettings, Progress
 from afterglow.llama.probe import ensure_safe
 from afterglow.llama.settings import CacheType, ContextSettings
+from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.model import Model
 from afterglow.paths import cache_directory
 
@@ -42,6 +43,7 @@ def load(
     chat_template: str | None = None,
     disk: bool | None = None,
     draft: str | os.PathLike[str] | None = None,
+    media: MediaPolicy = CLOSED,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
@@ -53,9 +55,10 @@ def load(
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
     `chat_template` takes the place of the model's own. `draft` guesses ahead where that is faster: "mtp" for the
-    model's own heads, or a smaller model of the same vocabulary, by name or path. What was computed is kept on `disk`
-    for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that
-    is not here yet is downloaded.
+    model's own heads, or a smaller model of the same vocabulary, by name or path. `media` says where pictures and
+    sounds may come from and how large they may be; by default messages contain them. What was computed is kept on
+    `disk` for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known
+    model that is not here yet is downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -86,7 +89,7 @@ def load(
         case Stage.ACTIVE:
             lifecycle.activate(progress)
     try:
-        return Model(lifecycle, str(model), engine, chat_template, drafting)
+        return Model(lifecycle, str(model), engine, chat_template, drafting, media)
     except BaseException:  # also where what should guess for it does not fit
         lifecycle.close()
         raise

@@ -22,6 +22,7 @@ from afterglow.llama.library import library
 from afterglow.llama.model import ModelInfo, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
+from afterglow.media.policy import CLOSED, MediaPolicy
 
 
 class Model(Answering):
@@ -41,6 +42,7 @@ class Model(Answering):
         settings: EngineSettings,
         chat_template: str | None = None,
         draft: Draft | None = None,
+        media: MediaPolicy = CLOSED,
     ) -> None:
         super().__init__()
         self.name = name
@@ -48,6 +50,7 @@ class Model(Answering):
         self._engine_settings = settings
         self._chat_template = chat_template
         self._draft = draft
+        self._media = media
         self._engine: EngineThread | None = None
         self._lock = threading.Lock()  # over transitions
         self._scoring = threading.Lock()  # one sequence is kept for it
@@ -250,7 +253,7 @@ class Model(Answering):
         with self._building:
             if self._chat is None or self._chat[0] is not model:
                 self._stop_talking()
-                self._chat = model, Chat(model.vocabulary, self.chat_template)
+                self._chat = model, Chat(model.vocabulary, self.chat_template, self._media)
             return self._chat[1]
 
     def _stop_talking(self) -> None:

@@ -32,6 +32,7 @@ from afterglow.llama.model import Model, ModelInfo, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.loading import fitting_layers, kept, usable_cores
+from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.version import __version__
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class ServedSettings:
     threads: int | None = None  # None: the processor's cores
     disk: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK says `off`
     chat_template: str | None = None  # takes the place of the model's own
+    media: MediaPolicy = CLOSED  # where pictures and sounds may come from
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def recipe(self, name: str, path: Path) -> LlamaEngine:
@@ -217,5 +219,6 @@ class ServedModel(Answering):
     def _talking(self) -> Chat:
         with self._building:
             if self._chat is None:
-                self._chat = Chat(self.vocabulary, self.settings.chat_template or self._model.chat_template())
+                template = self.settings.chat_template or self._model.chat_template()
+                self._chat = Chat(self.vocabulary, template, self.settings.media)
             return self._chat

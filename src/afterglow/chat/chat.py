@@ -30,6 +30,7 @@ from afterglow.engine.request import Request
 from afterglow.engine.thought import ThoughtBudget
 from afterglow.errors import UnsupportedMedia, UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
+from afterglow.media.policy import CLOSED, MediaPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,8 @@ class Chat(Closing):
     >>> plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: str | None, media: MediaPolicy = CLOSED) -> None:
+        self.media = media  # where pictures and sounds may come from
         self.style = style_of(template)
         self._vocabulary = vocabulary
         special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
@@ -106,6 +108,15 @@ class Chat(Closing):
             thought=self._budget(thoughts, opened),
             parse=format.parse,
         )
+
+    def bring(self, messages: Sequence[Writable]) -> list[Message]:
+        """The messages with the bytes of their pictures and sounds inside, from wherever those may come."""
+        said = read_messages(messages)
+        refuse_media(said)
+        return [
+            replace(message, attachments=tuple(one.contained(self.media) for one in message.attachments))
+            for message in said
+        ]
 
     def close(self) -> None:
         self._template.close()

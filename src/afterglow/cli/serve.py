@@ -40,6 +40,19 @@ Origins = Annotated[
     typer.Option("--allow-origin", help="Web pages of this origin may ask; `*`: all.", show_default=False),
 ]
 
+MediaHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--media-host",
+        help="Pictures and sounds may be fetched from this host; `*`: from any. Can be given several times.",
+        show_default=False,
+    ),
+]
+MediaDirectory = Annotated[
+    Path | None,
+    typer.Option("--media-directory", help="Pictures and sounds in it may be named.", show_default=False),
+]
+
 
 def serve(
     models: Models = None,
@@ -54,6 +67,12 @@ def serve(
     shutdown_seconds: Annotated[
         float | None, typer.Option(min=0, help="For running answers, once told to end.")
     ] = None,
+    media_host: MediaHosts = None,
+    media_directory: MediaDirectory = None,
+    max_media_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Of a picture or a sound. Default: 20 MiB.")
+    ] = None,
+    max_pixels: Annotated[int | None, typer.Option(min=1, help="Of a picture. Default: 32 million.")] = None,
     context: chat.Context = None,
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
@@ -78,6 +97,10 @@ def serve(
             "queue": queue,
             "lazy": lazy,
             "shutdown_seconds": shutdown_seconds,
+            "media_hosts": tuple(media_host) if media_host else None,
+            "media_directory": media_directory,
+            "max_media_bytes": max_media_bytes,
+            "max_pixels": max_pixels,
         },
     )
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
@@ -102,6 +125,7 @@ def served_settings(chosen: Settings) -> ServedSettings:
         gpu_layers=chosen.gpu_layers,
         threads=chosen.threads,
         chat_template=template_text(chosen.chat_template),
+        media=chosen.server.media,
     )
 
 

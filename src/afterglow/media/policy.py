@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from afterglow.errors import InvalidArgument
@@ -35,6 +37,11 @@ class MediaPolicy:
     def __post_init__(self) -> None:
         if isinstance(self.allowed_hosts, str):
             raise InvalidArgument("allowed_hosts", "must be a list of names, not one text")
+        for host in self.allowed_hosts:
+            if not host or re.search(r"[/@\s]", host):
+                raise InvalidArgument("allowed_hosts", f"{host!r} is no host: write example.com or *.example.com")
+        if self.allowed_directory is not None and not Path(self.allowed_directory).expanduser().is_dir():
+            raise InvalidArgument("allowed_directory", f"{self.allowed_directory} is no directory")
         for name in ("max_bytes", "max_pixels", "max_side", "max_seconds", "fetch_seconds"):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(name, f"must be more than 0, not {getattr(self, name)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from afterglow.chat.chat import ChatPlan
@@ -14,6 +14,7 @@ from afterglow.engine.request import Token, Usage
 from afterglow.server import limits
 from afterglow.server.admission import Ticket
 from afterglow.server.errors import invalid
+from afterglow.server.media import brought
 from afterglow.server.overflow import Cut, Policy, fitting_plan
 from afterglow.server.service import Service, merged
 from afterglow.server.types.sampling import SamplingFields, sampling_of
@@ -149,13 +150,14 @@ async def run(service: Service, name: str, asked: Asked) -> Running:
     asked.check(service)
     ticket = service.gate(model).enter(asked.n)
     cuts: list[Cut | None] = []
-
-    def begin() -> list[TurnStream]:
-        streams, cut = asked.begin(model, deadline_of(asked.fields, service))
-        cuts.append(cut)
-        return streams
-
     try:
+        whole = replace(asked, messages=await brought(service, model, asked.messages))
+
+        def begin() -> list[TurnStream]:
+            streams, cut = whole.begin(model, deadline_of(asked.fields, service))
+            cuts.append(cut)
+            return streams
+
         streams = await service.begin(begin)
     except BaseException:
         ticket.release()

@@ -12,6 +12,7 @@ from afterglow.chat.missing import explain_words
 from afterglow.chat.prompt import Prompt
 from afterglow.server.chat import chat_options
 from afterglow.server.errors import invalid
+from afterglow.server.media import Messages, brought
 from afterglow.server.metrics import TYPE
 from afterglow.server.roster import Place
 from afterglow.server.security import tenant
@@ -90,7 +91,8 @@ def _text(router: APIRouter, service: Service) -> None:
     @router.post("/apply-template", summary="A conversation as the model's template writes it")
     async def apply_template(body: TemplateRequest) -> Templated:
         model = await service.model(body.model)
-        prompt = await service.text(lambda: prompt_of(model, body))
+        messages = await brought(service, model, [message(one) for one in body.messages])
+        prompt = await service.text(lambda: prompt_of(model, body, messages))
         return Templated(prompt=prompt.text, tokens=prompt.cells)
 
 
@@ -103,9 +105,9 @@ def piece(model: ServedModel, token: int) -> str | list[int]:
         return list(data)
 
 
-def prompt_of(model: ServedModel, body: ChatFields) -> Prompt:
+def prompt_of(model: ServedModel, body: ChatFields, messages: Messages) -> Prompt:
     """The prompt that a conversation becomes."""
-    return model.chat_prompt([message(one) for one in body.messages], **chat_options(body))
+    return model.chat_prompt(messages, **chat_options(body))
 
 
 def _state(router: APIRouter, service: Service) -> None:
@@ -135,7 +137,8 @@ def _cache(router: APIRouter, service: Service) -> None:
         model = await service.model(body.model)
         if (body.messages is None) == (body.prompt is None):
             raise invalid("prompt", "give `messages` or a `prompt`")
-        return await service.waiting(lambda: explanation(model, body, tenant(request)))
+        messages = await brought(service, model, [message(one) for one in body.messages or ()])
+        return await service.waiting(lambda: explanation(model, body, messages, tenant(request)))
 
 
 async def holding(service: Service, model: ServedModel, salt: str) -> dict[str, Any]:
@@ -157,9 +160,9 @@ async def holding(service: Service, model: ServedModel, salt: str) -> dict[str, 
     }
 
 
-def explanation(model: ServedModel, body: ExplainRequest, salt: str) -> dict[str, Any]:
+def explanation(model: ServedModel, body: ExplainRequest, messages: Messages, salt: str) -> dict[str, Any]:
     """What is kept of a prompt, where they part, the texts there, and why, in words."""
-    prompt = prompt_of(model, body) if body.prompt is None else body.prompt
+    prompt = prompt_of(model, body, messages) if body.prompt is None else body.prompt
     request = model.request(prompt)
     tokens = [int(token) for token in request.entries]  # type: ignore[arg-type]
     difference = model.explain_difference(tokens, salt=salt)

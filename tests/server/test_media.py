@@ -1,0 +1,227 @@
+"""Pictures and sounds over HTTP: what is allowed comes in, what is not is a clear 400, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from making import gradient, saved
+from serverprocess import ServerProcess
+from typer.testing import CliRunner
+
+from afterglow import tiny
+from afterglow.chat import chat
+from afterglow.cli import serve
+from afterglow.cli.main import app
+from afterglow.cli.serve import served_settings
+from afterglow.cli.settings import settings
+from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
+from afterglow.media.opening import MediaPolicy
+from afterglow.server.errors import Refusal, refusal_of
+from afterglow.server.media import brought, count_media
+from afterglow.server.roster import Roster
+from afterglow.server.service import Service
+from afterglow.server.settings import ServerSettings
+from afterglow.serving import ServedModel, ServedSettings
+
+URI = "data:image/png;base64," + base64.b64encode(saved(gradient())).decode()
+
+
+def picture(url: str = URI, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def question(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, *parts]}]
+
+
+def test_a_picture_for_a_model_that_cannot_see_is_refused_by_its_place(server: ServerProcess) -> None:
+    for part in (picture(), picture("http://169.254.169.254/"), {
+        "type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"},
+    }):  # fmt: skip
+        error = server.chat(messages=question(part))["error"]
+        assert (error["code"], error["param"]) == ("unsupported_media", "messages[0].content")
+        assert "only text" in error["message"]
+    for route in ("/apply-template", "/cache/explain"):
+        answer = server.post(route, {"model": "tiny", "messages": question(picture())})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_media")
+
+
+def test_the_openai_client_gets_a_bad_request(server: ServerProcess) -> None:
+    with pytest.raises(openai.BadRequestError, match="only text"):
+        server.client().chat.completions.create(model="tiny", messages=question(picture()))  # type: ignore[call-overload]
+    part = {"type": "input_image", "image_url": URI, "detail": "auto"}
+    with pytest.raises(openai.BadRequestError, match="only text"):
+        server.client().responses.create(model="tiny", input=[{"role": "user", "content": [part]}])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url"}, "image_url"),
+        ({"type": "image_url", "image_url": URI}, "image_url"),
+        ({"type": "image_url", "image_url": {"url": URI, "detail": "medium"}}, "image_url.detail"),
+        ({"type": "image_url", "image_url": {"url": URI, "size": 3}}, "image_url.size"),
+        ({"type": "input_audio", "input_audio": {"data": "x", "format": "ogg"}}, "input_audio.format"),
+        ({"type": "image", "source": {"type": "url", "url": URI}}, ""),
+        ({"type": "file", "file": {"file_id": "x"}}, ""),
+        ({**picture(), "id": "xyz"}, "id"),
+    ],
+)
+def test_a_part_that_is_not_openai_s_is_refused_by_its_place(
+    server: ServerProcess, part: dict[str, Any], param: str
+) -> None:
+    error = server.chat(messages=question(part))["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith("messages[0].content[1]")
+    assert error["param"].endswith(param)
+
+
+def test_only_users_have_pictures(server: ServerProcess) -> None:
+    for role in ("system", "assistant"):
+        assert "error" in server.chat(messages=[{"role": role, "content": [picture()]}])
+        part = {"type": "input_image", "image_url": URI}
+        error = server.respond([{"role": role, "content": [part]}])["error"]
+        assert error["param"] == "input"
+    error = server.respond([{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}])["error"]
+    assert error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidMedia("x", "why"), "invalid_media"),
+        (MediaRefused("x", "why"), "media_refused"),
+        (UnsupportedMedia("messages[0].content", "why"), "unsupported_media"),
+    ],
+)
+def test_every_error_about_media_is_a_400(error: Exception, code: str) -> None:
+    refusal = refusal_of(error)
+    assert (refusal.status, refusal.code) == (400, code)
+    assert str(refusal.param).startswith("messages")
+
+
+# --- how they are brought in, with a model that could see
+
+
+@pytest.fixture
+def seeing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path) -> Iterator[tuple[Service, ServedModel]]:
+    monkeypatch.setattr(chat, "refuse_media", lambda *_: None)
+    policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
+    (tmp_path / "cat.png").write_bytes(b"picture")
+    roster = Roster({"tiny": tiny_path}, ServedSettings(context=256, media=policy))
+    with Service(roster, ServerSettings(max_media=3)) as service:
+        yield service, roster.place("tiny").load()
+
+
+@pytest.fixture
+def tiny_path() -> Path:
+    return tiny.path("successor-attention")
+
+
+def test_what_messages_name_is_inside_them_before_they_are_planned(seeing: tuple[Service, ServedModel]) -> None:
+    service, model = seeing
+    said = asyncio.run(brought(service, model, question(picture("cat.png", detail="low"), picture())))
+    first, second, third = said[0]["content"]
+    assert first == {"type": "text", "text": "What is this?"}
+    assert second["image_url"] == {"url": "data:image/*;base64,cGljdHVyZQ==", "detail": "low"}
+    assert third == picture()
+    text = [{"role": "user", "content": "x"}]
+    assert asyncio.run(brought(service, model, text)) is text
+
+
+def test_a_request_has_only_so_many(seeing: tuple[Service, ServedModel]) -> None:
+    service, model = seeing
+    assert count_media(question(*[picture()] * 4)) == 4
+    with pytest.raises(Refusal, match="max_media") as caught:
+        asyncio.run(brought(service, model, question(*[picture()] * 4)))
+    assert (caught.value.status, caught.value.code) == (400, "limit_exceeded")
+
+
+def test_slow_hosts_hold_up_neither_the_loop_nor_texts(
+    seeing: tuple[Service, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, model = seeing
+    inside, most, lock, go = 0, 0, threading.Lock(), threading.Event()
+
+    def slow(*_: Any) -> bytes:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        go.wait(20)
+        with lock:
+            inside -= 1
+        return b"picture"
+
+    monkeypatch.setattr("afterglow.media.opening.fetch", slow)
+
+    async def many() -> float:
+        asked = [
+            asyncio.ensure_future(brought(service, model, question(picture("http://slow.example/")))) for _ in range(20)
+        ]
+        await asyncio.sleep(0.3)
+        began = time.perf_counter()
+        for _ in range(20):
+            await service.text(lambda: model.chat_prompt("hello"))
+        took = time.perf_counter() - began
+        go.set()
+        await asyncio.gather(*asked)
+        return took
+
+    assert asyncio.run(many()) < 5
+    assert most == 4
+
+
+# --- settings
+
+
+def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_HOSTS", "a.example,b.example")
+    monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_PRIVATE", "true")
+    chosen = settings(
+        server={
+            "media_directory": tmp_path,
+            "media_seconds": 3,
+            "max_media_bytes": 1000,
+            "max_pixels": 2000,
+            "max_side": 50,
+            "max_sound_seconds": 7,
+        }
+    )
+    assert served_settings(chosen).media == MediaPolicy(
+        allowed_hosts=("a.example", "b.example"),
+        allow_private=True,
+        allowed_directory=tmp_path,
+        fetch_seconds=3,
+        max_bytes=1000,
+        max_pixels=2000,
+        max_side=50,
+        max_seconds=7,
+    )
+    monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_HOSTS")
+    monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_PRIVATE")
+    assert served_settings(settings()).media == MediaPolicy()
+
+
+def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServedSettings] = []
+
+    def stop(paths: Any, chosen: ServedSettings) -> None:
+        seen.append(chosen)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "Roster", stop)
+    flags = ["--media-host", "a.example", "--media-host", "*.b.example", "--media-directory", str(tmp_path)]
+    limits = ["--max-media-bytes", "1000", "--max-pixels", "2000"]
+    CliRunner().invoke(app, ["serve", "--port", "0", *flags, *limits, str(tiny_path)])
+    assert seen[0].media == MediaPolicy(
+        allowed_hosts=("a.example", "*.b.example"), allowed_directory=tmp_path, max_bytes=1000, max_pixels=2000
+    )
