@@ -31,6 +31,7 @@ class Prompt:
     entries: tuple[Entry, ...]
     boundaries: frozenset[int]
     text: str
+    system: int = 0  # entries that the system messages and tools are
     contents: Mapping[bytes, Part] = field(default_factory=dict)  # of its pictures and sounds, by their digests
 
     @property
@@ -72,16 +73,33 @@ class PromptBuilder:
         shielded = [self._shield(message, mark) for message in messages]
         text = self._template.render(shielded, tools=tools, arguments=arguments)
         tokens = self._tokens(text, mark, shown)
-        boundaries = set()
+        boundaries, system = set(), 0
         for count in self._ends(messages):
             try:
                 part = self._template.render(shielded[:count], tools=tools, generation=False, arguments=arguments)
             except InvalidTemplate:
                 continue  # some templates render only whole conversations
-            boundaries.add(common_length(self._tokens(common_text(part, text), mark, shown), tokens))
+            end = common_length(self._tokens(common_text(part, text), mark, shown), tokens)
+            boundaries.add(end)
+            system = end if count == told(messages) else system
+        if tools and not told(messages):
+            first = replace(shielded[0], content=mark)  # without what it says
+            system = self._begins([first], text, tokens, mark, shown, tools=tools, arguments=arguments)
+            boundaries.add(system)
         boundaries -= {0, len(tokens)}
-        entries, edges, contents = filled(tokens, shown, boundaries)
-        return Prompt(entries, edges, shown.without_holes(text.replace(mark, "")), contents)
+        entries, places, contents = filled(tokens, shown)
+        edges = frozenset(places[boundary] for boundary in boundaries)
+        return Prompt(entries, edges, shown.without_holes(text.replace(mark, "")), places[system], contents)
+
+    def _begins(
+        self, messages: list[Message], text: str, tokens: list[int], mark: str, shown: Shown, **options: Any
+    ) -> int:
+        """How many tokens a conversation shares with another that begins as it does."""
+        try:
+            other = self._template.render(messages, generation=False, **options)
+        except InvalidTemplate:
+            return 0
+        return common_length(self._tokens(common_text(other, text), mark, shown), tokens)
 
     def tokenize(self, text: str, mark: str = "") -> list[int]:
         """Rendered text as tokens, with the model's start token where it wants one and the template wrote none."""
@@ -125,9 +143,7 @@ class PromptBuilder:
 
     def _ends(self, messages: Sequence[Message]) -> set[int]:
         """After how many messages a later prompt is likely to part from this one."""
-        told = ("system", "developer")
-        system = next((index for index, message in enumerate(messages) if message.role not in told), len(messages))
-        return {system, *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
+        return {told(messages), *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
 
     def _shield(self, message: Message, mark: str) -> Message:
         """Break up the texts of control tokens in what people and tools wrote, so that they stay text."""
@@ -143,6 +159,12 @@ class PromptBuilder:
 
     def _broken(self, text: str, mark: str) -> str:
         return self._cut.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
+
+
+def told(messages: Sequence[Message]) -> int:
+    """How many messages at the beginning say how to answer."""
+    others = (index for index, message in enumerate(messages) if message.role not in ("system", "developer"))
+    return next(others, len(messages))
 
 
 def common_text(one: str, other: str) -> str:

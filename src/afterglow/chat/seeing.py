@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from afterglow.chat.messages import Attachment, Message
-from afterglow.engine.entries import Entry
+from afterglow.engine.entries import Entry, Media
 from afterglow.engine.pictures import Part, Seen
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia
 from afterglow.llama.projector import MediaKind
@@ -109,29 +109,23 @@ def _place(one: Attachment, message: Message) -> int:
     return one.offset
 
 
-def filled(
-    tokens: Sequence[int], shown: Shown, boundaries: set[int]
-) -> tuple[tuple[Entry, ...], frozenset[int], Mapping[bytes, Part]]:
-    """Tokens with pictures in the holes, the boundaries in it, and what the pictures are."""
+def filled(tokens: Sequence[int], shown: Shown) -> tuple[tuple[Entry, ...], Sequence[int], Mapping[bytes, Part]]:
+    """Tokens with pictures in the holes, the place of each token in that, and what the pictures are."""
     if not shown.contents:
-        return tuple(tokens), frozenset(boundaries), {}
+        return tuple(tokens), range(len(tokens) + 1), {}
     holes = sorted(-1 - token for token in tokens if token < 0)
     if holes != list(range(len(shown.contents))):
         raise InvalidTemplate(f"it shows {len(holes)} pictures and sounds where there are {len(shown.contents)}")
     entries: list[Entry] = []
+    places: list[int] = []
     contents: dict[bytes, Part] = {}
-    edges = set()
-    for index, token in enumerate(tokens):
-        if index in boundaries:
-            edges.add(len(entries))
-        if token >= 0:
-            entries.append(token)
-            continue
-        for entry, part in shown.contents[-1 - token]:
+    for token in tokens:
+        places.append(len(entries))
+        for entry, part in [(token, None)] if token >= 0 else shown.contents[-1 - token]:
             entries.append(entry)
-            if part is not None and not isinstance(entry, int):
+            if isinstance(entry, Media) and part is not None:
                 contents[entry.digest] = part
-    return tuple(entries), frozenset(edges), contents
+    return tuple(entries), [*places, len(entries)], contents
 
 
 def unused_character(messages: Sequence[Message]) -> str:

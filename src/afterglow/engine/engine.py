@@ -88,6 +88,8 @@ class Engine:
         if request.id in self._jobs:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         guide = guide or self.guides.prepare(request)
+        if self.settings.pin_system and request.system:
+            self.memory.tiers.pinning.pin(ids[: request.system], request.salt, system=True)
         stops = StopMatcher(request.stop) if request.stop else None
         sampler = self.backend.sampler(request.sampling)
         room = self.backend.capabilities.cells
@@ -334,6 +336,7 @@ class Engine:
             failure = error
         if job.draft:
             self.drafting.verified(job, len(job.draft), job.accepted - accepted)
+            self.counters.drafts += 1
             self.counters.drafted += len(job.draft)
             self.counters.accepted += job.accepted - accepted
         whole = not job.draft or drop_wrong(job, self.drafting.replay)

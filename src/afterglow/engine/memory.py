@@ -243,7 +243,8 @@ class PrefixMemory:
         taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
         after_pictures = (int(place) + 1 for place in (ids < 0).nonzero()[0])
-        points = cut_points(len(ids), boundaries.union(after_pictures), taken, ubatch, self._settings)
+        wanted = boundaries.union(after_pictures, self.tiers.pinning.pins.depths(ids, salt))
+        points = cut_points(len(ids), wanted, taken, ubatch, self._settings)
         return sorted({edge for point in points if (edge := self.round_down(point, ids)) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
@@ -267,6 +268,7 @@ class PrefixMemory:
         checkpoint = self.tiers.checkpoint(ids, sequence.salt, state, sequence.aligned)
         if state.nbytes and self.marks.fits(checkpoint.nbytes):
             self.marks.add(checkpoint)
+            self.tiers.pinning.note()
 
     # --- storing what has to go
 

@@ -32,6 +32,7 @@ class EngineSettings:
     disk_bytes: int = 10 * 1024**3  # of all files there, whichever model's
     picture_bytes: int = 256 * 1024**2  # of encoded pictures that are kept in RAM, for when they come again
     segment: int = 64  # entries in one stored segment
+    pin_system: bool = False  # never let go of the system prompts of requests, within half of what may be kept
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     # Guess ahead as far as it pays, never, or always so many tokens; and who may guess: all there are, or these.
     speculation: Literal["auto", "off"] | int = "auto"
