@@ -67,7 +67,7 @@ def look(messages: Sequence[Message], sight: Sight, policy: MediaPolicy = CLOSED
 
     `UnsupportedMedia` for the first that the model cannot take, unless such are to be left out.
     """
-    said = [_taken(message, f"messages[{index}].content", sight) for index, message in enumerate(messages)]
+    said = taken(messages, sight)
     attachments = [one for message in said for one in message.attachments]
     if not attachments:
         return said, NOTHING
@@ -78,6 +78,11 @@ def look(messages: Sequence[Message], sight: Sight, policy: MediaPolicy = CLOSED
         said[index] = _with_holes(message, hole, first)
         first += len(message.attachments)
     return said, Shown(hole, tuple(contents))
+
+
+def taken(messages: Sequence[Message], sight: Sight) -> list[Message]:
+    """The messages with those pictures and sounds that the model takes; `UnsupportedMedia` where it takes others."""
+    return [_taken(message, f"messages[{index}].content", sight) for index, message in enumerate(messages)]
 
 
 def _taken(message: Message, where: str, sight: Sight) -> Message:

@@ -90,6 +90,8 @@ def serve(
     gpu_layers: chat.GpuLayers = None,
     chat_template: chat.Template = None,
     draft: Drafts = None,
+    projector: chat.Projector = None,
+    strip_media: chat.StripMedia = None,
     pin_system: Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")] = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
@@ -104,6 +106,8 @@ def serve(
         gpu_layers=gpu_layers,
         chat_template=chat_template,
         draft=",".join(draft) if draft else None,
+        projector=projector,
+        strip_media=strip_media,
         pin_system=pin_system,
         server={
             "host": host,
@@ -122,6 +126,8 @@ def serve(
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
     console = Console(stderr=True, highlight=False)
     paths = {name: local_path(model) for name, model in map(named, models or [chosen.model])}
+    if chosen.projector is not None and len(paths) > 1:
+        raise InvalidArgument("--projector", "is for one model: put each model's projector beside its file")
     listener = bind(chosen.server)
     common = served_settings(chosen)
     own = {name: replace(common, draft=what) for name, what in drafts(chosen.draft, paths).items()}
@@ -143,7 +149,9 @@ def served_settings(chosen: Settings) -> ServedSettings:
         gpu_layers=chosen.gpu_layers,
         threads=chosen.threads,
         chat_template=template_text(chosen.chat_template),
+        projector=chosen.projector,
         media=chosen.server.media,
+        strip_media=chosen.strip_media,
         engine=EngineSettings(pin_system=chosen.pin_system),
     )
 

@@ -46,6 +46,7 @@ class Job:
     regular: int = 0  # leading entries whose chunks were those of the deterministic grid
     cached: int = 0  # cells that were in memory
     media_cells: int = 0  # of pictures and sounds
+    audio_cells: int = 0
     media_cached: int = 0
     attempts: int = 0  # decodes that failed under it
     disappointed: bool = False  # by a stored state that did not load
@@ -149,6 +150,7 @@ class Job:
             prompt=self.prompt_cells,
             cached=self.cached,
             media=self.media_cells,
+            audio=self.audio_cells,
             media_cached=self.media_cached,
             encoded=self.encoded,
             generated=len(self.generated),

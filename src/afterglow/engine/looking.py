@@ -12,6 +12,7 @@ from afterglow.engine.picture_files import PictureFiles
 from afterglow.engine.pictures import Encodes, Pictures
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import AfterglowError
+from afterglow.media.contents import Sound
 
 AHEAD = 2  # pictures of one prompt that are encoded before it is their turn
 SHARE = 10  # of the disk's bytes, encoded pictures may take one such part beside the segments
@@ -38,7 +39,8 @@ class Looking:
             media = self._ledger.media(int(job.prompt[place]))
             job.media_cells += media.cells
             if media.digest in job.request.contents:
-                job.parts[place] = job.request.contents[media.digest]
+                part = job.parts[place] = job.request.contents[media.digest]
+                job.audio_cells += media.cells if isinstance(part.content, Sound) else 0
 
     def reused(self, job: Job, kept: int) -> None:
         """Note that the first entries of a job's prompt were in memory."""

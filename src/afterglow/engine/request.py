@@ -72,7 +72,8 @@ class Usage:
     prompt: int = 0  # tokens, and the cells of pictures and sounds
     cached: int = 0  # those of them that were not computed again
     media: int = 0  # cells of pictures and sounds in the prompt
-    media_cached: int = 0  # those of them that were in memory
+    audio: int = 0  # of these, the cells of sounds
+    media_cached: int = 0  # of these, the cells that were in memory
     encoded: int = 0  # pictures and sounds that had to be encoded
     generated: int = 0
     drafted: int = 0  # tokens that were guessed and computed before they were drawn

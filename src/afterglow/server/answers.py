@@ -178,11 +178,25 @@ def usage_of(turns: list[Turn], tallies: list[Tally]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": min(turn.usage.cached for turn in turns)},
+        "prompt_tokens_details": prompt_details([turn.usage for turn in turns]),
         "completion_tokens_details": {
             "reasoning_tokens": sum(tally.reasoning for tally in tallies),
             **predictions_of(turn.usage for turn in turns),
         },
+    }
+
+
+def prompt_details(usages: list[Usage]) -> dict[str, int]:
+    """Of the prompt: what was in memory; where there are pictures and sounds, how much they are, how much of that was
+    in memory, and how many had to be encoded."""
+    cached = {"cached_tokens": min(usage.cached for usage in usages)}
+    if not usages[0].media:
+        return cached
+    return cached | {
+        "image_tokens": usages[0].media - usages[0].audio,
+        "audio_tokens": usages[0].audio,
+        "cached_media_tokens": min(usage.media_cached for usage in usages),
+        "encoded_media": sum(usage.encoded for usage in usages),
     }
 
 
