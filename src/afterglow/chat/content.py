@@ -14,6 +14,7 @@ from afterglow.media import identity
 from afterglow.media.contents import Content, Picture, Sound
 from afterglow.media.opening import MediaPolicy, bring, data_uri, open_attachment
 from afterglow.media.policy import Kind
+from afterglow.media.writing import uri_of
 
 Detail: TypeAlias = Literal["auto", "low", "high"]
 DETAILS: dict[Any, Detail] = {None: "auto", "auto": "auto", "low": "low", "high": "high", "original": "high"}
@@ -179,14 +180,13 @@ def written_content(text: str, attachments: Sequence[Attachment]) -> str | list[
 
 def _written(one: Attachment) -> dict[str, Any]:
     id = {} if one.id is None else {"id": one.id}
-    if not isinstance(one.source, str):
-        return {"type": one.kind, one.kind: one.source, **id}
+    source = one.source if isinstance(one.source, str) else uri_of(one.source)
     if one.kind == "image":
         detail = {} if one.detail == "auto" else {"detail": one.detail}
-        return {"type": "image_url", "image_url": {"url": one.source, **detail}, **id}
-    if found := SOUND.fullmatch(one.source):
+        return {"type": "image_url", "image_url": {"url": source, **detail}, **id}
+    if found := SOUND.fullmatch(source):
         return {"type": "input_audio", "input_audio": {"data": found[2], "format": found[1]}, **id}
-    return {"type": "input_audio", "input_audio": {"data": one.source}, **id}
+    return {"type": "input_audio", "input_audio": {"data": source}, **id}
 
 
 def attached(kind: Kind, values: Iterable[Attachable]) -> tuple[Attachment, ...]:

@@ -90,7 +90,8 @@ def _taken(message: Message, where: str, sight: Sight) -> Message:
     strange = [one for one in message.attachments if one.kind not in sight.kinds]
     if not strange:
         return message
-    reason = sight.trouble or f"this model takes no {strange[0].kind}"
+    able = " and ".join(("text", *sorted(sight.kinds)))
+    reason = sight.trouble or f"this model takes no {strange[0].kind}, only {able}"
     if not sight.strip:
         raise UnsupportedMedia(where, reason)
     logger.warning("%s: %d of kind %s left out, %s", where, len(strange), strange[0].kind, reason)

@@ -17,6 +17,7 @@ from afterglow.engine.speculation import LONGEST
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.probe import PART
 from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ContextSettings
 
@@ -99,13 +100,11 @@ def open_projector(
 
 
 def beside(path: Path) -> Path | None:
-    """The projector that lies beside a model's file, where there is exactly one.
-
-    >>> beside(tiny.path("attention")) is None
-    True
-    """
-    found = sorted(one for one in path.parent.glob("*mmproj*.gguf") if one != path and one.is_file())
-    return found[0] if len(found) == 1 else None
+    """The projector that lies beside a model's file, where it can be no other model's: there is one of each."""
+    files = [one for one in path.parent.glob("*.gguf") if one.is_file()]
+    projectors = [one for one in files if "mmproj" in one.name]
+    models = {PART.sub("", one.name) for one in files if one not in projectors}
+    return projectors[0] if len(projectors) == 1 and models == {PART.sub("", path.name)} else None
 
 
 def _with_heads(context: Context, sequences: int | None, projector: Projector | None) -> MtpBackend:
