@@ -24,17 +24,11 @@ from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.replay import Replay
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
 from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
-from afterglow.engine.scheduler import Budget, first_of, grid_step, prompt_budget, schedule
+from afterglow.engine.scheduler import Budget, first_of, grid_step, prompt_budget, schedule, sorted_out
 from afterglow.engine.sequence import Sequence as Slot
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
-from afterglow.errors import (
-    AfterglowError,
-    Cancelled,
-    DecodeFailed,
-    InvalidArgument,
-    MemoryFull,
-)
+from afterglow.errors import AfterglowError, Cancelled, DecodeFailed, InvalidArgument, MemoryFull
 
 MAX_ATTEMPTS = 3
 
@@ -240,11 +234,7 @@ class Engine:
         if self.settings.deterministic:
             return grid_step(ready, self.settings.grid, now)
         cells = self.backend.capabilities.batch_cells
-        generating: list[Job] = []
-        prompts: list[Job] = []
-        pictures: list[Job] = []
-        for job in ready:
-            (pictures if job.media and job.next_is_media else generating if job.generating else prompts).append(job)
+        generating, prompts, pictures = sorted_out(ready)
         if self.looking.is_turn(pictures, others=bool(generating or prompts)):
             return [(first_of(pictures, now), 1)]
         self.drafting.offer(generating, prompts)
@@ -317,9 +307,8 @@ class Engine:
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:
-        sequence = self._held(job)
-        if len(sequence) in job.cuts and self.backend.capabilities.partial_state:
-            self.memory.take_checkpoint(sequence)
+        if len(self._held(job)) in job.cuts and self.backend.capabilities.partial_state:
+            self.memory.take_checkpoint(self._held(job))
 
     def _sample(self, job: Job, span: int, row: int) -> int:
         """Draw the job's next tokens, `row` being its last known entry; how many there are."""

@@ -29,7 +29,7 @@ class FakeProjector:
         self.key = key
         self.whole = whole
         self.calls: list[int] = []  # how many contents were encoded together, call by call
-        self.faults: list[Exception] = []  # raised by the coming calls, one each
+        self.faults: list[Exception | None] = []  # raised by the coming calls, one each; None: that one works
         self.open = threading.Event()  # encoding waits for it
         self.open.set()
 
@@ -44,8 +44,8 @@ class FakeProjector:
 
     def encode(self, contents: Sequence[Content]) -> list[list[Embedding]]:
         self.open.wait()
-        if self.faults:
-            raise self.faults.pop(0)
+        if self.faults and (fault := self.faults.pop(0)) is not None:
+            raise fault
         self.calls.append(len(contents))
         return [[self._embedding(content)] for content in contents]
 

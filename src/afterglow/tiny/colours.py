@@ -16,7 +16,7 @@ import numpy as np
 from afterglow.tiny import vocabulary
 from afterglow.tiny.attention import Llama
 from afterglow.tiny.decoder import text_model
-from afterglow.tiny.projector import INNER, PATCH, describe_projector
+from afterglow.tiny.projector import INNER, PATCH, Size, describe_projector
 from afterglow.tiny.projector import WIDTH as PATCH_WIDTH
 from afterglow.tiny.writer import Array, Writer, noise
 
@@ -86,7 +86,7 @@ def write_projector(path: Path) -> None:
     """Write the projector: each row is the mean colour of its patch and the mark of a picture."""
     layers, patches = 2, (IMAGE // PATCH) ** 2  # the second is skipped by mtmd
     with Writer(path, "clip", seed=11, kind="mmproj") as writer:
-        describe_projector(writer, "mlp", layers, IMAGE, {})
+        describe_projector(writer, "mlp", Size(layers=layers, image=IMAGE, text=WIDTH), {})
         writer.given("v.patch_embd.weight", _patches(), half=True)
         positions = np.zeros((patches + 1, PATCH_WIDTH), np.float32)
         positions[:, 6], positions[:, 7] = 1.0, -1.0  # the mark; in pairs, so that the norm moves nothing
