@@ -82,6 +82,7 @@ def check_positions(engine: Engine) -> None:
     """The record equals memory. After a picture with M-RoPE memory's last position lies before the record's."""
     for slot in engine.memory.slots:
         held = engine.backend.held(slot.number)
+        assert not slot.ahead
         if len(slot) and slot.ids[-1] < 0:
             assert held is not None
             assert held[1] < slot.position

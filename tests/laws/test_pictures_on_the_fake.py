@@ -12,7 +12,7 @@ from truth import check_all
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.settings import EngineSettings
-from afterglow.errors import DecodeFailed, EngineError, UnsupportedMedia
+from afterglow.errors import DecodeFailed, EngineError, MemoryFull, UnsupportedMedia
 from afterglow.testing import FakeProjector
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -124,6 +124,64 @@ def test_beside_pictures_the_others_get_every_second_decode():
     turns = "".join("w" if spans[0][0] == writing else "p" for spans in engine.backend.history)
     assert "wpwpwpwpwp" in turns
     assert "pp" not in turns
+
+
+@every_kind
+def test_a_long_picture_is_computed_in_parts_beside_answers_that_are_written(kind):
+    """As long as a gap between tokens may be, and no longer; and whatever happens in between, it stays whole."""
+    engine = seeing(kind, EngineSettings(gap=0.0, speculation="off"))
+    wide = noisy(8, 60, 1)
+    ask(engine, wide)  # now it is encoded
+    entries, contents = asked(engine, SYSTEM, wide, QUESTION)
+    engine.submit(request("writing", OTHER, max_tokens=40, ignore_ends=True))
+    engine.step()
+    engine.submit(request("seeing", entries, contents=contents))
+    engine.submit(request("late", [*SYSTEM, *OTHER]))
+    ahead, answers = set(), {}
+    while engine.busy:
+        collect(answers, engine)
+        check_all(engine)
+        ahead |= {slot.ahead for slot in engine.memory.slots}
+    assert ahead == {0, 16, 32, 48}
+    assert answers["seeing"].tokens == true_answer(kind, entries)[0]
+    assert answers["late"].tokens == true_answer(kind, [*SYSTEM, *OTHER])[0]
+
+
+@every_kind
+@pytest.mark.parametrize("shared", [False, True])
+def test_c9_a_request_that_ends_in_the_middle_of_a_picture_leaves_none_of_it(kind, shared):
+    for end in ("cancel", "fault", "full"):
+        engine = seeing(kind, EngineSettings(gap=0.0, speculation="off"), shared=shared)
+        ask(engine, noisy(8, 60, 1))  # now it is encoded
+        entries, contents = asked(engine, SYSTEM, noisy(8, 60, 1), QUESTION)
+        engine.submit(request("writing", OTHER, max_tokens=40, ignore_ends=True))
+        answers: dict[str, Answer] = {}
+        collect(answers, engine)
+        engine.submit(request("seeing", entries, contents=contents))
+        while not any(slot.ahead for slot in engine.memory.slots):
+            assert engine.busy
+            collect(answers, engine)
+        if end == "cancel":
+            engine.cancel("seeing")
+        else:
+            engine.backend.faults = [DecodeFailed(-3, "planted") if end == "fault" else MemoryFull(9, 9)]
+        while engine.busy:
+            collect(answers, engine)
+            check_all(engine)
+        if end != "cancel":
+            assert answers["seeing"].tokens == true_answer(kind, entries)[0]
+        assert answers["writing"].tokens == true_answer(kind, OTHER, max_tokens=40, ignore_ends=True)[0]
+        assert ask(engine, SYSTEM, noisy(8, 60, 1), OTHER).tokens == true_answer(
+            kind, asked(engine, SYSTEM, noisy(8, 60, 1), OTHER)[0]
+        )[0]  # fmt: skip
+
+
+def test_another_salt_sees_nothing_of_a_picture():
+    engine = seeing()
+    ask(engine, SYSTEM, CAT, QUESTION, salt="mine")
+    theirs = ask(engine, SYSTEM, CAT, QUESTION, salt="theirs")
+    assert (theirs.end.usage.encoded, theirs.cached) == (1, 0)
+    assert ask(engine, OTHER, CAT, QUESTION, salt="mine").end.usage.encoded == 0
 
 
 def test_two_who_want_the_same_picture_have_it_encoded_once():

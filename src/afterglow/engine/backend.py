@@ -97,7 +97,13 @@ class Span:
     ids: Ids | list[int]
     position: int
     outputs: int
-    embedding: Embedding | None = None  # of the picture or sound
+    embedding: Embedding | None = None  # of the picture or sound: its rows, or the next of them
+    ends: bool = True  # these are its last
+
+    @property
+    def rows(self) -> int:
+        """Rows that a decode computes for it."""
+        return len(self.ids) if self.embedding is None else len(self.embedding.rows)
 
 
 class Backend(Protocol):

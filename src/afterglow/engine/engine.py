@@ -59,6 +59,7 @@ class Engine:
         self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters], replay)
         self.guides = Guides(backend.words)  # for any thread
         self.looking = Looking(backend.projector, self.ledger, self.settings)
+        self._rows = capabilities.batch_cells  # of a picture that the next decode may hold
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -224,6 +225,7 @@ class Engine:
     def _stop_running(self, job: Job) -> None:
         self._running.remove(job)
         sequence, job.sequence, job.replay = self._held(job), None, 0
+        sequence.drop_ahead()
         self.memory.release(sequence)
 
     # --- one decode
@@ -235,10 +237,11 @@ class Engine:
             return grid_step(ready, self.settings.grid, now)
         cells = self.backend.capabilities.batch_cells
         generating, prompts, pictures = sorted_out(ready)
+        entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
         if self.looking.is_turn(pictures, others=bool(generating or prompts)):
+            self._rows = entries
             return [(first_of(pictures, now), 1)]
         self.drafting.offer(generating, prompts)
-        entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
         return schedule(generating, prompts, Budget(cells=cells, prompt_entries=entries), now)
 
     def _seen(self, job: Job) -> bool:
@@ -250,7 +253,7 @@ class Engine:
         return False
 
     def _decode(self, chosen: list[tuple[Job, int]]) -> None:
-        spans = [job.span(count) for job, count in chosen]
+        spans = [job.span(count, self._rows) for job, count in chosen]
         jobs = [job for job, _ in chosen]
         self.drafting.prepare(jobs)
         with self._guard:
@@ -273,8 +276,11 @@ class Engine:
     def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
         tokens = replayed = 0
         for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
-            self._held(job).decoded(span.ids)
             job.decoded_at = started
+            if not span.ends:  # rows of a picture, and more of them come
+                self._held(job).ahead += span.rows
+                continue
+            self._held(job).decoded(span.ids)
             if job.replay:
                 replayed += min(job.replay, len(span.ids) - 1)
                 job.replay = max(0, job.missing - 1)
@@ -290,10 +296,8 @@ class Engine:
         self._measure(spans, tokens, replayed, time.perf_counter() - started)
 
     def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
-        rows = sum([len(span.ids) for span in spans])
-        if spans[0].ids[0] < 0:
-            rows = self.ledger.cells(np.asarray(spans[0].ids))
-            self.counters.encoded = self.looking.pictures.encoded
+        rows = sum([span.rows for span in spans])
+        self.counters.encoded = self.looking.pictures.encoded
         guesses = sum([span.outputs - 1 for span in spans if span.outputs > 1])
         self.counters.decodes += 1
         self.counters.rows += rows
@@ -355,6 +359,7 @@ class Engine:
 
     def _park(self, job: Job) -> None:
         sequence = self._held(job)
+        sequence.drop_ahead()
         job.parked = self.memory.park(sequence)
         sequence.clear()
         self._stop_running(job)
@@ -385,6 +390,7 @@ class Engine:
             resumable = self.backend.resumable(sequence.number, sequence.position)
             if self.backend.capabilities.survives_abort and resumable:
                 self.backend.truncate(sequence.number, sequence.position)
+                sequence.ahead = 0
             else:
                 sequence.clear()
             if not isinstance(error, Cancelled):

@@ -13,7 +13,6 @@ from afterglow.engine.request import Request, Usage
 from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.speculation import Guessing
 from afterglow.engine.stops import StopMatcher
-from afterglow.llama.projector import Embedding
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -94,8 +93,11 @@ class Job:
             return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 
-    def span(self, count: int) -> Span:
-        """The next `count` entries for a decode, with logits after the last known entry, and after each guess."""
+    def span(self, count: int, rows: int) -> Span:
+        """The next `count` entries for a decode, with logits after the last known entry, and after each guess.
+
+        Of a picture only the next `rows` rows, where it can be cut.
+        """
         assert self.sequence is not None
         known = self.missing
         if self.draft:
@@ -103,13 +105,18 @@ class Job:
         span = Span(self.sequence.number, self.pending(count), self.sequence.position, 0)
         span.outputs = count - known + 1 if count >= known else 0
         if self.encodings and len(self.sequence) in self.encodings:
-            span.embedding = self._embedding(len(self.sequence))
+            self._cut(span, len(self.sequence), rows)
         return span
 
-    def _embedding(self, place: int) -> Embedding:
+    def _cut(self, span: Span, place: int, rows: int) -> None:
+        """Make it the span of a picture, or of a part of one."""
         embeddings = self.encodings[place].embeddings
         assert embeddings is not None
-        return embeddings[self.parts[place].piece]
+        assert self.sequence is not None
+        whole, start = embeddings[self.parts[place].piece], self.sequence.ahead
+        span.embedding = whole if whole.whole else whole.cut(start, start + rows)
+        span.ends = whole.whole or start + rows >= len(whole.rows)
+        span.outputs = span.outputs if span.ends else 0
 
     def next_stop(self) -> int:
         """How many entries can be decoded before memory has to stand still. A picture goes alone."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Capabilities, Cells, Sampler, Scope, Span, State
 from afterglow.engine.constraint import Words
 from afterglow.engine.pictures import Encodes
-from afterglow.errors import DecodeFailed, InvalidState, MemoryFull
+from afterglow.errors import InvalidState
 from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.batch import EmbeddingBatch
@@ -79,32 +79,16 @@ class LlamaBackend:
         self.context.decode()
 
     def _decode_embedding(self, span: Span, embedding: Embedding) -> None:
-        """Compute the rows of a picture or a sound: in one go, or as many at once as a batch holds."""
-        positions = span.position + embedding.offsets
-        count = len(embedding.rows) if embedding.whole else self.context.batch.capacity
-        for start in range(0, len(embedding.rows), count):
-            rows = embedding.rows[start : start + count]
-            places = positions[start : start + count]
-            last = start + count >= len(embedding.rows)
-            batch = EmbeddingBatch(
-                rows,
-                places.T if self.context.model.info.mrope else places[:, 0],
-                sequence=span.sequence,
-                output=last and span.outputs > 0,
-            )
-            try:
-                self.context.decode_rows(batch, causal=not embedding.whole)
-            except MemoryFull as error:
-                if start:
-                    self._take_back(span, error)
-                raise
-        self._first_rows = [len(rows) - 1]
-
-    def _take_back(self, span: Span, error: MemoryFull) -> None:
-        """Half a picture is in memory, and there is no room for the rest. Where it cannot be dropped, that is worse."""
-        if not self.resumable(span.sequence, span.position):
-            raise DecodeFailed(1, "memory was full in the middle of a picture") from error
-        self.truncate(span.sequence, span.position)
+        """Compute rows of a picture or a sound."""
+        places = span.position + embedding.offsets
+        batch = EmbeddingBatch(
+            embedding.rows,
+            places.T if self.context.model.info.mrope else places[:, 0],
+            sequence=span.sequence,
+            output=span.outputs > 0,
+        )
+        self.context.decode_rows(batch, causal=not embedding.whole)
+        self._first_rows = [batch.count - 1]
 
     def logits(self, span: int, row: int) -> NDArray[np.float32]:
         return self.context.logits(self._first_rows[span] + row)

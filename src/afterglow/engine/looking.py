@@ -53,7 +53,7 @@ class Looking:
         held = len(job.sequence)
         for place in [place for place in job.media if place >= held and place in job.parts][:AHEAD]:
             if place not in job.encodings:
-                job.encodings[place] = self.pictures.want(job.parts[place], job.request.id)
+                job.encodings[place] = self.pictures.want(job.parts[place], job.request.id, job.request.salt)
         coming = job.encodings.get(held)
         return coming is None or coming.embeddings is not None
 

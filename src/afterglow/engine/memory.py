@@ -361,7 +361,7 @@ class PrefixMemory:
         now = time.monotonic()
         found = self._idle.nearest(self._idle.match(ids, salt), CANDIDATES)
         found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy and slot.salt == salt]
-        for slot, shared in found:
+        for slot, shared in [one for one in found if not one[0].ahead]:  # nobody copies half a picture
             usable = min(shared, slot.aligned) if self._grid else shared
             if usable:
                 yield Source(slot, usable, 0.0 if slot.busy else now - slot.last_used)

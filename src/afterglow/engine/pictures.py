@@ -39,9 +39,9 @@ class Part:
     content: Content
     piece: int = 0
 
-    def source(self, key: bytes) -> bytes:
-        """Names the content as a projector with this key sees it."""
-        return hashlib.sha256(self.content.digest + key).digest()
+    def source(self, key: bytes, salt: str = "") -> bytes:
+        """Names the content as a projector with this key sees it, and whose it is."""
+        return hashlib.sha256(self.content.digest + key + salt.encode()).digest()
 
     def digest(self, key: bytes) -> bytes:
         """Names the piece: the identity of its entry."""
@@ -101,10 +101,10 @@ class Pictures:
         """Whether something is being encoded."""
         return bool(self._coming)
 
-    def want(self, part: Part, request: str) -> Encoding:
-        """The content of this part, now or soon. Two who want the same wait for the same."""
+    def want(self, part: Part, request: str, salt: str = "") -> Encoding:
+        """The content of this part, now or soon. Two of one salt who want the same wait for the same."""
         assert self.projector is not None
-        source = part.source(self.projector.key)
+        source = part.source(self.projector.key, salt)
         with self._news:
             if source in self._kept:
                 self._kept.move_to_end(source)

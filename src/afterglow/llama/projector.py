@@ -85,6 +85,10 @@ class Embedding:
     offsets: NDArray[np.int32]
     whole: bool
 
+    def cut(self, start: int, stop: int) -> Embedding:
+        """Some of its rows."""
+        return Embedding(self.rows[start:stop], self.offsets[start:stop], self.whole)
+
     @property
     def nbytes(self) -> int:
         return int(self.rows.nbytes + self.offsets.nbytes)

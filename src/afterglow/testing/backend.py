@@ -104,18 +104,17 @@ class FakeBackend:
         self._find_room(spans)
         self.history.append([(span.sequence, len(span.ids)) for span in spans])
         shape = mix(*[len(span.ids) for span in spans]) if self.rounding else 0
-        self._logits = [self._compute(span, shape) for span in spans]
+        self._logits = [self._compute(span, shape) if span.ends else self._begin(span) for span in spans]
 
     def _check(self, spans: Sequence[Span]) -> None:
         """What llama.cpp would refuse, or abort on."""
-        assert 0 < sum(len(span.ids) for span in spans) <= self.capabilities.batch_cells
+        assert 0 < sum(span.rows for span in spans) <= self.capabilities.batch_cells
         assert sum(span.outputs for span in spans) <= self.capabilities.outputs
         assert len({span.sequence for span in spans}) == len(spans), "one span of a sequence in a decode"
         for span in spans:
             assert span.position == self._memory[span.sequence].position, "positions follow one another"
             if max(span.ids) >= self.vocabulary or (min(span.ids) < 0 and self.ledger is None):
                 raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary - 1}")
-
             if self.projector is not None and min(span.ids) < 0:
                 assert len(span.ids) == len(spans) == 1, "a picture has a decode for itself"
                 assert span.embedding is not None, "a picture has to be encoded first"
@@ -142,14 +141,35 @@ class FakeBackend:
         recurrent neighbours in ruins."""
         if not isinstance(fault, MemoryFull):
             for span in spans:
-                self._compute(replace(span, ids=span.ids[: len(span.ids) // 2]))
+                if span.embedding is not None:
+                    self._begin(replace(span, embedding=span.embedding.cut(0, span.rows // 2)))
+                else:
+                    self._compute(replace(span, ids=span.ids[: len(span.ids) // 2]))
                 if self.capabilities.memory in ("recurrent", "hybrid"):
                     self._memory[span.sequence].state ^= 0xBAD
         raise fault
 
+    def _complete(self, memory: FakeMemory, span: Span) -> None:
+        """The last rows of a picture: memory becomes what it would be, had all come at once."""
+        media = self.ledger.media(int(span.ids[0])) if self.ledger is not None and span.ids[0] < 0 else None
+        assert media is not None, "half a picture is in memory, and something else comes"
+        assert memory.ahead + span.rows == media.cells, "its rows come in order, each once"
+        memory.state, memory.ahead = memory.before, 0
+
+    def _begin(self, span: Span) -> list[int]:
+        """Take rows of a picture of which more come."""
+        memory = self._memory[span.sequence]
+        memory.before = memory.state if not memory.ahead else memory.before
+        memory.ahead += span.rows
+        if self.capabilities.memory in ("recurrent", "hybrid"):
+            memory.state = mix(memory.state, memory.ahead)
+        return []
+
     def _compute(self, span: Span, shape: int = 0) -> list[int]:
         """Take the entries into memory; what each of them came to."""
         memory = self._memory[span.sequence]
+        if memory.ahead:
+            self._complete(memory, span)
         states: list[int] = []
         contents: list[int] = []
         for number in span.ids:
@@ -215,6 +235,8 @@ class FakeBackend:
 
     def resumable(self, sequence: int, position: int) -> bool:
         memory = self._memory[sequence]
+        if position and memory.ahead and self.capabilities.memory in ("recurrent", "hybrid"):
+            return False
         if position == 0 or position == memory.position:
             return position <= memory.position
         if position > memory.position:
@@ -230,6 +252,7 @@ class FakeBackend:
             self._memory[sequence] = FakeMemory()
             return
         memory = self._memory[sequence]
+        memory.ahead = 0
         if back := memory.position - position:
             memory.state = memory.past[back - 1] if back <= len(memory.past) else memory.state
             memory.rows = 0  # one rollback for each decode
