@@ -59,7 +59,7 @@ class Engine:
         self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters], replay)
         self.guides = Guides(backend.words)  # for any thread
         self.looking = Looking(backend.projector, self.ledger, self.settings)
-        self._rows = capabilities.batch_cells  # of a picture that the next decode may hold
+        self._rows = capabilities.batch_cells  # that the next decode may hold of a picture
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -387,12 +387,7 @@ class Engine:
         self.counters.interrupted += isinstance(error, Cancelled)
         for job in jobs:
             sequence = self._held(job)
-            resumable = self.backend.resumable(sequence.number, sequence.position)
-            if self.backend.capabilities.survives_abort and resumable:
-                self.backend.truncate(sequence.number, sequence.position)
-                sequence.ahead = 0
-            else:
-                sequence.clear()
+            sequence.mend(whole=self.backend.capabilities.survives_abort)
             if not isinstance(error, Cancelled):
                 job.attempts += 1
             if job.attempts >= MAX_ATTEMPTS:

@@ -76,10 +76,13 @@ class Sequence:
             self.cells += self._ledger.cells(ids)
 
     def drop_ahead(self) -> None:
-        """Let memory be what the record says: without half a picture, or, where that cannot be, empty."""
-        if not self.ahead:
-            return
-        if self._backend.resumable(self.number, self._position):
+        """Let half a picture go, where there is one."""
+        if self.ahead:
+            self.mend(whole=True)
+
+    def mend(self, *, whole: bool) -> None:
+        """Make memory what the record says, or empty: it may hold more, and, where it is not `whole`, anything."""
+        if whole and self._backend.resumable(self.number, self._position):
             self._backend.truncate(self.number, self._position)
             self.ahead = 0
         else:
