@@ -75,6 +75,19 @@ def test_data_that_is_no_picture_is_a_refusal(source):
         open_attachment("image", source)
 
 
+def test_damaged_base64_is_said_and_what_is_too_long_is_not_unpacked(monkeypatch):
+    for text in ("AAA!", "A", "AAAA=AAA", "http://169.254.169.254/"):
+        with pytest.raises(InvalidMedia, match="base64 is damaged"):
+            bring("image", f"data:image/png;base64,{text}")
+
+    def unpacked(*_, **__):
+        raise AssertionError("it was")
+
+    monkeypatch.setattr(opening.base64, "b64decode", unpacked)
+    with pytest.raises(InvalidMedia, match="more than 1,000 bytes"):
+        bring("image", "data:;base64," + "A" * 4000, MediaPolicy(max_bytes=1000))
+
+
 def test_a_picture_is_no_sound_and_a_sound_no_picture():
     with pytest.raises(InvalidMedia, match="no WAV, MP3 or FLAC"):
         open_attachment("audio", URI)
