@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import random
 import threading
 import urllib.parse
 
@@ -169,6 +170,25 @@ def test_few_are_decoded_at_once(monkeypatch):
 )
 def test_c6_the_id_of_bytes_is_fnv_1a(data, id):
     assert fnv1a(data) == id
+
+
+def by_definition(data: bytes) -> str:
+    value = 0xCBF29CE484222325
+    for byte in data:
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_c6_the_hash_is_what_its_definition_says(data):
+    assert fnv1a(data) == by_definition(data)
+
+
+@pytest.mark.parametrize("length", [65_535, 65_536, 65_537, 200_000])
+def test_c6_the_hash_of_much_data_is_what_its_definition_says(length):
+    data = random.Random(length).randbytes(length)
+    assert fnv1a(data) == by_definition(data)
 
 
 def test_c6_an_id_is_accepted_where_it_is_that_of_the_bytes():
