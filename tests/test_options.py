@@ -81,7 +81,9 @@ SAMPLING = {
 ENGINE_REQUEST = {
     "id": "test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on",
     "entries": "test_entries_are_one_row_of_tokens_that_exist_or_media",
+    "contents": "test_c18_entries_and_contents_that_differ_are_typed_errors",
     "boundaries": "test_c4_the_ends_of_messages_are_always_cut",
+    "system": "test_system_prompts_stay_where_the_engine_is_told_to_keep_them",
     "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_in_company",
     "max_tokens": "test_max_tokens_and_stops_hold_inside_a_grammar",
     "stop": "test_a_stop_is_found_the_moment_its_last_byte_is_there",
@@ -106,9 +108,11 @@ ENGINE = {
     "checkpoints": "test_checkpoints_stay_within_their_bytes_and_their_number",
     "ram_bytes": "test_the_budget_holds_and_changes_no_token",
     "disk_directory": "test_a_restart_is_warm",
+    "pin_system": "test_system_prompts_stay_where_the_engine_is_told_to_keep_them",
     "disk_name": "test_a_directory_says_what_it_holds",
     "disk_bytes": "test_the_disk_has_a_limit",
     "segment": "test_a_common_beginning_is_on_disk_once",
+    "picture_bytes": "test_encoded_pictures_stay_within_their_bytes",
 }
 CHECKPOINTS = {
     "max_checkpoints": "test_c4_zero_checkpoints_is_off",
@@ -141,7 +145,10 @@ LOAD = {
     "chat_template": "test_arguments_reach_the_template",
     "disk": "test_what_is_on_disk_makes_the_next_start_warm",
     "draft": "test_c14_heads_and_second_models_guess_where_they_are_asked_to",
+    "projector": "test_c18_a_projector_is_loaded_where_it_is_named_or_lies_beside_the_model",
+    "projecting": "test_what_load_is_told_about_the_projector_is_what_holds",
     "media": "test_what_load_is_told_about_media_is_what_holds",
+    "strip_media": "test_c18_a_picture_for_a_model_that_cannot_see_is_left_out_where_that_is_wanted",
     "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
     "state": "test_c12_the_way_up_and_down",
     "fetch": "test_an_example_runs",

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from afterglow import registry
 from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
-from afterglow.engine.recipe import Draft
+from afterglow.engine.recipe import Draft, beside
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.arguments import integer
 from afterglow.llama.devices import free_memory
@@ -19,6 +20,7 @@ from afterglow.llama.footprint import layers_that_fit
 from afterglow.llama.header import read_header
 from afterglow.llama.model import ModelSettings, Progress
 from afterglow.llama.probe import ensure_safe
+from afterglow.llama.projector import ProjectorSettings
 from afterglow.llama.settings import CacheType, ContextSettings
 from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.model import Model
@@ -43,7 +45,10 @@ def load(
     chat_template: str | None = None,
     disk: bool | None = None,
     draft: str | os.PathLike[str] | None = None,
+    projector: str | os.PathLike[str] | Literal[False] | None = None,
+    projecting: ProjectorSettings | None = None,
     media: MediaPolicy = CLOSED,
+    strip_media: bool = False,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
@@ -55,8 +60,11 @@ def load(
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
     `chat_template` takes the place of the model's own. `draft` guesses ahead where that is faster: "mtp" for the
-    model's own heads, or a smaller model of the same vocabulary, by name or path. `media` says where pictures and
-    sounds may come from and how large they may be; by default messages contain them. What was computed is kept on
+    model's own heads, or a smaller model of the same vocabulary, by name or path. `projector` is the file that lets it
+    take pictures or sound; without one, a `*mmproj*.gguf` beside the model is taken where there is exactly one (False:
+    none). One that cannot be used leaves text working: `media_trouble` says why. `media` says where pictures and sounds
+    may come from and how large they may be; by default messages contain them. With `strip_media`, those that the model
+    cannot take are left out with a warning, and not refused. What was computed is kept on
     `disk` for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known
     model that is not here yet is downloaded.
 
@@ -78,18 +86,25 @@ def load(
         value_type=value_type,
         flash_attention=flash_attention,
         unified=unified,
-        rollback=_rollback(drafting, engine),
+        rollback=needed_rollback(drafting, engine),
     )
     layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
     model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock, mtp=drafting == "mtp")
-    lifecycle = Lifecycle(path, model_settings, context_settings, hooks=hooks)
+    lifecycle = Lifecycle(
+        path,
+        model_settings,
+        context_settings,
+        hooks=hooks,
+        projector=projector_of(path, projector),
+        projecting=projecting or ProjectorSettings(gpu=layers != 0, threads=context_settings.threads),
+    )
     match Stage(state):
         case Stage.WARM:
             lifecycle.warm(progress)
         case Stage.ACTIVE:
             lifecycle.activate(progress)
     try:
-        return Model(lifecycle, str(model), engine, chat_template, drafting, media)
+        return Model(lifecycle, str(model), engine, chat_template, drafting, media, strip_media=strip_media)
     except BaseException:  # also where what should guess for it does not fit
         lifecycle.close()
         raise
@@ -104,7 +119,7 @@ def _draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft | None
     return path
 
 
-def _rollback(draft: Draft | None, settings: EngineSettings) -> int:
+def needed_rollback(draft: Draft | None, settings: EngineSettings) -> int:
     """Wrong guesses that recurrent memory must be able to drop. Each takes as much as the state itself, for every
     sequence, so only where somebody asked for guesses."""
     if settings.speculation == "off" or settings.deterministic:
@@ -112,6 +127,13 @@ def _rollback(draft: Draft | None, settings: EngineSettings) -> int:
     if isinstance(settings.speculation, int):
         return settings.speculation
     return 0 if draft is None else SNAPSHOTS
+
+
+def projector_of(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
+    """The file that lets a model see or hear: the one that was named, or the only one beside the model's."""
+    if projector is None or projector is False:
+        return beside(model) if projector is None else None
+    return Path(projector).expanduser()
 
 
 def kept(settings: EngineSettings, name: str, disk: bool | None = None) -> EngineSettings:

@@ -7,31 +7,32 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.answering import Answering, Promptable
 from afterglow.chat.chat import Chat
+from afterglow.chat.seeing import Sight
 from afterglow.engine import services
-from afterglow.engine.cache import Usage
 from afterglow.engine.difference import Difference, difference
 from afterglow.engine.engine import Engine
 from afterglow.engine.process import EngineProcess
-from afterglow.engine.recipe import LlamaEngine
+from afterglow.engine.recipe import Draft, LlamaEngine
 from afterglow.engine.request import Request
 from afterglow.engine.scoring import Scored
-from afterglow.engine.services import Facts, Held
+from afterglow.engine.services import Facts, Held, Numbers
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stream import Stream
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
 from afterglow.llama.arguments import integer
 from afterglow.llama.library import library
 from afterglow.llama.model import Model, ModelInfo, ModelSettings
+from afterglow.llama.projector import ProjectorSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.loading import fitting_layers, kept, usable_cores
+from afterglow.loading import fitting_layers, kept, needed_rollback, projector_of, usable_cores
 from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.version import __version__
 
@@ -49,7 +50,10 @@ class ServedSettings:
     threads: int | None = None  # None: the processor's cores
     disk: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK says `off`
     chat_template: str | None = None  # takes the place of the model's own
+    projector: Path | Literal[False] | None = None  # lets it see or hear; None: the only one beside the model's file
     media: MediaPolicy = CLOSED  # where pictures and sounds may come from
+    strip_media: bool = False  # those that the model cannot take are left out with a warning, and not refused
+    draft: Draft | None = None  # what guesses beside what was said before: "mtp", or the file of a smaller model
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def recipe(self, name: str, path: Path) -> LlamaEngine:
@@ -60,11 +64,19 @@ class ServedSettings:
             sequences=slots,
             outputs=max(64, slots),
             threads=usable_cores() if self.threads is None else self.threads,
+            rollback=needed_rollback(self.draft, self.engine),
         )
         layers = fitting_layers(path, context) if self.gpu_layers is None else self.gpu_layers
         engine = kept(self.engine, str(path), self.disk)
         return LlamaEngine(
-            path=path, model=ModelSettings(gpu_layers=layers), context=context, engine=engine, reserved=1
+            path=path,
+            model=ModelSettings(gpu_layers=layers),
+            context=context,
+            engine=engine,
+            reserved=1,
+            draft=self.draft,
+            projector=projector_of(path, self.projector),
+            projecting=ProjectorSettings(gpu=layers != 0, threads=context.threads),
         )
 
 
@@ -145,7 +157,7 @@ class ServedModel(Answering):
         """What the engine has in memory; of other salts only how much."""
         return self.call(functools.partial(services.held, salt=salt))
 
-    def numbers(self) -> tuple[dict[str, int], dict[str, Usage]]:
+    def numbers(self) -> Numbers:
         """What the engine did so far, and what its tiers hold and did."""
         return self.call(services.numbers)
 
@@ -220,5 +232,13 @@ class ServedModel(Answering):
         with self._building:
             if self._chat is None:
                 template = self.settings.chat_template or self._model.chat_template()
-                self._chat = Chat(self.vocabulary, template, self.settings.media)
+                self._chat = Chat(self.vocabulary, template, self.settings.media, self._sight)
             return self._chat
+
+    def _sight(self) -> Sight:
+        return Sight(
+            kinds=self.facts.media,
+            measure=self._measuring,
+            trouble=self.facts.media_trouble,
+            strip=self.settings.strip_media,
+        )

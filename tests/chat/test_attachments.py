@@ -11,7 +11,6 @@ from making import gradient, saved
 
 import afterglow
 from afterglow import MediaPolicy, tiny
-from afterglow.chat import chat
 from afterglow.chat.messages import Message, messages, plain
 from afterglow.conversation import Conversation, question
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, UnsupportedMedia, UnsupportedOption
@@ -170,16 +169,16 @@ def test_a_conversation_is_asked_about_pictures_and_remembers_them(tmp_path):
     assert talk.messages[0].attachments == asked.attachments
 
 
-def test_what_load_is_told_about_media_is_what_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "refuse_media", lambda *_: None)  # as of a model that sees
+def test_what_load_is_told_about_media_is_what_holds(tmp_path):
     (tmp_path / "cat.png").write_bytes(b"picture")
     talk = [{"role": "user", "content": [{"type": "image_url", "image_url": "cat.png"}]}]
-    with afterglow.load(tiny.path("attention"), context=256, media=MediaPolicy(allowed_directory=tmp_path)) as model:
+    sight = {"context": 256, "projector": tiny.path("projector-llava")}
+    with afterglow.load(tiny.path("attention"), media=MediaPolicy(allowed_directory=tmp_path), **sight) as model:
         (message,) = model.bring(talk)
         assert message.attachments[0].source == "data:image/*;base64,cGljdHVyZQ=="
         with pytest.raises(MediaRefused):
             model.bring([{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1/"}]}])
-    with afterglow.load(tiny.path("attention"), context=256) as model, pytest.raises(MediaRefused):
+    with afterglow.load(tiny.path("attention"), **sight) as model, pytest.raises(MediaRefused):
         model.bring(talk)
 
 

@@ -124,7 +124,7 @@ def test_pictures_are_known_again_by_what_they_show(make):
     second = make()
     second.ledger.ids([dog])  # so that its numbers are other ones
     assert ask(second, [*prompt(20, 1), dog, *prompt(20, 2)]).cached == 20
-    assert ask(second, [*prompt(20, 1), cat, *prompt(20, 2), 5]).cached == 41
+    assert ask(second, [*prompt(20, 1), cat, *prompt(20, 2), 5]).cached == 40 + cat.cells
 
 
 def test_what_left_memory_is_on_disk_before_the_end(make, folder):
@@ -232,7 +232,7 @@ def test_the_disk_has_a_limit(make, folder):
 
 def test_what_is_pinned_stays_on_disk(make, folder):
     engine = make(settings={"disk_bytes": 20_000}, sequences=1)
-    engine.memory.tiers.pin(np.array(prompt(40, 100)), "")
+    engine.memory.tiers.pinning.pin(np.array(prompt(40, 100)), "")
     ask(engine, prompt(40, 100))
     for number in range(10):
         ask(engine, prompt(60, number))

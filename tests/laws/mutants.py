@@ -15,6 +15,7 @@ import numpy as np
 import test_laws_on_the_fake as laws
 import test_more_laws as more
 import test_once_broken as once
+import test_pinned as pinned
 import test_stored as stored
 
 from afterglow.engine import disk_files, sampling, snapshots
@@ -30,6 +31,8 @@ from afterglow.engine.entries import Ledger
 from afterglow.engine.job import Job
 from afterglow.engine.marks import Marks
 from afterglow.engine.memory import PrefixMemory
+from afterglow.engine.pinning import Pinning
+from afterglow.engine.pins import Pins
 from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.ram import Ram
 from afterglow.engine.request import Failed, Progress
@@ -194,13 +197,14 @@ def _(put):
 
 @mutant("a follower forks before its leader is there", more.test_a_prompt_is_computed_once_in_chunks_too)
 def _(put):
-    def is_led(original, self, job):
+    def is_led(job, running):
         job.leader_depth -= 20
-        led = original(self, job)
+        led = original(job, running)
         job.leader_depth += 20
         return led
 
-    wrapped(Engine, "_is_led", is_led)(put)
+    original = engine_module.is_led
+    put(engine_module, "is_led", is_led)
 
 
 # --- checkpoints
@@ -615,15 +619,15 @@ deterministic = more.test_deterministic_cold_warm_restored_forked_and_concurrent
 
 @mutant("reuse is not rounded down to the grid", deterministic)
 def _(put):
-    put(PrefixMemory, "round_down", lambda self, length: length)
+    put(PrefixMemory, "round_down", lambda self, length, ids: length)
 
 
 @mutant("generated tokens count as computed on the grid", deterministic)
 def _(put):
-    def note(self, job, count):
-        self._held(job).aligned = len(self._held(job))
+    def note(self, count, grid):
+        self.sequence.aligned = len(self.sequence)
 
-    put(Engine, "_note_alignment", note)
+    put(Job, "note_chunk", note)
 
 
 @mutant("deterministic jobs share a decode", deterministic)
@@ -700,6 +704,21 @@ def _(put):
 @mutant("what is pinned goes like the rest", stored.test_what_is_pinned_stays)
 def _(put):
     put(Tiers, "is_pinned", lambda self, ids, salt, start: False)
+
+
+@mutant("the checkpoint of a pin goes like the rest", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
+def _(put):
+    put(Pinning, "_mark_checkpoints", lambda self: None)
+
+
+@mutant("nothing stands still where a pin ends", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
+def _(put):
+    put(Pins, "depths", lambda self, ids, salt: [])
+
+
+@mutant("pins take whatever they like", pinned.test_pins_of_system_prompts_make_room_for_each_other)
+def _(put):
+    put(Pinning, "limit", 10**9)
 
 
 @mutant("parked bytes are never given back", stored.test_parked_bytes_are_given_back)

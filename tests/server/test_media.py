@@ -12,12 +12,14 @@ from typing import Any
 
 import openai
 import pytest
+from gallery import coloured
 from making import gradient, saved
+from PIL import Image
 from serverprocess import ServerProcess
 from typer.testing import CliRunner
 
 from afterglow import tiny
-from afterglow.chat import chat
+from afterglow.chat.seeing import Sight
 from afterglow.cli import serve
 from afterglow.cli.main import app
 from afterglow.cli.serve import served_settings
@@ -113,7 +115,7 @@ def test_every_error_about_media_is_a_400(error: Exception, code: str) -> None:
 
 @pytest.fixture
 def seeing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path) -> Iterator[tuple[Service, ServedModel]]:
-    monkeypatch.setattr(chat, "refuse_media", lambda *_: None)
+    monkeypatch.setattr(ServedModel, "_sight", lambda *_: Sight(kinds=frozenset({"image"})))
     policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
     (tmp_path / "cat.png").write_bytes(b"picture")
     roster = Roster({"tiny": tiny_path}, ServedSettings(context=256, media=policy))
@@ -214,7 +216,7 @@ def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: 
 def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServedSettings] = []
 
-    def stop(paths: Any, chosen: ServedSettings) -> None:
+    def stop(paths: Any, chosen: ServedSettings, *others: Any) -> None:
         seen.append(chosen)
         raise KeyboardInterrupt
 
@@ -225,3 +227,69 @@ def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, mo
     assert seen[0].media == MediaPolicy(
         allowed_hosts=("a.example", "*.b.example"), allowed_directory=tmp_path, max_bytes=1000, max_pixels=2000
     )
+
+
+# --- a model that sees
+
+
+@pytest.fixture(scope="module")
+def sighted() -> Iterator[ServerProcess]:
+    """A server with a model that names the colour of a picture by a letter."""
+    projector = str(tiny.path("projector-colours"))
+    running = ServerProcess(
+        f"colours={tiny.path('colours')}", "--projector", projector, "--context", "512", "--threads", "1"
+    )
+    yield running
+    running.end()
+
+
+def coloured_part(letter: str) -> dict[str, Any]:
+    shown = coloured(letter)
+    image = Image.frombytes("RGB", (shown.width, shown.height), shown.pixels)
+    return picture("data:image/png;base64," + base64.b64encode(saved(image)).decode())
+
+
+def test_c7_the_openai_client_sends_a_picture_and_asks_again(sighted: ServerProcess) -> None:
+    client = sighted.client()
+    talk: list[Any] = question(coloured_part("R"))
+    first = client.chat.completions.create(model="colours", messages=talk)
+    assert first.choices[0].message.content == "R"
+    details = first.usage.prompt_tokens_details.model_dump()
+    assert (details["image_tokens"], details["encoded_media"], details["audio_tokens"]) == (16, 1, 0)
+    talk += [{"role": "assistant", "content": "R"}, {"role": "user", "content": "Are you sure?"}]
+    second = client.chat.completions.create(model="colours", messages=talk)
+    assert second.choices[0].message.content == "R"
+    details = second.usage.prompt_tokens_details.model_dump()
+    assert (details["cached_media_tokens"], details["encoded_media"]) == (16, 0)
+    assert details["cached_tokens"] >= first.usage.prompt_tokens - 1
+
+
+def test_c6_the_server_names_the_colour_of_each_picture(sighted: ServerProcess) -> None:
+    for letter in "GBYG":
+        assert sighted.chat(model="colours", messages=question(coloured_part(letter)))["choices"][0]["message"][
+            "content"
+        ] == letter  # fmt: skip
+
+
+def test_responses_take_pictures_and_count_them(sighted: ServerProcess) -> None:
+    part = {"type": "input_image", "image_url": coloured_part("B")["image_url"]["url"], "detail": "auto"}
+    text = {"type": "input_text", "text": "What is this?"}
+    answer = sighted.client().responses.create(
+        model="colours",
+        input=[{"role": "user", "content": [part, text]}],  # type: ignore[list-item]
+    )
+    assert answer.output_text == "B"
+    assert answer.usage.input_tokens_details.model_dump()["image_tokens"] == 16
+
+
+def test_what_a_server_shows_of_its_memory_has_pictures_in_it(sighted: ServerProcess) -> None:
+    sighted.chat(model="colours", messages=question(coloured_part("K")))
+    held = sighted.http.get("/cache").json()
+    assert "[picture]" in str(held)
+    explained = sighted.post(
+        "/cache/explain", {"model": "colours", "messages": question(coloured_part("K"), coloured_part("R"))}
+    ).json()
+    assert explained["reused_tokens"] > 16
+    (card,) = sighted.http.get("/v1/models").json()["data"]
+    assert "image" in card["capabilities"]
+    assert 'counter="encoded"' in sighted.http.get("/metrics").text

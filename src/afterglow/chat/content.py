@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeAlias
 
 from afterglow.errors import InvalidArgument, UnsupportedOption
 from afterglow.media import identity
-from afterglow.media.contents import Content
+from afterglow.media.contents import Content, Picture, Sound
 from afterglow.media.opening import MediaPolicy, bring, data_uri, open_attachment
 from afterglow.media.policy import Kind
+from afterglow.media.writing import uri_of
 
 Detail: TypeAlias = Literal["auto", "low", "high"]
 DETAILS: dict[Any, Detail] = {None: "auto", "auto": "auto", "low": "low", "high": "high", "original": "high"}
@@ -25,7 +26,8 @@ FIELDS = {
     "output_text": {"text", "annotations", "logprobs"},
     "image_url": {"image_url"},
     "input_image": {"image_url", "file_id", "detail"},
-    "image": {"source"},
+    "image": {"source", "image"},
+    "audio": {"audio"},
     "input_audio": {"input_audio"},
 }
 SOUND = re.compile(r"data:audio/(wav|mp3);base64,(.*)", re.DOTALL)
@@ -34,20 +36,25 @@ Attachable: TypeAlias = str | Path | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given."""
+    """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given, or the
+    picture or sound itself."""
 
     kind: Kind
-    source: str
+    source: str | Content
     offset: int  # how many characters of the message's text stand before it
     id: str | None = None  # FNV-1a of its bytes, where the caller gave one
     detail: Detail = "auto"  # "low": no larger than 512 by 512 pixels
 
     def opened(self, policy: MediaPolicy) -> Content:
         """What one sees or hears. Takes its time."""
+        if not isinstance(self.source, str):
+            return self.source
         return open_attachment(self.kind, self.source, policy, id=self.id, detail=self.detail)
 
     def contained(self, policy: MediaPolicy) -> Attachment:
         """The same with its bytes inside, from wherever the policy lets them come. Takes its time."""
+        if not isinstance(self.source, str):
+            return self
         return replace(self, source=data_uri(self.kind, self.source, policy))
 
 
@@ -96,11 +103,21 @@ def _attachment(part: Mapping[str, Any], where: str, offset: int) -> Attachment:
             return Attachment(
                 kind="image", source=source, offset=offset, id=id, detail=_detail(part.get("detail"), where)
             )
+        case "image" if "image" in part:
+            return Attachment(kind="image", source=_value(part["image"], Picture, where), offset=offset, id=id)
+        case "audio":
+            return Attachment(kind="audio", source=_value(part.get("audio"), Sound, where), offset=offset, id=id)
         case "image":
             return Attachment(kind="image", source=_block(part.get("source"), f"{where}.source"), offset=offset, id=id)
     return Attachment(
         kind="audio", source=_sound(part.get("input_audio"), f"{where}.input_audio"), offset=offset, id=id
     )
+
+
+def _value(value: Any, kind: type[Content], where: str) -> Content:
+    if not isinstance(value, kind):
+        raise InvalidArgument(where, f"must hold a {kind.__name__}, not {type(value).__name__}")
+    return value
 
 
 def _detail(value: Any, where: str) -> Detail:
@@ -163,12 +180,13 @@ def written_content(text: str, attachments: Sequence[Attachment]) -> str | list[
 
 def _written(one: Attachment) -> dict[str, Any]:
     id = {} if one.id is None else {"id": one.id}
+    source = one.source if isinstance(one.source, str) else uri_of(one.source)
     if one.kind == "image":
         detail = {} if one.detail == "auto" else {"detail": one.detail}
-        return {"type": "image_url", "image_url": {"url": one.source, **detail}, **id}
-    if found := SOUND.fullmatch(one.source):
+        return {"type": "image_url", "image_url": {"url": source, **detail}, **id}
+    if found := SOUND.fullmatch(source):
         return {"type": "input_audio", "input_audio": {"data": found[2], "format": found[1]}, **id}
-    return {"type": "input_audio", "input_audio": {"data": one.source}, **id}
+    return {"type": "input_audio", "input_audio": {"data": source}, **id}
 
 
 def attached(kind: Kind, values: Iterable[Attachable]) -> tuple[Attachment, ...]:

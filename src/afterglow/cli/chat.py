@@ -26,6 +26,11 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 Reasoning = Annotated[str | None, typer.Option(help="on, off, a number of tokens, or an effort such as low.")]
 
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, instead of the model's own.")]
+Projector = Annotated[
+    Path | None,
+    typer.Option(help="The file that lets the model see or hear. Default: the only one beside it.", show_default=False),
+]
+StripMedia = Annotated[bool | None, typer.Option("--strip-media", help="Leave out what the model cannot see.")]
 Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="A picture to ask about. Can be given several times.", show_default=False),
@@ -43,6 +48,8 @@ def chat(
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     chat_template: Template = None,
+    projector: Projector = None,
+    strip_media: StripMedia = None,
     image: Images = None,
     markdown: Annotated[bool | None, typer.Option(help="Draw answers as markdown.")] = None,
     stats: Annotated[bool | None, typer.Option(help="Say after each answer what it took.")] = None,
@@ -62,6 +69,8 @@ def chat(
         threads=threads,
         gpu_layers=gpu_layers,
         chat_template=chat_template,
+        projector=projector,
+        strip_media=strip_media,
         markdown=markdown,
         stats=stats,
     )

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 from afterglow.engine.backend import Capabilities
 from afterglow.engine.costs import WEIGHT, Costs
 from afterglow.engine.job import Job
+from afterglow.engine.replay import Replay
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.speculation import LONGEST, NOTHING, Acceptance, Account, Choice, choose_length
 from afterglow.errors import UnsupportedOption
@@ -57,19 +58,29 @@ class Drafting:
     """Asks drafters for guesses, as many as are expected to pay, and learns from what came of them."""
 
     def __init__(
-        self, settings: EngineSettings, capabilities: Capabilities, costs: Costs, drafters: Sequence[Drafter]
+        self,
+        settings: EngineSettings,
+        capabilities: Capabilities,
+        costs: Costs,
+        drafters: Sequence[Drafter],
+        replay: Replay | None = None,
     ) -> None:
+        """`replay` is for memory that cannot drop wrong guesses by itself."""
+        self.replay = replay
         self.account = Account()
         self._fixed = settings.speculation if isinstance(settings.speculation, int) else None
         on = settings.speculation != "off" and not settings.deterministic
-        if on and self._fixed is not None and capabilities.max_rollback == 0:
+        able = capabilities.max_rollback > 0 or replay is not None
+        if on and self._fixed is not None and not able:
             raise UnsupportedOption(
-                "speculation", f"this {capabilities.memory} memory cannot drop wrong guesses: it needs a `rollback`"
+                "speculation",
+                f"this {capabilities.memory} memory can neither drop wrong guesses nor go back to a saved state",
             )
         self._owned = list(drafters)
         chosen = choose_drafters(drafters, settings)
-        self._drafters = chosen if on and capabilities.max_rollback > 0 else []
+        self._drafters = chosen if on and able else []
         self._capabilities = capabilities
+        self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
         self._costs = costs
         self._usual = {drafter.name: Acceptance() for drafter in drafters}
         self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
@@ -79,6 +90,12 @@ class Drafting:
         self._measured = 0
         self._pause = 0
         self._guessed = 0  # decodes with guesses since the last without
+        self._verified: list[Job] = []  # whose guesses were in the decode that is being measured
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who may guess."""
+        return tuple(drafter.name for drafter in self._drafters)
 
     def offer(self, generating: Sequence[Job], prompts: Sequence[Job]) -> None:
         """Give jobs that generate their guesses for the coming decode, in which others may have prompts."""
@@ -109,7 +126,7 @@ class Drafting:
         for job in generating:
             guessing = job.guessing
             guessing.quiet += 1
-            if guessing.quiet >= guessing.asleep:
+            if guessing.quiet >= guessing.asleep and not job.replay:
                 awake.append(job)
         able = self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(len(generating))
         return awake if able else []
@@ -120,12 +137,12 @@ class Drafting:
 
     def _limit(self, job: Job, spare: int) -> int:
         """Guesses that could be right, could be computed, and could be dropped again."""
-        if job.guessing.barred:
+        if job.guessing.barred or job.replay:  # what drafters know is that memory lacks one token
             return 0
         assert job.sequence is not None
         left = LONGEST if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
         room = job.room - job.sequence.cells - 1
-        return max(0, min(LONGEST, left, room, spare, self._capabilities.max_rollback))
+        return max(0, min(self._reach, left, room, spare))
 
     def _choices(self, job: Job, rows: int, spare: int) -> list[tuple[Drafter, int]]:
         """The drafters that could help this job, the most promising first, and how far each should guess."""
@@ -158,7 +175,12 @@ class Drafting:
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
         steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
         return choose_length(
-            rate, limit, lambda count: steps.of(count, per_row), rows=rows, guessing=self._per_guess[name]
+            rate,
+            limit,
+            lambda count: steps.of(count, per_row),
+            rows=rows,
+            guessing=self._per_guess[name],
+            saving=None if self.replay is None else self.replay.seconds,
         )
 
     def _wishes(
@@ -193,11 +215,18 @@ class Drafting:
         self._spent += seconds
         return total
 
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """The decode is about to run: save what cannot be dropped again."""
+        if self.replay is not None and self._drafters:
+            self._spent += self.replay.keep(jobs)
+
     def verified(self, job: Job, drafted: int, accepted: int) -> None:
         """So many of a job's guesses were computed, and so many of them were right."""
         guessing = job.guessing
         name = guessing.drafter
         job.drafted += drafted
+        job.drafts += 1
+        self._verified.append(job)
         guessing.quiet = guessing.asleep = 0
         guessing.verified(name, drafted, accepted)
         self._usual[name].verified(drafted, accepted)
@@ -206,7 +235,8 @@ class Drafting:
     def measured(self, rows: int, jobs: int, tokens: int, seconds: float) -> None:
         """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
         costs = self._costs
-        costs.steps.measured(rows, seconds)
+        returning = 0.0 if self.replay is None else self.replay.settle()
+        costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()
@@ -216,7 +246,10 @@ class Drafting:
             self.account.plain(seconds)
         else:
             self._guessed += 1
-            self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            won = self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            for job in self._verified:
+                job.seconds_saved += won / len(self._verified)
+        self._verified = []
 
     def pause(self) -> None:
         """Guesses did not fit into memory: do without them for a while."""

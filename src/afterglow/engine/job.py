@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from afterglow.engine.backend import Sampler
-from afterglow.engine.entries import Ids
+from afterglow.engine.backend import Sampler, Span
+from afterglow.engine.entries import Ids, last_edge
 from afterglow.engine.guide import Guide
+from afterglow.engine.pictures import Encoding, Part
 from afterglow.engine.request import Request, Usage
 from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.speculation import Guessing
 from afterglow.engine.stops import StopMatcher
+from afterglow.llama.projector import Embedding
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -23,6 +25,9 @@ class Job:
 
     request: Request
     prompt: Ids
+    media: tuple[int, ...] = ()  # where in the prompt pictures and sounds stand
+    parts: dict[int, Part] = field(default_factory=dict)  # what they are, where they have to be encoded
+    prompt_cells: int = 0  # that it fills
     sampler: Sampler
     stops: StopMatcher | None
     guide: Guide | None = None
@@ -30,12 +35,19 @@ class Job:
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)  # guesses behind it, for the coming decode only
+    replay: int = 0  # entries that memory had to drop with wrong guesses: they are computed again
     guessing: Guessing = field(default_factory=Guessing)
     cuts: list[int] = field(default_factory=list)  # depths at which its memory has to stand still
     parked: Saved | None = None  # its memory, while it had to make room
     leader: Job | None = None  # who is computing the beginning of this prompt right now
     leader_depth: int = 0
-    reused: int = 0
+    encodings: dict[int, Encoding] = field(default_factory=dict)  # of its coming pictures, by where they stand
+    encoded: int = 0
+    regular: int = 0  # leading entries whose chunks were those of the deterministic grid
+    cached: int = 0  # cells that were in memory
+    media_cells: int = 0  # of pictures and sounds
+    audio_cells: int = 0
+    media_cached: int = 0
     attempts: int = 0  # decodes that failed under it
     disappointed: bool = False  # by a stored state that did not load
     aside: bool = False  # it made room for others, and comes back when there is room again
@@ -45,6 +57,8 @@ class Job:
     decoded_at: float = 0.0
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
+    drafts: int = 0  # decodes that had guesses
+    seconds_saved: float = 0.0  # by guesses
 
     @property
     def known(self) -> int:
@@ -62,8 +76,8 @@ class Job:
 
     @property
     def generating(self) -> bool:
-        """Whether only the newest token is missing in memory: somebody is waiting for the next."""
-        return bool(self.generated) and self.missing == 1
+        """Whether memory lacks only the newest token, and what is replayed: somebody is waiting for the next."""
+        return bool(self.generated) and self.missing == 1 + self.replay
 
     @property
     def cells(self) -> int:
@@ -80,12 +94,48 @@ class Job:
             return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 
+    def span(self, count: int) -> Span:
+        """The next `count` entries for a decode, with logits after the last known entry, and after each guess."""
+        assert self.sequence is not None
+        known = self.missing
+        if self.draft:
+            self.draft = self.draft[: max(0, count - known)]
+        span = Span(self.sequence.number, self.pending(count), self.sequence.position, 0)
+        span.outputs = count - known + 1 if count >= known else 0
+        if self.encodings and len(self.sequence) in self.encodings:
+            span.embedding = self._embedding(len(self.sequence))
+        return span
+
+    def _embedding(self, place: int) -> Embedding:
+        embeddings = self.encodings[place].embeddings
+        assert embeddings is not None
+        return embeddings[self.parts[place].piece]
+
     def next_stop(self) -> int:
-        """How many entries can be decoded before memory has to stand still."""
+        """How many entries can be decoded before memory has to stand still. A picture goes alone."""
         assert self.sequence is not None
         length = len(self.sequence)
         end = self.known if length >= len(self.prompt) else len(self.prompt)
-        return min([cut for cut in self.cuts if cut > length], default=end) - length
+        stop = min([cut for cut in self.cuts if cut > length], default=end)
+        for place in self.media:
+            if place >= length:
+                return min(stop, max(place, length + 1)) - length
+        return stop - length
+
+    def note_chunk(self, count: int, grid: int) -> None:
+        """In the deterministic mode: `count` entries were computed together. Up to where all chunks were the grid's,
+        and one ends, its sequence can be used again."""
+        assert self.sequence is not None
+        length = len(self.sequence)
+        if length <= len(self.prompt) and length - count == self.regular:
+            self.regular = length
+            if last_edge(length, self.prompt, grid) == length:
+                self.sequence.aligned = length
+
+    @property
+    def next_is_media(self) -> bool:
+        assert self.sequence is not None
+        return len(self.sequence) in self.media
 
     @property
     def deadline_passed(self) -> bool:
@@ -97,11 +147,17 @@ class Job:
         admitted = self.admitted or now
         first = self.first_token or now
         return Usage(
-            prompt=len(self.prompt),
-            cached=self.reused,
+            prompt=self.prompt_cells,
+            cached=self.cached,
+            media=self.media_cells,
+            audio=self.audio_cells,
+            media_cached=self.media_cached,
+            encoded=self.encoded,
             generated=len(self.generated),
             drafted=self.drafted,
             accepted=self.accepted,
+            drafts=self.drafts,
+            seconds_saved=self.seconds_saved,
             queue_time=admitted - self.submitted,
             prefill_time=first - admitted,
             decode_time=now - first,

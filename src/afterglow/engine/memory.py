@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
-from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.entries import Ids, Ledger, common_prefix, last_edge
 from afterglow.engine.explanation import Cause, Explanation
 from afterglow.engine.marks import Marks
 from afterglow.engine.prefix import PrefixTree
@@ -81,7 +81,7 @@ class PrefixMemory:
                 needs_cells=capabilities.checkpoints_need_cells,
                 copies_cost=not capabilities.shared,
                 costs=self.costs,
-                round_down=self.round_down,
+                round_down=lambda length: self.round_down(length, ids),
                 cover=self.tiers.cover(ids, salt) if reuse and target is not None else Cover(),
                 cover_seconds=self.tiers.seconds,
                 checkpoint_seconds=self.tiers.checkpoint_seconds,
@@ -99,9 +99,9 @@ class PrefixMemory:
         cells = length * self.costs.bytes_per_entry if self._backend.capabilities.has_cells else self._partial_bytes
         return cells * self.costs.per_byte
 
-    def round_down(self, length: int) -> int:
-        """The longest prefix of `length` entries that may be reused: any, or whole chunks of the grid."""
-        return length - length % self._grid if self._grid else length
+    def round_down(self, length: int, ids: Ids) -> int:
+        """The longest prefix of `length` of these entries that may be reused: any, or whole chunks of the grid."""
+        return last_edge(length, ids, self._grid) if self._grid else length
 
     def begin(self, reuse: Reuse, salt: str = "") -> tuple[Sequence, int]:
         """Carry out a plan. The sequence, now busy, and how many entries of the prompt it holds."""
@@ -242,8 +242,10 @@ class PrefixMemory:
             return []
         taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
-        points = cut_points(len(ids), boundaries, taken, ubatch, self._settings)
-        return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
+        after_pictures = (int(place) + 1 for place in (ids < 0).nonzero()[0])
+        wanted = boundaries.union(after_pictures, self.tiers.pinning.pins.depths(ids, salt))
+        points = cut_points(len(ids), wanted, taken, ubatch, self._settings)
+        return sorted({edge for point in points if (edge := self.round_down(point, ids)) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the partial state of the sequence as it stands, within the limits."""
@@ -266,6 +268,7 @@ class PrefixMemory:
         checkpoint = self.tiers.checkpoint(ids, sequence.salt, state, sequence.aligned)
         if state.nbytes and self.marks.fits(checkpoint.nbytes):
             self.marks.add(checkpoint)
+            self.tiers.pinning.note()
 
     # --- storing what has to go
 
@@ -330,7 +333,7 @@ class PrefixMemory:
             shared=shared,
             ours=int(ids[shared]) if shared < len(ids) else None,
             theirs=theirs,
-            cause=self._cause(shared, reused, len(ids), evicted),
+            cause=self._cause(shared, reused, ids, evicted),
             evicted=evicted,
         )
 
@@ -342,15 +345,15 @@ class PrefixMemory:
         if len(slot):
             self._evicted.append((slot.salt, slot.ids.copy()))
 
-    def _cause(self, shared: int, reused: int, length: int, evicted: int) -> Cause:
-        usable = min(shared, length - 1)
-        if min(evicted, length - 1) > max(usable, reused):
+    def _cause(self, shared: int, reused: int, ids: Ids, evicted: int) -> Cause:
+        usable = min(shared, len(ids) - 1)
+        if min(evicted, len(ids) - 1) > max(usable, reused):
             return "evicted"
         if not shared:
             return "nothing in common"
         if reused >= usable:
             return "all of it"
-        if self._grid and reused == self.round_down(usable):
+        if self._grid and reused == self.round_down(usable, ids):
             return "on the grid"
         return "window passed" if self._backend.capabilities.memory == "window" else "no checkpoint"
 

@@ -16,6 +16,7 @@ from afterglow.engine.mtp import MtpSession
 from afterglow.errors import AfterglowError
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
+from afterglow.llama.projector import Projector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +41,29 @@ class MtpState(llama_state.State):
 class MtpBackend(LlamaBackend):
     """The engine's memory on llama.cpp, with heads that see everything it computes."""
 
-    def __init__(self, context: Context, heads: Context, sequences: int | None = None, *, n_draft_max: int) -> None:
-        super().__init__(context, sequences)
+    def __init__(
+        self,
+        context: Context,
+        heads: Context,
+        sequences: int | None = None,
+        *,
+        n_draft_max: int,
+        projector: Projector | None = None,
+    ) -> None:
+        super().__init__(context, sequences, projector=projector)
         self.heads = heads
-        self.session = MtpSession(context, heads, sequences=self.capabilities.sequences, n_draft_max=n_draft_max)
+        self.session = MtpSession(
+            context,
+            heads,
+            sequences=self.capabilities.sequences,
+            n_draft_max=n_draft_max,
+            replays=not self.capabilities.max_rollback,
+        )
 
     def decode(self, spans: Sequence[Span]) -> None:
         super().decode(spans)
+        if spans[0].embedding is not None:  # the heads read tokens: they begin anew behind it
+            return self.session.begin(spans[0].sequence)
         try:
             self.session.process()
         except AfterglowError:  # the heads only guess: what they do not know they learn again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from afterglow.engine.job import Job
@@ -20,7 +20,8 @@ class Budget:
 
 
 def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, now: float) -> list[tuple[Job, int]]:
-    """Jobs that generate come first, each with its newest token and guesses behind it; prompts fill the rest in chunks.
+    """Jobs that generate come first, each with its newest token, what is replayed before it and guesses behind
+    it; prompts fill the rest in chunks.
 
     Among prompts the shortest remaining goes first, and waiting makes a job shorter, so nobody starves.
     """
@@ -31,9 +32,9 @@ def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, 
     spare = room - len(generating)
     chosen: list[tuple[Job, int]] = []
     for job in generating:
-        guesses = min(len(job.draft), spare)
-        chosen.append((job, 1 + guesses))
-        spare -= guesses
+        more = min(job.replay + len(job.draft), spare)
+        chosen.append((job, 1 + more))
+        spare -= more
     left = min(budget.cells - room + spare, budget.prompt_entries)
     for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
         count = min(left, job.next_stop())
@@ -46,6 +47,21 @@ def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, 
 def urgency(job: Job, now: float) -> float:
     """Smaller goes first: remaining entries, less what waiting has earned."""
     return job.backlog - AGING * (now - job.submitted)
+
+
+def sorted_out(jobs: Iterable[Job]) -> tuple[list[Job], list[Job], list[Job]]:
+    """Those that generate, those in their prompts, and those that are at a picture."""
+    generating: list[Job] = []
+    prompts: list[Job] = []
+    pictures: list[Job] = []
+    for job in jobs:
+        (pictures if job.media and job.next_is_media else generating if job.generating else prompts).append(job)
+    return generating, prompts, pictures
+
+
+def first_of(jobs: Sequence[Job], now: float) -> Job:
+    """Whose turn it is among those who cannot go together."""
+    return min(jobs, key=lambda job: (-job.request.priority, urgency(job, now)))
 
 
 def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float, cells: int) -> int:

@@ -56,7 +56,8 @@ class Sequence:
 
     def resumable(self, length: int) -> bool:
         """Whether the sequence could go on after its first `length` entries."""
-        return self._backend.resumable(self.number, self.position_at(length))
+        # At its end it can. Memory does not always know where that is: a picture's last position may not be held.
+        return length == len(self) or self._backend.resumable(self.number, self.position_at(length))
 
     def decoded(self, ids: Ids | list[int]) -> None:
         """Note that memory took these entries."""

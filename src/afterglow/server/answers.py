@@ -178,7 +178,7 @@ def usage_of(turns: list[Turn], tallies: list[Tally]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": min(turn.usage.cached for turn in turns)},
+        "prompt_tokens_details": prompt_details([turn.usage for turn in turns]),
         "completion_tokens_details": {
             "reasoning_tokens": sum(tally.reasoning for tally in tallies),
             **predictions_of(turn.usage for turn in turns),
@@ -186,12 +186,33 @@ def usage_of(turns: list[Turn], tallies: list[Tally]) -> dict[str, Any]:
     }
 
 
-def predictions_of(usages: Iterable[Usage]) -> dict[str, int]:
-    """Tokens that were guessed before they were drawn: those that were right, and the others."""
+def prompt_details(usages: list[Usage]) -> dict[str, int]:
+    """Of the prompt: what was in memory; where there are pictures and sounds, how much they are, how much of that was
+    in memory, and how many had to be encoded."""
+    cached = {"cached_tokens": min(usage.cached for usage in usages)}
+    if not usages[0].media:
+        return cached
+    return cached | {
+        "image_tokens": usages[0].media - usages[0].audio,
+        "audio_tokens": usages[0].audio,
+        "cached_media_tokens": min(usage.media_cached for usage in usages),
+        "encoded_media": sum(usage.encoded for usage in usages),
+    }
+
+
+def predictions_of(usages: Iterable[Usage]) -> dict[str, float]:
+    """Tokens that were guessed before they were drawn: those that were right and the others, how many at a time, and
+    what that saved."""
     used = list(usages)
     accepted = sum(usage.accepted for usage in used)
     rejected = sum(usage.drafted for usage in used) - accepted
-    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    drafts = sum(usage.drafts for usage in used)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": rejected,
+        "mean_prediction_length": round((accepted + rejected) / drafts, 2) if drafts else 0.0,
+        "prediction_seconds_saved": round(sum(usage.seconds_saved for usage in used), 4),
+    }
 
 
 def logprob_of(model: ServedModel, token: Token) -> dict[str, Any]:

@@ -1,16 +1,10 @@
-"""`FakeBackend`: the engine's memory without a model, exact and unforgiving, for tests of engines and of programs.
-
-Every computed entry depends on everything that memory held when it was computed, as in a real model: one wrong,
-missing or doubled cell changes the tokens that come out.
-"""
+"""`FakeBackend`: a backend of any memory kind, in arithmetic."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,121 +12,35 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Capabilities, Scope, Span, State
 from afterglow.engine.constraint import Words
 from afterglow.engine.entries import Ledger
+from afterglow.engine.pictures import Encodes
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, MemoryFull
+from afterglow.llama.projector import Embedding
 from afterglow.llama.sampling import Sampling
+from afterglow.testing.memory import (
+    PAST,
+    WINDOW,
+    Cell,
+    FakeCells,
+    FakeMemory,
+    FakeState,
+    Kind,
+    duplicate,
+    fold,
+    mix,
+    picture_number,
+)
+from afterglow.testing.sampler import FakeSampler, FakeWords
 
-Kind = Literal["attention", "window", "recurrent", "hybrid"]
-WINDOW = 24
-PAST = 8  # entries before the window that are still there
 GUESSES = 16  # that one decode can verify
-
-
-def mix(*values: int) -> int:
-    """A 62-bit hash of numbers."""
-    data = b"".join([value.to_bytes(9, "little", signed=True) for value in values])
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 2
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Cell:
-    """One computed entry: `content` depends on all that was visible when it was computed."""
-
-    position: int
-    content: int
-    weight: int = field(init=False, repr=False)  # what it adds to the sum that later entries see
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", mix(self.position, self.content))
-
-
-@dataclass(slots=True)
-class FakeMemory:
-    """What one sequence holds: attention cells, the cells of windowed layers, a recurrent state."""
-
-    cells: list[Cell] = field(default_factory=list)
-    window: list[Cell] = field(default_factory=list)
-    state: int = 0
-    position: int = 0  # of the next entry
-    rows: int = 0  # of the last decode: a rollback has to be shorter
-    past: list[int] = field(default_factory=list)  # states 1, 2, … entries ago; stale beyond `rows`
-
-    def contents(self) -> tuple[object, ...]:
-        """Everything that later entries depend on: equal for equal pasts, however they came."""
-        cells = [(cell.position, cell.content) for cell in self.cells]
-        window = [(cell.position, cell.content) for cell in self.window]
-        assert cells[len(cells) - len(window) :] == window, "a window is the end of its sequence"
-        visible = [cell for cell in window if cell[0] > self.position - WINDOW]
-        return self.position, cells, visible, self.state
-
-
-@dataclass(frozen=True, slots=True)
-class FakeState:
-    scope: Scope
-    memory: FakeMemory
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FakeCells:
-    """The cells of a saved sequence: position and content of each."""
-
-    cells: list[Cell]
-    layout: bytes = b"fake"
-    width: int = 16
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-    def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        numbers = np.array([(cell.position, cell.content) for cell in self.cells[start:stop]], dtype=np.int64)
-        return numbers.reshape(stop - start, 2).view(np.uint8)
-
-
-class FakeSampler:
-    """Draws from the softmax with the request's seed; at temperature 0 takes the largest."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.drawn = 0
-        self.accepted: list[int] = []
-        self.closed = False
-
-    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
-        if allowed is not None:
-            masked = np.full_like(logits, -np.inf)
-            masked[allowed] = logits[allowed]
-            logits = masked
-        if self.sampling.greedy:
-            return int(logits.argmax())
-        noise = np.random.default_rng([self.sampling.seed or 0, self.drawn]).gumbel(size=len(logits))
-        self.drawn += 1
-        return int((logits / self.sampling.temperature + noise).argmax())
-
-    def accept(self, token: int) -> None:
-        self.accepted.append(token)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass(frozen=True, slots=True)
-class FakeWords:
-    """Letters; token 0 is the end."""
-
-    pieces: tuple[bytes, ...]
-    ends: frozenset[int] = frozenset({0})
-    control: frozenset[int] = frozenset({0})
-
-    def tokenize(self, text: bytes) -> list[int]:
-        return [self.pieces.index(bytes([byte]), 1) for byte in text]
 
 
 class FakeBackend:
     """A backend of any memory kind in a few hundred lines of arithmetic.
 
-    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`. With `rounding` the
+    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`, and `replays` whether it
+    can go back to a saved one. With `rounding` the
     shape of a decode moves what its rows come to, as floating point does. Prompts may hold media once `ledger` is the
-    engine's.
+    engine's; with a `projector` (`FakeProjector`) what is computed of them is what it encoded.
 
     >>> backend = FakeBackend("hybrid", sequences=2)
     >>> backend.decode([Span(0, [1, 2, 3], position=0, outputs=1)])
@@ -151,9 +59,12 @@ class FakeBackend:
         vocabulary: int = 64,
         total_cells: int | None = None,
         rollback: int = 0,
+        replays: bool = True,
         rounding: bool = False,
         identity: str = "fake",
+        projector: Encodes | None = None,
     ) -> None:
+        self.projector = projector
         self.identity = identity  # of the model: states of another one mean nothing here
         self.capabilities = Capabilities(
             memory=memory,
@@ -164,7 +75,9 @@ class FakeBackend:
             outputs=sequences + GUESSES,
             shared=shared,
             interruptible=True,
+            media=frozenset({"image", "audio"}),
             max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
+            replays=replays and memory in ("recurrent", "hybrid"),
         )
         self.ends = frozenset({0})
         self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
@@ -191,7 +104,7 @@ class FakeBackend:
         self._find_room(spans)
         self.history.append([(span.sequence, len(span.ids)) for span in spans])
         shape = mix(*[len(span.ids) for span in spans]) if self.rounding else 0
-        self._logits = [self._compute(span.sequence, span.ids, shape) for span in spans]
+        self._logits = [self._compute(span, shape) for span in spans]
 
     def _check(self, spans: Sequence[Span]) -> None:
         """What llama.cpp would refuse, or abort on."""
@@ -202,6 +115,10 @@ class FakeBackend:
             assert span.position == self._memory[span.sequence].position, "positions follow one another"
             if max(span.ids) >= self.vocabulary or (min(span.ids) < 0 and self.ledger is None):
                 raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary - 1}")
+
+            if self.projector is not None and min(span.ids) < 0:
+                assert len(span.ids) == len(spans) == 1, "a picture has a decode for itself"
+                assert span.embedding is not None, "a picture has to be encoded first"
 
     def _find_room(self, spans: Sequence[Span]) -> None:
         needed = {span.sequence: sum(self._size(int(number))[0] for number in span.ids) for span in spans}
@@ -225,29 +142,36 @@ class FakeBackend:
         recurrent neighbours in ruins."""
         if not isinstance(fault, MemoryFull):
             for span in spans:
-                self._compute(span.sequence, span.ids[: len(span.ids) // 2])
+                self._compute(replace(span, ids=span.ids[: len(span.ids) // 2]))
                 if self.capabilities.memory in ("recurrent", "hybrid"):
                     self._memory[span.sequence].state ^= 0xBAD
         raise fault
 
-    def _compute(self, sequence: int, ids: Sequence[int] | NDArray[np.int64], shape: int = 0) -> list[int]:
+    def _compute(self, span: Span, shape: int = 0) -> list[int]:
         """Take the entries into memory; what each of them came to."""
-        memory = self._memory[sequence]
+        memory = self._memory[span.sequence]
         states: list[int] = []
         contents: list[int] = []
-        for number in ids:
+        for number in span.ids:
             states = [] if number < 0 else [memory.state, *states]
-            contents.append(self._take(memory, int(number), shape and mix(shape, len(contents))))
+            seen = self._seen(int(number), span.embedding)
+            contents.append(self._take(memory, int(number), seen, shape and mix(shape, len(contents))))
         kept = states[:-1][: self.rollback]  # the newest first; what the first row found is not among them
         memory.past[: len(kept)] = kept
         memory.rows = len(states)
         return contents
 
-    def _take(self, memory: FakeMemory, number: int, shape: int) -> int:
+    def _seen(self, number: int, embedding: Embedding | None) -> int:
+        """What an entry is by itself: of a picture, what was encoded, or else its name."""
+        if number >= 0 or self.ledger is None:
+            return number
+        if embedding is not None:
+            return int(np.ascontiguousarray(embedding.rows[0]).view(np.int64)[0])
+        return picture_number(self.ledger.media(number).digest)
+
+    def _take(self, memory: FakeMemory, number: int, what: int, shape: int) -> int:
         kind = self.capabilities.memory
-        seen = [memory.position, number, shape]
-        if number < 0 and self.ledger is not None:
-            seen[1] = -1 - int.from_bytes(blake2b(self.ledger.media(number).digest, digest_size=7).digest(), "little")
+        seen = [memory.position, what, shape]
         if kind != "recurrent":
             seen += [len(memory.cells), fold(memory.cells)]
         if kind == "window":
@@ -397,14 +321,3 @@ class FakeBackend:
 
     def close(self) -> None:
         self.closed = True
-
-
-def fold(cells: Sequence[Cell]) -> int:
-    """One number for all cells; another one as soon as any differs, lacks or is there twice."""
-    return sum([cell.weight for cell in cells]) % 2**61
-
-
-def duplicate(memory: FakeMemory, *, fresh: bool) -> FakeMemory:
-    """A copy, which cannot be rolled back; `fresh` cells are new ones, others are shared."""
-    cells = [replace(cell) for cell in memory.cells] if fresh else list(memory.cells)
-    return FakeMemory(cells, list(memory.window), memory.state, memory.position)
