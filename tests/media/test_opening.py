@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import gradient, recorded, saved, tone
 
-from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, RequestError
+from afterglow.errors import InvalidArgument, InvalidMedia, RequestError
 from afterglow.media import opening
 from afterglow.media.contents import Picture, Sound
 from afterglow.media.identity import checked_shape, fnv1a
-from afterglow.media.opening import MediaPolicy, bring, data_uri, open_attachment
+from afterglow.media.opening import MediaPolicy, bring, open_attachment
 
 PNG = saved(gradient(6, 4))
 TEXT = base64.b64encode(PNG).decode()
@@ -108,15 +108,6 @@ def test_errors_do_not_repeat_the_data():
     with pytest.raises(InvalidMedia) as caught:
         open_attachment("image", "data:image/png;base64," + "AAAA" * 10_000)
     assert len(str(caught.value)) < 200
-
-
-def test_a_source_can_be_made_to_contain_its_data(tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    written = data_uri("image", "a.png", MediaPolicy(allowed_directory=tmp_path))
-    assert bring("image", written) == PNG
-    assert data_uri("image", URI) == URI
-    with pytest.raises(MediaRefused):
-        data_uri("image", str(tmp_path / "a.png"))
 
 
 @settings(max_examples=300, deadline=None)
