@@ -163,6 +163,7 @@ MEDIA = {
     "max_pixels": "test_limits_are_said_in_numbers",
     "max_side": "test_limits_are_said_in_numbers",
     "max_seconds": "test_a_long_sound_is_refused_by_its_header_and_by_what_comes",
+    "max_decoded_bytes": "test_many_small_files_that_are_much_to_see_are_refused",
     "max_redirects": "test_redirects_end",
     "fetch_seconds": "test_a_slow_host_is_cut_off_by_the_time_for_all_of_it",
 }
@@ -170,7 +171,7 @@ SERVER_MEDIA = {
     **dict.fromkeys(
         (
             *("media_hosts", "media_directory", "media_private", "media_seconds"),
-            *("max_media_bytes", "max_pixels", "max_side", "max_sound_seconds"),
+            *("max_media_bytes", "max_pixels", "max_side", "max_sound_seconds", "max_decoded_bytes"),
         ),
         "test_the_settings_about_media_reach_the_models",
     ),

@@ -183,7 +183,7 @@ class Answering(Closing):
         return self._talking().plan(written, chat_options)
 
     def bring(self, messages: Sequence[Writable]) -> list[Message]:
-        """The messages with the bytes of their pictures and sounds inside, so that nothing is fetched any more."""
+        """The messages with their pictures and sounds opened, so that nothing is fetched or decoded any more."""
         return self._talking().bring(messages)
 
     def chat_prompt(self, messages: Talk, **options: Any) -> Prompt:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from making import gradient, saved
+from PIL import Image
 
 import afterglow
 from afterglow import MediaPolicy, tiny
+from afterglow.chat.content import attached, opened_all
 from afterglow.chat.messages import Message, messages, plain
 from afterglow.conversation import Conversation, question
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, UnsupportedMedia, UnsupportedOption
@@ -170,16 +172,26 @@ def test_a_conversation_is_asked_about_pictures_and_remembers_them(tmp_path):
 
 
 def test_what_load_is_told_about_media_is_what_holds(tmp_path):
-    (tmp_path / "cat.png").write_bytes(b"picture")
+    (tmp_path / "cat.png").write_bytes(saved(gradient()))
     talk = [{"role": "user", "content": [{"type": "image_url", "image_url": "cat.png"}]}]
     sight = {"context": 256, "projector": tiny.path("projector-llava")}
     with afterglow.load(tiny.path("attention"), media=MediaPolicy(allowed_directory=tmp_path), **sight) as model:
         (message,) = model.bring(talk)
-        assert message.attachments[0].source == "data:image/*;base64,cGljdHVyZQ=="
+        assert message.attachments[0].source.width == 64
         with pytest.raises(MediaRefused):
             model.bring([{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1/"}]}])
     with afterglow.load(tiny.path("attention"), **sight) as model, pytest.raises(MediaRefused):
         model.bring(talk)
+
+
+def test_many_small_files_that_are_much_to_see_are_refused():
+    """A picture of one colour is a few hundred bytes of file, and megabytes to whoever looks at it."""
+    file = saved(Image.new("RGB", (1000, 1000)), compress_level=9)
+    assert len(file) < 10_000
+    attachments = attached("image", [file] * 4)
+    assert len(opened_all(attachments, MediaPolicy(max_decoded_bytes=12_000_000))) == 4
+    with pytest.raises(InvalidMedia, match="more than 11,999,999 bytes: show fewer"):
+        opened_all(attachments, MediaPolicy(max_decoded_bytes=11_999_999))
 
 
 def test_a_policy_says_what_is_wrong_with_it(tmp_path):

@@ -32,6 +32,9 @@ NAMES = {  # what a resolver controlled by somebody else may say
     "localhost": ["127.0.0.1", "::1"],
     "metadata.google.internal": ["169.254.169.254"],
     "good.example": [PUBLIC],
+    "0x5db8d822": [PUBLIC],
+    "1572395042": [PUBLIC],
+    "0135.0270.0330.0042": [PUBLIC],
 }
 HOSTILE = [
     "http://127.0.0.1/a.png",
@@ -42,6 +45,9 @@ HOSTILE = [
     "http://2130706433/a.png",
     "http://017700000001/a.png",
     "http://127.0.0.1./a.png",
+    "http://0x5db8d822/a.png",
+    "http://1572395042/a.png",
+    "http://0135.0270.0330.0042/a.png",
     "http://0/a.png",
     "http://0.0.0.0/a.png",
     "http://10.0.0.1/a.png",
@@ -90,6 +96,7 @@ HOSTILE = [
     "http://good.example:80:80/a.png",
     "http://good.example\\@127.0.0.1/a.png",
     "http:\\\\127.0.0.1\\a.png",
+    "http://good.example/a\\b.png",
     "http://good.example\t.evil/a.png",
     "http://good.example/a.png\r\nHost: 127.0.0.1",
     "http://good.example/a b.png",
@@ -144,6 +151,17 @@ def test_there_are_enough_of_them():
 def test_the_address_that_is_allowed_reaches_its_number():
     with pytest.raises(AssertionError, match=PUBLIC):
         fetch("http://good.example/a.png", EVERYWHERE, NETWORK)
+
+
+def test_a_refusal_says_what_to_change():
+    for url, policy, words in (
+        ("http://good.example/", MediaPolicy(), "send the data itself"),
+        ("http://user@good.example/", EVERYWHERE, "user or a password"),
+        ("http://good.example/", MediaPolicy(allowed_hosts=("other.example",)), "good.example at port 80 is not on"),
+        ("gopher://good.example/", EVERYWHERE, "only data:, http:, https: and file:"),
+    ):
+        with pytest.raises(MediaRefused, match=words):
+            bring("image", url, policy)
 
 
 @pytest.mark.parametrize("url", ["http://good.example/a.png", "https://good.example/", "http://127.0.0.1/"])

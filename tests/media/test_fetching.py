@@ -16,7 +16,12 @@ from afterglow.media.fetching import Network, fetch
 from afterglow.media.opening import MediaPolicy
 
 PUBLIC = "93.184.216.34"
-NAMES = {"good.example": [PUBLIC], "other.example": ["93.184.216.35"], "inside.example": ["10.0.0.1"]}
+NAMES = {
+    "good.example": [PUBLIC],
+    "other.example": ["93.184.216.35"],
+    "unlisted.example": ["93.184.216.36"],
+    "inside.example": ["10.0.0.1"],
+}
 POLICY = MediaPolicy(
     allowed_hosts=("good.example", "other.example", "inside.example", "127.0.0.1", "169.254.169.254"),
     max_bytes=100_000,
@@ -57,6 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def on_large(self) -> None:
         self.answer(Content_Length="100001")
+        time.sleep(3)
 
     def on_flood(self) -> None:
         self.send_response(200)
@@ -183,8 +189,10 @@ def test_redirects_end(network):
 
 @pytest.mark.parametrize("path", ["large", "flood", "chunks"])
 def test_no_more_than_the_limit_is_taken(network, path):
+    began = time.monotonic()
     with pytest.raises(InvalidMedia, match="more than 100,000 bytes"):
         fetch(f"http://good.example/{path}", POLICY, network)
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("path", ["drip", "headers", "line", "silence"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import random
 import threading
 import urllib.parse
 
@@ -12,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import gradient, recorded, saved, tone
 
-from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, RequestError
+from afterglow.errors import InvalidArgument, InvalidMedia, RequestError
 from afterglow.media import opening
 from afterglow.media.contents import Picture, Sound
 from afterglow.media.identity import checked_shape, fnv1a
-from afterglow.media.opening import MediaPolicy, bring, data_uri, open_attachment
+from afterglow.media.opening import MediaPolicy, bring, open_attachment
 
 PNG = saved(gradient(6, 4))
 TEXT = base64.b64encode(PNG).decode()
@@ -75,6 +76,19 @@ def test_data_that_is_no_picture_is_a_refusal(source):
         open_attachment("image", source)
 
 
+def test_damaged_base64_is_said_and_what_is_too_long_is_not_unpacked(monkeypatch):
+    for text in ("AAA!", "A", "AAAA=AAA", "http://169.254.169.254/"):
+        with pytest.raises(InvalidMedia, match="base64 is damaged"):
+            bring("image", f"data:image/png;base64,{text}")
+
+    def unpacked(*_, **__):
+        raise AssertionError("it was")
+
+    monkeypatch.setattr(opening.base64, "b64decode", unpacked)
+    with pytest.raises(InvalidMedia, match="more than 1,000 bytes"):
+        bring("image", "data:;base64," + "A" * 4000, MediaPolicy(max_bytes=1000))
+
+
 def test_a_picture_is_no_sound_and_a_sound_no_picture():
     with pytest.raises(InvalidMedia, match="no WAV, MP3 or FLAC"):
         open_attachment("audio", URI)
@@ -94,15 +108,6 @@ def test_errors_do_not_repeat_the_data():
     with pytest.raises(InvalidMedia) as caught:
         open_attachment("image", "data:image/png;base64," + "AAAA" * 10_000)
     assert len(str(caught.value)) < 200
-
-
-def test_a_source_can_be_made_to_contain_its_data(tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    written = data_uri("image", "a.png", MediaPolicy(allowed_directory=tmp_path))
-    assert bring("image", written) == PNG
-    assert data_uri("image", URI) == URI
-    with pytest.raises(MediaRefused):
-        data_uri("image", str(tmp_path / "a.png"))
 
 
 @settings(max_examples=300, deadline=None)
@@ -156,6 +161,25 @@ def test_few_are_decoded_at_once(monkeypatch):
 )
 def test_c6_the_id_of_bytes_is_fnv_1a(data, id):
     assert fnv1a(data) == id
+
+
+def by_definition(data: bytes) -> str:
+    value = 0xCBF29CE484222325
+    for byte in data:
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_c6_the_hash_is_what_its_definition_says(data):
+    assert fnv1a(data) == by_definition(data)
+
+
+@pytest.mark.parametrize("length", [65_535, 65_536, 65_537, 200_000])
+def test_c6_the_hash_of_much_data_is_what_its_definition_says(length):
+    data = random.Random(length).randbytes(length)
+    assert fnv1a(data) == by_definition(data)
 
 
 def test_c6_an_id_is_accepted_where_it_is_that_of_the_bytes():

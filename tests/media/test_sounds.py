@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from making import recorded, tone
 
 from afterglow.errors import InvalidArgument, InvalidMedia
+from afterglow.media import sounds
 from afterglow.media.contents import Sound
 from afterglow.media.opening import MediaPolicy
 from afterglow.media.sounds import resampled, sound_of
@@ -101,6 +102,29 @@ def test_a_long_sound_is_refused_by_its_header_and_by_what_comes():
         with pytest.raises(InvalidMedia, match=r"longer than 0\.4 seconds"):
             sound_of(recorded(tone(), format=format), policy)
         assert sound_of(recorded(tone(), format=format), MediaPolicy(max_seconds=1)).seconds < 0.7
+
+
+def test_a_sound_that_goes_on_after_its_end_is_cut_off():
+    class Endless:
+        samplerate = 16_000
+
+        def read(self, count, **_):
+            return np.zeros((count, 1), np.float32)
+
+    with pytest.raises(InvalidMedia, match="longer than 60 seconds"):
+        sounds._mixed(Endless(), MediaPolicy(max_seconds=60), "the sound")
+
+
+@pytest.mark.parametrize("name", ["a text", "an OGG", "an AIFF", "a raw AU", "a RIFF that is no WAV"])
+def test_what_is_not_decoded_here_is_not_shown_to_the_decoder(name, monkeypatch):
+    data = HOSTILE[name]()
+
+    def shown(*_):
+        raise AssertionError("it was")
+
+    monkeypatch.setattr(sounds.soundfile, "SoundFile", shown)
+    with pytest.raises(InvalidMedia, match="no WAV, MP3 or FLAC"):
+        sound_of(data)
 
 
 def test_hours_of_silence_in_a_small_file_are_refused():

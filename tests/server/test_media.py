@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import http.server
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 from gallery import coloured
-from making import gradient, saved
+from making import chunk, gradient, moving, png, saved, zeros
 from PIL import Image
 from serverprocess import ServerProcess
 from typer.testing import CliRunner
@@ -117,7 +119,7 @@ def test_every_error_about_media_is_a_400(error: Exception, code: str) -> None:
 def seeing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path) -> Iterator[tuple[Service, ServedModel]]:
     monkeypatch.setattr(ServedModel, "_sight", lambda *_: Sight(kinds=frozenset({"image"})))
     policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
-    (tmp_path / "cat.png").write_bytes(b"picture")
+    (tmp_path / "cat.png").write_bytes(saved(gradient(600, 10)))
     roster = Roster({"tiny": tiny_path}, ServedSettings(context=256, media=policy))
     with Service(roster, ServerSettings(max_media=3)) as service:
         yield service, roster.place("tiny").load()
@@ -133,8 +135,8 @@ def test_what_messages_name_is_inside_them_before_they_are_planned(seeing: tuple
     said = asyncio.run(brought(service, model, question(picture("cat.png", detail="low"), picture())))
     first, second, third = said[0]["content"]
     assert first == {"type": "text", "text": "What is this?"}
-    assert second["image_url"] == {"url": "data:image/*;base64,cGljdHVyZQ==", "detail": "low"}
-    assert third == picture()
+    assert (second["type"], second["image"].width) == ("image", 512)
+    assert (third["type"], third["image"].width) == ("image", 64)
     text = [{"role": "user", "content": "x"}]
     assert asyncio.run(brought(service, model, text)) is text
 
@@ -161,7 +163,7 @@ def test_slow_hosts_hold_up_neither_the_loop_nor_texts(
         go.wait(20)
         with lock:
             inside -= 1
-        return b"picture"
+        return saved(gradient())
 
     monkeypatch.setattr("afterglow.media.opening.fetch", slow)
 
@@ -196,6 +198,7 @@ def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: 
             "max_pixels": 2000,
             "max_side": 50,
             "max_sound_seconds": 7,
+            "max_decoded_bytes": 9,
         }
     )
     assert served_settings(chosen).media == MediaPolicy(
@@ -207,6 +210,7 @@ def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: 
         max_pixels=2000,
         max_side=50,
         max_seconds=7,
+        max_decoded_bytes=9,
     )
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_HOSTS")
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_PRIVATE")
@@ -293,3 +297,98 @@ def test_what_a_server_shows_of_its_memory_has_pictures_in_it(sighted: ServerPro
     (card,) = sighted.http.get("/v1/models").json()["data"]
     assert "image" in card["capabilities"]
     assert 'counter="encoded"' in sighted.http.get("/metrics").text
+
+
+# --- where the pictures of a model that sees may come from
+
+
+class Gallery(http.server.BaseHTTPRequestHandler):
+    """A host with a picture, one that takes its time, and one that leads elsewhere."""
+
+    def do_GET(self) -> None:
+        if self.path == "/elsewhere":
+            self.send_response(302)
+            self.send_header("Location", "http://169.254.169.254/latest/meta-data/")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.end_headers()
+        data = png_of("G")
+        with contextlib.suppress(OSError):
+            for start in range(0, len(data), 1 if self.path == "/slow" else len(data)):
+                self.wfile.write(data[start : start + (1 if self.path == "/slow" else len(data))])
+                time.sleep(0.1 if self.path == "/slow" else 0)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def png_of(letter: str) -> bytes:
+    shown = coloured(letter)
+    return saved(Image.frombytes("RGB", (shown.width, shown.height), shown.pixels))
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gallery)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def opened(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server that may open files in a folder, and ask one host."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "blue.png").write_bytes(png_of("B"))
+    running = ServerProcess(
+        *(f"colours={tiny.path('colours')}", "--projector", str(tiny.path("projector-colours")), "--context", "512"),
+        *("--media-directory", str(folder), "--media-host", host, "--max-pixels", "2000"),
+        AFTERGLOW_SERVER_MEDIA_PRIVATE="true",
+        AFTERGLOW_SERVER_MEDIA_SECONDS="1",
+    )
+    yield running, folder
+    running.end()
+
+
+def answer_to(server: ServerProcess, *urls: str) -> Any:
+    """The letter of a colour, or the code of an error."""
+    answer = server.chat(model="colours", messages=question(*map(picture, urls)))
+    assert answer["status"] == (400 if "error" in answer else 200)
+    return answer["error"]["code"] if "error" in answer else answer["choices"][0]["message"]["content"]
+
+
+def test_pictures_come_from_the_allowed_folder_and_the_allowed_host(
+    opened: tuple[ServerProcess, Path], host: str
+) -> None:
+    server, folder = opened
+    assert answer_to(server, "blue.png") == "B"
+    assert answer_to(server, f"file://{folder}/blue.png") == "B"
+    assert answer_to(server, f"http://{host}/green.png") == "G"
+
+
+def test_c18_no_request_reaches_the_file_system_or_the_network_unless_allowed(
+    sighted: ServerProcess, opened: tuple[ServerProcess, Path], host: str
+) -> None:
+    server, folder = opened
+    urls = ("blue.png", f"file://{folder}/blue.png", f"http://{host}/green.png")
+    assert [answer_to(sighted, url) for url in urls] == ["media_refused"] * 3
+    outside = ("/etc/passwd", "../blue.png", "file:///etc/passwd", "http://127.0.0.1:1/", "http://169.254.169.254/")
+    assert {answer_to(server, url) for url in (*outside, f"http://{host}/elsewhere")} == {"media_refused"}
+
+
+def test_bad_pictures_are_a_400_in_under_a_second(opened: tuple[ServerProcess, Path], host: str) -> None:
+    server, folder = opened
+    (folder / "moves.gif").write_bytes(moving("GIF"))
+    (folder / "large.png").write_bytes(saved(gradient(64, 48)))
+    bomb = "data:image/png;base64," + base64.b64encode(png(60_000, 60_000, chunk(b"IDAT", zeros(8 << 20)))).decode()
+    for url in ("moves.gif", "large.png", "missing.png", bomb, "data:image/png;base64,!", f"http://{host[:-1]}/x"):
+        began = time.monotonic()
+        assert answer_to(server, url) in ("invalid_media", "media_refused")
+        assert time.monotonic() - began < 1
+    began = time.monotonic()
+    assert answer_to(server, f"http://{host}/slow") == "invalid_media"
+    assert time.monotonic() - began < 2
+    assert answer_to(server, "blue.png") == "B"

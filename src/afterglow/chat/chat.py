@@ -10,6 +10,7 @@ from typing import Any
 
 from afterglow.chat import grammar
 from afterglow.chat.choice import ToolChoice, tool_choice
+from afterglow.chat.content import opened_all
 from afterglow.chat.formats import response_format
 from afterglow.chat.messages import Message, Writable
 from afterglow.chat.messages import messages as read_messages
@@ -117,10 +118,12 @@ class Chat(Closing):
         )
 
     def bring(self, messages: Sequence[Writable]) -> list[Message]:
-        """The messages with the bytes of their pictures and sounds inside, from wherever those may come."""
+        """The messages with their pictures and sounds opened, from wherever those may come."""
+        said = taken(read_messages(messages), self._sight())
+        contents = iter(opened_all((one for message in said for one in message.attachments), self.media))
         return [
-            replace(message, attachments=tuple(one.contained(self.media) for one in message.attachments))
-            for message in taken(read_messages(messages), self._sight())
+            replace(message, attachments=tuple(replace(one, source=next(contents)) for one in message.attachments))
+            for message in said
         ]
 
     def close(self) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from afterglow.errors import InvalidArgument, UnsupportedOption
+from afterglow.errors import InvalidArgument, InvalidMedia, UnsupportedOption
 from afterglow.media import identity
 from afterglow.media.contents import Content, Picture, Sound
-from afterglow.media.opening import MediaPolicy, bring, data_uri, open_attachment
-from afterglow.media.policy import Kind
+from afterglow.media.opening import MediaPolicy, bring, open_attachment
+from afterglow.media.policy import Kind, shown
 from afterglow.media.writing import uri_of
 
 Detail: TypeAlias = Literal["auto", "low", "high"]
@@ -51,11 +51,18 @@ class Attachment:
             return self.source
         return open_attachment(self.kind, self.source, policy, id=self.id, detail=self.detail)
 
-    def contained(self, policy: MediaPolicy) -> Attachment:
-        """The same with its bytes inside, from wherever the policy lets them come. Takes its time."""
-        if not isinstance(self.source, str):
-            return self
-        return replace(self, source=data_uri(self.kind, self.source, policy))
+
+def opened_all(attachments: Iterable[Attachment], policy: MediaPolicy) -> list[Content]:
+    """What one sees and hears in a conversation: many small files can be much to see, so all is counted."""
+    contents: list[Content] = []
+    left = policy.max_decoded_bytes
+    for one in attachments:
+        contents.append(one.opened(policy))
+        left -= contents[-1].nbytes if isinstance(one.source, str) else 0  # others were there already
+        if left < 0:
+            reason = f"with those before it, it takes more than {policy.max_decoded_bytes:,} bytes: show fewer at once"
+            raise InvalidMedia(shown(str(one.source)), reason)
+    return contents
 
 
 def read_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
@@ -160,8 +167,11 @@ def text_at(value: Any, where: str) -> str:
     return value
 
 
-def written_content(text: str, attachments: Sequence[Attachment]) -> str | list[dict[str, Any]]:
-    """Content as OpenAI writes it: what `read_content` reads.
+def written_content(
+    text: str, attachments: Sequence[Attachment], *, values: bool = False
+) -> str | list[dict[str, Any]]:
+    """Content as OpenAI writes it: what `read_content` reads. With `values`, pictures and sounds that are opened stay
+    so; without them it can be saved.
 
     >>> written_content("Hello", ())
     'Hello'
@@ -173,9 +183,13 @@ def written_content(text: str, attachments: Sequence[Attachment]) -> str | list[
     for one in sorted(attachments, key=lambda one: one.offset):
         if piece := text[start : one.offset]:
             parts.append({"type": "text", "text": piece})
-        parts.append(_written(one))
+        parts.append(_valued(one) if values and not isinstance(one.source, str) else _written(one))
         start = max(start, one.offset)
     return [*parts, {"type": "text", "text": text[start:]}] if text[start:] else parts
+
+
+def _valued(one: Attachment) -> dict[str, Any]:
+    return {"type": one.kind, one.kind: one.source}
 
 
 def _written(one: Attachment) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from afterglow.chat.content import opened_all
 from afterglow.chat.messages import Attachment, Message
 from afterglow.engine.entries import Entry, Media
 from afterglow.engine.pictures import Part, Seen
@@ -72,7 +73,7 @@ def look(messages: Sequence[Message], sight: Sight, policy: MediaPolicy = CLOSED
     if not attachments:
         return said, NOTHING
     hole = unused_character(messages)
-    contents = sight.measure([one.opened(policy) for one in attachments])
+    contents = sight.measure(opened_all(attachments, policy))
     first = 0
     for index, message in enumerate(said):
         said[index] = _with_holes(message, hole, first)

@@ -32,6 +32,8 @@ def run(
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
     chat_template: chat.Template = None,
+    projector: chat.Projector = None,
+    strip_media: chat.StripMedia = None,
     image: chat.Images = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on standard error what it took.")] = False,
 ) -> None:
@@ -47,6 +49,8 @@ def run(
         threads=threads,
         gpu_layers=gpu_layers,
         chat_template=chat_template,
+        projector=projector,
+        strip_media=strip_media,
     )
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt

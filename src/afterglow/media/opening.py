@@ -17,7 +17,7 @@ from afterglow.media.pictures import picture_of
 from afterglow.media.policy import CLOSED, Kind, MediaPolicy, shown
 from afterglow.media.sounds import sound_of
 
-__all__ = ["CLOSED", "MediaPolicy", "bring", "data_uri", "open_attachment"]
+__all__ = ["CLOSED", "MediaPolicy", "bring", "open_attachment"]
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: one is a drive
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]*={0,2}\s*")
@@ -61,13 +61,6 @@ def bring(kind: Kind, source: str, policy: MediaPolicy = CLOSED) -> bytes:
         case "file" | "":
             return read_file(source, policy)
     raise MediaRefused(shown(source), "only data:, http:, https: and file: are opened")
-
-
-def data_uri(kind: Kind, source: str, policy: MediaPolicy = CLOSED) -> str:
-    """A source that contains its data. What a message contains stays what it is, wherever the message goes."""
-    if source[:5].lower() == "data:":
-        return source
-    return f"data:{kind}/*;base64,{base64.b64encode(bring(kind, source, policy)).decode()}"
 
 
 def _written(source: str, policy: MediaPolicy) -> bytes:

@@ -31,6 +31,7 @@ class MediaPolicy:
     max_pixels: int = 32_000_000
     max_side: int = 16_384  # pixels
     max_seconds: float = 30 * 60  # of sound
+    max_decoded_bytes: int = 384 * 1024 * 1024  # of everything in one conversation
     max_redirects: int = 3
     fetch_seconds: float = 10.0  # for everything about one address
 
@@ -42,7 +43,7 @@ class MediaPolicy:
                 raise InvalidArgument("allowed_hosts", f"{host!r} is no host: write example.com or *.example.com")
         if self.allowed_directory is not None and not Path(self.allowed_directory).expanduser().is_dir():
             raise InvalidArgument("allowed_directory", f"{self.allowed_directory} is no directory")
-        for name in ("max_bytes", "max_pixels", "max_side", "max_seconds", "fetch_seconds"):
+        for name in ("max_bytes", "max_pixels", "max_side", "max_seconds", "max_decoded_bytes", "fetch_seconds"):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(name, f"must be more than 0, not {getattr(self, name)}")
         if self.max_redirects < 0:

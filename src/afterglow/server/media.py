@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from afterglow.chat.messages import plain
+from afterglow.chat.content import written_content
 from afterglow.server import limits
 from afterglow.server.service import Service
 from afterglow.serving import ServedModel
@@ -23,9 +23,17 @@ def count_media(messages: Messages) -> int:
 
 
 async def brought(service: Service, model: ServedModel, messages: Messages) -> Messages:
-    """The messages with everything inside them that they name."""
+    """The messages with everything that they name or contain opened."""
     count = count_media(messages)
     if not count:
         return messages
     limits.at_most(service.settings, "max_media", "messages", count)
-    return await service.media(lambda: [plain(one) for one in model.bring(messages)])
+    return await service.media(lambda: opened(model, messages))
+
+
+def opened(model: ServedModel, messages: Messages) -> Messages:
+    """The same, in this thread."""
+    return [
+        {**one, "content": written_content(seen.content, seen.attachments, values=True)} if one.get("content") else one
+        for one, seen in zip(messages, model.bring(messages), strict=True)
+    ]

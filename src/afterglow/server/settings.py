@@ -49,6 +49,9 @@ class ServerSettings(pydantic.BaseModel):
     max_pixels: int = pydantic.Field(32_000_000, ge=1, description="Of a picture.")
     max_side: int = pydantic.Field(16_384, ge=1, description="Of a picture, in pixels.")
     max_sound_seconds: float = pydantic.Field(1800.0, gt=0)
+    max_decoded_bytes: int = pydantic.Field(
+        384 * 1024 * 1024, ge=1, description="Of all pictures and sounds of one request, as they are seen and heard."
+    )
     stored_responses: int = pydantic.Field(256, ge=0, description="Responses that are remembered.")
     stored_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Of all remembered responses.")
 
@@ -63,5 +66,6 @@ class ServerSettings(pydantic.BaseModel):
             max_pixels=self.max_pixels,
             max_side=self.max_side,
             max_seconds=self.max_sound_seconds,
+            max_decoded_bytes=self.max_decoded_bytes,
             fetch_seconds=self.media_seconds,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gallery import coloured
 from making import gradient, saved
+from PIL import Image
 from test_commands import run
 from test_talk import Terminal
 
@@ -99,6 +102,35 @@ def test_pictures_in_a_chat_are_said_in_a_line_and_refused_by_a_model_that_canno
     assert "it is no PNG" in terminal.say(f"/image {tmp_path}/text.png")
     assert "there is no command /imag" in terminal.say(f"/imag {tmp_path}/text.png")
     assert "12 tokens at" in terminal.say("hello")
+
+
+@pytest.fixture
+def blue(tmp_path: Path) -> Path:
+    path = tmp_path / "blue.png"
+    shown = coloured("B")
+    path.write_bytes(saved(Image.frombytes("RGB", (shown.width, shown.height), shown.pixels)))
+    return path
+
+
+COLOURS = str(tiny.path("colours"))
+EYES = ("--projector", str(tiny.path("projector-colours")))
+
+
+def test_a_model_that_sees_answers_about_pictures_wherever_they_are_named(blue: Path) -> None:
+    for command in (("chat", COLOURS), ("run", "What is this?", "--model", COLOURS)):
+        done = run(*command, *EYES, "--image", str(blue), question="What is this?")
+        assert (done.returncode, done.stdout.strip()) == (0, "B"), done.stderr
+
+
+def test_a_file_dragged_into_the_chat_is_seen(blue: Path) -> None:
+    terminal = Terminal(*EYES, model=COLOURS)
+    shown = terminal.say(f"{blue} What is this?")
+    assert "a picture: blue.png, 40 by 30 pixels" in shown
+    assert re.search(r"^B$", shown, re.MULTILINE)
+    assert "a picture: blue.png" in terminal.say(str(blue))
+    assert re.search(r"^B$", terminal.say("And this?"), re.MULTILINE)
+    assert "user: [picture] And this?" in terminal.say("/history")
+    assert terminal.end() == 0
 
 
 def test_a_piped_question_and_a_run_take_pictures_and_say_what_is_wrong(cat: Path, tmp_path: Path) -> None:

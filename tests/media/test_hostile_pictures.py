@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from making import chunk, gradient, moving, png, saved, webp, zeros
 
 from afterglow.errors import InvalidMedia
+from afterglow.media import pictures
 from afterglow.media.opening import MediaPolicy
 from afterglow.media.pictures import picture_of
-from afterglow.media.shapes import MAX_BLOCKS, MAX_CHUNKS
+from afterglow.media.shapes import MAX_BLOCKS, MAX_CHUNKS, Shape
 
 JPEG = saved(gradient(), "JPEG")
 PNG = saved(gradient())
@@ -37,9 +38,16 @@ def scanned(times: int) -> bytes:
     return data[:-2] + data[last:-2] * times + b"\xff\xd9"
 
 
-def bmp(width: int, height: int, packing: int = 0) -> bytes:
-    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, packing, 0, 0, 0, 0, 0)
+def bmp(width: int, height: int) -> bytes:
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 0, 0, 0, 0, 0, 0)
     return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54) + header + bytes(4096)
+
+
+def packed_bmp() -> bytes:
+    """A whole picture of four million runs, which Pillow would unpack in Python."""
+    header = struct.pack("<IiiHHIIiiII", 40, 2000, 2000, 1, 8, 1, 0, 0, 0, 0, 0)
+    runs = (b"\1\0" * 2000 + b"\0\0") * 2000
+    return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + bytes(1024) + runs + b"\0\1"
 
 
 def gif_of_small_blocks() -> bytes:
@@ -85,7 +93,7 @@ HOSTILE = {
     "a WebP of the largest size without loss": lambda: webp(b"VP8L", b"\x2f\xff\xff\xff\xff" + bytes(50)),
     "a WebP that was cut off": lambda: saved(gradient(), "WEBP")[:100],
     "a WebP of nonsense": lambda: webp(b"JUNK", bytes(100)),
-    "a packed BMP": lambda: bmp(5000, 5000, packing=1),
+    "a packed BMP": packed_bmp,
     "a BMP of the largest size": lambda: bmp(2**31 - 1, -(2**31)),
     "a BMP that was cut off": lambda: bmp(3000, 3000),
     "a TIFF": lambda: saved(gradient(), "TIFF"),
@@ -119,6 +127,22 @@ def test_a_hostile_file_is_refused_at_once_and_takes_no_memory(name):
 
 def test_there_are_enough_of_them():
     assert len(HOSTILE) >= 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in HOSTILE if "largest size" in name or "grows" in name or "huge" in name or "header of" in name],
+)
+def test_a_file_that_says_it_is_too_large_is_shown_to_no_decoder(name, monkeypatch):
+    monkeypatch.setattr(pictures, "FORMATS", {})
+    with pytest.raises(InvalidMedia, match=r"pixels.*scale it down"):
+        picture_of(HOSTILE[name]())
+
+
+def test_what_the_decoder_says_about_the_size_holds_too(monkeypatch):
+    monkeypatch.setattr(pictures, "shape_of", lambda data: Shape("PNG", 1, 1))
+    with pytest.raises(InvalidMedia, match="64 by 48 pixels"):
+        picture_of(PNG, MediaPolicy(max_pixels=1000))
 
 
 def test_a_hundred_refusals_leave_nothing_behind():
