@@ -48,6 +48,9 @@ class DraftModel:
         ledger = Ledger()
         self._slots = [Slot(number, backend, ledger) for number in range(backend.capabilities.sequences)]
 
+    def ready(self, job: Job) -> bool:
+        return True
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wishes]
         try:

@@ -296,16 +296,18 @@ class Engine:
             sequence.aligned = length
 
     def _measure(self, spans: list[Span], tokens: int, seconds: float) -> None:
-        rows = sum([len(span.ids) for span in spans])
-        guesses = sum([span.outputs - 1 for span in spans if span.outputs > 1])
-        self.counters.decodes += 1
-        self.counters.rows += rows
-        self.counters.widest = max(self.counters.widest, len(spans))
+        rows, guesses, counters = 0, 0, self.counters
+        for span in spans:
+            rows += len(span.ids)
+            guesses += max(span.outputs - 1, 0)
+        counters.decodes += 1
+        counters.rows += rows
+        counters.widest = max(counters.widest, len(spans))
         if rows - guesses == len(spans):
             self.memory.costs.stepped(seconds)
             self.drafting.measured(rows, len(spans), tokens, seconds)
         else:
-            self.counters.prompt_entries += rows
+            counters.prompt_entries += rows
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:

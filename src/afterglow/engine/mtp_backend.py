@@ -127,6 +127,9 @@ class MtpDrafter:
     def __init__(self, session: MtpSession) -> None:
         self._session = session
 
+    def ready(self, job: Job) -> bool:
+        return True
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         most = self._session.settings.n_draft_max
         last: dict[int, int] = {}
