@@ -144,11 +144,32 @@ def test_heads_and_their_memory_follow_saved_sequences(engines):
     check(engine)
 
 
-def test_a_model_without_heads_or_without_snapshots_is_refused(engines):
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("name", ["successor-mtp", "successor-mtp-75"])
+def test_heads_of_a_memory_without_snapshots_guess_with_replay(engines, name, unified):
+    engine = engines(name, 4, "mtp", unified=unified, rollback=0)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == follow(one.entries[-1], 56)
+    assert engine.counters.accepted > 50
+    assert (engine.counters.replayed > 0) == (name == "successor-mtp-75")
+    check(engine)
+
+
+def test_noisy_heads_and_replay_change_no_token_on_random_weights(engines):
+    cold, engine = engines("hybrid-mtp", "off"), engines("hybrid-mtp", 3, "mtp", rollback=0)
+    for number in range(3):
+        entries = ordinary(120 + 30 * number, number)
+        answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
+        agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
+        check(engine)
+    assert engine.counters.replayed > 0
+
+
+def test_a_model_without_heads_is_refused(engines):
     with pytest.raises(UnsupportedOperation, match="no MTP heads"):
         engines("successor-hybrid", 3, "mtp")
-    with pytest.raises(InvalidArgument, match="rollback"):
-        engines("successor-mtp", 3, "mtp", rollback=0)
     assert not [handle for handle in open_handles() if handle._name == "model"]
 
 

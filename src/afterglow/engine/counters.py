@@ -19,6 +19,7 @@ class Counters:
     widest: int = 0  # most jobs in one decode
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
+    replayed: int = 0  # entries computed again, because memory could not drop wrong guesses without them
 
 
 @dataclass(slots=True)

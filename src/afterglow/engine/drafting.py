@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 from afterglow.engine.backend import Capabilities
 from afterglow.engine.costs import WEIGHT, Costs
 from afterglow.engine.job import Job
+from afterglow.engine.replay import Replay
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.speculation import LONGEST, NOTHING, Acceptance, Account, Choice, choose_length
 from afterglow.errors import UnsupportedOption
@@ -60,19 +61,29 @@ class Drafting:
     """Asks drafters for guesses, as many as are expected to pay, and learns from what came of them."""
 
     def __init__(
-        self, settings: EngineSettings, capabilities: Capabilities, costs: Costs, drafters: Sequence[Drafter]
+        self,
+        settings: EngineSettings,
+        capabilities: Capabilities,
+        costs: Costs,
+        drafters: Sequence[Drafter],
+        replay: Replay | None = None,
     ) -> None:
+        """`replay` is for memory that cannot drop wrong guesses by itself."""
+        self.replay = replay
         self.account = Account()
         self._fixed = settings.speculation if isinstance(settings.speculation, int) else None
         on = settings.speculation != "off" and not settings.deterministic
-        if on and self._fixed is not None and capabilities.max_rollback == 0:
+        able = capabilities.max_rollback > 0 or replay is not None
+        if on and self._fixed is not None and not able:
             raise UnsupportedOption(
-                "speculation", f"this {capabilities.memory} memory cannot drop wrong guesses: it needs a `rollback`"
+                "speculation",
+                f"this {capabilities.memory} memory can neither drop wrong guesses nor go back to a saved state",
             )
         self._owned = list(drafters)
         chosen = choose_drafters(drafters, settings)
-        self._drafters = chosen if on and capabilities.max_rollback > 0 else []
+        self._drafters = chosen if on and able else []
         self._capabilities = capabilities
+        self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
         self._costs = costs
         self._usual = {drafter.name: Acceptance() for drafter in drafters}
         self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
@@ -97,7 +108,11 @@ class Drafting:
         rows = len(generating)
         if self._fixed is None and not (generating and not prompts and self._affordable(rows)):
             return
-        ready = {job: able for job in generating if (able := [one for one in self._drafters if one.ready(job)])}
+        ready = {
+            job: able
+            for job in generating
+            if not job.replay and (able := [one for one in self._drafters if one.ready(job)])
+        }
         if not ready:
             return
         spare = self._spare(rows + len(prompts), rows)
@@ -121,12 +136,12 @@ class Drafting:
 
     def _limit(self, job: Job, spare: int) -> int:
         """Guesses that could be right, could be computed, and could be dropped again."""
-        if job.guessing.barred:
+        if job.guessing.barred or job.replay:  # what drafters know is that memory lacks one token
             return 0
         assert job.sequence is not None
         left = LONGEST if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
         room = job.room - job.sequence.cells - 1
-        return max(0, min(LONGEST, left, room, spare, self._capabilities.max_rollback))
+        return max(0, min(self._reach, left, room, spare))
 
     def _choices(self, job: Job, able: Sequence[Drafter], rows: int, spare: int) -> list[tuple[Drafter, int]]:
         """Those that would help this job, the most promising first, and how far each should guess."""
@@ -159,7 +174,12 @@ class Drafting:
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
         steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
         return choose_length(
-            rate, limit, lambda count: steps.of(count, per_row), rows=rows, guessing=self._per_guess[name]
+            rate,
+            limit,
+            lambda count: steps.of(count, per_row),
+            rows=rows,
+            guessing=self._per_guess[name],
+            saving=None if self.replay is None else self.replay.seconds,
         )
 
     def _wishes(
@@ -195,6 +215,11 @@ class Drafting:
         self._spent += seconds
         return total
 
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """The decode is about to run: save what cannot be dropped again."""
+        if self.replay is not None and self._drafters:
+            self._spent += self.replay.keep(jobs)
+
     def verified(self, job: Job, drafted: int, accepted: int) -> None:
         """So many of a job's guesses were computed, and so many of them were right."""
         guessing = job.guessing
@@ -210,7 +235,8 @@ class Drafting:
         if not self._drafters:
             return
         costs = self._costs
-        costs.steps.measured(rows, seconds)
+        returning = 0.0 if self.replay is None else self.replay.settle()
+        costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()

@@ -19,6 +19,7 @@ from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
 from afterglow.engine.lookup import Lookup
 from afterglow.engine.memory import PrefixMemory
+from afterglow.engine.replay import Replay
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
 from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
 from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
@@ -59,7 +60,8 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.memory = PrefixMemory(backend, self.ledger, self.settings, grid)
         self.counters = Counters()
-        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters])
+        replay = Replay(backend) if capabilities.replays and not capabilities.max_rollback else None
+        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters], replay)
         self.guides = Guides(backend.words)  # for any thread
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
@@ -229,7 +231,7 @@ class Engine:
 
     def _stop_running(self, job: Job) -> None:
         self._running.remove(job)
-        sequence, job.sequence = self._held(job), None
+        sequence, job.sequence, job.replay = self._held(job), None, 0
         self.memory.release(sequence)
 
     # --- one decode
@@ -250,6 +252,7 @@ class Engine:
     def _decode(self, chosen: list[tuple[Job, int]]) -> None:
         spans = [self._span(job, count) for job, count in chosen]
         jobs = [job for job, _ in chosen]
+        self.drafting.prepare(jobs)
         with self._guard:
             self._decoding = jobs
         started = time.perf_counter()
@@ -276,10 +279,13 @@ class Engine:
         return Span(sequence.number, job.pending(count), sequence.position, outputs)
 
     def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
-        tokens = 0
+        tokens = replayed = 0
         for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
             self._held(job).decoded(span.ids)
             job.decoded_at = started
+            if job.replay:
+                replayed += min(job.replay, len(span.ids) - 1)
+                job.replay = max(0, job.missing - 1)
             if self.settings.deterministic:
                 self._note_alignment(job, len(span.ids))
             if span.outputs:
@@ -287,7 +293,7 @@ class Engine:
             else:
                 self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
                 self._at_cut(job)
-        self._measure(spans, tokens, time.perf_counter() - started)
+        self._measure(spans, tokens, replayed, time.perf_counter() - started)
 
     def _note_alignment(self, job: Job, count: int) -> None:
         sequence, grid = self._held(job), self.settings.grid
@@ -295,15 +301,16 @@ class Engine:
         if length <= len(job.prompt) and length - count == sequence.aligned and length % grid == 0:
             sequence.aligned = length
 
-    def _measure(self, spans: list[Span], tokens: int, seconds: float) -> None:
+    def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
         rows, guesses, counters = 0, 0, self.counters
         for span in spans:
             rows += len(span.ids)
             guesses += max(span.outputs - 1, 0)
         counters.decodes += 1
         counters.rows += rows
+        counters.replayed += replayed
         counters.widest = max(counters.widest, len(spans))
-        if rows - guesses == len(spans):
+        if rows - guesses - replayed == len(spans):
             self.memory.costs.stepped(seconds)
             self.drafting.measured(rows, len(spans), tokens, seconds)
         else:
@@ -332,7 +339,7 @@ class Engine:
             self.drafting.verified(job, len(job.draft), job.accepted - accepted)
             self.counters.drafted += len(job.draft)
             self.counters.accepted += job.accepted - accepted
-        whole = not job.draft or drop_wrong(job)
+        whole = not job.draft or drop_wrong(job, self.drafting.replay)
         if failure is not None:
             self._fail(job, failure)
         elif ending is not None:

@@ -98,10 +98,21 @@ class MtpSession:
     """
 
     def __init__(
-        self, target: Context, draft: Context, *, sequences: int, n_draft_max: int, n_min: int = 0, p_min: float = 0.0
+        self,
+        target: Context,
+        draft: Context,
+        *,
+        sequences: int,
+        n_draft_max: int,
+        n_min: int = 0,
+        p_min: float = 0.0,
+        replays: bool = False,
     ) -> None:
+        """`replays`: wrong guesses leave the target because the caller puts a saved state back, not by `accept`."""
         self.settings = MtpSettings(sequences=sequences, n_draft_max=n_draft_max, n_min=n_min, p_min=p_min)
         _check(target, draft, self.settings)
+        if not replays:
+            _check_rollback(target, n_draft_max)
         self.target, self.draft_context = target, draft  # kept alive as long as the session
         self.statistics = MtpStatistics()
         self._heads = draft.model.info.mtp_layers
@@ -334,7 +345,10 @@ def _check(target: Context, draft: Context, settings: MtpSettings) -> None:
         raise InvalidArgument("draft", f"must take batches of {target.batch.capacity} rows, as the target does")
     if draft.max_outputs < settings.sequences:
         raise InvalidArgument("draft", f"must give an output for each of {settings.sequences} sequences")
-    if target.memory.kind in ("recurrent", "hybrid") and target.max_rollback < settings.n_draft_max:
+
+
+def _check_rollback(target: Context, n_draft_max: int) -> None:
+    if target.memory.kind in ("recurrent", "hybrid") and target.max_rollback < n_draft_max:
         raise InvalidArgument(
             "n_draft_max",
             f"must be at most {target.max_rollback}, the target's `rollback`: its memory could not drop wrong guesses",

@@ -43,7 +43,13 @@ class MtpBackend(LlamaBackend):
     def __init__(self, context: Context, heads: Context, sequences: int | None = None, *, n_draft_max: int) -> None:
         super().__init__(context, sequences)
         self.heads = heads
-        self.session = MtpSession(context, heads, sequences=self.capabilities.sequences, n_draft_max=n_draft_max)
+        self.session = MtpSession(
+            context,
+            heads,
+            sequences=self.capabilities.sequences,
+            n_draft_max=n_draft_max,
+            replays=not self.capabilities.max_rollback,
+        )
 
     def decode(self, spans: Sequence[Span]) -> None:
         super().decode(spans)

@@ -74,9 +74,9 @@ def make_engine(
 
 def _with_heads(context: Context, sequences: int | None) -> MtpBackend:
     heads = Context(context.model, replace(context.settings, rollback=0), mtp_of=context)
-    limit = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else LONGEST
-    try:
-        return MtpBackend(context, heads, sequences, n_draft_max=max(1, min(LONGEST, limit)))
+    snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else LONGEST
+    try:  # without snapshots wrong guesses are undone by replay, however many there are
+        return MtpBackend(context, heads, sequences, n_draft_max=min(LONGEST, snapshots or LONGEST))
     except BaseException:
         heads.close()
         raise

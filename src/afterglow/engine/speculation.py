@@ -72,23 +72,36 @@ NOTHING = Choice(0, 1.0)
 
 
 def choose_length(
-    rate: float, limit: int, seconds: Callable[[int], float], *, rows: int = 1, guessing: float = 0.0
+    rate: float,
+    limit: int,
+    seconds: Callable[[int], float],
+    *,
+    rows: int = 1,
+    guessing: float = 0.0,
+    saving: float | None = None,
 ) -> Choice:
     """The number of guesses that is expected to bring most tokens per second; 0 where none is.
 
     `seconds` says what a decode of so many rows takes, `rows` how many it has without these guesses, and `guessing`
-    what making one guess takes.
+    what making one guess takes. Memory that cannot drop a wrong guess saves its state before, which takes `saving`,
+    puts it back where one was wrong, and computes the right ones again with the next token.
 
     >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows).length    # rows cost nothing: guess far
     8
     >>> choose_length(0.8, 8, lambda rows: 1.0 * rows).length           # every row costs a decode: do not
+    0
+    >>> choose_length(0.9, 8, lambda rows: 1.0 + 0.01 * rows, saving=2.0).length    # more than it brings
     0
     """
     plain = rows / seconds(rows)
     best = NOTHING
     for length in range(1, limit + 1):
         tokens = rows - 1 + expected_tokens(rate, length)
-        gain = tokens / (seconds(rows + length) + length * guessing) / plain
+        cost = seconds(rows + length) + length * guessing
+        if saving is not None:
+            again = seconds(rows + 1 + round(tokens - rows)) - seconds(rows)  # the token before the guesses, too
+            cost += saving + (1 - rate**length) * (saving + again)
+        gain = tokens / cost / plain
         if gain > max(best.gain, WORTHWHILE):
             best = Choice(length, gain)
     return best

@@ -23,7 +23,8 @@ GUESSES = 16  # that one decode can verify
 class FakeBackend:
     """A backend of any memory kind in a few hundred lines of arithmetic.
 
-    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`. With `rounding` the
+    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`, and `replays` whether it
+    can go back to a saved one. With `rounding` the
     shape of a decode moves what its rows come to, as floating point does. Prompts may hold media once `ledger` is the
     engine's.
 
@@ -44,6 +45,7 @@ class FakeBackend:
         vocabulary: int = 64,
         total_cells: int | None = None,
         rollback: int = 0,
+        replays: bool = True,
         rounding: bool = False,
         identity: str = "fake",
     ) -> None:
@@ -58,6 +60,7 @@ class FakeBackend:
             shared=shared,
             interruptible=True,
             max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
+            replays=replays and memory in ("recurrent", "hybrid"),
         )
         self.ends = frozenset({0})
         self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
