@@ -136,7 +136,12 @@ def _(put):
         original(self, settings, capabilities, costs, drafters, replay)
         self._drafters = list(drafters)
 
+    def schedule(original, self):
+        self.drafting.offer([job for job in self._running if job.generating], [])
+        return original(self)
+
     wrapped(Drafting, "__init__", make)(put)
+    wrapped(engine_module.Engine, "_schedule", schedule)(put)
 
 
 # --- going back to a saved state
