@@ -11,6 +11,7 @@ from test_commands import run
 from afterglow import tiny
 from afterglow.cli import opening
 from afterglow.cli.chat import answer_options, switch
+from afterglow.cli.serve import drafts
 from afterglow.cli.settings import Settings, settings
 from afterglow.errors import InvalidArgument
 
@@ -117,3 +118,12 @@ def test_a_chat_template_that_is_not_there_is_said():
     done = run("chat", str(tiny.path("attention")), "--chat-template", "/nowhere.jinja", question="x")
     assert done.returncode == 1
     assert "/nowhere.jinja cannot be read" in done.stderr
+
+
+def test_a_draft_is_for_all_models_or_for_the_one_it_names():
+    small = tiny.path("draft")
+    assert drafts(f"mtp,one={small}", ["one", "two"]) == {"one": small, "two": "mtp"}
+    assert drafts(str(small), ["one"]) == {"one": small}
+    assert drafts(None, ["one"]) == {}
+    with pytest.raises(InvalidArgument, match=r"'other' is not served; there are one"):
+        drafts("other=mtp", ["one"])

@@ -95,6 +95,12 @@ class Drafting:
         self._next = 0  # the decode before which nobody is asked
         self._given: list[Job] = []  # who has guesses, or had them in the last decode
         self._guessed = 0  # decodes with guesses since the last without
+        self._verified: list[Job] = []  # whose guesses were in the decode that is being measured
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who may guess."""
+        return tuple(drafter.name for drafter in self._drafters)
 
     def offer(self, generating: Sequence[Job], prompts: Sequence[Job]) -> None:
         """Give jobs that generate their guesses for the coming decode, in which others may have prompts."""
@@ -225,6 +231,8 @@ class Drafting:
         guessing = job.guessing
         name = guessing.drafter
         job.drafted += drafted
+        job.drafts += 1
+        self._verified.append(job)
         guessing.tried = self._decodes
         guessing.verified(name, drafted, accepted)
         self._usual[name].verified(drafted, accepted)
@@ -246,7 +254,10 @@ class Drafting:
             self.account.plain(seconds)
         else:
             self._guessed += 1
-            self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            won = self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            for job in self._verified:
+                job.seconds_saved += won / len(self._verified)
+        self._verified = []
 
     def pause(self) -> None:
         """Guesses did not fit into memory: do without them for a while."""

@@ -337,6 +337,7 @@ class Engine:
             failure = error
         if job.draft:
             self.drafting.verified(job, len(job.draft), job.accepted - accepted)
+            self.counters.drafts += 1
             self.counters.drafted += len(job.draft)
             self.counters.accepted += job.accepted - accepted
         whole = not job.draft or drop_wrong(job, self.drafting.replay)

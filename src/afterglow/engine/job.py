@@ -46,6 +46,8 @@ class Job:
     decoded_at: float = 0.0
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
+    drafts: int = 0  # decodes that had guesses
+    seconds_saved: float = 0.0  # by guesses
 
     @property
     def known(self) -> int:
@@ -103,6 +105,8 @@ class Job:
             generated=len(self.generated),
             drafted=self.drafted,
             accepted=self.accepted,
+            drafts=self.drafts,
+            seconds_saved=self.seconds_saved,
             queue_time=admitted - self.submitted,
             prefill_time=first - admitted,
             decode_time=now - first,

@@ -70,9 +70,16 @@ class Usage:
     generated: int = 0
     drafted: int = 0  # tokens that were guessed and computed before they were drawn
     accepted: int = 0  # and those of them that were drawn: as many decodes were saved
+    drafts: int = 0  # decodes that had guesses
+    seconds_saved: float = 0.0  # by guesses, as far as measured; less than 0 where they lost
     queue_time: float = 0.0
     prefill_time: float = 0.0
     decode_time: float = 0.0
+
+    @property
+    def draft_length(self) -> float:
+        """How many tokens were guessed at a time, on average."""
+        return self.drafted / self.drafts if self.drafts else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,12 +129,13 @@ class Account:
             self.credit = self.START * seconds
         self.credit = min(self.credit + self.SHARE * seconds, self.MOST * seconds)
 
-    def guessed(self, spent: float, saved: float, step: float) -> None:
+    def guessed(self, spent: float, saved: float, step: float) -> float:
         """A decode with guesses took `spent` seconds; without, its tokens would have taken `saved`. `step` is what a
-        plain decode takes."""
+        plain decode takes. What was won, or lost where it is less than 0."""
         gain = max(saved - spent, -self.WORST * step)
         self.won += gain
         self.credit = min((self.credit or 0.0) + gain, self.MOST * step)
+        return gain
 
     @property
     def solvent(self) -> bool:
