@@ -11,7 +11,7 @@ from test_commands import run
 from afterglow import tiny
 from afterglow.cli import opening
 from afterglow.cli.chat import answer_options, switch
-from afterglow.cli.serve import drafts
+from afterglow.cli.serve import drafts, served_settings
 from afterglow.cli.settings import Settings, settings
 from afterglow.errors import InvalidArgument
 
@@ -89,6 +89,7 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         seed=3,
         max_tokens=9,
         reasoning="off",
+        pin_system=True,
     )
     told: dict[str, object] = {}
     monkeypatch.setattr(opening, "load", lambda path, **options: told.update(options))
@@ -97,6 +98,9 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
     expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
     assert {name: told[name] for name in expected} == expected
     assert told["chat_template"] == "{{ messages[0].content }}"
+    assert told["engine"].pin_system
+    assert served_settings(chosen).engine.pin_system
+    assert not served_settings(settings()).engine.pin_system
     assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 
 

@@ -232,7 +232,7 @@ def test_the_disk_has_a_limit(make, folder):
 
 def test_what_is_pinned_stays_on_disk(make, folder):
     engine = make(settings={"disk_bytes": 20_000}, sequences=1)
-    engine.memory.tiers.pin(np.array(prompt(40, 100)), "")
+    engine.memory.tiers.pinning.pin(np.array(prompt(40, 100)), "")
     ask(engine, prompt(40, 100))
     for number in range(10):
         ask(engine, prompt(60, number))

@@ -16,6 +16,7 @@ from afterglow.cli import chat
 from afterglow.cli.opening import local_path, template_text
 from afterglow.cli.settings import Settings, settings
 from afterglow.engine.recipe import Draft
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.server.roster import Roster
 from afterglow.server.run import bind
@@ -70,6 +71,7 @@ def serve(
     gpu_layers: chat.GpuLayers = None,
     chat_template: chat.Template = None,
     draft: Drafts = None,
+    pin_system: Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")] = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
@@ -83,6 +85,7 @@ def serve(
         gpu_layers=gpu_layers,
         chat_template=chat_template,
         draft=",".join(draft) if draft else None,
+        pin_system=pin_system,
         server={
             "host": host,
             "port": port,
@@ -117,6 +120,7 @@ def served_settings(chosen: Settings) -> ServedSettings:
         gpu_layers=chosen.gpu_layers,
         threads=chosen.threads,
         chat_template=template_text(chosen.chat_template),
+        engine=EngineSettings(pin_system=chosen.pin_system),
     )
 
 

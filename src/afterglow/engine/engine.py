@@ -86,6 +86,8 @@ class Engine:
         if request.id in self._jobs:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         guide = guide or self.guides.prepare(request)
+        if self.settings.pin_system and request.system:
+            self.memory.tiers.pinning.pin(ids[: request.system], request.salt, system=True)
         stops = StopMatcher(request.stop) if request.stop else None
         sampler = self.backend.sampler(request.sampling)
         room = self.backend.capabilities.cells

@@ -242,7 +242,8 @@ class PrefixMemory:
             return []
         taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
-        points = cut_points(len(ids), boundaries, taken, ubatch, self._settings)
+        pinned = self.tiers.pinning.pins.depths(ids, salt)
+        points = cut_points(len(ids), boundaries.union(pinned), taken, ubatch, self._settings)
         return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
@@ -266,6 +267,7 @@ class PrefixMemory:
         checkpoint = self.tiers.checkpoint(ids, sequence.salt, state, sequence.aligned)
         if state.nbytes and self.marks.fits(checkpoint.nbytes):
             self.marks.add(checkpoint)
+            self.tiers.pinning.note()
 
     # --- storing what has to go
 

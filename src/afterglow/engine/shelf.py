@@ -172,7 +172,7 @@ class Shelf:
             kind="state", model=self._model, key=key, parent=checkpoint.before, start=checkpoint.start,
             ids=self._ledger.stable(checkpoint.ids), aligned=checkpoint.aligned, cells=0,
             seconds=seconds, worth=seconds / checkpoint.nbytes if alone else self._worth, layout=b"",
-            payload=self._backend.pack(checkpoint.state),
+            payload=self._backend.pack(checkpoint.state), pinned=checkpoint.pinned,
         )  # fmt: skip
 
     # --- from the disk
