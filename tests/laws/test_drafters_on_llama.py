@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from play import GREEDY, LAYOUTS, ask, check, play, request
 from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
@@ -25,14 +26,14 @@ def engines():
     """Make engines on tiny models; all are closed at the end."""
     with ExitStack() as stack:
 
-        def make(name: str, length: int | str, draft=None, **context) -> Engine:
+        def make(name: str, length: int | str, draft=None, settings=None, **context) -> Engine:
             defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 40, "threads": 1}
             drafters = None if draft is None else ("mtp",) if draft == "mtp" else ("draft",)
             rollback = ROLLBACK if "hybrid" in name or "mtp" in name else 0
             recipe = LlamaEngine(
                 path=tiny.path(name),
                 context=ContextSettings(**{**defaults, "rollback": rollback, **context}),
-                engine=EngineSettings(speculation=length, drafters=drafters),
+                engine=EngineSettings(speculation=length, drafters=drafters, **(settings or {})),
                 draft=draft if draft in (None, "mtp") else tiny.path(draft),
             )
             engine = recipe()
@@ -107,8 +108,7 @@ def test_noisy_heads_change_no_token_on_random_weights(engines, unified):
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 def test_heads_know_after_a_hit_what_they_knew_before_it(engines, unified):
-    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here:
-    what comes out of segments comes without.)"""
+    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here.)"""
     engine = engines("hybrid-mtp", 2, "mtp", unified=unified)
     backend = engine.backend
     backend.cells = lambda state, partial: None
@@ -124,6 +124,61 @@ def test_heads_know_after_a_hit_what_they_knew_before_it(engines, unified):
         guesses = backend.session.draft({slot.number: 30})[slot.number]
         assert backend.heads.memory.positions(slot.number) == (0, len(prompt) - 1)
         assert guesses == cold.backend.session.draft({other.number: 30})[other.number]
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp_path, unified, place):
+    """Segments hold the heads' cells, and checkpoints the hidden state: also in another process."""
+    settings = {"disk_directory": tmp_path / "prefix", "segment": 16}
+    layout = {"sequences": 1, "cells": 1024, "unified": unified}
+    engine = engines("hybrid-mtp", 2, "mtp", settings, **layout)
+    entries, boundaries = ordinary(150, 1), frozenset({100})
+    ask(engine, entries, boundaries=boundaries, max_tokens=1)
+    ask(engine, ordinary(60, 9), max_tokens=1)  # takes the only sequence
+    if place == "disk":
+        engine.memory.close()
+        engine = engines("hybrid-mtp", 2, "mtp", settings, **layout)
+    cold = engines("hybrid-mtp", 2, "mtp", **layout)
+    for last in (ordinary(20, 2), ordinary(25, 3)):
+        prompt = entries[:100] + last
+        hits = engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits
+        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached == 100
+        assert engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits == hits + 1
+        ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
+        guesses = engine.backend.session.draft({0: 30})[0]
+        assert engine.backend.heads.memory.positions(0) == (0, len(prompt) - 1)
+        assert guesses == cold.backend.session.draft({0: 30})[0]
+        assert np.array_equal(logits_of_heads(engine), logits_of_heads(cold))  # bit for bit
+        check(engine)
+        ask(engine, ordinary(60, 9), max_tokens=1)
+
+
+def logits_of_heads(engine: Engine) -> np.ndarray:
+    """What the heads say of one more token after all that sequence 0 holds."""
+    heads, session = engine.backend.heads, engine.backend.session
+    end = heads.memory.positions(0)[1] + 1
+    heads.batch.clear()
+    heads.batch.add_one(30, position=end, sequence=0, output=True)
+    heads.batch.hidden[0] = session.row(0, end)
+    heads.decode()
+    found = heads.logits(0).copy()
+    heads.memory.remove(0, start=end)
+    return found
+
+
+def test_heads_that_know_only_the_last_entries_are_stored_and_come_back_so(engines, monkeypatch):
+    monkeypatch.setattr("afterglow.engine.mtp.WAITING", 48)
+    engine = engines("hybrid-mtp", 2, "mtp", {"segment": 16}, sequences=1, cells=1024)
+    entries = ordinary(150, 1)
+    ask(engine, entries, max_tokens=1)
+    ask(engine, ordinary(60, 9), max_tokens=1)
+    answer = ask(engine, [*entries, 30], max_tokens=1)
+    assert answer.cached == 150
+    engine.backend.session.compute([0])
+    first, last = engine.backend.heads.memory.positions(0)
+    assert (first, last) == (102, 150)
+    check(engine)
 
 
 def test_heads_and_their_memory_follow_saved_sequences(engines):
