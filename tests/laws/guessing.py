@@ -44,6 +44,9 @@ class Oracle:
     def forget(self, job: Job) -> None:
         self.forgotten.append(job.request.id)
 
+    def tidy(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 

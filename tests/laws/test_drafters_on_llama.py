@@ -10,7 +10,9 @@ from play import GREEDY, LAYOUTS, ask, check, play, request
 from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
 
 from afterglow import tiny
+from afterglow.engine.draft_model import DraftModel
 from afterglow.engine.engine import Engine
+from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, UnsupportedOperation, UnsupportedOption
@@ -253,23 +255,74 @@ def test_a_draft_model_that_says_something_else_changes_no_token(engines):
         answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
         assert answer.end.usage.drafted > answer.end.usage.accepted
-    drafter = next(one for one in engine.drafting._drafters if one.name == "draft")
-    assert max(len(slot) for slot in drafter._slots) > 150
+    assert max(len(slot) for slot in drafter_of(engine).memory.slots) > 150
 
 
 def test_a_draft_model_computes_only_what_is_new_of_the_next_turn(engines):
     engine = engines("successor-attention", 4, "successor-recurrent")
-    backend = next(one for one in engine.drafting._drafters if one.name == "draft")._backend
+    backend = drafter_of(engine)._backend
     (one,) = cycles(engine, 1)
     first = play(engine, one)["0"].tokens
-    decoded = []
-    original = backend.decode
-    backend.decode = lambda spans: decoded.append(sum(len(span.ids) for span in spans)) or original(spans)
+    decoded = counted(backend)
     turn = [*one.entries, *first, *one.entries[:7]]
     answer = ask(engine, turn, max_tokens=5)
     assert answer.tokens == follow(turn[-1], 5)
     assert answer.end.usage.accepted == answer.end.usage.drafted > 0
     assert sum(decoded) < 30
+
+
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+@pytest.mark.parametrize(
+    "draft", ["successor-attention", "successor-window", "successor-recurrent", "successor-hybrid"]
+)
+def test_a_draft_model_s_own_state_is_stored_with_the_model_s(engines, tmp_path, draft, place):
+    """After others took its sequence, and after a restart, it computes only what is new, for the same tenant."""
+    settings = {"disk_directory": tmp_path / "prefix", "segment": 16}
+    engine = engines("successor-attention", 4, draft, settings, sequences=1, cells=2048)
+    words = engine.backend.context.model.vocabulary
+    entries = words.tokenize((CYCLE * 8)[:200])
+    ask(engine, entries, boundaries=frozenset({150}), max_tokens=8)
+    ask(engine, entries[7:], max_tokens=8)  # takes the only sequence of both
+    if place == "disk":
+        for memory in (engine.memory, drafter_of(engine).memory):
+            memory.close()
+        engine = engines("successor-attention", 4, draft, settings, sequences=1, cells=2048)
+    decoded = counted(drafter_of(engine)._backend)
+    turn = entries[:150] + entries[3:9]
+    answer = ask(engine, turn, max_tokens=9)
+    assert answer.tokens == follow(turn[-1], 9)
+    assert answer.cached == 150
+    assert answer.end.usage.accepted == answer.end.usage.drafted > 0
+    assert 0 < sum(decoded) < 30
+    before = sum(decoded)
+    ask(engine, turn, max_tokens=9, salt="another")
+    assert sum(decoded) - before > 150
+    tiers = drafter_of(engine).memory.tiers
+    assert tiers.ram_counters.hits + tiers.disk_counters.hits > 0
+
+
+def test_a_draft_model_keeps_to_its_share_of_the_budget(engines):
+    engine = engines("successor-attention", 4, "successor-hybrid", {"ram_bytes": 800_000}, sequences=1, cells=2048)
+    ours, theirs = engine.memory.tiers.ram, drafter_of(engine).memory.tiers.ram
+    assert ours.limit + theirs.limit == 800_000
+    words = engine.backend.context.model.vocabulary
+    for number in range(8):
+        ask(engine, words.tokenize((CYCLE * 12)[number : number + 250]), max_tokens=6)
+        assert ours.used <= ours.limit
+        assert theirs.used <= theirs.limit
+    assert theirs.used > 0
+
+
+def drafter_of(engine: Engine) -> DraftModel:
+    return next(one for one in engine.drafting._drafters if isinstance(one, DraftModel))
+
+
+def counted(backend: LlamaBackend) -> list[int]:
+    """The rows of each decode from now on."""
+    decoded: list[int] = []
+    original = backend.decode
+    backend.decode = lambda spans: decoded.append(sum(len(span.ids) for span in spans)) or original(spans)
+    return decoded
 
 
 def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(smollm2):

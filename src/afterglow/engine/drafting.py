@@ -42,6 +42,9 @@ class Drafter(Protocol):
     def forget(self, job: Job) -> None:
         """The job has ended."""
 
+    def tidy(self) -> bool:
+        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
+
     def close(self) -> None:
         """Give back what it owns."""
 
@@ -267,6 +270,10 @@ class Drafting:
         """The job has ended."""
         for drafter in self._drafters:
             drafter.forget(job)
+
+    def tidy(self) -> bool:
+        """Let drafters do what can wait; False: there is nothing."""
+        return any(drafter.tidy() for drafter in self._drafters)
 
     def close(self) -> None:
         """Give back what drafters own, also those that were never asked."""

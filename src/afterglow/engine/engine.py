@@ -126,7 +126,7 @@ class Engine:
 
     def tidy(self) -> bool:
         """Do something that can wait until nobody waits; False: there is nothing of the kind."""
-        return self.memory.tidy()
+        return self.memory.tidy() or self.drafting.tidy()
 
     def close(self) -> None:
         """End every request, keep on disk what is worth it, and give memory back."""

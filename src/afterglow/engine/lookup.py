@@ -122,6 +122,9 @@ class Lookup:
             self._idle.append((salt(job), self._used.pop(job)))
             del self._idle[:-KEPT]
 
+    def tidy(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -207,5 +207,8 @@ class MtpDrafter:
     def forget(self, job: Job) -> None:
         """Nothing is kept of a job: memory belongs to sequences."""
 
+    def tidy(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._session.draft_context.close()
