@@ -19,6 +19,7 @@ from afterglow.errors import InvalidArgument, UnsupportedOperation, UnsupportedO
 from afterglow.llama.handle import open_handles
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
+from afterglow.tiny.constructed import MISDRAFTED
 
 ROLLBACK = 6
 
@@ -31,7 +32,7 @@ def engines():
         def make(name: str, length: int | str, draft=None, settings=None, **context) -> Engine:
             defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 40, "threads": 1}
             drafters = None if draft is None else ("mtp",) if draft == "mtp" else ("draft",)
-            rollback = ROLLBACK if "hybrid" in name or "mtp" in name else 0
+            rollback = ROLLBACK if "hybrid" in name or "successor-mtp" in name else 0
             recipe = LlamaEngine(
                 path=tiny.path(name),
                 context=ContextSettings(**{**defaults, "rollback": rollback, **context}),
@@ -81,6 +82,45 @@ def test_c10_heads_that_are_wrong_after_every_fourth_token_are_right_in_three_qu
         assert answers[one.id].tokens == follow(one.entries[-1], 56)
     assert engine.counters.accepted / engine.counters.drafted == pytest.approx(0.75, abs=0.05)
     assert engine.counters.accepted > 50
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_c10_heads_in_a_chain_guess_one_each(engines, unified, length):
+    """The first head is always right, the second wrong after every fourth token: known to the last guess."""
+    engine = engines("successor-chained", length, "mtp", unified=unified)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        tokens = follow(one.entries[-1], 56)
+        assert answers[one.id].tokens == tokens
+        done, drafted, accepted = 1, 0, 0
+        while done < 56:
+            wanted = min(length, 2, 56 - done - 1)
+            right = wanted if wanted < 2 or tokens[done] not in MISDRAFTED else 1
+            done, drafted, accepted = done + right + 1, drafted + wanted, accepted + right
+        usage = answers[one.id].end.usage
+        assert (usage.drafted, usage.accepted) == (drafted, accepted)
+    check(engine)
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+def test_chained_heads_with_a_window_change_no_token_on_random_weights(engines, unified):
+    """Continued, restored behind the window, stored and recalled: the heads begin anew where theirs has passed."""
+    layout = {"unified": unified, "sequences": 2, "cells": 2048}
+    cold, engine = (
+        engines("window-chained", "off", **layout),
+        engines("window-chained", 2, "mtp", {"segment": 16}, **layout),
+    )
+    system = ordinary(150, 1)
+    for number in range(6):
+        entries = system[: 150 - 50 * (number % 2)] + ordinary(30 + 40 * number, 10 + number)
+        answer = ask(engine, entries, boundaries=frozenset({100, 150}), max_tokens=40, ignore_ends=True)
+        agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
+        assert answer.end.usage.drafted > 0
+        assert number == 0 or answer.cached >= 100
+        check(engine)
+    assert engine.memory.tiers.ram_counters.saves > 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -48,7 +48,8 @@ class MtpBackend(LlamaBackend):
     def __init__(self, context: Context, heads: Context, sequences: int | None = None, *, n_draft_max: int) -> None:
         super().__init__(context, sequences)
         self.heads = heads
-        self._heads_layout = b""  # how the heads' cells are written, once some were saved
+        # How the heads' cells are written, once some were saved; empty where they cannot be told from their state.
+        self._heads_layout: bytes | None = None
         self.session = MtpSession(
             context,
             heads,
@@ -134,9 +135,9 @@ class MtpBackend(LlamaBackend):
         own = llama_layout.cut(state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER)
         known = state.heads is not None and state.heads.positions is not None
         heads = llama_layout.cut(state.heads.data, 0) if state.heads is not None and known else None
-        if heads is not None:
-            self._heads_layout = heads.layout
-        return None if own is None or not self._heads_layout else PairedCells(own, heads, self._heads_layout)
+        if self._heads_layout is None and known:
+            self._heads_layout = b"" if heads is None else heads.layout
+        return None if own is None or self._heads_layout is None else PairedCells(own, heads, self._heads_layout)
 
     def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
         assert partial is None or isinstance(partial, llama_state.State)

@@ -23,12 +23,11 @@ class PairedCells:
     """The cells of a saved sequence; the heads have those of its last entries, or none."""
 
     def __init__(self, own: Cells, heads: Cells | None, layout: bytes) -> None:
-        """`layout` is how the heads' cells are written, whether there are any or not."""
+        """`layout` is how the heads' cells are written, whether there are any or not; empty: they are left out."""
         self.layout = LENGTH.pack(len(own.layout)) + own.layout + layout
-        self._heads_width = llama_layout.Layout.unpack(layout).width
-        self.width = own.width + 1 + self._heads_width
+        self.width = own.width + 1 + (llama_layout.Layout.unpack(layout).width if layout else 0)
         self._own = own
-        self._heads = heads if heads is not None and _ends_alike(own, heads) else None
+        self._heads = heads if layout and heads is not None and _ends_alike(own, heads) else None
 
     def __len__(self) -> int:
         return len(self._own)
