@@ -166,8 +166,8 @@ class Engine:
         reuse = self.memory.plan(known, reuse=request.reuse, slot=request.sequence, salt=request.salt)
         if reuse is None:
             return False
-        if self._find_leader(job, reuse.keep):
-            return True
+        if self._find_leader(job, reuse.keep) or (self._running and self.memory.reading(reuse)):
+            return True  # it waits for somebody else, or for the disk, and the others go on
         sequence, kept = self.memory.begin(reuse, request.salt)
         if kept < reuse.keep and not job.disappointed:  # a stored state did not load, and is gone now: plan again
             job.disappointed = True
