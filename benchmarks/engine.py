@@ -112,7 +112,7 @@ def python_per_step(steps: int) -> Row:
                     Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=4000, ignore_ends=True)
                 )
             symbols, native = library().symbols, [0.0]
-            originals = {name: getattr(symbols, name) for name in ("llama_decode", "llama_get_logits_ith")}
+            originals = {name: getattr(symbols, name) for name in ("llama_decode", "llama_get_logits")}
 
             def watched(function):  # type: ignore[no-untyped-def]
                 def call(*arguments):  # type: ignore[no-untyped-def]

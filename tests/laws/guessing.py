@@ -26,6 +26,9 @@ class Oracle:
         self.forgotten: list[str] = []
         self.calls: list[list[tuple[str, int]]] = []
 
+    def ready(self, job: Job) -> bool:
+        return True
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         self.calls.append([(job.request.id, limit) for job, limit in wishes])
         return [self._guess(job, limit) for job, limit in wishes]
@@ -40,6 +43,9 @@ class Oracle:
 
     def forget(self, job: Job) -> None:
         self.forgotten.append(job.request.id)
+
+    def tidy(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.closed = True

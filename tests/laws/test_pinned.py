@@ -152,9 +152,8 @@ def test_pins_on_disk_leave_half_of_it_for_others(tmp_path):
     assert disk.flush(20)
     pinned, total = disk.ask(lambda index: (index.total(pinned=True), index.total()))
     assert 0 < pinned <= 10_000 + 1_000  # what was written last is not counted yet
-    assert total <= 20_000
+    assert pinned + 5_000 < total <= 20_000
     engine.close()
-    assert ask(fake("attention", settings, sequences=1), [*prompt(60, 2), 5]).cached >= 56
 
 
 def test_more_entries_than_there_are_cannot_be_the_system_prompt():

@@ -21,6 +21,8 @@ class Detokenizer:
 
     def feed(self, piece: bytes) -> str:
         """The text that can be shown now."""
+        if not self._stops:
+            return self._decoder.decode(piece)
         self._held += self._decoder.decode(piece)
         keep = self._possible_stop()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

@@ -1,7 +1,7 @@
 """The disk tier: a thread that writes segments and checkpoints behind the engine's back, and reads for the next start.
 
 Whatever the disk does, the engine goes on: what cannot be queued is dropped, what cannot be written is not there, what
-cannot be read is a miss. The thread owns the table; the engine's thread only maps files.
+cannot be read is a miss. The thread owns the table; files are mapped by whoever needs them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ TRIAL = 2  # guesses in a trial
 FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are tried
 REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
 RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
-SLEEP = 8  # decodes for which a job is left alone after nobody could win anything for it
+SLEEP = 8  # decodes for which all are left alone after nothing could be won for any of them
 PAUSE = 16  # decodes without guesses after they did not fit into memory
 
 
@@ -32,12 +32,18 @@ class Drafter(Protocol):
 
     name: str
 
+    def ready(self, job: Job) -> bool:
+        """Whether it has anything to guess for this job now. Asked before every decode, so it has to be cheap."""
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         """For each job its guesses, as many as it wishes or fewer. `job.prompt` and `job.generated` are what is known,
         of which memory lacks the newest token."""
 
     def forget(self, job: Job) -> None:
         """The job has ended."""
+
+    def tidy(self) -> bool:
+        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
 
     def close(self) -> None:
         """Give back what it owns."""
@@ -88,7 +94,9 @@ class Drafting:
         self._spent = 0.0  # seconds of guessing for the coming decode
         self._choices_made: dict[tuple[str, float, int, int], Choice] = {}
         self._measured = 0
-        self._pause = 0
+        self._decodes = 0
+        self._next = 0  # the decode before which nobody is asked
+        self._given: list[Job] = []  # who has guesses, or had them in the last decode
         self._guessed = 0  # decodes with guesses since the last without
         self._verified: list[Job] = []  # whose guesses were in the decode that is being measured
 
@@ -99,37 +107,37 @@ class Drafting:
 
     def offer(self, generating: Sequence[Job], prompts: Sequence[Job]) -> None:
         """Give jobs that generate their guesses for the coming decode, in which others may have prompts."""
-        self._spent = 0.0
-        for job in (*generating, *prompts):
+        for job in self._given:
             job.draft = []
-        if not self._drafters:
+        self._given = []
+        self._spent = 0.0
+        self._decodes += 1
+        if self._decodes < self._next or not self._drafters:
             return
-        if self._pause:
-            self._pause -= 1
+        rows = len(generating)
+        if self._fixed is None and not (generating and not prompts and self._affordable(rows)):
             return
-        rows, wanting = len(generating), generating
-        if self._fixed is None:
-            # A decode with a prompt in it computes as many rows as it can anyway: guesses would only make it longer.
-            wanting = [] if prompts else self._awake(generating)
-        if not wanting:
+        ready = {
+            job: able
+            for job in generating
+            if not job.replay and (able := [one for one in self._drafters if one.ready(job)])
+        }
+        if not ready:
             return
         spare = self._spare(rows + len(prompts), rows)
-        choices = {job: self._choices(job, rows, spare) for job in wanting}
+        choices = {job: self._choices(job, able, rows, spare) for job, able in ready.items()}
+        if not any(choices.values()):
+            self._next = self._decodes + SLEEP
+            return
         for rank in range(len(self._drafters)):
             for drafter in self._drafters:
                 wishes = self._wishes(drafter, rank, choices, spare)
                 spare -= self._ask(drafter, wishes)
 
-    def _awake(self, generating: Sequence[Job]) -> list[Job]:
-        """The jobs for which guesses should be considered now."""
-        awake: list[Job] = []
-        for job in generating:
-            guessing = job.guessing
-            guessing.quiet += 1
-            if guessing.quiet >= guessing.asleep and not job.replay:
-                awake.append(job)
-        able = self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(len(generating))
-        return awake if able else []
+    def _affordable(self, rows: int) -> bool:
+        """Whether guesses may be tried in a decode of so many rows. One with a prompt in it is never asked about: it
+        computes as many rows as it can anyway, and guesses would only make it longer."""
+        return self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(rows)
 
     def _spare(self, running: int, generating: int) -> int:
         """Guesses that one decode has room for: everybody needs a row, and an output at its end."""
@@ -144,18 +152,17 @@ class Drafting:
         room = job.room - job.sequence.cells - 1
         return max(0, min(self._reach, left, room, spare))
 
-    def _choices(self, job: Job, rows: int, spare: int) -> list[tuple[Drafter, int]]:
-        """The drafters that could help this job, the most promising first, and how far each should guess."""
+    def _choices(self, job: Job, able: Sequence[Drafter], rows: int, spare: int) -> list[tuple[Drafter, int]]:
+        """Those that would help this job, the most promising first, and how far each should guess."""
         limit = self._limit(job, spare)
+        job.guessing.tried = job.guessing.tried or self._decodes
         if self._fixed is not None:
-            return [(drafter, min(self._fixed, limit)) for drafter in self._drafters]
+            return [(drafter, min(self._fixed, limit)) for drafter in able]
         found: list[tuple[float, Drafter, int]] = []
-        for drafter in self._drafters:
+        for drafter in able:
             choice = self._choose(job, drafter, rows, limit)
             if choice.length:
                 found.append((-choice.gain, drafter, choice.length))
-        if not found:
-            job.guessing.asleep = job.guessing.quiet + SLEEP
         return [(drafter, length) for _, drafter, length in sorted(found, key=lambda one: one[0])]
 
     def _choose(self, job: Job, drafter: Drafter, rows: int, limit: int) -> Choice:
@@ -170,7 +177,8 @@ class Drafting:
         if choice.length:
             self._retry[name] = RETRY
             return choice
-        return Choice(min(TRIAL, limit), 0.0) if job.guessing.quiet >= self._retry[name] else NOTHING
+        quiet = self._decodes - job.guessing.tried
+        return Choice(min(TRIAL, limit), 0.0) if quiet >= self._retry[name] else NOTHING
 
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
         steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
@@ -208,6 +216,7 @@ class Drafting:
             if guesses and job.guide is not None:
                 guesses = guesses[: job.guide.permits(guesses)]
             job.draft = guesses
+            self._given.append(job)
             job.guessing.drafter = drafter.name
             total += len(guesses)
         if total:
@@ -227,13 +236,15 @@ class Drafting:
         job.drafted += drafted
         job.drafts += 1
         self._verified.append(job)
-        guessing.quiet = guessing.asleep = 0
+        guessing.tried = self._decodes
         guessing.verified(name, drafted, accepted)
         self._usual[name].verified(drafted, accepted)
         self._retry[name] = min(SELDOM, 2 * self._retry[name])
 
     def measured(self, rows: int, jobs: int, tokens: int, seconds: float) -> None:
         """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
+        if not self._drafters:
+            return
         costs = self._costs
         returning = 0.0 if self.replay is None else self.replay.settle()
         costs.steps.measured(rows, seconds - returning)
@@ -253,12 +264,16 @@ class Drafting:
 
     def pause(self) -> None:
         """Guesses did not fit into memory: do without them for a while."""
-        self._pause = PAUSE
+        self._next = self._decodes + PAUSE
 
     def forget(self, job: Job) -> None:
         """The job has ended."""
         for drafter in self._drafters:
             drafter.forget(job)
+
+    def tidy(self) -> bool:
+        """Let drafters do what can wait; False: there is nothing."""
+        return any(drafter.tidy() for drafter in self._drafters)
 
     def close(self) -> None:
         """Give back what drafters own, also those that were never asked."""

@@ -126,7 +126,7 @@ class Engine:
 
     def tidy(self) -> bool:
         """Do something that can wait until nobody waits; False: there is nothing of the kind."""
-        return self.memory.tidy()
+        return self.memory.tidy() or self.drafting.tidy()
 
     def close(self) -> None:
         """End every request, keep on disk what is worth it, and give memory back."""
@@ -168,8 +168,8 @@ class Engine:
         reuse = self.memory.plan(known, reuse=request.reuse, slot=request.sequence, salt=request.salt)
         if reuse is None:
             return False
-        if self._find_leader(job, reuse.keep):
-            return True
+        if self._find_leader(job, reuse.keep) or (self._running and self.memory.reading(reuse)):
+            return True  # it waits for somebody else, or for the disk, and the others go on
         sequence, kept = self.memory.begin(reuse, request.salt)
         if kept < reuse.keep and not job.disappointed:  # a stored state did not load, and is gone now: plan again
             job.disappointed = True
@@ -296,13 +296,8 @@ class Engine:
         self._measure(spans, tokens, replayed, time.perf_counter() - started)
 
     def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
-        rows = sum([span.rows for span in spans])
+        rows, guesses = self.counters.decoded(spans, replayed)
         self.counters.encoded = self.looking.pictures.encoded
-        guesses = sum([span.outputs - 1 for span in spans if span.outputs > 1])
-        self.counters.decodes += 1
-        self.counters.rows += rows
-        self.counters.widest = max(self.counters.widest, len(spans))
-        self.counters.replayed += replayed
         if rows - guesses - replayed == len(spans):
             self.memory.costs.stepped(seconds)
             self.drafting.measured(rows, len(spans), tokens, seconds)

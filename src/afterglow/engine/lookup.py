@@ -33,12 +33,15 @@ class History:
 
     def __init__(self) -> None:
         self._log: list[int] = []
-        self._path = Record()  # the prompt and the answer that it stands at the end of
+        self._path = Record()  # the prompt and the answer that it stands at the end of, but for what is only logged
+        self._noted = 0  # entries of the log that are in the path, or are not of it
         self._places: dict[int, int] = {}  # three tokens, as one number → where what follows them stands in the log
         self._source: int | None = None  # where in the log the next guess stands
 
     def shared(self, prompt: Ids) -> int:
         """How many entries the prompt has in common with what was last said here."""
+        self._path.extend(np.array(self._log[self._noted :], dtype=np.int64))
+        self._noted = len(self._log)
         return common_prefix(self._path.ids, prompt)
 
     def follow(self, prompt: Ids) -> None:
@@ -53,6 +56,7 @@ class History:
         self._path.extend(prompt[keep:])
         start = len(self._log)
         self._log += prompt[keep:].tolist()
+        self._noted = len(self._log)
         self._index(max(start - NGRAM + 1, 0))
 
     def _index(self, start: int) -> None:
@@ -71,7 +75,6 @@ class History:
         log = self._log
         agreed = self._source is not None and self._source < len(log) and log[self._source] == token
         log.append(token)
-        self._path.append(token)
         if len(log) < NGRAM:
             return
         key = (log[-3] & MASK) << 2 * BITS | (log[-2] & MASK) << BITS | token
@@ -79,6 +82,11 @@ class History:
         self._places[key] = len(log)
         # A text that is being copied is followed where it is, also where its words stand elsewhere, too.
         self._source = self._source + 1 if agreed and self._source is not None else earlier
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether the newest tokens stood somewhere before."""
+        return self._source is not None and self._source < len(self._log)
 
     def guess(self, limit: int) -> list[int]:
         """What followed the newest tokens before; where that was so recent that it ends here, again and again."""
@@ -89,7 +97,7 @@ class History:
 
     def __len__(self) -> int:
         """Entries of the prompt and the answer."""
-        return len(self._path)
+        return self._path.length + len(self._log) - self._noted
 
 
 class Lookup:
@@ -101,6 +109,9 @@ class Lookup:
         self._idle: list[tuple[str, History]] = []  # the longest idle first, and whose they are
         self._used: dict[Job, History] = {}
 
+    def ready(self, job: Job) -> bool:
+        return self._history(job).hopeful
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         return [self._history(job).guess(limit) for job, limit in wishes]
 
@@ -111,6 +122,9 @@ class Lookup:
             self._idle.append((salt(job), self._used.pop(job)))
             del self._idle[:-KEPT]
 
+    def tidy(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -119,8 +133,9 @@ class Lookup:
         history = self._used.get(job)
         if history is None:
             history = self._used[job] = self._begin(job)
-        for token in job.generated[len(history) - len(job.prompt) :]:
-            history.add(token)
+        if len(history) < job.known:
+            for token in job.generated[len(history) - len(job.prompt) :]:
+                history.add(token)
         return history
 
     def _begin(self, job: Job) -> History:

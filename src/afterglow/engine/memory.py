@@ -12,7 +12,7 @@ from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
 from afterglow.engine.entries import Ids, Ledger, common_prefix, last_edge
-from afterglow.engine.explanation import Cause, Explanation
+from afterglow.engine.explanation import Explanation, cause_of
 from afterglow.engine.marks import Marks
 from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.reuse import Continue, Fork, Fresh, Recall, Restore, Reuse, Situation, Source, loss, plan
@@ -102,6 +102,13 @@ class PrefixMemory:
     def round_down(self, length: int, ids: Ids) -> int:
         """The longest prefix of `length` of these entries that may be reused: any, or whole chunks of the grid."""
         return last_edge(length, ids, self._grid) if self._grid else length
+
+    def reading(self, reuse: Reuse) -> bool:
+        """Whether a plan has to wait for the disk; it is read on another thread meanwhile."""
+        if not isinstance(reuse, Recall | Restore):
+            return False
+        cover = reuse.cover if isinstance(reuse, Recall) else Cover()
+        return self.tiers.reading(cover, reuse.keep, reuse.checkpoint)
 
     def begin(self, reuse: Reuse, salt: str = "") -> tuple[Sequence, int]:
         """Carry out a plan. The sequence, now busy, and how many entries of the prompt it holds."""
@@ -327,13 +334,15 @@ class PrefixMemory:
         if cover.length > shared:
             shared, theirs = cover.length, cover.next
         evicted = max((common_prefix(gone, ids) for gone in self.gone(salt)), default=0)
+        edge = self.round_down(min(shared, len(ids) - 1), ids) if self._grid else None
+        window = self._backend.capabilities.memory == "window"
         return Explanation(
             prompt=len(ids),
             reused=reused,
             shared=shared,
             ours=int(ids[shared]) if shared < len(ids) else None,
             theirs=theirs,
-            cause=self._cause(shared, reused, ids, evicted),
+            cause=cause_of(shared=shared, reused=reused, length=len(ids), evicted=evicted, edge=edge, window=window),
             evicted=evicted,
         )
 
@@ -345,25 +354,13 @@ class PrefixMemory:
         if len(slot):
             self._evicted.append((slot.salt, slot.ids.copy()))
 
-    def _cause(self, shared: int, reused: int, ids: Ids, evicted: int) -> Cause:
-        usable = min(shared, len(ids) - 1)
-        if min(evicted, len(ids) - 1) > max(usable, reused):
-            return "evicted"
-        if not shared:
-            return "nothing in common"
-        if reused >= usable:
-            return "all of it"
-        if self._grid and reused == self.round_down(usable, ids):
-            return "on the grid"
-        return "window passed" if self._backend.capabilities.memory == "window" else "no checkpoint"
-
     def _sources(self, ids: Ids, salt: str) -> Iterator[Source]:
         now = time.monotonic()
         found = self._idle.nearest(self._idle.match(ids, salt), CANDIDATES)
         found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy and slot.salt == salt]
-        for slot, shared in [one for one in found if not one[0].ahead]:  # nobody copies half a picture
+        for slot, shared in found:
             usable = min(shared, slot.aligned) if self._grid else shared
-            if usable:
+            if usable and not slot.ahead:  # nobody copies half a picture
                 yield Source(slot, usable, 0.0 if slot.busy else now - slot.last_used)
 
     def _spare(self) -> tuple[Sequence | None, float]:

@@ -194,7 +194,7 @@ class MtpSession:
 
     def truncated(self, sequence: int, position: int) -> None:
         """The target has dropped everything from `position` on."""
-        self.draft_context.memory.remove(sequence, start=position)
+        self._cut(sequence, position)
         self._waiting[sequence].truncate(position)
         self._rows[sequence] = {end: row for end, row in self._rows[sequence].items() if end <= position}
 
@@ -231,7 +231,7 @@ class MtpSession:
             for head in range(self._heads):
                 if head:  # every head of a chain has cells of its own at the same positions
                     for sequence, first in parts:
-                        self.draft_context.memory.remove(sequence, start=first)
+                        self._cut(sequence, first)
                 self._decode(head)
             left = [sequence for sequence in left if self._waiting[sequence].tokens]
 
@@ -252,7 +252,13 @@ class MtpSession:
         memory = self.draft_context.memory
         held = memory.positions(sequence)
         if held is not None and held[1] + 1 != first:
-            memory.remove(sequence, start=first if held[1] >= first else None)
+            self._cut(sequence, first if held[1] >= first else 0)
+
+    def _cut(self, sequence: int, position: int) -> None:
+        """Drop what the heads hold from `position` on; all of it where their memory is a window that has passed."""
+        memory = self.draft_context.memory
+        if not memory.remove(sequence, start=position or None):
+            memory.remove(sequence)
 
     def _decode(self, head: int) -> None:
         if self._heads > 1:
@@ -269,12 +275,13 @@ class MtpSession:
         for sequence, end in ends.items():
             self._make_room(sequence, end)
         context = self.draft_context
-        for step in range(max(wanted.values(), default=0)):
+        most = self._heads if self._heads > 1 else self.settings.n_draft_max  # a chain is as long as it has heads
+        for step in range(min(most, max(wanted.values(), default=0))):
             active = [sequence for sequence in tokens if wanted[sequence] > step == len(drafts[sequence])]
             if not active:
                 break
             self._fill(active, tokens, rows, ends, drafts, step)
-            self._decode(min(step, self._heads - 1))
+            self._decode(step if self._heads > 1 else 0)
             last = -1
             for sequence in active:
                 last += 1 + (step if self._heads > 1 else 0)
@@ -284,7 +291,7 @@ class MtpSession:
                 drafts[sequence].append(guess)
                 rows[sequence].append(context.hidden(last).copy())
         for sequence, end in ends.items():
-            context.memory.remove(sequence, start=end)
+            self._cut(sequence, end)
 
     def _fill(
         self,
@@ -306,7 +313,7 @@ class MtpSession:
                 token = drafts[sequence][-1] if step else tokens[sequence]
                 batch.add_one(token, position=ends[sequence] + step, sequence=sequence, output=True)
             else:
-                self.draft_context.memory.remove(sequence, start=ends[sequence])
+                self._cut(sequence, ends[sequence])
                 batch.add([tokens[sequence], *drafts[sequence]], position=ends[sequence], sequence=sequence, outputs=1)
             batch.hidden[row : batch.count] = rows[sequence][row - batch.count :]
 

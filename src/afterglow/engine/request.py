@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,9 +99,11 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """The next token of an answer. `alternatives` are the likeliest tokens here with their log-probabilities."""
+class Token(NamedTuple):
+    """The next token of an answer. `alternatives` are the likeliest tokens here with their log-probabilities.
+
+    A tuple, since there are so many: they are made and sent on in half the time.
+    """
 
     id: str
     token: int

@@ -37,8 +37,7 @@ class Guessing:
 
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by drafter
     drafter: str = ""  # who guessed last
-    quiet: int = 0  # decodes since somebody guessed
-    asleep: int = 0  # until it has been quiet for so long, guesses are not even considered
+    tried: int = 0  # the decode in which guesses were last verified, or first considered
     barred: bool = False  # its memory could not drop a wrong guess: never again
 
     def rate(self, drafter: str, usual: float) -> float:

@@ -34,13 +34,23 @@ class Stream:
         self.end: EndEvent | None = None  # once it was read
         self._cancel = cancel
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
+        self._arrived: asyncio.Event | None = None  # of a reader in an event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, event: Event) -> None:
-        """Called by the engine's side, from its thread."""
+    def put(self, event: Event) -> asyncio.AbstractEventLoop | None:
+        """Called by the engine's side, from its thread. The loop in which the reader has to be woken, if in one."""
         self._queue.put(event)
-        if (wake := self._wake) is not None:
-            wake()
+        return self._loop
+
+    def wake(self) -> None:
+        """Called in the reader's loop: something is there."""
+        if self._arrived is not None:
+            self._arrived.set()
+
+    def lost(self) -> None:
+        """The reader's loop was closed: nobody will ever read on."""
+        self._loop = None
+        self.cancel()
 
     def cancel(self) -> None:
         """Ask for an end; it comes as `Failed(Cancelled)`, unless another end is on its way already."""
@@ -66,16 +76,8 @@ class Stream:
             self._abandon()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            try:
-                loop.call_soon_threadsafe(arrived.set)
-            except RuntimeError:  # the loop was closed: nobody will ever read on
-                self._wake = None
-                self.cancel()
-
-        self._wake = wake
+        self._arrived = arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         try:
             while self.end is None:
                 arrived.clear()  # before the look: what comes after it sets it again
@@ -86,7 +88,7 @@ class Stream:
                 else:
                     yield self._note(event)
         finally:
-            self._wake = None
+            self._loop = None
             self._abandon()
 
     def _note(self, event: Event) -> Event:
@@ -131,12 +133,14 @@ class Waiting:
             return number, answer
 
     def deliver(self, events: Iterable[Event]) -> None:
-        for event in events:
-            ended = isinstance(event, Finished | Failed)
-            with self.lock:
+        deliveries = []
+        with self.lock:
+            for event in events:
+                ended = isinstance(event, Finished | Failed)
                 stream = self._streams.pop(event.id, None) if ended else self._streams.get(event.id)
-            if stream is not None:
-                stream.put(event)
+                if stream is not None:
+                    deliveries.append((stream, event))
+        hand_out(deliveries)
 
     def resolve(self, number: int, value: object) -> None:
         """Give a call its answer."""
@@ -156,8 +160,7 @@ class Waiting:
         with self.lock:
             streams, self._streams = self._streams, {}
             answers, self._answers = self._answers, {}
-        for stream in streams.values():
-            stream.put(Failed(stream.id, copy(error), Usage()))
+        hand_out([(stream, Failed(stream.id, copy(error), Usage())) for stream in streams.values()])
         for answer in answers.values():
             answer.set_exception(copy(error))
 
@@ -169,6 +172,25 @@ class Waiting:
         """Without the lock: a stream is collected, and cancels, also in a thread that holds the engine's own."""
         if self._streams.get(stream.id) is stream:  # its id may be another request's by now
             self._cancel(stream.id)
+
+
+def hand_out(deliveries: Iterable[tuple[Stream, Event]]) -> None:
+    """Put events into streams. An event loop is woken once for all of its readers: every wake is a system call."""
+    woken: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
+    for stream, event in deliveries:
+        if (loop := stream.put(event)) is not None:
+            woken.setdefault(loop, []).append(stream)
+    for loop, streams in woken.items():
+        try:
+            loop.call_soon_threadsafe(_wake, streams)
+        except RuntimeError:
+            for stream in streams:
+                stream.lost()
+
+
+def _wake(streams: Iterable[Stream]) -> None:
+    for stream in streams:
+        stream.wake()
 
 
 def refused(id: str, error: AfterglowError) -> Stream:

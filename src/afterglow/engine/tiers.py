@@ -251,6 +251,13 @@ class Tiers:
     def release(self) -> None:
         self._kept = set()
 
+    def reading(self, cover: Cover, keep: int, checkpoint: Checkpoint | None) -> bool:
+        """Whether what a plan needs from the disk is still being read, on another thread."""
+        if self.shelf is None:
+            return False
+        shelved = checkpoint.state if checkpoint is not None and isinstance(checkpoint.state, Shelved) else None
+        return self.shelf.reading([segment for segment in cover.segments if segment.start < keep], shelved)
+
     def load(self, sequence: Sequence, ids: Ids, cover: Cover, checkpoint: Checkpoint | None) -> None:
         """Make the sequence hold `ids`, out of a cover that is at least as long. A broken one is `InvalidState`."""
         started = time.perf_counter()
@@ -355,4 +362,4 @@ class Tiers:
     def close(self, seconds: float = 0.0) -> None:
         """Wait so long for what is still to be written."""
         if self.shelf is not None:
-            self.shelf.disk.close(seconds)
+            self.shelf.close(seconds)

@@ -52,9 +52,12 @@ class Context(Handle):
         self.adapters: dict[Adapter, float] = {}
         self.decodes = 0
         self._outputs = np.zeros(0, dtype=np.int8)
+        self._logits: NDArray[np.float32] | None = None  # of the last decode, once somebody asked
+        self._places: list[int] = []  # of each row among the outputs
         self._interrupt = _interruptible(pointer)
 
     def _free(self, pointer: Any) -> None:
+        self._logits = None
         self._library.symbols.llama_free(pointer)
 
     def decode(self, batch: Batch | None = None) -> None:
@@ -66,7 +69,7 @@ class Context(Handle):
         batch = batch or self.batch
         self._check(batch)
         batch.native.n_tokens = batch.count
-        self._outputs = self._outputs[:0]
+        self._outputs, self._logits = self._outputs[:0], None
         code = self._library.symbols.llama_decode(self.pointer, batch.native)
         self._interrupt[0] = b"\0"
         self.decodes += 1
@@ -129,11 +132,11 @@ class Context(Handle):
         outputs = count if self.settings.embeddings else int(np.count_nonzero(batch.outputs[:count]))
         if outputs > self.max_outputs:
             raise InvalidArgument("outputs", f"must be at most {self.max_outputs} in one decode, not {outputs}")
-        tokens, sequences = batch.tokens[:count], batch.sequences[:count]
-        if tokens.min() < 0 or tokens.max() >= self.model.vocabulary.size:
+        # Without their sign, numbers below zero are the largest.
+        if batch.tokens[:count].view(np.uint32).max() >= self.model.vocabulary.size:
             raise InvalidArgument("tokens", f"must be from 0 to {self.model.vocabulary.size - 1}")
-        if sequences.min() < 0 or sequences.max() >= self.sequences:
-            raise InvalidArgument("sequence", f"must be from 0 to {self.sequences - 1}, not {sequences.max()}")
+        if batch.sequences[:count].view(np.uint32).max() >= self.sequences:
+            raise InvalidArgument("sequence", f"must be from 0 to {self.sequences - 1}")
 
     def _failure(self, code: int, rows: int) -> Exception:
         reason = self._library.log.take_error("no reason was given")
@@ -156,10 +159,19 @@ class Context(Handle):
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits after `row` of the last decode: a view that the next decode overwrites."""
         self._check_output(row)
-        pointer = self._library.symbols.llama_get_logits_ith(self.pointer, row)
+        logits = self._all_logits() if self._logits is None else self._logits
+        view: NDArray[np.float32] = logits[self._places[row]]
+        return view
+
+    def _all_logits(self) -> NDArray[np.float32]:
+        """One row for each output of the last decode: asked for at once, since every native call has its price."""
+        pointer = self._library.symbols.llama_get_logits(self.pointer)
         if pointer == self._library.ffi.NULL:
             raise UnsupportedOperation("logits", "this context computes no logits")
-        return self._floats(pointer, self.model.vocabulary.size)
+        self._places = (np.cumsum(self._outputs) - 1).tolist()
+        size = self.model.vocabulary.size
+        self._logits = self._floats(pointer, (self._places[-1] + 1) * size).reshape(-1, size)
+        return self._logits
 
     def embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
         """The embedding of a row, or of a whole sequence where this context pools: a copy."""

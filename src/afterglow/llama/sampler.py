@@ -72,6 +72,8 @@ class SamplerChain(Handle):
             self._ended = token in self.model.vocabulary.ends
         elif self._ended:
             raise InvalidArgument("token", f"{token} comes after the grammar's end")
+        if self._plain:
+            return  # an argmax remembers nothing
         library().symbols.llama_sampler_accept(self.pointer, token)
 
     def allows(self, token: int) -> bool:

@@ -30,6 +30,7 @@ class Vocabulary:
         self._library = library()
         self._pointer = self._library.symbols.llama_model_get_vocab(model.pointer)
         self.size: int = self._library.symbols.llama_vocab_n_tokens(self._pointer)
+        self._pieces: dict[tuple[int, bool], bytes] = {}  # that were asked for
 
     @property
     def pointer(self) -> Any:
@@ -93,7 +94,13 @@ class Vocabulary:
 
     def piece(self, token: int, *, special: bool = True) -> bytes:
         """The bytes of one token, which may be part of a character. Control tokens are empty without `special`."""
-        token = self.check(token)
+        key = self.check(token), special
+        assert self.pointer
+        if (known := self._pieces.get(key)) is None:
+            known = self._pieces[key] = self._piece(*key)
+        return known
+
+    def _piece(self, token: int, special: bool) -> bytes:
         ffi, to_piece = self._library.ffi, self._library.symbols.llama_token_to_piece
         room = 64
         buffer = ffi.new("char[]", room)

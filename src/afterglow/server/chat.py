@@ -16,7 +16,7 @@ from afterglow.server.answers import Asked, Running, logprob_of, run, usage_of
 from afterglow.server.errors import invalid
 from afterglow.server.security import tenant
 from afterglow.server.service import Service
-from afterglow.server.sse import DONE, Events, begun, event
+from afterglow.server.sse import DONE, Headed, streamed
 from afterglow.server.types.chat import ChatFields, ChatRequest, message, plain
 from afterglow.server.wire import StrictRoute
 
@@ -44,12 +44,7 @@ async def answer(service: Service, body: ChatRequest, salt: str) -> Response:
             return JSONResponse(page.whole(await running.turns()))
         finally:
             running.end()
-    try:
-        deltas = await begun(running.deltas())
-    except BaseException:
-        running.end()
-        raise
-    return Events(page.events(deltas), ping=service.settings.ping_seconds, ended=running.end)
+    return await streamed(running.deltas(), page.events, ping=service.settings.ping_seconds, ended=running.end)
 
 
 def check(body: ChatRequest) -> None:
@@ -101,13 +96,14 @@ class Page:
         self._body = body
         self._running = running
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": running.created,
             "model": body.model,
             "system_fingerprint": running.model.fingerprint,
             "service_tier": "default",
         }
+        self._chunks = Headed({**self._head, "object": "chat.completion.chunk"})
 
     def whole(self, turns: list[Turn]) -> dict[str, Any]:
         """The answer at once."""
@@ -133,8 +129,7 @@ class Page:
         for index, turn in enumerate(turns):
             yield self._chunk(index, {}, **ending(turn))
         if self._usage:
-            chunk = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield event({**chunk, "usage": usage_of(turns, self._running.tallies)})
+            yield self._chunks.event({"choices": [], "usage": usage_of(turns, self._running.tallies)})
         yield DONE
 
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
@@ -151,8 +146,8 @@ class Page:
 
     def _chunk(self, index: int, delta: dict[str, Any], *, extra: dict[str, Any] | None = None, **choice: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **choice}
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice], **(extra or {})}
-        return event({**chunk, "usage": None} if self._usage else chunk)
+        rest = {"choices": [choice], **(extra or {})}
+        return self._chunks.event({**rest, "usage": None} if self._usage else rest)
 
     def _logprobs(self, tokens: Sequence[Any]) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -10,7 +10,7 @@ from typing import Any
 from afterglow.engine.request import Token
 from afterglow.engine.scoring import Scored
 from afterglow.server.continuing import Continuing, Piece, Text
-from afterglow.server.sse import DONE, event
+from afterglow.server.sse import DONE, Headed
 from afterglow.server.types.completion import CompletionRequest
 from afterglow.serving import ServedModel
 
@@ -30,6 +30,7 @@ class Page:
             "model": body.model,
             "system_fingerprint": running.model.fingerprint,
         }
+        self._chunks = Headed(self._head)
 
     def whole(self, texts: list[Text]) -> dict[str, Any]:
         """The answers at once."""
@@ -61,15 +62,15 @@ class Page:
         for index, text in enumerate(self._running.finished()):
             yield self._chunk(index, "", None, **ending(text))
         if self._usage:
-            yield event({**self._head, "choices": [], "usage": self._running.usage()})
+            yield self._chunks.event({"choices": [], "usage": self._running.usage()})
         yield DONE
 
     def _chunk(
         self, index: int, text: str, table: Table | None, *, extra: dict[str, Any] | None = None, **choice: Any
     ) -> bytes:
         choice = {"index": index, "text": text, "logprobs": written(table), "finish_reason": None, **choice}
-        chunk = {**self._head, "choices": [choice], **(extra or {})}
-        return event({**chunk, "usage": None} if self._usage else chunk)
+        rest = {"choices": [choice], **(extra or {})}
+        return self._chunks.event({**rest, "usage": None} if self._usage else rest)
 
     def _echo(self, number: int) -> tuple[str, Table | None]:
         """What stands before an answer: the prompt, with its log-probabilities, where that was asked for."""

@@ -17,7 +17,7 @@ from afterglow.server.errors import invalid
 from afterglow.server.overflow import fitting_tokens
 from afterglow.server.security import tenant
 from afterglow.server.service import Service
-from afterglow.server.sse import Events, begun
+from afterglow.server.sse import streamed
 from afterglow.server.types.completion import CompletionRequest, prompts_of
 from afterglow.server.types.sampling import sampling_of
 from afterglow.server.wire import StrictRoute
@@ -58,12 +58,7 @@ async def answer(service: Service, body: CompletionRequest, salt: str) -> Respon
             return JSONResponse(page.whole(await running.texts()))
         finally:
             running.end()
-    try:
-        pieces = await begun(running.pieces())
-    except BaseException:
-        running.end()
-        raise
-    return Events(page.events(pieces), ping=service.settings.ping_seconds, ended=running.end)
+    return await streamed(running.pieces(), page.events, ping=service.settings.ping_seconds, ended=running.end)
 
 
 def check(service: Service, body: CompletionRequest) -> list[str]:

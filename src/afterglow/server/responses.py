@@ -18,7 +18,7 @@ from afterglow.server.response_items import Writer, messages_of, new_id
 from afterglow.server.response_store import ResponseStore, Stored
 from afterglow.server.security import tenant
 from afterglow.server.service import Service
-from afterglow.server.sse import Events, begun, event
+from afterglow.server.sse import event, streamed
 from afterglow.server.types.chat import plain
 from afterglow.server.types.response import FunctionTool, ResponseRequest
 from afterglow.server.wire import StrictRoute
@@ -76,12 +76,7 @@ async def answer(service: Service, store: ResponseStore, body: ResponseRequest, 
             return JSONResponse(page.finish()[-1]["response"])
         finally:
             running.end()
-    try:
-        deltas = await begun(running.deltas())
-    except BaseException:
-        running.end()
-        raise
-    return Events(page.events(deltas), ping=service.settings.ping_seconds, ended=running.end)
+    return await streamed(running.deltas(), page.events, ping=service.settings.ping_seconds, ended=running.end)
 
 
 def asked_by(body: ResponseRequest, said: list[dict[str, Any]], salt: str) -> Asked:

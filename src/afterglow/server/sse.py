@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from sse_starlette.sse import EventSourceResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from afterglow.errors import AfterglowError
 from afterglow.server.errors import Refusal, refusal_of
@@ -18,14 +18,32 @@ DONE = b"data: [DONE]\n\n"
 PATIENCE = 0.5  # seconds in which what is wrong with a request becomes its status; later it is an event
 
 
+written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one at every call
+
+
 def event(value: Any, name: str | None = None) -> bytes:
     """One event.
 
     >>> event({"a": 1})
     b'data: {"a":1}\\n\\n'
     """
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    data = written(value)
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
+
+
+class Headed:
+    """Events that all begin with the same fields, which are written once.
+
+    >>> Headed({"id": 7}).event({"text": "a"})
+    b'data: {"id":7,"text":"a"}\\n\\n'
+    """
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._head = f"data: {written(head)[:-1]},"
+
+    def event(self, rest: dict[str, Any]) -> bytes:
+        """The event of the head and these fields."""
+        return f"{self._head}{written(rest)[1:]}\n\n".encode()
 
 
 class Events(EventSourceResponse):
@@ -35,11 +53,30 @@ class Events(EventSourceResponse):
         super().__init__(guarded(events), ping=ping, sep="\n")
         self._ended = ended
 
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        await send(message)  # there is no timeout here, and the scope that would keep it costs more than the sending
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._ended()
+
+
+async def streamed(
+    items: AsyncIterator[T],
+    page: Callable[[AsyncIterator[T]], AsyncIterator[bytes]],
+    *,
+    ping: float,
+    ended: Callable[[], None],
+) -> Events:
+    """The response that writes `items` as `page` does, once the first is there: an error before that is raised."""
+    try:
+        items = await begun(items)
+    except BaseException:
+        ended()
+        raise
+    return Events(page(items), ping=ping, ended=ended)
 
 
 async def guarded(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
