@@ -89,7 +89,7 @@ class Context(Handle):
         """
         self._check_rows(batch, causal)
         symbols = self._library.symbols
-        self._outputs = self._outputs[:0]
+        self._outputs, self._logits = self._outputs[:0], None
         if not causal:
             symbols.llama_set_causal_attn(self.pointer, False)
         try:
