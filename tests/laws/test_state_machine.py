@@ -268,7 +268,8 @@ class Life(RuleBasedStateMachine):
         assert answer.end is not None, f"{id} is gone without an end"
         assert answer.tokens == tokens[: len(answer.tokens)]
         usage = answer.end.usage
-        assert (usage.prompt, usage.generated) == (len(request.entries), len(answer.tokens))
+        cells = sum(entry.cells if isinstance(entry, Media) else 1 for entry in request.entries)
+        assert (usage.prompt, usage.generated) == (cells, len(answer.tokens))
         assert usage.cached < usage.prompt
         match answer.end:
             case Failed(_, Cancelled()):
