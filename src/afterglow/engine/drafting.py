@@ -24,6 +24,7 @@ FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are
 REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
 RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
 SLEEP = 8  # decodes for which all are left alone after nothing could be won for any of them
+USUAL_ANSWER = 256  # tokens within which what a drafter has to compute first must have paid
 PAUSE = 16  # decodes without guesses after they did not fit into memory
 
 
@@ -34,6 +35,13 @@ class Drafter(Protocol):
 
     def ready(self, job: Job) -> bool:
         """Whether it has anything to guess for this job now. Asked before every decode, so it has to be cheap."""
+
+    def behind(self, job: Job) -> float:
+        """What it has to compute before it can guess for this job at all, in entries of a prompt that take the model
+        itself as long; 0 where that is not worth mentioning."""
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        """Compute that; `draft` does it, too, but there it would look like the price of a guess."""
 
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         """For each job its guesses, as many as it wishes or fewer. `job.prompt` and `job.generated` are what is known,
@@ -176,9 +184,20 @@ class Drafting:
             choice = self._choices_made[key] = self._best(name, rate, limit, rows)
         if choice.length:
             self._retry[name] = RETRY
-            return choice
-        quiet = self._decodes - job.guessing.tried
-        return Choice(min(TRIAL, limit), 0.0) if quiet >= self._retry[name] else NOTHING
+        elif self._decodes - job.guessing.tried >= self._retry[name]:
+            choice = Choice(min(TRIAL, limit), 0.0)
+        return choice if choice.length and self._worth_catching_up(job, drafter, rows, choice.gain) else NOTHING
+
+    def _worth_catching_up(self, job: Job, drafter: Drafter, rows: int, gain: float) -> bool:
+        """Whether a drafter that knows little of a job may be asked: not where it would hardly be done before the
+        answer is, and not beyond what may be lost."""
+        behind = drafter.behind(job) * self._costs.per_entry
+        if not behind:
+            return True
+        most = USUAL_ANSWER if job.request.max_tokens is None else min(USUAL_ANSWER, job.request.max_tokens)
+        step = self._costs.steps.of(rows, self._costs.per_entry)
+        saved = max(0, most - len(job.generated)) * step * (1 - 1 / gain) if gain > 1 else behind
+        return behind <= saved and self.account.affords(behind, step)
 
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
         steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
@@ -207,7 +226,12 @@ class Drafting:
         """Let a drafter guess; how many guesses there are. Those that cannot come next are cut off."""
         if not wishes:
             return 0
+        late = [job for job, _ in wishes if drafter.behind(job)]
         started = time.perf_counter()
+        if late:
+            drafter.catch_up(late)
+            self.account.invested(time.perf_counter() - started)
+            started = time.perf_counter()
         drafts = drafter.draft(wishes)
         seconds = time.perf_counter() - started
         total = 0
