@@ -9,7 +9,7 @@ editing (most of what comes is a copy), chat, and random text.
 SmolLM2 has the lookup, and itself with a layer less as a draft model; on two CPU cores it is compute-bound, so that
 guessing must not lose there. Constructed models have heads and the lookup: there editing is a cycle that guesses are
 always right about, chat one with heads that are right in three of four, and random text is drawn at a high temperature.
-Where others use the cores, processor time is judged instead of wall time, and what has to win is skipped with the
+Where others use the cores, processor time is judged instead of wall time, and what is too low then is skipped with the
 reason. The engine's own account of guessing is shown beside it. `--trained` adds a small model with real heads.
 """
 
@@ -154,10 +154,9 @@ def judged(name: str, pair: Pair, won: float, *, wins: bool = False) -> Row:
     """By wall time where the cores are ours, else by the processor's time; what has to win needs idle cores."""
     wall, cpu, busy = statistics.median(pair.ratios), statistics.median(pair.cpu_ratios), others()
     note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {pair.account(won)}"
-    if wins:
-        skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and wall < WON else ""
-        return Row(name, wall, WON, note, skipped)
-    return Row(name, cpu if busy > BUSY else wall, LEAST, note)
+    value, bar = (wall, WON) if wins else (cpu if busy > BUSY else wall, LEAST)
+    skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and value < bar else ""
+    return Row(name, value, bar, note, skipped)
 
 
 def others() -> float:
