@@ -280,6 +280,7 @@ class Answering(Closing):
             logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, 1000),
             sequence=sequence,
             boundaries=frozenset(boundaries) | (prompt.boundaries if isinstance(prompt, Prompt) else frozenset()),
+            system=prompt.system if isinstance(prompt, Prompt) else 0,
             priority=priority,
             deadline=deadline,
             reuse=reuse,

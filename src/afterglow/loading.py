@@ -75,7 +75,7 @@ def load(
         value_type=value_type,
         flash_attention=flash_attention,
         unified=unified,
-        rollback=_rollback(drafting, engine),
+        rollback=needed_rollback(drafting, engine),
     )
     layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
     model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock, mtp=drafting == "mtp")
@@ -101,7 +101,7 @@ def _draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft | None
     return path
 
 
-def _rollback(draft: Draft | None, settings: EngineSettings) -> int:
+def needed_rollback(draft: Draft | None, settings: EngineSettings) -> int:
     """Wrong guesses that recurrent memory must be able to drop. Each takes as much as the state itself, for every
     sequence, so only where somebody asked for guesses."""
     if settings.speculation == "off" or settings.deterministic:

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from afterglow.answering import Answering, Promptable
 from afterglow.chat.chat import Chat
 from afterglow.engine import services
-from afterglow.engine.cache import Usage
 from afterglow.engine.difference import Difference, difference
 from afterglow.engine.engine import Engine
 from afterglow.engine.process import EngineProcess
-from afterglow.engine.recipe import LlamaEngine
+from afterglow.engine.recipe import Draft, LlamaEngine
 from afterglow.engine.request import Request
 from afterglow.engine.scoring import Scored
-from afterglow.engine.services import Facts, Held
+from afterglow.engine.services import Facts, Held, Numbers
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stream import Stream
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
@@ -31,7 +30,7 @@ from afterglow.llama.library import library
 from afterglow.llama.model import Model, ModelInfo, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.loading import fitting_layers, kept, usable_cores
+from afterglow.loading import fitting_layers, kept, needed_rollback, usable_cores
 from afterglow.version import __version__
 
 T = TypeVar("T")
@@ -48,6 +47,7 @@ class ServedSettings:
     threads: int | None = None  # None: the processor's cores
     disk: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK says `off`
     chat_template: str | None = None  # takes the place of the model's own
+    draft: Draft | None = None  # what guesses beside what was said before: "mtp", or the file of a smaller model
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def recipe(self, name: str, path: Path) -> LlamaEngine:
@@ -58,11 +58,17 @@ class ServedSettings:
             sequences=slots,
             outputs=max(64, slots),
             threads=usable_cores() if self.threads is None else self.threads,
+            rollback=needed_rollback(self.draft, self.engine),
         )
         layers = fitting_layers(path, context) if self.gpu_layers is None else self.gpu_layers
         engine = kept(self.engine, str(path), self.disk)
         return LlamaEngine(
-            path=path, model=ModelSettings(gpu_layers=layers), context=context, engine=engine, reserved=1
+            path=path,
+            model=ModelSettings(gpu_layers=layers),
+            context=context,
+            engine=engine,
+            reserved=1,
+            draft=self.draft,
         )
 
 
@@ -143,7 +149,7 @@ class ServedModel(Answering):
         """What the engine has in memory; of other salts only how much."""
         return self.call(functools.partial(services.held, salt=salt))
 
-    def numbers(self) -> tuple[dict[str, int], dict[str, Usage]]:
+    def numbers(self) -> Numbers:
         """What the engine did so far, and what its tiers hold and did."""
         return self.call(services.numbers)
 

@@ -88,3 +88,22 @@ def test_the_common_beginning_of_two_texts_is_found():
     assert common_text("abcdef", "abcxyz") == "abc"
     assert common_text("abc", "abcdef") == "abc"
     assert common_text("", "x") == ""
+
+
+def test_the_system_messages_and_the_tools_are_the_part_that_other_conversations_begin_with(model, builder):
+    def text(prompt):
+        return model.vocabulary.detokenize(prompt.tokens[: prompt.system], special=True).decode()
+
+    told = builder.build(messages(TURNS))
+    assert text(told).endswith("Be brief.<|im_end|>\n")
+    assert builder.build(messages(TURNS[1:])).system == 0
+
+
+def test_tools_without_a_system_message_end_before_the_first_question(model):
+    source = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}" + model.chat_template()
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "call")]
+    with ChatTemplate(source) as template:
+        prompt = PromptBuilder(model.vocabulary, template).build(messages([("user", "Hello there")]), tools=tools)
+    text = model.vocabulary.detokenize(prompt.tokens[: prompt.system], special=True).decode()
+    assert text == "[look][call]<|im_start|>user\n"
+    assert prompt.system in prompt.boundaries

@@ -11,6 +11,7 @@ from test_commands import run
 from afterglow import tiny
 from afterglow.cli import opening
 from afterglow.cli.chat import answer_options, switch
+from afterglow.cli.serve import drafts, served_settings
 from afterglow.cli.settings import Settings, settings
 from afterglow.errors import InvalidArgument
 
@@ -88,6 +89,7 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         seed=3,
         max_tokens=9,
         reasoning="off",
+        pin_system=True,
     )
     told: dict[str, object] = {}
     monkeypatch.setattr(opening, "load", lambda path, **options: told.update(options))
@@ -96,6 +98,9 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
     expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
     assert {name: told[name] for name in expected} == expected
     assert told["chat_template"] == "{{ messages[0].content }}"
+    assert told["engine"].pin_system
+    assert served_settings(chosen).engine.pin_system
+    assert not served_settings(settings()).engine.pin_system
     assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 
 
@@ -117,3 +122,12 @@ def test_a_chat_template_that_is_not_there_is_said():
     done = run("chat", str(tiny.path("attention")), "--chat-template", "/nowhere.jinja", question="x")
     assert done.returncode == 1
     assert "/nowhere.jinja cannot be read" in done.stderr
+
+
+def test_a_draft_is_for_all_models_or_for_the_one_it_names():
+    small = tiny.path("draft")
+    assert drafts(f"mtp,one={small}", ["one", "two"]) == {"one": small, "two": "mtp"}
+    assert drafts(str(small), ["one"]) == {"one": small}
+    assert drafts(None, ["one"]) == {}
+    with pytest.raises(InvalidArgument, match=r"'other' is not served; there are one"):
+        drafts("other=mtp", ["one"])

@@ -7,9 +7,12 @@ import pytest
 import afterglow
 from afterglow import tiny
 from afterglow.cli.showing import statistics
+from afterglow.engine.engine import Engine
+from afterglow.engine.services import counters
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, ModelNotFound, UnsupportedOperation, UnsupportedOption
 from afterglow.llama.handle import open_handles
+from afterglow.testing import FakeBackend
 
 CYCLE = tiny.CYCLE.decode()
 SMALL = {"context": 512, "sequences": 2, "threads": 1}
@@ -73,11 +76,21 @@ def test_c14_no_draft_a_wrong_draft_and_memory_that_cannot_go_back_are_three_typ
         load("attention", draft="no such model")
     with pytest.raises(UnsupportedOption, match="draft"):
         load("attention", drafters=("draft",))
-    with pytest.raises(UnsupportedOption, match="cannot drop"):
-        load("recurrent")
+    with pytest.raises(UnsupportedOption, match="neither drop wrong guesses nor go back"):
+        Engine(FakeBackend("recurrent", replays=False), EngineSettings(speculation=3))
     with pytest.raises(UnsupportedOperation, match="heads"):
         load("attention", draft="mtp")
     assert len(open_handles()) == before
+
+
+@pytest.mark.parametrize("name", ["successor-recurrent", "successor-hybrid"])
+def test_c14_memory_without_snapshots_guesses_with_replay(name):
+    with load(name, "off") as plain, load(name, "auto") as model:
+        assert answer(model).text == answer(plain).text
+    with load("successor-recurrent", 4) as model:
+        found = answer(model, temperature=6.0, seed=3, n=3)
+        assert model._running().call(counters)["replayed"] > 0
+    assert sum(usage.accepted for usage in found.usages) > 0
 
 
 def test_a_draft_of_another_vocabulary_names_the_first_token_that_differs(smollm2):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from play import KINDS, LAYOUTS, Answer, ask, fake, prompt, reference
+from play import KINDS, LAYOUTS, Answer, ask, collect, fake, prompt, reference, request
 
 from afterglow import tiny
 from afterglow.engine import disk_files
@@ -232,7 +232,7 @@ def test_the_disk_has_a_limit(make, folder):
 
 def test_what_is_pinned_stays_on_disk(make, folder):
     engine = make(settings={"disk_bytes": 20_000}, sequences=1)
-    engine.memory.tiers.pin(np.array(prompt(40, 100)), "")
+    engine.memory.tiers.pinning.pin(np.array(prompt(40, 100)), "")
     ask(engine, prompt(40, 100))
     for number in range(10):
         ask(engine, prompt(60, number))
@@ -273,3 +273,71 @@ def test_too_much_to_write_is_dropped(make, monkeypatch):
         ask(engine, prompt(60, number))
     assert engine.memory.tiers.shelf.disk.counters.dropped > 0
     hang.set()
+
+
+@every_kind
+def test_running_answers_go_on_while_a_prompt_waits_for_the_disk(make, kind, monkeypatch):
+    """Reading takes long; whoever is being answered does not notice, and the prompt begins from what was read."""
+    monkeypatch.setattr("afterglow.engine.shelf.FELT", 0.0)
+    first = make(kind)
+    ask(first, prompt(60, 1), boundaries=frozenset({50}))
+    first.close()
+    engine, original = make(kind), disk_files.load
+    read = threading.Event()
+    monkeypatch.setattr(disk_files, "load", lambda path: (read.wait(20), original(path))[1])
+    engine.submit(request("running", prompt(30, 2), max_tokens=200, ignore_ends=True))
+    engine.step()
+    engine.submit(request("waiting", [*prompt(50, 1), 5], max_tokens=4, ignore_ends=True))
+    answers: dict[str, Answer] = {}
+    for _ in range(40):
+        collect(answers, engine)
+    assert len(answers["running"].tokens) == 40
+    assert "waiting" not in answers
+    read.set()
+    while engine.busy:
+        collect(answers, engine)
+    assert answers["waiting"].cached == 50
+    assert answers["waiting"].tokens == reference(
+        lambda: fake(kind), [*prompt(50, 1), 5], max_tokens=4, ignore_ends=True
+    )
+    assert engine.memory.tiers.disk_counters.hits == 1
+
+
+def test_a_prompt_that_waits_for_a_broken_file_is_computed(make, folder, monkeypatch):
+    monkeypatch.setattr("afterglow.engine.shelf.FELT", 0.0)
+    first = make()
+    ask(first, prompt(60, 1))
+    first.close()
+    for path in files(folder):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    engine = make()
+    engine.submit(request("running", prompt(30, 2), max_tokens=60, ignore_ends=True))
+    engine.step()
+    engine.submit(request("waiting", [*prompt(50, 1), 5], max_tokens=4))
+    answers: dict[str, Answer] = {}
+    while engine.busy:
+        collect(answers, engine)
+    assert answers["waiting"].cached == 0
+    assert answers["waiting"].tokens == reference(lambda: fake("attention"), [*prompt(50, 1), 5], max_tokens=4)
+
+
+def test_a_prompt_that_is_cancelled_while_it_waits_for_the_disk_leaves_nothing_behind(make, monkeypatch):
+    monkeypatch.setattr("afterglow.engine.shelf.FELT", 0.0)
+    first = make()
+    ask(first, prompt(60, 1))
+    first.close()
+    engine, original = make(), disk_files.load
+    read = threading.Event()
+    monkeypatch.setattr(disk_files, "load", lambda path: (read.wait(20), original(path))[1])
+    engine.submit(request("running", prompt(30, 2), max_tokens=30, ignore_ends=True))
+    engine.step()
+    engine.submit(request("waiting", [*prompt(50, 1), 5]))
+    for _ in range(4):
+        engine.step()
+    engine.cancel("waiting")
+    answers: dict[str, Answer] = {}
+    while engine.busy:
+        collect(answers, engine)
+    assert len(answers["waiting"].tokens) == 0
+    read.set()
+    assert ask(engine, [*prompt(50, 1), 6]).cached == 50

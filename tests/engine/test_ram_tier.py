@@ -217,7 +217,7 @@ def test_what_was_not_used_for_longest_goes_first():
 def test_what_is_pinned_stays():
     engine = limited("attention", 13_000, sequences=1)
     system = prompt(64, 1)
-    engine.memory.tiers.pin(np.array(system), "")
+    engine.memory.tiers.pinning.pin(np.array(system), "")
     for number in range(6):
         ask(engine, system + prompt(60, 10 + number))
         ask(engine, prompt(100, 20 + number))

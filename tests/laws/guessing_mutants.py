@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import test_speculation_on_the_fake as laws
 from mutants import mutant, wrapped
 
@@ -9,6 +11,7 @@ from afterglow.engine import engine as engine_module
 from afterglow.engine import sampling
 from afterglow.engine.drafting import Drafting
 from afterglow.engine.guide import Guide
+from afterglow.engine.replay import Replay
 from afterglow.engine.sequence import Sequence
 from afterglow.testing import FakeBackend
 
@@ -63,7 +66,7 @@ def _(put):
 
 @mutant("a wrong guess stays in memory", laws.test_speculation_changes_no_token)
 def _(put):
-    def drop_wrong(job):
+    def drop_wrong(job, replay=None):
         wrong = len(job.sequence) - (job.known - 1)
         if wrong > 0:
             job.sequence._note(job.known - 1)
@@ -129,8 +132,59 @@ def _(put):
 
 @mutant("the deterministic mode guesses", laws.test_the_deterministic_mode_does_not_guess)
 def _(put):
-    def make(original, self, settings, capabilities, costs, drafters):
-        original(self, settings, capabilities, costs, drafters)
+    def make(original, self, settings, capabilities, costs, drafters, replay=None):
+        original(self, settings, capabilities, costs, drafters, replay)
         self._drafters = list(drafters)
 
+    def schedule(original, self):
+        self.drafting.offer([job for job in self._running if job.generating], [])
+        return original(self)
+
     wrapped(Drafting, "__init__", make)(put)
+    wrapped(engine_module.Engine, "_schedule", schedule)(put)
+
+
+# --- going back to a saved state
+
+
+@mutant("what was right is not computed again", laws.test_replay_changes_no_token)
+def _(put):
+    def undo(original, self, job):
+        found = original(self, job)
+        if found:
+            job.sequence.decoded(job.generated[-1 - job.replay : -1])
+            job.replay = 0
+        return found
+
+    wrapped(Replay, "undo", undo)(put)
+
+
+@mutant("the state is saved after the guesses", laws.test_replay_changes_no_token)
+def _(put):
+    def undo(original, self, job):
+        self._before = {
+            one: dataclasses.replace(before, state=self._backend.save(one.sequence.number, "partial"))
+            for one, before in self._before.items()
+        }
+        return original(self, job)
+
+    wrapped(Replay, "undo", undo)(put)
+
+
+@mutant("the state of another job is put back", laws.test_replay_changes_no_token)
+def _(put):
+    def undo(original, self, job):
+        others = [before for one, before in self._before.items() if one is not job]
+        if others:
+            self._before[job] = dataclasses.replace(self._before[job], state=others[0].state)
+        return original(self, job)
+
+    wrapped(Replay, "undo", undo)(put)
+
+
+@mutant("what is replayed is not counted", laws.test_replay_changes_no_token)
+def _(put):
+    def measure(original, self, spans, tokens, replayed, seconds):
+        original(self, spans, tokens, 0, seconds)
+
+    wrapped(engine_module.Engine, "_measure", measure)(put)

@@ -15,6 +15,7 @@ import numpy as np
 import test_laws_on_the_fake as laws
 import test_more_laws as more
 import test_once_broken as once
+import test_pinned as pinned
 import test_stored as stored
 
 from afterglow.engine import disk_files, sampling, snapshots
@@ -30,6 +31,8 @@ from afterglow.engine.entries import Ledger
 from afterglow.engine.job import Job
 from afterglow.engine.marks import Marks
 from afterglow.engine.memory import PrefixMemory
+from afterglow.engine.pinning import Pinning
+from afterglow.engine.pins import Pins
 from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.ram import Ram
 from afterglow.engine.request import Failed, Progress
@@ -700,6 +703,21 @@ def _(put):
 @mutant("what is pinned goes like the rest", stored.test_what_is_pinned_stays)
 def _(put):
     put(Tiers, "is_pinned", lambda self, ids, salt, start: False)
+
+
+@mutant("the checkpoint of a pin goes like the rest", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
+def _(put):
+    put(Pinning, "_mark_checkpoints", lambda self: None)
+
+
+@mutant("nothing stands still where a pin ends", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
+def _(put):
+    put(Pins, "depths", lambda self, ids, salt: [])
+
+
+@mutant("pins take whatever they like", pinned.test_pins_of_system_prompts_make_room_for_each_other)
+def _(put):
+    put(Pinning, "limit", 10**9)
 
 
 @mutant("parked bytes are never given back", stored.test_parked_bytes_are_given_back)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from play import GREEDY, LAYOUTS, ask, check, play, request
 from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
 
 from afterglow import tiny
+from afterglow.engine.draft_model import DraftModel
 from afterglow.engine.engine import Engine
+from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, UnsupportedOperation, UnsupportedOption
 from afterglow.llama.handle import open_handles
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
+from afterglow.tiny.constructed import MISDRAFTED
 
 ROLLBACK = 6
 
@@ -25,14 +29,14 @@ def engines():
     """Make engines on tiny models; all are closed at the end."""
     with ExitStack() as stack:
 
-        def make(name: str, length: int | str, draft=None, **context) -> Engine:
+        def make(name: str, length: int | str, draft=None, settings=None, **context) -> Engine:
             defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 40, "threads": 1}
             drafters = None if draft is None else ("mtp",) if draft == "mtp" else ("draft",)
-            rollback = ROLLBACK if "hybrid" in name or "mtp" in name else 0
+            rollback = ROLLBACK if "hybrid" in name or "successor-mtp" in name else 0
             recipe = LlamaEngine(
                 path=tiny.path(name),
                 context=ContextSettings(**{**defaults, "rollback": rollback, **context}),
-                engine=EngineSettings(speculation=length, drafters=drafters),
+                engine=EngineSettings(speculation=length, drafters=drafters, **(settings or {})),
                 draft=draft if draft in (None, "mtp") else tiny.path(draft),
             )
             engine = recipe()
@@ -80,6 +84,45 @@ def test_c10_heads_that_are_wrong_after_every_fourth_token_are_right_in_three_qu
     assert engine.counters.accepted > 50
 
 
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_c10_heads_in_a_chain_guess_one_each(engines, unified, length):
+    """The first head is always right, the second wrong after every fourth token: known to the last guess."""
+    engine = engines("successor-chained", length, "mtp", unified=unified)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        tokens = follow(one.entries[-1], 56)
+        assert answers[one.id].tokens == tokens
+        done, drafted, accepted = 1, 0, 0
+        while done < 56:
+            wanted = min(length, 2, 56 - done - 1)
+            right = wanted if wanted < 2 or tokens[done] not in MISDRAFTED else 1
+            done, drafted, accepted = done + right + 1, drafted + wanted, accepted + right
+        usage = answers[one.id].end.usage
+        assert (usage.drafted, usage.accepted) == (drafted, accepted)
+    check(engine)
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+def test_chained_heads_with_a_window_change_no_token_on_random_weights(engines, unified):
+    """Continued, restored behind the window, stored and recalled: the heads begin anew where theirs has passed."""
+    layout = {"unified": unified, "sequences": 2, "cells": 2048}
+    cold, engine = (
+        engines("window-chained", "off", **layout),
+        engines("window-chained", 2, "mtp", {"segment": 16}, **layout),
+    )
+    system = ordinary(150, 1)
+    for number in range(6):
+        entries = system[: 150 - 50 * (number % 2)] + ordinary(30 + 40 * number, 10 + number)
+        answer = ask(engine, entries, boundaries=frozenset({100, 150}), max_tokens=40, ignore_ends=True)
+        agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
+        assert answer.end.usage.drafted > 0
+        assert number == 0 or answer.cached >= 100
+        check(engine)
+    assert engine.memory.tiers.ram_counters.saves > 0
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_c14_a_seed_gives_the_same_tokens_with_heads_and_without(engines, seed):
     sampling = Sampling(temperature=3.0, seed=seed, top_k=0, top_p=1, min_p=0)
@@ -107,8 +150,7 @@ def test_noisy_heads_change_no_token_on_random_weights(engines, unified):
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 def test_heads_know_after_a_hit_what_they_knew_before_it(engines, unified):
-    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here:
-    what comes out of segments comes without.)"""
+    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here.)"""
     engine = engines("hybrid-mtp", 2, "mtp", unified=unified)
     backend = engine.backend
     backend.cells = lambda state, partial: None
@@ -124,6 +166,61 @@ def test_heads_know_after_a_hit_what_they_knew_before_it(engines, unified):
         guesses = backend.session.draft({slot.number: 30})[slot.number]
         assert backend.heads.memory.positions(slot.number) == (0, len(prompt) - 1)
         assert guesses == cold.backend.session.draft({other.number: 30})[other.number]
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp_path, unified, place):
+    """Segments hold the heads' cells, and checkpoints the hidden state: also in another process."""
+    settings = {"disk_directory": tmp_path / "prefix", "segment": 16}
+    layout = {"sequences": 1, "cells": 1024, "unified": unified}
+    engine = engines("hybrid-mtp", 2, "mtp", settings, **layout)
+    entries, boundaries = ordinary(150, 1), frozenset({100})
+    ask(engine, entries, boundaries=boundaries, max_tokens=1)
+    ask(engine, ordinary(60, 9), max_tokens=1)  # takes the only sequence
+    if place == "disk":
+        engine.memory.close()
+        engine = engines("hybrid-mtp", 2, "mtp", settings, **layout)
+    cold = engines("hybrid-mtp", 2, "mtp", **layout)
+    for last in (ordinary(20, 2), ordinary(25, 3)):
+        prompt = entries[:100] + last
+        hits = engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits
+        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached == 100
+        assert engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits == hits + 1
+        ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
+        guesses = engine.backend.session.draft({0: 30})[0]
+        assert engine.backend.heads.memory.positions(0) == (0, len(prompt) - 1)
+        assert guesses == cold.backend.session.draft({0: 30})[0]
+        assert np.array_equal(logits_of_heads(engine), logits_of_heads(cold))  # bit for bit
+        check(engine)
+        ask(engine, ordinary(60, 9), max_tokens=1)
+
+
+def logits_of_heads(engine: Engine) -> np.ndarray:
+    """What the heads say of one more token after all that sequence 0 holds."""
+    heads, session = engine.backend.heads, engine.backend.session
+    end = heads.memory.positions(0)[1] + 1
+    heads.batch.clear()
+    heads.batch.add_one(30, position=end, sequence=0, output=True)
+    heads.batch.hidden[0] = session.row(0, end)
+    heads.decode()
+    found = heads.logits(0).copy()
+    heads.memory.remove(0, start=end)
+    return found
+
+
+def test_heads_that_know_only_the_last_entries_are_stored_and_come_back_so(engines, monkeypatch):
+    monkeypatch.setattr("afterglow.engine.mtp.WAITING", 48)
+    engine = engines("hybrid-mtp", 2, "mtp", {"segment": 16}, sequences=1, cells=1024)
+    entries = ordinary(150, 1)
+    ask(engine, entries, max_tokens=1)
+    ask(engine, ordinary(60, 9), max_tokens=1)
+    answer = ask(engine, [*entries, 30], max_tokens=1)
+    assert answer.cached == 150
+    engine.backend.session.compute([0])
+    first, last = engine.backend.heads.memory.positions(0)
+    assert (first, last) == (102, 150)
+    check(engine)
 
 
 def test_heads_and_their_memory_follow_saved_sequences(engines):
@@ -144,11 +241,32 @@ def test_heads_and_their_memory_follow_saved_sequences(engines):
     check(engine)
 
 
-def test_a_model_without_heads_or_without_snapshots_is_refused(engines):
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("name", ["successor-mtp", "successor-mtp-75"])
+def test_heads_of_a_memory_without_snapshots_guess_with_replay(engines, name, unified):
+    engine = engines(name, 4, "mtp", unified=unified, rollback=0)
+    requests = cycles(engine)
+    answers = play(engine, *requests)
+    for one in requests:
+        assert answers[one.id].tokens == follow(one.entries[-1], 56)
+    assert engine.counters.accepted > 50
+    assert (engine.counters.replayed > 0) == (name == "successor-mtp-75")
+    check(engine)
+
+
+def test_noisy_heads_and_replay_change_no_token_on_random_weights(engines):
+    cold, engine = engines("hybrid-mtp", "off"), engines("hybrid-mtp", 3, "mtp", rollback=0)
+    for number in range(3):
+        entries = ordinary(120 + 30 * number, number)
+        answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
+        agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
+        check(engine)
+    assert engine.counters.replayed > 0
+
+
+def test_a_model_without_heads_is_refused(engines):
     with pytest.raises(UnsupportedOperation, match="no MTP heads"):
         engines("successor-hybrid", 3, "mtp")
-    with pytest.raises(InvalidArgument, match="rollback"):
-        engines("successor-mtp", 3, "mtp", rollback=0)
     assert not [handle for handle in open_handles() if handle._name == "model"]
 
 
@@ -177,23 +295,74 @@ def test_a_draft_model_that_says_something_else_changes_no_token(engines):
         answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
         assert answer.end.usage.drafted > answer.end.usage.accepted
-    drafter = next(one for one in engine.drafting._drafters if one.name == "draft")
-    assert max(len(slot) for slot in drafter._slots) > 150
+    assert max(len(slot) for slot in drafter_of(engine).memory.slots) > 150
 
 
 def test_a_draft_model_computes_only_what_is_new_of_the_next_turn(engines):
     engine = engines("successor-attention", 4, "successor-recurrent")
-    backend = next(one for one in engine.drafting._drafters if one.name == "draft")._backend
+    backend = drafter_of(engine)._backend
     (one,) = cycles(engine, 1)
     first = play(engine, one)["0"].tokens
-    decoded = []
-    original = backend.decode
-    backend.decode = lambda spans: decoded.append(sum(len(span.ids) for span in spans)) or original(spans)
+    decoded = counted(backend)
     turn = [*one.entries, *first, *one.entries[:7]]
     answer = ask(engine, turn, max_tokens=5)
     assert answer.tokens == follow(turn[-1], 5)
     assert answer.end.usage.accepted == answer.end.usage.drafted > 0
     assert sum(decoded) < 30
+
+
+@pytest.mark.parametrize("place", ["RAM", "disk"])
+@pytest.mark.parametrize(
+    "draft", ["successor-attention", "successor-window", "successor-recurrent", "successor-hybrid"]
+)
+def test_a_draft_model_s_own_state_is_stored_with_the_model_s(engines, tmp_path, draft, place):
+    """After others took its sequence, and after a restart, it computes only what is new, for the same tenant."""
+    settings = {"disk_directory": tmp_path / "prefix", "segment": 16}
+    engine = engines("successor-attention", 4, draft, settings, sequences=1, cells=2048)
+    words = engine.backend.context.model.vocabulary
+    entries = words.tokenize((CYCLE * 8)[:200])
+    ask(engine, entries, boundaries=frozenset({150}), max_tokens=8)
+    ask(engine, entries[7:], max_tokens=8)  # takes the only sequence of both
+    if place == "disk":
+        for memory in (engine.memory, drafter_of(engine).memory):
+            memory.close()
+        engine = engines("successor-attention", 4, draft, settings, sequences=1, cells=2048)
+    decoded = counted(drafter_of(engine)._backend)
+    turn = entries[:150] + entries[3:9]
+    answer = ask(engine, turn, max_tokens=9)
+    assert answer.tokens == follow(turn[-1], 9)
+    assert answer.cached == 150
+    assert answer.end.usage.accepted == answer.end.usage.drafted > 0
+    assert 0 < sum(decoded) < 30
+    before = sum(decoded)
+    ask(engine, turn, max_tokens=9, salt="another")
+    assert sum(decoded) - before > 150
+    tiers = drafter_of(engine).memory.tiers
+    assert tiers.ram_counters.hits + tiers.disk_counters.hits > 0
+
+
+def test_a_draft_model_keeps_to_its_share_of_the_budget(engines):
+    engine = engines("successor-attention", 4, "successor-hybrid", {"ram_bytes": 800_000}, sequences=1, cells=2048)
+    ours, theirs = engine.memory.tiers.ram, drafter_of(engine).memory.tiers.ram
+    assert ours.limit + theirs.limit == 800_000
+    words = engine.backend.context.model.vocabulary
+    for number in range(8):
+        ask(engine, words.tokenize((CYCLE * 12)[number : number + 250]), max_tokens=6)
+        assert ours.used <= ours.limit
+        assert theirs.used <= theirs.limit
+    assert theirs.used > 0
+
+
+def drafter_of(engine: Engine) -> DraftModel:
+    return next(one for one in engine.drafting._drafters if isinstance(one, DraftModel))
+
+
+def counted(backend: LlamaBackend) -> list[int]:
+    """The rows of each decode from now on."""
+    decoded: list[int] = []
+    original = backend.decode
+    backend.decode = lambda spans: decoded.append(sum(len(span.ids) for span in spans)) or original(spans)
+    return decoded
 
 
 def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(smollm2):

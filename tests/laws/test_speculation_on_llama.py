@@ -13,13 +13,12 @@ from afterglow import tiny
 from afterglow.engine.engine import Engine
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.settings import EngineSettings
-from afterglow.errors import UnsupportedOption
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 
-KINDS = ("attention", "window", "hybrid")  # a recurrent model of this build cannot go back
+KINDS = ("attention", "window", "hybrid", "recurrent")  # the last by replay: this build keeps no snapshots of it
 ROLLBACK = 6
 
 
@@ -102,11 +101,35 @@ def test_a_window_far_behind_its_beginning_is_rolled_back_and_never_given_up(eng
     assert engine.counters.rows == 640 + 99 + usage.drafted  # no entry was computed twice
 
 
-def test_recurrent_memory_without_snapshots_does_not_guess(engines):
-    with pytest.raises(UnsupportedOption, match="cannot drop"):
-        engines("successor-recurrent", looking_up(5))
-    engine = engines("successor-recurrent", EngineSettings())
-    words = engine.backend.context.model.vocabulary
-    answer = ask(engine, words.tokenize(CYCLE * 3), max_tokens=30)
-    assert answer.end.usage.drafted == 0
-    assert len(answer.tokens) == 30
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_memory_without_snapshots_goes_back_to_a_saved_state(engines, kind, unified, wrong):
+    cold = engines(kind, EngineSettings(speculation="off"), unified=unified, rollback=0)
+    oracle = Oracle({}, wrong, vocabulary=cold.backend.vocabulary)
+    settings = EngineSettings(speculation=5, drafters=("oracle",))
+    engine = engines(kind, settings, [oracle], unified=unified, rollback=0)
+    assert engine.backend.capabilities.max_rollback == 0
+    for number in range(3):
+        entries = ordinary(200 + 90 * number, number)
+        right, margins = plain_run(cold, entries, max_tokens=40, ignore_ends=True)
+        oracle.answers["one"] = right.tokens
+        answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
+        agree(answer, right, margins)
+        assert answer.end.usage.drafted > 0
+        assert (answer.end.usage.accepted > 0) == (wrong != 1)
+        check(engine)
+    assert (engine.counters.replayed > 0) == (wrong > 0)
+
+
+def test_replay_is_chosen_where_it_pays_and_not_where_saving_costs_more(engines):
+    """The choice flips with the measured cost of saving a state, and of wider decodes."""
+    engine = engines("successor-recurrent", EngineSettings(drafters=("lookup",)))
+    drafting, costs = engine.drafting, engine.memory.costs
+    for rows, seconds in ((1, 0.010), (2, 0.0101), (4, 0.0102), (9, 0.0103), (17, 0.0104)):
+        for _ in range(3):
+            costs.steps.measured(rows, seconds)
+    drafting.replay.seconds = 0.0001
+    assert drafting._best("lookup", 0.9, 16, 1).length > 4
+    drafting.replay.seconds = 0.1
+    assert drafting._best("lookup", 0.9, 16, 1).length == 0

@@ -233,9 +233,11 @@ def test_off_is_off_and_a_drafter_that_is_not_there_is_refused(kind, shared):
 def test_memory_that_cannot_go_back_is_never_asked_to(kind, shared):
     prompts = several(2)
     if kind in ("recurrent", "hybrid"):
-        with pytest.raises(UnsupportedOption, match="cannot drop"):
-            guessing(kind, prompts, shared=shared, rollback=0)
-        engine, expected, oracle = guessing(kind, prompts, wrong=2, length="auto", shared=shared, rollback=0)
+        with pytest.raises(UnsupportedOption, match="neither drop wrong guesses nor go back"):
+            guessing(kind, prompts, shared=shared, rollback=0, replays=False)
+        engine, expected, oracle = guessing(
+            kind, prompts, wrong=2, length="auto", shared=shared, rollback=0, replays=False
+        )
         answers = play(engine, *requests(prompts))
         assert {id: answer.tokens for id, answer in answers.items()} == expected
         assert not oracle.calls
@@ -246,6 +248,68 @@ def test_memory_that_cannot_go_back_is_never_asked_to(kind, shared):
     longest = {"attention": 16, "window": 8}.get(kind, 3)
     widest = max(rows for spans in deep.backend.history[6:] for _, rows in spans)
     assert widest <= longest + 1
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 5])
+@pytest.mark.parametrize("length", [1, 4, 16])
+def test_replay_changes_no_token(kind, shared, wrong, length):
+    """Memory without snapshots goes back to the state before its guesses, and the right ones are computed again."""
+    prompts = several()
+    engine, expected, _ = guessing(kind, prompts, wrong=wrong, length=length, shared=shared, rollback=0)
+    for one in requests(prompts):
+        engine.submit(one)
+    answers = finish(engine)
+    for id, tokens in expected.items():
+        assert answers[id].tokens == tokens, id
+        usage = answers[id].end.usage
+        assert usage.drafted > 0
+        assert (usage.accepted > 0) == (wrong != 1), usage
+    counters = engine.counters
+    needed = [len(prompts[id][0]) + len(tokens) - 1 for id, tokens in expected.items()]
+    assert counters.rows == sum(needed) + counters.drafted - counters.accepted + counters.replayed
+    assert (counters.replayed > 0) == (kind in ("recurrent", "hybrid") and counters.drafted > counters.accepted)
+    assert counters.drafted > counters.accepted or wrong in (0, 2, 5)
+
+
+@pytest.mark.parametrize("batch", [4, 24])
+def test_replay_beside_prompts_and_in_small_batches_changes_no_token(kind, shared, batch):
+    prompts = several(4, max_tokens=40)
+    engine, expected, _ = guessing(
+        kind, prompts, wrong=3, length=6, shared=shared, rollback=0, batch_cells=batch, sequences=3
+    )
+    for one in requests(prompts):
+        engine.submit(one)
+    answers = finish(engine)
+    assert {id: answer.tokens for id, answer in answers.items()} == expected
+    assert engine.counters.accepted > 0
+
+
+@pytest.mark.parametrize("fault", [Cancelled("planted"), DecodeFailed(-3, "planted"), MemoryFull(9, 9)], ids=repr)
+@pytest.mark.parametrize("steps", [6, 7, 8])
+def test_a_replay_that_fails_costs_time_and_no_token(kind, shared, fault, steps):
+    prompts = several()
+    engine, expected, _ = guessing(kind, prompts, wrong=3, shared=shared, rollback=0)
+    for one in requests(prompts):
+        engine.submit(one)
+    answers: dict[str, Answer] = {}
+    for _ in range(steps):
+        collect(answers, engine)
+    engine.backend.faults.append(fault)
+    while engine.busy:
+        collect(answers, engine)
+        truth.check_all(engine)
+    assert {id: answer.tokens for id, answer in answers.items()} == expected
+
+
+def test_a_saved_state_that_does_not_load_costs_time_and_no_token(kind, shared, monkeypatch):
+    prompts = several(2)
+    engine, expected, _ = guessing(kind, prompts, wrong=3, shared=shared, rollback=0)
+    replay = engine.drafting.replay
+    if replay is not None:
+        monkeypatch.setattr(replay._backend, "save", lambda sequence, scope: truth.Damaged())
+    answers = play(engine, *requests(prompts))
+    assert {id: answer.tokens for id, answer in answers.items()} == expected
+    assert engine.counters.replayed == 0
 
 
 def test_a_drafter_hears_the_end_of_every_job(kind, shared):

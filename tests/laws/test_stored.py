@@ -91,7 +91,7 @@ def test_no_salt_finds_what_another_computed(kind, shared):
 @every_kind
 def test_what_is_pinned_stays(kind):
     engine = small(kind, 4_000 if kind == "recurrent" else 9_000, sequences=1)
-    engine.memory.tiers.pin(np.array(SYSTEM), "")
+    engine.memory.tiers.pinning.pin(np.array(SYSTEM), "")
     ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({40}))
     for number in range(12):
         ask(engine, prompt(60, 50 + number))

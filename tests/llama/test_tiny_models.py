@@ -24,7 +24,7 @@ from afterglow.errors import ModelNotFound
 from afterglow.llama.declarations import DECLARATIONS
 from afterglow.tiny import constructed, vocabulary
 
-RANDOM = ["attention", "draft", "window", "recurrent", "hybrid", "hybrid-mtp"]
+RANDOM = ["attention", "draft", "window", "recurrent", "hybrid", "hybrid-mtp", "window-chained"]
 SUCCESSORS = [name for name in tiny.names() if name.startswith("successor-")]
 TEXT = [*RANDOM, *SUCCESSORS]
 
@@ -135,7 +135,7 @@ def load(lib: Any, directory: Path) -> Load:
 
 def test_every_promised_name_is_offered() -> None:
     assert set(tiny.names()) == {*TEXT, *PROJECTORS, "embedding", "adapter"}
-    assert len(SUCCESSORS) == 6
+    assert len(SUCCESSORS) == 7
 
 
 def test_an_unknown_name_is_a_model_not_found() -> None:
@@ -186,8 +186,8 @@ def test_a_model_has_the_memory_its_name_says(name: str, load: Load) -> None:
         lib, model = session.lib, session.model
         assert lib.llama_model_is_recurrent(model) == ("recurrent" in name)
         assert lib.llama_model_is_hybrid(model) == ("hybrid" in name or "mtp" in name)
-        assert lib.llama_model_n_swa(model) == (32 if "window" in name else 0)
-        assert lib.llama_model_n_layer_nextn(model) == int("mtp" in name)
+        assert lib.llama_model_n_swa(model) == (32 if "window" in name or "chained" in name else 0)
+        assert lib.llama_model_n_layer_nextn(model) == ("mtp" in name) + 2 * ("chained" in name)
 
 
 @pytest.mark.parametrize("name", TEXT)

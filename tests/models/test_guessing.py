@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import zip_longest
 from pathlib import Path
 
+from pruned import prune
+
 import afterglow
 from afterglow.engine.settings import EngineSettings
 
@@ -43,3 +45,17 @@ def test_c14_what_was_said_before_and_the_model_as_its_own_draft_change_no_answe
             assert found.usage.accepted > 0.8 * found.usage.drafted > 0
         copied = copying.complete(PROMPTS[0], max_tokens=30, temperature=0).usage
         assert copied.accepted > 10
+
+
+def test_c14_a_draft_of_fewer_layers_is_right_now_and_then_and_changes_no_answer(smollm2: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "pruned.gguf"
+    prune(smollm2, draft, layers=29)
+    settings = EngineSettings(speculation=3, drafters=("draft",))
+    with (
+        afterglow.load(smollm2, engine=settings, draft=draft, **SMALL) as model,
+        afterglow.load(smollm2, engine=EngineSettings(speculation="off"), **SMALL) as plain,
+    ):
+        for prompt in PROMPTS:
+            found = model.complete(prompt, max_tokens=30, temperature=0)
+            agree(found, plain.complete(prompt, max_tokens=30, temperature=0, logprobs=2))
+            assert 0 < found.usage.accepted < found.usage.drafted

@@ -76,8 +76,13 @@ def test_a_prompt_that_was_computed_is_reported_as_cached(server: ServerProcess)
 
 
 def test_what_was_guessed_before_it_was_drawn_is_told(server: ServerProcess) -> None:
-    usages = [Usage(generated=9, drafted=5, accepted=3), Usage(generated=4, drafted=2), Usage(generated=1)]
-    assert predictions_of(usages) == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    first = Usage(generated=9, drafted=5, accepted=3, drafts=2, seconds_saved=0.5)
+    assert predictions_of([first, Usage(generated=4, drafted=2, drafts=1), Usage(generated=1)]) == {
+        "accepted_prediction_tokens": 3,
+        "rejected_prediction_tokens": 4,
+        "mean_prediction_length": 2.33,
+        "prediction_seconds_saved": 0.5,
+    }
     details = server.chat(max_tokens=40)["usage"]["completion_tokens_details"]
     assert min(details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) >= 0
 

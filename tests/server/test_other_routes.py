@@ -5,7 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 from schemas import CreateEmbeddingResponse, Model, valid
-from serverprocess import CYCLE, ServerProcess, text_of
+from serverprocess import CYCLE, ServerProcess, serving, text_of
+
+from afterglow import tiny
 
 
 def test_the_models_are_listed_as_openai_does(server: ServerProcess) -> None:
@@ -115,3 +117,25 @@ def test_the_metrics_have_the_tiers(server: ServerProcess) -> None:
     page = server.http.get("/metrics").text
     for counter in ("hits", "evictions", "saved_bytes", "loaded_bytes", "seconds_saved"):
         assert name % counter in page
+
+
+def test_a_draft_model_and_heads_guess_for_the_models_they_are_named_for() -> None:
+    """Usage, metrics and /stats say what was drafted and accepted, how much at a time, and what that saved."""
+    draft, same = tiny.path("successor-recurrent"), tiny.path("successor-attention")
+    models = [f"tiny={same}", f"heads={tiny.path('successor-mtp')}", f"plain={same}"]
+    with serving(*models, "--draft", f"tiny={draft}", "--draft", "heads=mtp", "--context", "1024") as server:
+        for name, drafter in (("tiny", "draft"), ("heads", "mtp")):
+            answer = server.complete("xyz", model=name, max_tokens=400, ignore_eos=True)
+            assert answer["choices"][0]["text"].startswith(" .abcdef")
+            usage = answer["usage"]["completion_tokens_details"]
+            found = server.http.get("/stats").json()["models"][name]["speculation"]
+            assert found["drafters"] == ["lookup", drafter]
+            assert found["drafted"] >= found["accepted"] > 0
+            assert found["accepted"] == usage["accepted_prediction_tokens"]
+            assert found["drafted"] == usage["accepted_prediction_tokens"] + usage["rejected_prediction_tokens"]
+            assert 1 <= usage["mean_prediction_length"] == pytest.approx(found["mean_length"], abs=0.01)
+            assert usage["prediction_seconds_saved"] == pytest.approx(found["seconds_saved"], abs=0.01)
+            for number in ("drafted", "accepted", "mean_length", "seconds_saved"):
+                line = f'afterglow_speculation{{model="{name}",number="{number}"}}'
+                assert server.metric(line) == pytest.approx(found[number])
+        assert server.http.get("/stats").json()["models"]["plain"]["speculation"]["drafters"] == ["lookup"]

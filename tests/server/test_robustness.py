@@ -121,7 +121,7 @@ def test_only_who_has_a_key_may_ask(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("first\n\nsecond\n")
     keys = ("--api-key", "third", "--api-key-file", str(tmp_path / "keys"), "--lazy")
     with serving(f"tiny={tiny.path('successor-attention')}", *keys) as locked:
-        for path in ("/v1/models", "/metrics", "/cache", "/openapi.json", "/nowhere"):
+        for path in ("/v1/models", "/metrics", "/stats", "/cache", "/openapi.json", "/nowhere"):
             answer = locked.http.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (

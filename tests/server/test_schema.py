@@ -23,6 +23,7 @@ ROUTES = {
     "/apply-template",
     "/health",
     "/metrics",
+    "/stats",
     "/cache",
     "/cache/explain",
 }

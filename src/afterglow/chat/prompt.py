@@ -29,6 +29,7 @@ class Prompt:
     tokens: tuple[int, ...]
     boundaries: frozenset[int]
     text: str
+    system: int = 0  # tokens that the system messages and tools are
 
 
 class PromptBuilder:
@@ -58,14 +59,27 @@ class PromptBuilder:
         shielded = [self._shield(message, mark) for message in messages]
         text = self._template.render(shielded, tools=tools, arguments=arguments)
         tokens = self.tokenize(text, mark)
-        boundaries = set()
+        boundaries, system = set(), 0
         for count in self._ends(messages):
             try:
                 part = self._template.render(shielded[:count], tools=tools, generation=False, arguments=arguments)
             except InvalidTemplate:
                 continue  # some templates render only whole conversations
-            boundaries.add(common_length(self.tokenize(common_text(part, text), mark), tokens))
-        return Prompt(tuple(tokens), frozenset(boundaries - {0, len(tokens)}), text.replace(mark, ""))
+            end = common_length(self.tokenize(common_text(part, text), mark), tokens)
+            boundaries.add(end)
+            system = end if count == told(messages) else system
+        if tools and not told(messages):
+            system = self._tools_end(shielded[0], text, tokens, mark, tools=tools, arguments=arguments)
+            boundaries.add(system)
+        return Prompt(tuple(tokens), frozenset(boundaries - {0, len(tokens)}), text.replace(mark, ""), system)
+
+    def _tools_end(self, first: Message, text: str, tokens: list[int], mark: str, **options: Any) -> int:
+        """How many tokens come before what the first message says: the tools, where nobody said anything before."""
+        try:
+            other = self._template.render([replace(first, content=mark)], generation=False, **options)
+        except InvalidTemplate:
+            return 0
+        return common_length(self.tokenize(common_text(other, text), mark), tokens)
 
     def tokenize(self, text: str, mark: str = "") -> list[int]:
         """Rendered text as tokens, with the model's start token where it wants one and the template wrote none."""
@@ -100,9 +114,7 @@ class PromptBuilder:
 
     def _ends(self, messages: Sequence[Message]) -> set[int]:
         """After how many messages a later prompt is likely to part from this one."""
-        told = ("system", "developer")
-        system = next((index for index, message in enumerate(messages) if message.role not in told), len(messages))
-        return {system, *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
+        return {told(messages), *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
 
     def _shield(self, message: Message, mark: str) -> Message:
         """Break up the texts of control tokens in what people and tools wrote, so that they stay text."""
@@ -118,6 +130,12 @@ class PromptBuilder:
 
     def _broken(self, text: str, mark: str) -> str:
         return self._cut.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
+
+
+def told(messages: Sequence[Message]) -> int:
+    """How many messages at the beginning say how to answer."""
+    others = (index for index, message in enumerate(messages) if message.role not in ("system", "developer"))
+    return next(others, len(messages))
 
 
 def unused_character(messages: Sequence[Message]) -> str:

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from afterglow import registry
 from afterglow.cli.models import progress_shown
 from afterglow.cli.settings import Settings
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, ModelNotFound
 from afterglow.loading import load
 from afterglow.model import Model
@@ -36,6 +37,7 @@ def open_model(settings: Settings, console: Console) -> Model:
             disk=settings.disk,
             chat_template=template_text(settings.chat_template),
             draft=settings.draft,
+            engine=EngineSettings(pin_system=settings.pin_system),
             progress=show,
         )
 

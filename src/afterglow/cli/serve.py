@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,8 @@ from rich.console import Console
 from afterglow.cli import chat
 from afterglow.cli.opening import local_path, template_text
 from afterglow.cli.settings import Settings, settings
+from afterglow.engine.recipe import Draft
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.server.roster import Roster
 from afterglow.server.run import bind
@@ -39,6 +43,14 @@ Origins = Annotated[
     list[str] | None,
     typer.Option("--allow-origin", help="Web pages of this origin may ask; `*`: all.", show_default=False),
 ]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        help="What guesses ahead: `mtp`, or a smaller model; NAME=DRAFT for one model. Can be given several times.",
+        show_default=False,
+    ),
+]
 
 
 def serve(
@@ -58,6 +70,8 @@ def serve(
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
     chat_template: chat.Template = None,
+    draft: Drafts = None,
+    pin_system: Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")] = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
@@ -70,6 +84,8 @@ def serve(
         threads=threads,
         gpu_layers=gpu_layers,
         chat_template=chat_template,
+        draft=",".join(draft) if draft else None,
+        pin_system=pin_system,
         server={
             "host": host,
             "port": port,
@@ -84,7 +100,9 @@ def serve(
     console = Console(stderr=True, highlight=False)
     paths = {name: local_path(model) for name, model in map(named, models or [chosen.model])}
     listener = bind(chosen.server)
-    with listener, Service(Roster(paths, served_settings(chosen)), chosen.server) as service:
+    common = served_settings(chosen)
+    own = {name: replace(common, draft=what) for name, what in drafts(chosen.draft, paths).items()}
+    with listener, Service(Roster(paths, common, own), chosen.server) as service:
         if not chosen.server.lazy:
             with console.status(f"loading {', '.join(paths)}"):
                 service.roster.load_all()
@@ -102,7 +120,27 @@ def served_settings(chosen: Settings) -> ServedSettings:
         gpu_layers=chosen.gpu_layers,
         threads=chosen.threads,
         chat_template=template_text(chosen.chat_template),
+        engine=EngineSettings(pin_system=chosen.pin_system),
     )
+
+
+def drafts(text: str | None, names: Collection[str]) -> dict[str, Draft]:
+    """What guesses for which model: `text` is `mtp` or a model for all, or NAME=DRAFT for one; several with commas.
+
+    >>> drafts("mtp,small=mtp", ["big", "small"])
+    {'big': 'mtp', 'small': 'mtp'}
+    """
+    found: dict[str, Draft] = {}
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    for part in sorted(parts, key=lambda part: "=" in part):  # those for all first
+        name, equals, what = part.partition("=")
+        if not equals or "/" in name:
+            name, what = "", part
+        if name and name not in names:
+            raise InvalidArgument("--draft", f"{name!r} is not served; there are {', '.join(names)}")
+        draft: Draft = "mtp" if what == "mtp" else local_path(what)
+        found |= dict.fromkeys([name] if name else names, draft)
+    return found
 
 
 def named(model: str) -> tuple[str, str]:

@@ -40,6 +40,7 @@ class Settings(pydantic.BaseModel):
     threads: int | None = pydantic.Field(None, ge=1, description="None: the processor's cores.")
     gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
     disk: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
+    pin_system: bool = pydantic.Field(False, description="Never let go of what system prompts and tools come to.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
     draft: str | None = pydantic.Field(None, description='What guesses ahead: "mtp", or the name or path of a model.')
     system: str = "You are a helpful assistant."

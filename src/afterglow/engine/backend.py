@@ -29,6 +29,7 @@ class Capabilities:
     shared: bool  # unified: sequences share the cells, and a copy costs nothing
     interruptible: bool  # a decode can be stopped in the middle
     max_rollback: int = 0  # newest entries that a sequence can drop again right after a decode
+    replays: bool = False  # it can go back to a partial state that was saved before a decode
 
     @property
     def partial_state(self) -> bool:

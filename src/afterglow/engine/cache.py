@@ -105,7 +105,7 @@ def kept(engine: Engine) -> list[Kept]:
         found.append(
             Kept(
                 tier="ram", what="checkpoint", entries=checkpoint.depth, nbytes=checkpoint.nbytes, hits=0,
-                age=now - checkpoint.last_used, seconds=memory.marks.seconds(checkpoint), pinned=False,
+                age=now - checkpoint.last_used, seconds=memory.marks.seconds(checkpoint), pinned=checkpoint.pinned,
                 first=_first(engine.ledger.stable(checkpoint.ids)),
             )
         )  # fmt: skip
@@ -161,13 +161,14 @@ def usage(engine: Engine) -> dict[str, Usage]:
 
 
 def pin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> None:
-    """Never let go of this beginning, wherever it is kept, now or later."""
-    engine.memory.tiers.pin(engine.ledger.ids(entries), salt)
+    """Never let go of this beginning, wherever it is kept, now or later; `InvalidArgument` where pins would take more
+    than half of the budget."""
+    engine.memory.tiers.pinning.pin(engine.ledger.ids(entries), salt)
 
 
 def unpin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> bool:
     """Take a pin back; False: there was none on exactly these entries."""
-    return engine.memory.tiers.unpin(engine.ledger.ids(entries), salt)
+    return engine.memory.tiers.pinning.unpin(engine.ledger.ids(entries), salt)
 
 
 def clear(engine: Engine) -> None:

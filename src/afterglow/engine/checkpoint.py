@@ -39,6 +39,7 @@ class Checkpoint:
     before: bytes = b""  # the name of the whole segments before it
     start: int = 0  # entries in them
     key: bytes = b""  # its own name
+    pinned: bool = False  # a pinned beginning is restored from it
     last_used: float = field(default_factory=time.monotonic)
 
     @property

@@ -17,8 +17,10 @@ class Counters:
     coalesced: int = 0
     interrupted: int = 0
     widest: int = 0  # most jobs in one decode
+    drafts: int = 0  # times that somebody's guesses were computed
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
+    replayed: int = 0  # entries computed again, because memory could not drop wrong guesses without them
 
 
 @dataclass(slots=True)

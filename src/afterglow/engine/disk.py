@@ -1,7 +1,7 @@
 """The disk tier: a thread that writes segments and checkpoints behind the engine's back, and reads for the next start.
 
 Whatever the disk does, the engine goes on: what cannot be queued is dropped, what cannot be written is not there, what
-cannot be read is a miss. The thread owns the table; the engine's thread only maps files.
+cannot be read is a miss. The thread owns the table; files are mapped by whoever needs them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TypeAlias, TypeVar
 from afterglow.engine import disk_files
 from afterglow.engine.disk_files import Item, Kind, Loaded, file_name
 from afterglow.engine.disk_index import DiskIndex, Row
+from afterglow.engine.pins import SHARE
 from afterglow.errors import Closed, InvalidState
 
 T = TypeVar("T")
@@ -271,6 +272,7 @@ class Disk:
     def _make_room(self, index: DiskIndex, nbytes: int) -> bool:
         if nbytes > self.limit:
             return False
+        self._bound_pins(index)
         while (total := index.total()) + nbytes > self.limit:
             too_much = total + nbytes - self.limit
             worst = index.worst(EVICTED)
@@ -281,6 +283,11 @@ class Disk:
                     break
                 too_much -= self._forget(index, row)
         return True
+
+    def _bound_pins(self, index: DiskIndex) -> None:
+        """Pinned files have a share of the limit; beyond it those not used for longest are as the rest."""
+        while index.total(pinned=True) > self.limit * SHARE:
+            index.pin([row.name for row in index.oldest_pinned(EVICTED)], pinned=False)
 
     def _forget(self, index: DiskIndex, row: Row) -> int:
         """Remove a file and all that is of no use without it; the bytes that are free now."""

@@ -93,9 +93,15 @@ class DiskIndex:
         """Another number after another process changed the table."""
         return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
-    def total(self) -> int:
-        """Bytes of all files."""
-        return int(self._connection.execute("SELECT COALESCE(SUM(nbytes), 0) FROM items").fetchone()[0])
+    def total(self, *, pinned: bool = False) -> int:
+        """Bytes of all files, or of pinned ones."""
+        query = "SELECT COALESCE(SUM(nbytes), 0) FROM items" + (" WHERE pinned = 1" if pinned else "")
+        return int(self._connection.execute(query).fetchone()[0])
+
+    def oldest_pinned(self, count: int) -> list[Row]:
+        """The pinned files that were not used for longest; the ends of conversations first."""
+        query = f"SELECT {COLUMNS} FROM items WHERE pinned = 1 ORDER BY used ASC, start DESC LIMIT ?"
+        return [_row(*values) for values in self._connection.execute(query, (count,))]
 
     def rows(self, model: str | None = None, after: int = 0) -> list[Row]:
         """The files of one model, or all, whose numbers are larger than `after`, beginnings first."""

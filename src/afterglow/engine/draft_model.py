@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,13 +12,16 @@ from afterglow.engine.backend import Backend, Span, State
 from afterglow.engine.drafting import Wish
 from afterglow.engine.entries import Ids, Ledger, common_prefix
 from afterglow.engine.job import Job
+from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.sequence import Sequence as Slot
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.vocabulary import Vocabulary
 
 UNEQUAL = 128  # tokens that one vocabulary may have more: some pad theirs
 OWN = 5  # first tokens that may differ: unknown, start, end
-WORTH_COPYING = 64  # entries; fewer are computed faster than they are found
+FEW = 16  # entries that are computed along with a guess
+CLOSING = 1.0  # seconds that an end waits for what is worth keeping
 
 
 def check_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
@@ -34,22 +39,54 @@ def check_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """The sequence that mirrors a job's, and where it has to stand still for checkpoints."""
+
+    slot: Slot
+    cuts: list[int]
+
+
+def _known(job: Job) -> Ids:
+    return np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)])
+
+
 class DraftModel:
     """The drafter on a model of its own. It owns the backend it is given.
 
-    What it holds of a job is found again by comparing, so it needs not hear what becomes of its guesses, nor how the
-    target's memory moves: what agrees stays, what does not goes.
+    It has a prefix memory like the engine's, with checkpoints and with tiers in RAM and on disk, so what it computed of
+    a conversation is found again, also after a restart. What it holds of a job is compared with what is known, so it
+    needs not hear what becomes of its guesses, nor how the target's memory moves: what agrees stays, the rest goes.
     """
 
     name = "draft"
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, settings: EngineSettings | None = None, size: float = 1.0) -> None:
+        """`size` is that of its weights, relative to the model it guesses for."""
         self._backend = backend
-        ledger = Ledger()
-        self._slots = [Slot(number, backend, ledger) for number in range(backend.capabilities.sequences)]
+        self._size = size
+        self.memory = PrefixMemory(backend, Ledger(), settings or EngineSettings(ram_bytes=0))
+        self._mirrors: dict[Job, Mirror] = {}
 
     def ready(self, job: Job) -> bool:
         return True
+
+    def behind(self, job: Job) -> float:
+        mirror = self._mirrors.get(job)
+        if mirror is None:
+            reuse = self.memory.plan(_known(job), salt=job.request.salt)
+            held = 0 if reuse is None else reuse.keep
+        else:
+            held = len(mirror.slot)
+        lacking = job.known - 1 - held
+        return lacking * self._size if lacking > FEW else 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        try:
+            for job in jobs:
+                self._catch_up(job)
+        except AfterglowError:
+            self._begin_anew()
 
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wishes]
@@ -57,47 +94,77 @@ class DraftModel:
             ready = [index for index, (job, _) in enumerate(wishes) if self._catch_up(job)]
             self._guess(wishes, ready, drafts)
         except AfterglowError:  # a guess is not worth an answer: begin anew
-            for slot in self._slots:
-                slot.clear()
+            self._begin_anew()
             return [[] for _ in wishes]
         return drafts
 
+    def _begin_anew(self) -> None:
+        for mirror in self._mirrors.values():
+            mirror.slot.clear()
+
     def forget(self, job: Job) -> None:
-        """What it holds of the job is kept for the next turn."""
+        """What it holds of the job is kept for the next turn, without guesses."""
+        mirror = self._mirrors.pop(job, None)
+        if mirror is not None:
+            keep = common_prefix(mirror.slot.ids, _known(job))
+            if mirror.slot.resumable(keep):
+                mirror.slot.truncate(keep)
+            self.memory.release(mirror.slot)
+
+    def tidy(self) -> bool:
+        """Write something towards the disk; False: there is nothing."""
+        return self.memory.tidy()
 
     def close(self) -> None:
+        for job in list(self._mirrors):
+            self.forget(job)
+        self.memory.close(seconds=CLOSING)
         self._backend.close()
 
     def _slot(self, job: Job) -> Slot:
-        assert job.sequence is not None
-        return self._slots[job.sequence.number]
+        return self._mirrors[job].slot
 
     def _catch_up(self, job: Job) -> bool:
-        """Compute what the job knows but its newest token. False: this model cannot read it."""
-        known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)])
+        """Compute what the job knows but its newest token. False: this model cannot read it, or has no place for it."""
+        known = _known(job)
         if int(known.min()) < 0 or int(known.max()) >= self._backend.vocabulary:
             return False  # a picture, or a token that only the target has
-        slot = self._slot(job)
         if len(known) > self._backend.capabilities.cells:
             return False
-        self._begin(slot, known)
+        mirror = self._mirror(job, known)
+        if mirror is None:
+            return False
+        slot, limit = mirror.slot, self._backend.capabilities.batch_cells
         while len(slot) < len(known) - 1:
-            chunk = known[len(slot) : min(len(known) - 1, len(slot) + self._backend.capabilities.batch_cells)]
+            stop = min([len(known) - 1, len(slot) + limit, *[cut for cut in mirror.cuts if cut > len(slot)]])
+            started = time.perf_counter()
+            chunk = known[len(slot) : stop]
             self._backend.decode([Span(slot.number, chunk, slot.position, 0)])
             slot.decoded(chunk)
+            self.memory.costs.computed(len(chunk), time.perf_counter() - started)
+            if stop in mirror.cuts:
+                self.memory.take_checkpoint(slot)
         return True
 
-    def _begin(self, slot: Slot, known: Ids) -> None:
-        """Keep what agrees, or copy what another sequence has more of."""
-        keep = min(common_prefix(slot.ids, known), len(known) - 1)
-        best = max(self._slots, key=lambda other: common_prefix(other.ids, known))
-        shared = min(common_prefix(best.ids, known), len(known) - 1)
-        if shared >= keep + WORTH_COPYING and self._backend.capabilities.forks_anywhere:
-            slot.copy_from(best, shared)
-        elif slot.resumable(keep):
-            slot.truncate(keep)
-        else:
-            slot.clear()
+    def _mirror(self, job: Job, known: Ids) -> Mirror | None:
+        """The job's sequence, cut back to what agrees, or a new one that begins with the most that is kept."""
+        mirror, salt = self._mirrors.get(job), job.request.salt
+        if mirror is not None:
+            keep = min(common_prefix(mirror.slot.ids, known), len(known) - 1)
+            if mirror.slot.resumable(keep) and (keep or not len(mirror.slot)):
+                mirror.slot.truncate(keep)
+                return mirror
+            self.forget(job)
+        reuse = self.memory.plan(known, salt=salt)
+        if reuse is None:  # jobs that had to step aside hold their places in vain
+            for other in [other for other in self._mirrors if other.sequence is None]:
+                self.forget(other)
+            reuse = self.memory.plan(known, salt=salt)
+        if reuse is None:
+            return None
+        slot, kept = self.memory.begin(reuse, salt)
+        mirror = self._mirrors[job] = Mirror(slot, self.memory.cuts(job.prompt, job.request.boundaries, kept, salt))
+        return mirror
 
     def _guess(self, wishes: Sequence[Wish], ready: list[int], drafts: list[list[int]]) -> None:
         """One guess of every job in each decode."""
@@ -113,7 +180,7 @@ class DraftModel:
                 spans.append(Span(slot.number, [token], slot.position, 1))
             self._backend.decode(spans)
             for row, (index, span) in enumerate(zip(active, spans, strict=True)):
-                self._slots[span.sequence].decoded(span.ids)
+                self._slot(wishes[index][0]).decoded(span.ids)
                 drafts[index].append(int(self._backend.logits(row, 0).argmax()))
         for slot, length, state in saved:
             slot.restore(length, state, 0)

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 from afterglow.engine.backend import Capabilities
 from afterglow.engine.costs import WEIGHT, Costs
 from afterglow.engine.job import Job
+from afterglow.engine.replay import Replay
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.speculation import LONGEST, NOTHING, Acceptance, Account, Choice, choose_length
 from afterglow.errors import UnsupportedOption
@@ -23,6 +24,7 @@ FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are
 REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
 RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
 SLEEP = 8  # decodes for which all are left alone after nothing could be won for any of them
+USUAL_ANSWER = 256  # tokens within which what a drafter has to compute first must have paid
 PAUSE = 16  # decodes without guesses after they did not fit into memory
 
 
@@ -34,12 +36,22 @@ class Drafter(Protocol):
     def ready(self, job: Job) -> bool:
         """Whether it has anything to guess for this job now. Asked before every decode, so it has to be cheap."""
 
+    def behind(self, job: Job) -> float:
+        """What it has to compute before it can guess for this job at all, in entries of a prompt that take the model
+        itself as long; 0 where that is not worth mentioning."""
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        """Compute that; `draft` does it, too, but there it would look like the price of a guess."""
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         """For each job its guesses, as many as it wishes or fewer. `job.prompt` and `job.generated` are what is known,
         of which memory lacks the newest token."""
 
     def forget(self, job: Job) -> None:
         """The job has ended."""
+
+    def tidy(self) -> bool:
+        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
 
     def close(self) -> None:
         """Give back what it owns."""
@@ -60,19 +72,29 @@ class Drafting:
     """Asks drafters for guesses, as many as are expected to pay, and learns from what came of them."""
 
     def __init__(
-        self, settings: EngineSettings, capabilities: Capabilities, costs: Costs, drafters: Sequence[Drafter]
+        self,
+        settings: EngineSettings,
+        capabilities: Capabilities,
+        costs: Costs,
+        drafters: Sequence[Drafter],
+        replay: Replay | None = None,
     ) -> None:
+        """`replay` is for memory that cannot drop wrong guesses by itself."""
+        self.replay = replay
         self.account = Account()
         self._fixed = settings.speculation if isinstance(settings.speculation, int) else None
         on = settings.speculation != "off" and not settings.deterministic
-        if on and self._fixed is not None and capabilities.max_rollback == 0:
+        able = capabilities.max_rollback > 0 or replay is not None
+        if on and self._fixed is not None and not able:
             raise UnsupportedOption(
-                "speculation", f"this {capabilities.memory} memory cannot drop wrong guesses: it needs a `rollback`"
+                "speculation",
+                f"this {capabilities.memory} memory can neither drop wrong guesses nor go back to a saved state",
             )
         self._owned = list(drafters)
         chosen = choose_drafters(drafters, settings)
-        self._drafters = chosen if on and capabilities.max_rollback > 0 else []
+        self._drafters = chosen if on and able else []
         self._capabilities = capabilities
+        self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
         self._costs = costs
         self._usual = {drafter.name: Acceptance() for drafter in drafters}
         self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
@@ -84,6 +106,12 @@ class Drafting:
         self._next = 0  # the decode before which nobody is asked
         self._given: list[Job] = []  # who has guesses, or had them in the last decode
         self._guessed = 0  # decodes with guesses since the last without
+        self._verified: list[Job] = []  # whose guesses were in the decode that is being measured
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who may guess."""
+        return tuple(drafter.name for drafter in self._drafters)
 
     def offer(self, generating: Sequence[Job], prompts: Sequence[Job]) -> None:
         """Give jobs that generate their guesses for the coming decode, in which others may have prompts."""
@@ -97,7 +125,11 @@ class Drafting:
         rows = len(generating)
         if self._fixed is None and not (generating and not prompts and self._affordable(rows)):
             return
-        ready = {job: able for job in generating if (able := [one for one in self._drafters if one.ready(job)])}
+        ready = {
+            job: able
+            for job in generating
+            if not job.replay and (able := [one for one in self._drafters if one.ready(job)])
+        }
         if not ready:
             return
         spare = self._spare(rows + len(prompts), rows)
@@ -121,12 +153,12 @@ class Drafting:
 
     def _limit(self, job: Job, spare: int) -> int:
         """Guesses that could be right, could be computed, and could be dropped again."""
-        if job.guessing.barred:
+        if job.guessing.barred or job.replay:  # what drafters know is that memory lacks one token
             return 0
         assert job.sequence is not None
         left = LONGEST if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
         room = job.room - job.sequence.cells - 1
-        return max(0, min(LONGEST, left, room, spare, self._capabilities.max_rollback))
+        return max(0, min(self._reach, left, room, spare))
 
     def _choices(self, job: Job, able: Sequence[Drafter], rows: int, spare: int) -> list[tuple[Drafter, int]]:
         """Those that would help this job, the most promising first, and how far each should guess."""
@@ -152,14 +184,30 @@ class Drafting:
             choice = self._choices_made[key] = self._best(name, rate, limit, rows)
         if choice.length:
             self._retry[name] = RETRY
-            return choice
-        quiet = self._decodes - job.guessing.tried
-        return Choice(min(TRIAL, limit), 0.0) if quiet >= self._retry[name] else NOTHING
+        elif self._decodes - job.guessing.tried >= self._retry[name]:
+            choice = Choice(min(TRIAL, limit), 0.0)
+        return choice if choice.length and self._worth_catching_up(job, drafter, rows, choice.gain) else NOTHING
+
+    def _worth_catching_up(self, job: Job, drafter: Drafter, rows: int, gain: float) -> bool:
+        """Whether a drafter that knows little of a job may be asked: not where it would hardly be done before the
+        answer is, and not beyond what may be lost."""
+        behind = drafter.behind(job) * self._costs.per_entry
+        if not behind:
+            return True
+        most = USUAL_ANSWER if job.request.max_tokens is None else min(USUAL_ANSWER, job.request.max_tokens)
+        step = self._costs.steps.of(rows, self._costs.per_entry)
+        saved = max(0, most - len(job.generated)) * step * (1 - 1 / gain) if gain > 1 else behind
+        return behind <= saved and self.account.affords(behind, step)
 
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
         steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
         return choose_length(
-            rate, limit, lambda count: steps.of(count, per_row), rows=rows, guessing=self._per_guess[name]
+            rate,
+            limit,
+            lambda count: steps.of(count, per_row),
+            rows=rows,
+            guessing=self._per_guess[name],
+            saving=None if self.replay is None else self.replay.seconds,
         )
 
     def _wishes(
@@ -178,7 +226,12 @@ class Drafting:
         """Let a drafter guess; how many guesses there are. Those that cannot come next are cut off."""
         if not wishes:
             return 0
+        late = [job for job, _ in wishes if drafter.behind(job)]
         started = time.perf_counter()
+        if late:
+            drafter.catch_up(late)
+            self.account.invested(time.perf_counter() - started)
+            started = time.perf_counter()
         drafts = drafter.draft(wishes)
         seconds = time.perf_counter() - started
         total = 0
@@ -195,11 +248,18 @@ class Drafting:
         self._spent += seconds
         return total
 
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """The decode is about to run: save what cannot be dropped again."""
+        if self.replay is not None and self._drafters:
+            self._spent += self.replay.keep(jobs)
+
     def verified(self, job: Job, drafted: int, accepted: int) -> None:
         """So many of a job's guesses were computed, and so many of them were right."""
         guessing = job.guessing
         name = guessing.drafter
         job.drafted += drafted
+        job.drafts += 1
+        self._verified.append(job)
         guessing.tried = self._decodes
         guessing.verified(name, drafted, accepted)
         self._usual[name].verified(drafted, accepted)
@@ -210,7 +270,8 @@ class Drafting:
         if not self._drafters:
             return
         costs = self._costs
-        costs.steps.measured(rows, seconds)
+        returning = 0.0 if self.replay is None else self.replay.settle()
+        costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()
@@ -220,7 +281,10 @@ class Drafting:
             self.account.plain(seconds)
         else:
             self._guessed += 1
-            self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            won = self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            for job in self._verified:
+                job.seconds_saved += won / len(self._verified)
+        self._verified = []
 
     def pause(self) -> None:
         """Guesses did not fit into memory: do without them for a while."""
@@ -230,6 +294,10 @@ class Drafting:
         """The job has ended."""
         for drafter in self._drafters:
             drafter.forget(job)
+
+    def tidy(self) -> bool:
+        """Let drafters do what can wait; False: there is nothing."""
+        return any(drafter.tidy() for drafter in self._drafters)
 
     def close(self) -> None:
         """Give back what drafters own, also those that were never asked."""

@@ -19,6 +19,7 @@ from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
 from afterglow.engine.lookup import Lookup
 from afterglow.engine.memory import PrefixMemory
+from afterglow.engine.replay import Replay
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
 from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
 from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
@@ -59,7 +60,8 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.memory = PrefixMemory(backend, self.ledger, self.settings, grid)
         self.counters = Counters()
-        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters])
+        replay = Replay(backend) if capabilities.replays and not capabilities.max_rollback else None
+        self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters], replay)
         self.guides = Guides(backend.words)  # for any thread
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
@@ -84,6 +86,8 @@ class Engine:
         if request.id in self._jobs:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         guide = guide or self.guides.prepare(request)
+        if self.settings.pin_system and request.system:
+            self.memory.tiers.pinning.pin(ids[: request.system], request.salt, system=True)
         stops = StopMatcher(request.stop) if request.stop else None
         sampler = self.backend.sampler(request.sampling)
         room = self.backend.capabilities.cells
@@ -122,7 +126,7 @@ class Engine:
 
     def tidy(self) -> bool:
         """Do something that can wait until nobody waits; False: there is nothing of the kind."""
-        return self.memory.tidy()
+        return self.memory.tidy() or self.drafting.tidy()
 
     def close(self) -> None:
         """End every request, keep on disk what is worth it, and give memory back."""
@@ -162,8 +166,8 @@ class Engine:
         reuse = self.memory.plan(known, reuse=request.reuse, slot=request.sequence, salt=request.salt)
         if reuse is None:
             return False
-        if self._find_leader(job, reuse.keep):
-            return True
+        if self._find_leader(job, reuse.keep) or (self._running and self.memory.reading(reuse)):
+            return True  # it waits for somebody else, or for the disk, and the others go on
         sequence, kept = self.memory.begin(reuse, request.salt)
         if kept < reuse.keep and not job.disappointed:  # a stored state did not load, and is gone now: plan again
             job.disappointed = True
@@ -229,7 +233,7 @@ class Engine:
 
     def _stop_running(self, job: Job) -> None:
         self._running.remove(job)
-        sequence, job.sequence = self._held(job), None
+        sequence, job.sequence, job.replay = self._held(job), None, 0
         self.memory.release(sequence)
 
     # --- one decode
@@ -250,6 +254,7 @@ class Engine:
     def _decode(self, chosen: list[tuple[Job, int]]) -> None:
         spans = [self._span(job, count) for job, count in chosen]
         jobs = [job for job, _ in chosen]
+        self.drafting.prepare(jobs)
         with self._guard:
             self._decoding = jobs
         started = time.perf_counter()
@@ -276,10 +281,13 @@ class Engine:
         return Span(sequence.number, job.pending(count), sequence.position, outputs)
 
     def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
-        tokens = 0
+        tokens = replayed = 0
         for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
             self._held(job).decoded(span.ids)
             job.decoded_at = started
+            if job.replay:
+                replayed += min(job.replay, len(span.ids) - 1)
+                job.replay = max(0, job.missing - 1)
             if self.settings.deterministic:
                 self._note_alignment(job, len(span.ids))
             if span.outputs:
@@ -287,7 +295,7 @@ class Engine:
             else:
                 self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
                 self._at_cut(job)
-        self._measure(spans, tokens, time.perf_counter() - started)
+        self._measure(spans, tokens, replayed, time.perf_counter() - started)
 
     def _note_alignment(self, job: Job, count: int) -> None:
         sequence, grid = self._held(job), self.settings.grid
@@ -295,19 +303,21 @@ class Engine:
         if length <= len(job.prompt) and length - count == sequence.aligned and length % grid == 0:
             sequence.aligned = length
 
-    def _measure(self, spans: list[Span], tokens: int, seconds: float) -> None:
+    def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
         rows, guesses, counters = 0, 0, self.counters
         for span in spans:
             rows += len(span.ids)
             guesses += max(span.outputs - 1, 0)
         counters.decodes += 1
         counters.rows += rows
+        counters.replayed += replayed
         counters.widest = max(counters.widest, len(spans))
-        if rows - guesses == len(spans):
+        if rows - guesses - replayed == len(spans):
             self.memory.costs.stepped(seconds)
             self.drafting.measured(rows, len(spans), tokens, seconds)
         else:
             counters.prompt_entries += rows
+            self.drafting.account.passed += seconds
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:
@@ -330,9 +340,10 @@ class Engine:
             failure = error
         if job.draft:
             self.drafting.verified(job, len(job.draft), job.accepted - accepted)
+            self.counters.drafts += 1
             self.counters.drafted += len(job.draft)
             self.counters.accepted += job.accepted - accepted
-        whole = not job.draft or drop_wrong(job)
+        whole = not job.draft or drop_wrong(job, self.drafting.replay)
         if failure is not None:
             self._fail(job, failure)
         elif ending is not None:

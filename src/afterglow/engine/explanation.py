@@ -29,3 +29,21 @@ class Explanation:
     def lost(self) -> int:
         """Entries that have to be computed again for that cause."""
         return max(0, min(max(self.shared, self.evicted), self.prompt - 1) - self.reused)
+
+
+def cause_of(*, shared: int, reused: int, length: int, evicted: int, grid: int, window: bool) -> Cause:
+    """Why so much of a prompt is reused and not more; `grid` is that of the deterministic mode, or 0.
+
+    >>> cause_of(shared=10, reused=10, length=20, evicted=0, grid=0, window=False)
+    'all of it'
+    """
+    usable = min(shared, length - 1)
+    if min(evicted, length - 1) > max(usable, reused):
+        return "evicted"
+    if not shared:
+        return "nothing in common"
+    if reused >= usable:
+        return "all of it"
+    if grid and reused == usable - usable % grid:
+        return "on the grid"
+    return "window passed" if window else "no checkpoint"

@@ -30,6 +30,7 @@ class Job:
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)  # guesses behind it, for the coming decode only
+    replay: int = 0  # entries that memory had to drop with wrong guesses: they are computed again
     guessing: Guessing = field(default_factory=Guessing)
     cuts: list[int] = field(default_factory=list)  # depths at which its memory has to stand still
     parked: Saved | None = None  # its memory, while it had to make room
@@ -45,6 +46,8 @@ class Job:
     decoded_at: float = 0.0
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
+    drafts: int = 0  # decodes that had guesses
+    seconds_saved: float = 0.0  # by guesses
 
     @property
     def known(self) -> int:
@@ -62,8 +65,8 @@ class Job:
 
     @property
     def generating(self) -> bool:
-        """Whether only the newest token is missing in memory: somebody is waiting for the next."""
-        return bool(self.generated) and self.missing == 1
+        """Whether memory lacks only the newest token, and what is replayed: somebody is waiting for the next."""
+        return bool(self.generated) and self.missing == 1 + self.replay
 
     @property
     def cells(self) -> int:
@@ -102,6 +105,8 @@ class Job:
             generated=len(self.generated),
             drafted=self.drafted,
             accepted=self.accepted,
+            drafts=self.drafts,
+            seconds_saved=self.seconds_saved,
             queue_time=admitted - self.submitted,
             prefill_time=first - admitted,
             decode_time=now - first,

@@ -41,6 +41,7 @@ class LlamaBackend:
             shared=settings.unified,
             interruptible=all(device.kind == "cpu" for device in devices()) or not context.model.settings.gpu_layers,
             max_rollback=_max_rollback(context),
+            replays=info.memory in ("recurrent", "hybrid"),
         )
         self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends

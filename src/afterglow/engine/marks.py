@@ -44,8 +44,18 @@ class Marks:
         if nbytes > self._settings.max_bytes or not self._settings.max_checkpoints:
             return False
         while self.nbytes + nbytes > self._settings.max_bytes:
-            self.drop(min(self.checkpoints, key=lambda one: one.last_used))
+            oldest = min(self._loose(), key=lambda one: one.last_used, default=None)
+            if oldest is None:
+                return False
+            self.drop(oldest)
         return self._make_room(nbytes)
+
+    def _loose(self) -> list[Checkpoint]:
+        return [one for one in self.checkpoints if not one.pinned]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(checkpoint.nbytes for checkpoint in self.checkpoints if checkpoint.pinned)
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint that fits, and let go of what is too much along its paths."""
@@ -54,8 +64,9 @@ class Marks:
         for end in self.tree.below(checkpoint):
             if end not in self.tree:
                 continue  # gone with another path
-            by_depth = {one.depth: one for one in self.tree.above(end)}
-            for depth in thinned(sorted(by_depth), self._settings.max_checkpoints):
+            path = list(self.tree.above(end))
+            by_depth = {one.depth: one for one in path if not one.pinned}
+            for depth in thinned(sorted(by_depth), self._settings.max_checkpoints - len(path) + len(by_depth)):
                 self.drop(by_depth[depth])
 
     def drop(self, checkpoint: Checkpoint) -> None:
@@ -67,12 +78,10 @@ class Marks:
         before = itertools.islice(self.tree.above(checkpoint), 1, 2)
         return (checkpoint.depth - next((one.depth for one in before), 0)) * self._costs.per_entry
 
-    def victim(self, is_pinned: Callable[[Ids, str, int], bool]) -> Victim | None:
+    def victim(self) -> Victim | None:
         """The checkpoint that is worth least."""
         now, best = time.monotonic(), None
-        for checkpoint in self.checkpoints:
-            if is_pinned(checkpoint.ids, checkpoint.salt, checkpoint.depth - 1):
-                continue
+        for checkpoint in self._loose():
             value = worth(self.seconds(checkpoint), checkpoint.nbytes, now - checkpoint.last_used)
             if best is None or value < best[0]:
                 best = value, checkpoint

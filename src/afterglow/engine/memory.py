@@ -12,7 +12,7 @@ from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
 from afterglow.engine.entries import Ids, Ledger, common_prefix
-from afterglow.engine.explanation import Cause, Explanation
+from afterglow.engine.explanation import Explanation, cause_of
 from afterglow.engine.marks import Marks
 from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.reuse import Continue, Fork, Fresh, Recall, Restore, Reuse, Situation, Source, loss, plan
@@ -102,6 +102,13 @@ class PrefixMemory:
     def round_down(self, length: int) -> int:
         """The longest prefix of `length` entries that may be reused: any, or whole chunks of the grid."""
         return length - length % self._grid if self._grid else length
+
+    def reading(self, reuse: Reuse) -> bool:
+        """Whether a plan has to wait for the disk; it is read on another thread meanwhile."""
+        if not isinstance(reuse, Recall | Restore):
+            return False
+        cover = reuse.cover if isinstance(reuse, Recall) else Cover()
+        return self.tiers.reading(cover, reuse.keep, reuse.checkpoint)
 
     def begin(self, reuse: Reuse, salt: str = "") -> tuple[Sequence, int]:
         """Carry out a plan. The sequence, now busy, and how many entries of the prompt it holds."""
@@ -242,7 +249,8 @@ class PrefixMemory:
             return []
         taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
-        points = cut_points(len(ids), boundaries, taken, ubatch, self._settings)
+        pinned = self.tiers.pinning.pins.depths(ids, salt)
+        points = cut_points(len(ids), boundaries.union(pinned), taken, ubatch, self._settings)
         return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
@@ -266,6 +274,7 @@ class PrefixMemory:
         checkpoint = self.tiers.checkpoint(ids, sequence.salt, state, sequence.aligned)
         if state.nbytes and self.marks.fits(checkpoint.nbytes):
             self.marks.add(checkpoint)
+            self.tiers.pinning.note()
 
     # --- storing what has to go
 
@@ -330,7 +339,14 @@ class PrefixMemory:
             shared=shared,
             ours=int(ids[shared]) if shared < len(ids) else None,
             theirs=theirs,
-            cause=self._cause(shared, reused, len(ids), evicted),
+            cause=cause_of(
+                shared=shared,
+                reused=reused,
+                length=len(ids),
+                evicted=evicted,
+                grid=self._grid,
+                window=self._backend.capabilities.memory == "window",
+            ),
             evicted=evicted,
         )
 
@@ -341,18 +357,6 @@ class PrefixMemory:
     def _remember(self, slot: Sequence) -> None:
         if len(slot):
             self._evicted.append((slot.salt, slot.ids.copy()))
-
-    def _cause(self, shared: int, reused: int, length: int, evicted: int) -> Cause:
-        usable = min(shared, length - 1)
-        if min(evicted, length - 1) > max(usable, reused):
-            return "evicted"
-        if not shared:
-            return "nothing in common"
-        if reused >= usable:
-            return "all of it"
-        if self._grid and reused == self.round_down(usable):
-            return "on the grid"
-        return "window passed" if self._backend.capabilities.memory == "window" else "no checkpoint"
 
     def _sources(self, ids: Ids, salt: str) -> Iterator[Source]:
         now = time.monotonic()

@@ -98,10 +98,21 @@ class MtpSession:
     """
 
     def __init__(
-        self, target: Context, draft: Context, *, sequences: int, n_draft_max: int, n_min: int = 0, p_min: float = 0.0
+        self,
+        target: Context,
+        draft: Context,
+        *,
+        sequences: int,
+        n_draft_max: int,
+        n_min: int = 0,
+        p_min: float = 0.0,
+        replays: bool = False,
     ) -> None:
+        """`replays`: wrong guesses leave the target because the caller puts a saved state back, not by `accept`."""
         self.settings = MtpSettings(sequences=sequences, n_draft_max=n_draft_max, n_min=n_min, p_min=p_min)
         _check(target, draft, self.settings)
+        if not replays:
+            _check_rollback(target, n_draft_max)
         self.target, self.draft_context = target, draft  # kept alive as long as the session
         self.statistics = MtpStatistics()
         self._heads = draft.model.info.mtp_layers
@@ -183,7 +194,7 @@ class MtpSession:
 
     def truncated(self, sequence: int, position: int) -> None:
         """The target has dropped everything from `position` on."""
-        self.draft_context.memory.remove(sequence, start=position)
+        self._cut(sequence, position)
         self._waiting[sequence].truncate(position)
         self._rows[sequence] = {end: row for end, row in self._rows[sequence].items() if end <= position}
 
@@ -207,6 +218,10 @@ class MtpSession:
             raise InvalidArgument("batch", "must hold the rows of each sequence one after the other")
         return [run for run in runs if run[0] < self.settings.sequences]
 
+    def waiting(self, sequence: int) -> int:
+        """Entries of a sequence that the heads have seen and not computed."""
+        return len(self._waiting[sequence].tokens)
+
     def compute(self, sequences: Iterable[int]) -> None:
         """Let the heads compute what they have seen of these sequences; otherwise they do when asked for guesses."""
         batch = self.draft_context.batch
@@ -220,7 +235,7 @@ class MtpSession:
             for head in range(self._heads):
                 if head:  # every head of a chain has cells of its own at the same positions
                     for sequence, first in parts:
-                        self.draft_context.memory.remove(sequence, start=first)
+                        self._cut(sequence, first)
                 self._decode(head)
             left = [sequence for sequence in left if self._waiting[sequence].tokens]
 
@@ -241,7 +256,13 @@ class MtpSession:
         memory = self.draft_context.memory
         held = memory.positions(sequence)
         if held is not None and held[1] + 1 != first:
-            memory.remove(sequence, start=first if held[1] >= first else None)
+            self._cut(sequence, first if held[1] >= first else 0)
+
+    def _cut(self, sequence: int, position: int) -> None:
+        """Drop what the heads hold from `position` on; all of it where their memory is a window that has passed."""
+        memory = self.draft_context.memory
+        if not memory.remove(sequence, start=position or None):
+            memory.remove(sequence)
 
     def _decode(self, head: int) -> None:
         if self._heads > 1:
@@ -258,12 +279,13 @@ class MtpSession:
         for sequence, end in ends.items():
             self._make_room(sequence, end)
         context = self.draft_context
-        for step in range(max(wanted.values(), default=0)):
+        most = self._heads if self._heads > 1 else self.settings.n_draft_max  # a chain is as long as it has heads
+        for step in range(min(most, max(wanted.values(), default=0))):
             active = [sequence for sequence in tokens if wanted[sequence] > step == len(drafts[sequence])]
             if not active:
                 break
             self._fill(active, tokens, rows, ends, drafts, step)
-            self._decode(min(step, self._heads - 1))
+            self._decode(step if self._heads > 1 else 0)
             last = -1
             for sequence in active:
                 last += 1 + (step if self._heads > 1 else 0)
@@ -273,7 +295,7 @@ class MtpSession:
                 drafts[sequence].append(guess)
                 rows[sequence].append(context.hidden(last).copy())
         for sequence, end in ends.items():
-            context.memory.remove(sequence, start=end)
+            self._cut(sequence, end)
 
     def _fill(
         self,
@@ -295,7 +317,7 @@ class MtpSession:
                 token = drafts[sequence][-1] if step else tokens[sequence]
                 batch.add_one(token, position=ends[sequence] + step, sequence=sequence, output=True)
             else:
-                self.draft_context.memory.remove(sequence, start=ends[sequence])
+                self._cut(sequence, ends[sequence])
                 batch.add([tokens[sequence], *drafts[sequence]], position=ends[sequence], sequence=sequence, outputs=1)
             batch.hidden[row : batch.count] = rows[sequence][row - batch.count :]
 
@@ -334,7 +356,10 @@ def _check(target: Context, draft: Context, settings: MtpSettings) -> None:
         raise InvalidArgument("draft", f"must take batches of {target.batch.capacity} rows, as the target does")
     if draft.max_outputs < settings.sequences:
         raise InvalidArgument("draft", f"must give an output for each of {settings.sequences} sequences")
-    if target.memory.kind in ("recurrent", "hybrid") and target.max_rollback < settings.n_draft_max:
+
+
+def _check_rollback(target: Context, n_draft_max: int) -> None:
+    if target.memory.kind in ("recurrent", "hybrid") and target.max_rollback < n_draft_max:
         raise InvalidArgument(
             "n_draft_max",
             f"must be at most {target.max_rollback}, the target's `rollback`: its memory could not drop wrong guesses",

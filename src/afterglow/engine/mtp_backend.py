@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,16 +14,21 @@ from afterglow.engine.drafting import Wish
 from afterglow.engine.job import Job
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.mtp import MtpSession
-from afterglow.errors import AfterglowError
+from afterglow.engine.paired import PairedCells, divide, first_position
+from afterglow.errors import AfterglowError, InvalidState
+from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
+
+FEW = 16  # entries that are computed along with a guess
+ROW = struct.Struct("<I")  # bytes of the hidden state that comes with a partial one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpState(llama_state.State):
     """A saved sequence, what the heads know of it, and the hidden state at its end.
 
-    Wherever it goes as bytes only the first part goes: the heads then begin anew, and guess worse for a while.
+    In a file of a snapshot only the first part goes: the heads then begin anew, and guess worse for a while.
     """
 
     heads: llama_state.State | None = None
@@ -43,7 +49,15 @@ class MtpBackend(LlamaBackend):
     def __init__(self, context: Context, heads: Context, sequences: int | None = None, *, n_draft_max: int) -> None:
         super().__init__(context, sequences)
         self.heads = heads
-        self.session = MtpSession(context, heads, sequences=self.capabilities.sequences, n_draft_max=n_draft_max)
+        # How the heads' cells are written, once some were saved; empty where they cannot be told from their state.
+        self._heads_layout: bytes | None = None
+        self.session = MtpSession(
+            context,
+            heads,
+            sequences=self.capabilities.sequences,
+            n_draft_max=n_draft_max,
+            replays=not self.capabilities.max_rollback,
+        )
 
     def decode(self, spans: Sequence[Span]) -> None:
         super().decode(spans)
@@ -94,8 +108,14 @@ class MtpBackend(LlamaBackend):
             self.session.begin(sequence)
         if isinstance(state, MtpState):
             if state.heads is not None:
-                self.heads.state.load(sequence, state.heads)
+                self._load_heads(sequence, state.heads)
             self.session.remember(sequence, end, state.row)
+
+    def _load_heads(self, sequence: int, state: llama_state.State) -> None:
+        try:
+            self.heads.state.load(sequence, state)
+        except AfterglowError:  # the heads only guess: what they do not know they learn again
+            self.session.begin(sequence)
 
     def size(self, sequence: int, scope: Scope) -> int:
         heads = 0
@@ -104,10 +124,56 @@ class MtpBackend(LlamaBackend):
             heads = self.heads.state.size(sequence, "full")
         return super().size(sequence, scope) + heads + 4 * self.context.model.embedding_width
 
+    # --- what is stored: the heads' cells lie beside the model's, and a checkpoint brings the hidden state at its end
+
+    @property
+    def key(self) -> bytes:
+        return self.context.state.key + b" with heads " + self.heads.state.key
+
     def cells(self, state: State, partial: State | None) -> Cells | None:
-        assert isinstance(state, llama_state.State)
+        assert isinstance(state, MtpState)
         assert partial is None or isinstance(partial, llama_state.State)
-        return super().cells(_plain(state), None if partial is None else _plain(partial))
+        own = llama_layout.cut(state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER)
+        known = state.heads is not None and state.heads.positions is not None
+        heads = llama_layout.cut(state.heads.data, 0) if state.heads is not None and known else None
+        if self._heads_layout is None and known:
+            self._heads_layout = b"" if heads is None else heads.layout
+        return None if own is None or self._heads_layout is None else PairedCells(own, heads, self._heads_layout)
+
+    def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
+        assert partial is None or isinstance(partial, llama_state.State)
+        own, cells, beside, rows = divide(layout, blocks)
+        state = super().join(own, cells, None if partial is None else _plain(partial), position)
+        assert isinstance(state, llama_state.State)
+        heads = None
+        if rows:
+            data = llama_layout.join(llama_layout.Layout.unpack(beside), rows, None)
+            span = first_position(rows[0]), position - 1
+            heads = llama_state.State(key=self.heads.state.key, scope="full", positions=span, data=data)
+        return MtpState(
+            key=self.context.state.key,
+            scope=state.scope,
+            positions=state.positions,
+            data=state.data,
+            heads=heads,
+            row=partial.row if isinstance(partial, MtpState) else None,
+        )
+
+    def pack(self, partial: State) -> list[bytes | memoryview]:
+        assert isinstance(partial, llama_state.State)
+        row = partial.row if isinstance(partial, MtpState) else None
+        packed = b"" if row is None else row.tobytes()
+        return [ROW.pack(len(packed)), packed, *super().pack(_plain(partial))]
+
+    def unpack(self, data: memoryview) -> State:
+        if len(data) < ROW.size or len(data) < ROW.size + (size := ROW.unpack_from(data)[0]) or size % 4:
+            raise InvalidState("a partial state is cut off")
+        row = np.frombuffer(data[ROW.size : ROW.size + size], dtype=np.float32).copy() if size else None
+        state = super().unpack(data[ROW.size + size :])
+        assert isinstance(state, llama_state.State)
+        return MtpState(
+            key=self.context.state.key, scope="partial", positions=state.positions, data=state.data, row=row
+        )
 
     def clear(self, sequence: int) -> None:
         super().clear(sequence)
@@ -130,6 +196,15 @@ class MtpDrafter:
     def ready(self, job: Job) -> bool:
         return True
 
+    def behind(self, job: Job) -> float:
+        assert job.sequence is not None
+        info = self._session.target.model.info
+        waiting = self._session.waiting(job.sequence.number)
+        return waiting * info.mtp_layers / max(info.layers, 1) if waiting > FEW else 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        self._session.compute([job.sequence.number for job in jobs if job.sequence is not None])
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         most = self._session.settings.n_draft_max
         last: dict[int, int] = {}
@@ -142,6 +217,9 @@ class MtpDrafter:
 
     def forget(self, job: Job) -> None:
         """Nothing is kept of a job: memory belongs to sequences."""
+
+    def tidy(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._session.draft_context.close()

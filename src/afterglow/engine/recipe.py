@@ -19,6 +19,7 @@ from afterglow.llama.settings import ContextSettings
 
 Draft: TypeAlias = Path | Literal["mtp"]
 """What guesses beside the lookup: another model's file, or the model's own heads."""
+DRAFT_SHARE = 0.125  # of what may be kept in RAM, for the states of a draft model: it is a fraction of the model's size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ def make_engine(
     else:
         backend = LlamaBackend(context, sequences)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
-            drafters.append(_draft_model(draft, context, backend.capabilities.sequences))
+            settings, own = _shared_budget(settings, draft)
+            drafters.append(_draft_model(draft, context, backend.capabilities.sequences, own))
     backend.owning = owning
     try:
         return Engine(backend, settings, drafters)
@@ -74,23 +76,29 @@ def make_engine(
 
 def _with_heads(context: Context, sequences: int | None) -> MtpBackend:
     heads = Context(context.model, replace(context.settings, rollback=0), mtp_of=context)
-    limit = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else LONGEST
-    try:
-        return MtpBackend(context, heads, sequences, n_draft_max=max(1, min(LONGEST, limit)))
+    snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else LONGEST
+    try:  # without snapshots wrong guesses are undone by replay, however many there are
+        return MtpBackend(context, heads, sequences, n_draft_max=min(LONGEST, snapshots or LONGEST))
     except BaseException:
         heads.close()
         raise
 
 
-def _draft_model(path: Path, target: Context, sequences: int) -> DraftModel:
+def _shared_budget(settings: EngineSettings, draft: Path) -> tuple[EngineSettings, EngineSettings]:
+    """The settings of the engine and of its draft model: what may be kept in RAM is over both."""
+    total = settings.ram_limit
+    share = int(total * DRAFT_SHARE)
+    return replace(settings, ram_bytes=total - share), replace(settings, ram_bytes=share, disk_name=str(draft))
+
+
+def _draft_model(path: Path, target: Context, sequences: int, own: EngineSettings) -> DraftModel:
     """Load the smaller model with memory for the same sequences; `InvalidArgument` where its tokens are others."""
     model = Model.load(path, replace(target.model.settings, mtp=False))
     try:
         check_vocabularies(target.model.vocabulary, model.vocabulary)
-        settings = replace(target.settings, rollback=0)
-        backend = LlamaBackend(Context(model, settings), sequences)
+        backend = LlamaBackend(Context(model, replace(target.settings, rollback=0)), sequences)
         backend.owning = True
-        return DraftModel(backend)
+        return DraftModel(backend, own, model.info.nbytes / max(target.model.info.nbytes, 1))
     except BaseException:
         model.close()
         raise

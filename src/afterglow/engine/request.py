@@ -26,6 +26,7 @@ class Request:
     id: str
     entries: Sequence[Entry] | NDArray[np.int64]
     boundaries: frozenset[int] = frozenset()  # where a later prompt may diverge: the ends of messages
+    system: int = 0  # entries that its system messages and tools are: other requests begin so, too
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None  # None: until the model ends or memory does
     stop: tuple[bytes, ...] = ()  # texts that end the answer, wherever they fall among tokens
@@ -51,6 +52,7 @@ class Request:
             if (value := getattr(self, name)) is not None:
                 integer(name, value, 0)
         integer("priority", self.priority)
+        integer("system", self.system, 0, len(self.entries))
         if not isinstance(self.salt, str):
             raise InvalidArgument("salt", f"must be text, not {self.salt!r}")
         if self.deadline is not None:
@@ -70,9 +72,16 @@ class Usage:
     generated: int = 0
     drafted: int = 0  # tokens that were guessed and computed before they were drawn
     accepted: int = 0  # and those of them that were drawn: as many decodes were saved
+    drafts: int = 0  # decodes that had guesses
+    seconds_saved: float = 0.0  # by guesses, as far as measured; less than 0 where they lost
     queue_time: float = 0.0
     prefill_time: float = 0.0
     decode_time: float = 0.0
+
+    @property
+    def draft_length(self) -> float:
+        """How many tokens were guessed at a time, on average."""
+        return self.drafted / self.drafts if self.drafts else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TypeAlias
 
 import numpy as np
@@ -9,8 +10,10 @@ from numpy.typing import NDArray
 
 from afterglow.engine.backend import Backend
 from afterglow.engine.job import Job
+from afterglow.engine.replay import Replay
 from afterglow.engine.request import Event, Reason, Token
 from afterglow.engine.scoring import likeliest, log_probabilities
+from afterglow.errors import AfterglowError
 
 Ending: TypeAlias = tuple[Reason, bytes | int | None]
 
@@ -34,8 +37,9 @@ def continue_answer(job: Job, backend: Backend, span: int, row: int, events: lis
     return None
 
 
-def drop_wrong(job: Job) -> bool:
-    """Take the wrong guesses out of memory. False: it could not be done, and memory is empty now."""
+def drop_wrong(job: Job, replay: Replay | None = None) -> bool:
+    """Take the wrong guesses out of memory, with `replay` all of them. False: it could not be done, and memory is empty
+    now."""
     assert job.sequence is not None
     sequence, keep = job.sequence, job.known - 1
     if len(sequence) <= keep:
@@ -43,6 +47,9 @@ def drop_wrong(job: Job) -> bool:
     if sequence.resumable(keep):
         sequence.truncate(keep)
         return True
+    with contextlib.suppress(AfterglowError):  # a state that does not load
+        if replay is not None and replay.undo(job):
+            return True
     job.guessing.barred = True
     sequence.clear()
     return False

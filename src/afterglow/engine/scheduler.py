@@ -20,7 +20,8 @@ class Budget:
 
 
 def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, now: float) -> list[tuple[Job, int]]:
-    """Jobs that generate come first, each with its newest token and guesses behind it; prompts fill the rest in chunks.
+    """Jobs that generate come first, each with its newest token, what is replayed before it and guesses behind
+    it; prompts fill the rest in chunks.
 
     Among prompts the shortest remaining goes first, and waiting makes a job shorter, so nobody starves.
     """
@@ -31,9 +32,9 @@ def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, 
     spare = room - len(generating)
     chosen: list[tuple[Job, int]] = []
     for job in generating:
-        guesses = min(len(job.draft), spare)
-        chosen.append((job, 1 + guesses))
-        spare -= guesses
+        more = min(job.replay + len(job.draft), spare)
+        chosen.append((job, 1 + more))
+        spare -= more
     left = min(budget.cells - room + spare, budget.prompt_entries)
     for job in sorted(prompts, key=lambda job: (-job.request.priority, urgency(job, now))):
         count = min(left, job.next_stop())

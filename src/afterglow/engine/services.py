@@ -58,6 +58,26 @@ class HeldCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What guessing ahead came to so far."""
+
+    drafted: int  # guesses that were computed
+    accepted: int  # and those of them that were right
+    mean_length: float  # guesses at a time
+    seconds_saved: float  # as far as measured; less than 0 where they lost
+    drafters: tuple[str, ...]  # who may guess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What an engine did so far, and what its tiers hold and did."""
+
+    counters: dict[str, int]
+    tiers: dict[str, Usage]
+    speculation: Speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What an engine has in memory, and what it did so far."""
 
@@ -87,9 +107,21 @@ def counters(engine: Engine) -> dict[str, int]:
     return asdict(engine.counters)
 
 
-def numbers(engine: Engine) -> tuple[dict[str, int], dict[str, Usage]]:
+def numbers(engine: Engine) -> Numbers:
     """What the engine did so far, and what its tiers hold and did."""
-    return counters(engine), usage(engine)
+    return Numbers(counters=counters(engine), tiers=usage(engine), speculation=speculation(engine))
+
+
+def speculation(engine: Engine) -> Speculation:
+    """What guessing ahead came to so far."""
+    counters = engine.counters
+    return Speculation(
+        drafted=counters.drafted,
+        accepted=counters.accepted,
+        mean_length=counters.drafted / counters.drafts if counters.drafts else 0.0,
+        seconds_saved=engine.drafting.account.won,
+        drafters=engine.drafting.names,
+    )
 
 
 def held(engine: Engine, salt: str = "") -> Held:

@@ -31,6 +31,7 @@ class EngineSettings:
     disk_name: str = ""  # the model's file or name, shown with what is kept of it
     disk_bytes: int = 10 * 1024**3  # of all files there, whichever model's
     segment: int = 64  # entries in one stored segment
+    pin_system: bool = False  # never let go of the system prompts of requests, within half of what may be kept
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     # Guess ahead as far as it pays, never, or always so many tokens; and who may guess: all there are, or these.
     speculation: Literal["auto", "off"] | int = "auto"

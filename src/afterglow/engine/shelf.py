@@ -13,12 +13,15 @@ from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.costs import Costs
 from afterglow.engine.disk import Disk, Found, Gone, logger
-from afterglow.engine.disk_files import Item, Kind, file_name
+from afterglow.engine.disk_files import Item, Kind, Loaded, file_name
 from afterglow.engine.disk_index import Row
 from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.read_ahead import Name, ReadAhead
 from afterglow.engine.segments import Segment, SegmentTree
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidState
+
+FELT = 0.005  # seconds of reading that running answers would notice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +68,7 @@ class Shelf:
             find=self._find,
             label=settings.disk_name,
         )
+        self.ahead = ReadAhead(self.disk.load)
 
     # --- what is there
 
@@ -172,29 +176,43 @@ class Shelf:
             kind="state", model=self._model, key=key, parent=checkpoint.before, start=checkpoint.start,
             ids=self._ledger.stable(checkpoint.ids), aligned=checkpoint.aligned, cells=0,
             seconds=seconds, worth=seconds / checkpoint.nbytes if alone else self._worth, layout=b"",
-            payload=self._backend.pack(checkpoint.state),
+            payload=self._backend.pack(checkpoint.state), pinned=checkpoint.pinned,
         )  # fmt: skip
 
     # --- from the disk
 
+    def reading(self, segments: Sequence[Segment], shelved: Shelved | None) -> bool:
+        """Read these on a thread of its own, where that takes long enough to be felt. True: they are not there yet."""
+        names: list[Name] = [("cells", segment.key) for segment in segments if segment.rows is None]
+        nbytes = sum(segment.nbytes for segment in segments if segment.rows is None)
+        if shelved is not None:
+            names.append(("state", shelved.key))
+            nbytes += shelved.nbytes
+        return nbytes * self._costs.per_disk_byte > FELT and self.ahead.begin(names)
+
+    def _load(self, kind: Kind, key: bytes) -> Loaded:
+        """A file, from wherever it is by now; what reading it took is measured."""
+        started = time.perf_counter()
+        ready = self.ahead.take(kind, key)
+        loaded = self.disk.load(kind, key) if ready is None else ready[0]
+        self._costs.read(len(loaded.payload), time.perf_counter() - started if ready is None else ready[1])
+        return loaded
+
     def rows(self, segment: Segment) -> NDArray[np.uint8]:
         """The cells of a segment, out of its file; `InvalidState` where it does not hold what it should."""
-        started = time.perf_counter()
-        loaded = self.disk.load("cells", segment.key)
+        loaded = self._load("cells", segment.key)
         item, rows = loaded.item, loaded.rows()
         same = (item.parent, item.start, item.cells) == (segment.parent, segment.start, segment.cells)
         if not same or not np.array_equal(item.ids, segment.ids):
             self.disk.remove("cells", segment.key)
             raise InvalidState("a file holds other entries than it should")
         segment.layout = item.layout
-        self._costs.read(rows.nbytes, time.perf_counter() - started)
         return rows
 
     def state(self, shelved: Shelved, ids: Ids) -> State:
         """A partial state, out of its file; `InvalidState` where it is not the one after `ids`."""
-        started = time.perf_counter()
         try:
-            loaded = self.disk.load("state", shelved.key)
+            loaded = self._load("state", shelved.key)
             if not np.array_equal(loaded.item.ids, self._ledger.stable(ids)):
                 self.disk.remove("state", shelved.key)
                 raise InvalidState("a file holds other entries than it should")
@@ -202,8 +220,12 @@ class Shelf:
         except InvalidState:
             self._drop(shelved.key)
             raise
-        self._costs.read(state.nbytes, time.perf_counter() - started)
         return state
+
+    def close(self, seconds: float) -> None:
+        """Wait so long for what is still to be written."""
+        self.ahead.close()
+        self.disk.close(seconds)
 
     def touch(self, segments: Sequence[Segment], shelved: Shelved | None) -> None:
         """Note that these were used."""

@@ -72,23 +72,36 @@ NOTHING = Choice(0, 1.0)
 
 
 def choose_length(
-    rate: float, limit: int, seconds: Callable[[int], float], *, rows: int = 1, guessing: float = 0.0
+    rate: float,
+    limit: int,
+    seconds: Callable[[int], float],
+    *,
+    rows: int = 1,
+    guessing: float = 0.0,
+    saving: float | None = None,
 ) -> Choice:
     """The number of guesses that is expected to bring most tokens per second; 0 where none is.
 
     `seconds` says what a decode of so many rows takes, `rows` how many it has without these guesses, and `guessing`
-    what making one guess takes.
+    what making one guess takes. Memory that cannot drop a wrong guess saves its state before, which takes `saving`,
+    puts it back where one was wrong, and computes the right ones again with the next token.
 
     >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows).length    # rows cost nothing: guess far
     8
     >>> choose_length(0.8, 8, lambda rows: 1.0 * rows).length           # every row costs a decode: do not
+    0
+    >>> choose_length(0.9, 8, lambda rows: 1.0 + 0.01 * rows, saving=2.0).length    # more than it brings
     0
     """
     plain = rows / seconds(rows)
     best = NOTHING
     for length in range(1, limit + 1):
         tokens = rows - 1 + expected_tokens(rate, length)
-        gain = tokens / (seconds(rows + length) + length * guessing) / plain
+        cost = seconds(rows + length) + length * guessing
+        if saving is not None:
+            again = seconds(rows + 1 + round(tokens - rows)) - seconds(rows)  # the token before the guesses, too
+            cost += saving + (1 - rate**length) * (saving + again)
+        gain = tokens / cost / plain
         if gain > max(best.gain, WORTHWHILE):
             best = Choice(length, gain)
     return best
@@ -109,19 +122,34 @@ class Account:
 
     credit: float | None = None
     won: float = 0.0  # seconds, over all
+    passed: float = 0.0  # seconds of all decodes, those of prompts too
+    debt: float = 0.0  # seconds in which drafters caught up, as far as they were not won back
 
     def plain(self, seconds: float) -> None:
         """A decode without guesses took so long."""
+        self.passed += seconds
         if self.credit is None:
             self.credit = self.START * seconds
         self.credit = min(self.credit + self.SHARE * seconds, self.MOST * seconds)
 
-    def guessed(self, spent: float, saved: float, step: float) -> None:
+    def guessed(self, spent: float, saved: float, step: float) -> float:
         """A decode with guesses took `spent` seconds; without, its tokens would have taken `saved`. `step` is what a
-        plain decode takes."""
+        plain decode takes. What was won, or lost where it is less than 0."""
         gain = max(saved - spent, -self.WORST * step)
         self.won += gain
+        self.passed += spent
+        self.debt = max(0.0, self.debt - max(0.0, gain))
         self.credit = min((self.credit or 0.0) + gain, self.MOST * step)
+        return gain
+
+    def affords(self, seconds: float, step: float) -> bool:
+        """Whether a drafter may take so long to catch up. What that costs has its own share, until it is won back."""
+        return self.debt + seconds <= self.START * step + self.SHARE * self.passed
+
+    def invested(self, seconds: float) -> None:
+        """A drafter took so long to catch up."""
+        self.won -= seconds
+        self.debt += seconds
 
     @property
     def solvent(self) -> bool:

@@ -15,10 +15,9 @@ from afterglow.engine.backend import Backend, Cells, State
 from afterglow.engine.checkpoint import Checkpoint
 from afterglow.engine.costs import Costs
 from afterglow.engine.counters import TierCounters
-from afterglow.engine.disk_files import file_name
 from afterglow.engine.entries import Ids, Ledger
 from afterglow.engine.marks import Marks
-from afterglow.engine.pins import Pins
+from afterglow.engine.pinning import Pinning
 from afterglow.engine.ram import Ram, worth
 from afterglow.engine.segments import Chain, Cover, Segment, SegmentTree
 from afterglow.engine.sequence import Sequence
@@ -47,7 +46,6 @@ class Tiers:
         model = blake3(backend.key + f" grid {grid} segment {settings.segment}".encode()).digest()
         self.chain = Chain(model, ledger, settings.segment)
         self.tree = SegmentTree(self.chain, ledger)
-        self.pins = Pins()
         self._backend = backend
         self._key = backend.key
         self._ledger = ledger
@@ -56,6 +54,7 @@ class Tiers:
         self._marks = marks
         self.shelf = open_shelf(settings, model, backend, ledger, costs, self.ram.get, marks.find)
         self._width = 0.0  # bytes of an entry, once one was stored
+        self.pinning = Pinning(self.ram, marks, self.tree, self.shelf, lambda: self._width)
         self._kept: set[bytes] = set()
 
     # --- what there is
@@ -162,6 +161,7 @@ class Tiers:
         self.ram.touch(path, time.monotonic())
         self.ram_counters.saves += 1
         self.ram_counters.saved_bytes += needed
+        self.pinning.bound()
         return True
 
     def _segment(
@@ -199,7 +199,7 @@ class Tiers:
 
     def make_room(self, nbytes: int, kept: set[bytes] | None = None) -> bool:
         """Let go of what is worth least until so many bytes are free. False: they cannot be."""
-        if nbytes > self.ram.limit - self.ram.pinned_bytes():
+        if nbytes > self.ram.limit - self.pinning.nbytes:
             return False
         while self.ram.free < nbytes:
             if not self._evict((kept or set()) | self._kept):
@@ -207,7 +207,7 @@ class Tiers:
         return True
 
     def _evict(self, kept: set[bytes]) -> bool:
-        segment, other = self.ram.oldest(kept), self._marks.victim(self.is_pinned)
+        segment, other = self.ram.oldest(kept), self._marks.victim()
         if segment is None and other is None:
             return False
         self.ram_counters.evictions += 1
@@ -250,6 +250,13 @@ class Tiers:
 
     def release(self) -> None:
         self._kept = set()
+
+    def reading(self, cover: Cover, keep: int, checkpoint: Checkpoint | None) -> bool:
+        """Whether what a plan needs from the disk is still being read, on another thread."""
+        if self.shelf is None:
+            return False
+        shelved = checkpoint.state if checkpoint is not None and isinstance(checkpoint.state, Shelved) else None
+        return self.shelf.reading([segment for segment in cover.segments if segment.start < keep], shelved)
 
     def load(self, sequence: Sequence, ids: Ids, cover: Cover, checkpoint: Checkpoint | None) -> None:
         """Make the sequence hold `ids`, out of a cover that is at least as long. A broken one is `InvalidState`."""
@@ -308,6 +315,7 @@ class Tiers:
         kept = replace(checkpoint, ids=checkpoint.ids.copy(), state=state)
         if not self._marks.taken(kept.ids, kept.salt) and self._marks.fits(kept.nbytes):
             self._marks.add(kept)
+            self.pinning.note()
         return state
 
     def count_hit(
@@ -338,30 +346,7 @@ class Tiers:
 
     def is_pinned(self, ids: Ids, salt: str, start: int) -> bool:
         """Whether the entry with this index belongs to a pinned beginning."""
-        return self.pins.hold(ids, salt, start)
-
-    def pin(self, ids: Ids, salt: str) -> None:
-        """Never let go of these entries again, once they are stored."""
-        self.pins.add(ids, salt)
-        self._mark_pinned(ids, salt)
-
-    def unpin(self, ids: Ids, salt: str) -> bool:
-        """Take a pin back; False: there was none on exactly these entries."""
-        found = self.pins.remove(ids, salt)
-        return self._mark_pinned(ids, salt) or found
-
-    def _mark_pinned(self, ids: Ids, salt: str) -> bool:
-        """Make the marks on these segments say what the pins say; whether that changed something."""
-        changed = []
-        for segment in self.tree.cover(ids, salt, aligned=False).segments:
-            if segment.pinned != self.is_pinned(ids, salt, segment.start):
-                segment.pinned = not segment.pinned
-                changed.append(segment)
-        if self.shelf is not None:
-            for wanted in (True, False):
-                names = [file_name("cells", one.key) for one in changed if one.pinned == wanted]
-                self.shelf.disk.pin(names, pinned=wanted)
-        return bool(changed)
+        return self.pinning.pins.hold(ids, salt, start)
 
     def clear(self) -> None:
         """Forget every segment, pinned ones too."""
@@ -377,4 +362,4 @@ class Tiers:
     def close(self, seconds: float = 0.0) -> None:
         """Wait so long for what is still to be written."""
         if self.shelf is not None:
-            self.shelf.disk.close(seconds)
+            self.shelf.close(seconds)

@@ -79,6 +79,12 @@ class Cells:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """Where they stand."""
+        written = self._parts[0][0][:, :4].copy().view("<i4")[:, 0]
+        return written if self._order is None else written[self._order]
+
     def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Cells [start, stop) as a copy, a row each."""
         rows = np.empty((stop - start, self.width), dtype=np.uint8)

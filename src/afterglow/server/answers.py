@@ -184,12 +184,19 @@ def usage_of(turns: list[Turn], tallies: list[Tally]) -> dict[str, Any]:
     }
 
 
-def predictions_of(usages: Iterable[Usage]) -> dict[str, int]:
-    """Tokens that were guessed before they were drawn: those that were right, and the others."""
+def predictions_of(usages: Iterable[Usage]) -> dict[str, float]:
+    """Tokens that were guessed before they were drawn: those that were right and the others, how many at a time, and
+    what that saved."""
     used = list(usages)
     accepted = sum(usage.accepted for usage in used)
     rejected = sum(usage.drafted for usage in used) - accepted
-    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    drafts = sum(usage.drafts for usage in used)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": rejected,
+        "mean_prediction_length": round((accepted + rejected) / drafts, 2) if drafts else 0.0,
+        "prediction_seconds_saved": round(sum(usage.seconds_saved for usage in used), 4),
+    }
 
 
 def logprob_of(model: ServedModel, token: Token) -> dict[str, Any]:

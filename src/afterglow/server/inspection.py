@@ -123,6 +123,18 @@ def _state(router: APIRouter, service: Service) -> None:
         await service.update_metrics()
         return Response(service.metrics.page(), media_type=TYPE)
 
+    @router.get("/stats", summary="What the engines did: counters, guesses, tiers")
+    async def stats() -> dict[str, Any]:
+        loaded = [place.model for place in service.roster.places.values() if place.model is not None]
+        return {"models": {model.name: await statistics(service, model) for model in loaded}}
+
+
+async def statistics(service: Service, model: ServedModel) -> dict[str, Any]:
+    """What one engine did so far. Numbers only: nothing of what anybody said."""
+    numbers, gate = await service.waiting(model.numbers), service.gate(model)
+    waiting = {"inside": gate.inside, "waiting": gate.waiting}
+    return {"restarts": model.restarts, "answers": waiting, **asdict(numbers)}
+
 
 def _cache(router: APIRouter, service: Service) -> None:
     @router.get("/cache", summary="What the engines hold in memory")

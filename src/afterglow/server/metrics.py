@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from afterglow.engine.cache import Usage as Tier
 from afterglow.engine.request import Usage
+from afterglow.engine.services import Numbers
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -36,6 +36,8 @@ class Metrics:
         self.waiting = Gauge("afterglow_answers_waiting", "Answers that wait", ["model"], registry=registry)
         self.restarts = Gauge("afterglow_engine_restarts", "Engines started again", ["model"], registry=registry)
         self.engine = Gauge("afterglow_engine", "The engine's own counters", ["model", "counter"], registry=registry)
+        guessed = "Guessing ahead: drafted, accepted, their mean length, and the seconds saved"
+        self.speculation = Gauge("afterglow_speculation", guessed, ["model", "number"], registry=registry)
         kept = "What is kept in RAM and on disk: bytes, limit, and what came of it"
         self.cache = Gauge("afterglow_cache", kept, ["model", "tier", "counter"], registry=registry)
 
@@ -43,12 +45,14 @@ class Metrics:
         """For one answer."""
         return Watch(self, model)
 
-    def note_engine(self, model: str, counters: Mapping[str, int], tiers: Mapping[str, Tier]) -> None:
-        for name, value in counters.items():
+    def note_engine(self, model: str, numbers: Numbers) -> None:
+        for name, value in numbers.counters.items():
             self.engine.labels(model, name).set(value)
-        for tier, usage in tiers.items():
-            numbers = {"bytes": usage.nbytes, "limit": usage.limit, **asdict(usage.counters)}
-            for name, number in numbers.items():
+        for name in ("drafted", "accepted", "mean_length", "seconds_saved"):
+            self.speculation.labels(model, name).set(getattr(numbers.speculation, name))
+        for tier, usage in numbers.tiers.items():
+            kept = {"bytes": usage.nbytes, "limit": usage.limit, **asdict(usage.counters)}
+            for name, number in kept.items():
                 self.cache.labels(model, tier, name).set(number)
 
     def note_usage(self, model: str, usages: Iterable[Usage]) -> None:

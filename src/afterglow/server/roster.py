@@ -56,8 +56,11 @@ class Roster(Closing):
     4096
     """
 
-    def __init__(self, paths: Mapping[str, Path], settings: ServedSettings) -> None:
-        self.places = {name: Place(name, path, settings) for name, path in paths.items()}
+    def __init__(
+        self, paths: Mapping[str, Path], settings: ServedSettings, own: Mapping[str, ServedSettings] | None = None
+    ) -> None:
+        """`own` are the settings of models that have others than the rest."""
+        self.places = {name: Place(name, path, (own or {}).get(name, settings)) for name, path in paths.items()}
 
     def place(self, name: str | None) -> Place:
         """A model by name; without one, the only one there is."""

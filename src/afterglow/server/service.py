@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from afterglow.closing import Closing
-from afterglow.engine.cache import Usage
+from afterglow.engine.services import Numbers
 from afterglow.errors import AfterglowError, Cancelled, PromptTooLong
 from afterglow.server.admission import Gate
 from afterglow.server.errors import refusal_of
@@ -40,7 +40,7 @@ class Service(Closing):
         self._gates: dict[str, Gate] = {}
         self._text = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="afterglow-waiting")
-        self._counting: dict[str, asyncio.Future[tuple[dict[str, int], dict[str, Usage]]]] = {}
+        self._counting: dict[str, asyncio.Future[Numbers]] = {}
 
     async def model(self, name: str | None) -> ServedModel:
         """A model by its name, loaded where it was not."""
@@ -104,7 +104,7 @@ class Service(Closing):
             await asyncio.wait([future for _, future in asked], timeout=0.5)
         for name, future in asked:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.metrics.note_engine(name, *future.result())
+                self.metrics.note_engine(name, future.result())
 
     def close(self) -> None:
         """End every answer, every engine and every thread."""

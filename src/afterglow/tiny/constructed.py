@@ -15,6 +15,7 @@ import numpy as np
 
 from afterglow.tiny import vocabulary
 from afterglow.tiny.attention import Gemma3, Llama
+from afterglow.tiny.chained import Step35
 from afterglow.tiny.decoder import Decoder, text_model
 from afterglow.tiny.hybrid import DraftHead, Qwen35
 from afterglow.tiny.recurrent import Mamba
@@ -97,6 +98,12 @@ def write_drafting_successor(path: Path, *, misdrafted: frozenset[int]) -> None:
     write_successor(path, Qwen35(draft=_draft_head(misdrafted)))
 
 
+def write_chained_successor(path: Path) -> None:
+    """Write a model that follows the cycle, with two heads in a chain: the first is always right, the second errs after
+    the misdrafted tokens."""
+    write_successor(path, Step35(drafts=(_draft_head(frozenset()), _draft_head(MISDRAFTED))))
+
+
 RECIPES: dict[str, Callable[[Path], None]] = {
     "successor-attention": partial(write_successor, decoder=Llama()),
     "successor-window": partial(write_successor, decoder=Gemma3()),
@@ -104,4 +111,5 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "successor-hybrid": partial(write_successor, decoder=Qwen35()),
     "successor-mtp": partial(write_drafting_successor, misdrafted=frozenset()),
     "successor-mtp-75": partial(write_drafting_successor, misdrafted=MISDRAFTED),
+    "successor-chained": write_chained_successor,
 }

@@ -1,16 +1,10 @@
-"""`FakeBackend`: the engine's memory without a model, exact and unforgiving, for tests of engines and of programs.
-
-Every computed entry depends on everything that memory held when it was computed, as in a real model: one wrong,
-missing or doubled cell changes the tokens that come out.
-"""
+"""`FakeBackend`: a backend of any memory kind, in arithmetic."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,117 +14,17 @@ from afterglow.engine.constraint import Words
 from afterglow.engine.entries import Ledger
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, MemoryFull
 from afterglow.llama.sampling import Sampling
+from afterglow.testing.memory import PAST, WINDOW, Cell, FakeCells, FakeMemory, FakeState, Kind, duplicate, fold, mix
+from afterglow.testing.sampler import FakeSampler, FakeWords
 
-Kind = Literal["attention", "window", "recurrent", "hybrid"]
-WINDOW = 24
-PAST = 8  # entries before the window that are still there
 GUESSES = 16  # that one decode can verify
-
-
-def mix(*values: int) -> int:
-    """A 62-bit hash of numbers."""
-    data = b"".join([value.to_bytes(9, "little", signed=True) for value in values])
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 2
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Cell:
-    """One computed entry: `content` depends on all that was visible when it was computed."""
-
-    position: int
-    content: int
-    weight: int = field(init=False, repr=False)  # what it adds to the sum that later entries see
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", mix(self.position, self.content))
-
-
-@dataclass(slots=True)
-class FakeMemory:
-    """What one sequence holds: attention cells, the cells of windowed layers, a recurrent state."""
-
-    cells: list[Cell] = field(default_factory=list)
-    window: list[Cell] = field(default_factory=list)
-    state: int = 0
-    position: int = 0  # of the next entry
-    rows: int = 0  # of the last decode: a rollback has to be shorter
-    past: list[int] = field(default_factory=list)  # states 1, 2, … entries ago; stale beyond `rows`
-
-    def contents(self) -> tuple[object, ...]:
-        """Everything that later entries depend on: equal for equal pasts, however they came."""
-        cells = [(cell.position, cell.content) for cell in self.cells]
-        window = [(cell.position, cell.content) for cell in self.window]
-        assert cells[len(cells) - len(window) :] == window, "a window is the end of its sequence"
-        visible = [cell for cell in window if cell[0] > self.position - WINDOW]
-        return self.position, cells, visible, self.state
-
-
-@dataclass(frozen=True, slots=True)
-class FakeState:
-    scope: Scope
-    memory: FakeMemory
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FakeCells:
-    """The cells of a saved sequence: position and content of each."""
-
-    cells: list[Cell]
-    layout: bytes = b"fake"
-    width: int = 16
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-    def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        numbers = np.array([(cell.position, cell.content) for cell in self.cells[start:stop]], dtype=np.int64)
-        return numbers.reshape(stop - start, 2).view(np.uint8)
-
-
-class FakeSampler:
-    """Draws from the softmax with the request's seed; at temperature 0 takes the largest."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.drawn = 0
-        self.accepted: list[int] = []
-        self.closed = False
-
-    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
-        if allowed is not None:
-            masked = np.full_like(logits, -np.inf)
-            masked[allowed] = logits[allowed]
-            logits = masked
-        if self.sampling.greedy:
-            return int(logits.argmax())
-        noise = np.random.default_rng([self.sampling.seed or 0, self.drawn]).gumbel(size=len(logits))
-        self.drawn += 1
-        return int((logits / self.sampling.temperature + noise).argmax())
-
-    def accept(self, token: int) -> None:
-        self.accepted.append(token)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass(frozen=True, slots=True)
-class FakeWords:
-    """Letters; token 0 is the end."""
-
-    pieces: tuple[bytes, ...]
-    ends: frozenset[int] = frozenset({0})
-    control: frozenset[int] = frozenset({0})
-
-    def tokenize(self, text: bytes) -> list[int]:
-        return [self.pieces.index(bytes([byte]), 1) for byte in text]
 
 
 class FakeBackend:
     """A backend of any memory kind in a few hundred lines of arithmetic.
 
-    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`. With `rounding` the
+    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`, and `replays` whether it
+    can go back to a saved one. With `rounding` the
     shape of a decode moves what its rows come to, as floating point does. Prompts may hold media once `ledger` is the
     engine's.
 
@@ -151,6 +45,7 @@ class FakeBackend:
         vocabulary: int = 64,
         total_cells: int | None = None,
         rollback: int = 0,
+        replays: bool = True,
         rounding: bool = False,
         identity: str = "fake",
     ) -> None:
@@ -165,6 +60,7 @@ class FakeBackend:
             shared=shared,
             interruptible=True,
             max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
+            replays=replays and memory in ("recurrent", "hybrid"),
         )
         self.ends = frozenset({0})
         self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
@@ -397,14 +293,3 @@ class FakeBackend:
 
     def close(self) -> None:
         self.closed = True
-
-
-def fold(cells: Sequence[Cell]) -> int:
-    """One number for all cells; another one as soon as any differs, lacks or is there twice."""
-    return sum([cell.weight for cell in cells]) % 2**61
-
-
-def duplicate(memory: FakeMemory, *, fresh: bool) -> FakeMemory:
-    """A copy, which cannot be rolled back; `fresh` cells are new ones, others are shared."""
-    cells = [replace(cell) for cell in memory.cells] if fresh else list(memory.cells)
-    return FakeMemory(cells, list(memory.window), memory.state, memory.position)

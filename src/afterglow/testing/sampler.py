@@ -1,0 +1,49 @@
+"""How a fake draws, and what its tokens are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.llama.sampling import Sampling
+
+
+class FakeSampler:
+    """Draws from the softmax with the request's seed; at temperature 0 takes the largest."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.drawn = 0
+        self.accepted: list[int] = []
+        self.closed = False
+
+    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        if allowed is not None:
+            masked = np.full_like(logits, -np.inf)
+            masked[allowed] = logits[allowed]
+            logits = masked
+        if self.sampling.greedy:
+            return int(logits.argmax())
+        noise = np.random.default_rng([self.sampling.seed or 0, self.drawn]).gumbel(size=len(logits))
+        self.drawn += 1
+        return int((logits / self.sampling.temperature + noise).argmax())
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(frozen=True, slots=True)
+class FakeWords:
+    """Letters; token 0 is the end."""
+
+    pieces: tuple[bytes, ...]
+    ends: frozenset[int] = frozenset({0})
+    control: frozenset[int] = frozenset({0})
+
+    def tokenize(self, text: bytes) -> list[int]:
+        return [self.pieces.index(bytes([byte]), 1) for byte in text]

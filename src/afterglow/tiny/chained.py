@@ -1,0 +1,87 @@
+"""A model with several MTP heads that are asked one after the other: step35, with a sliding window.
+
+It knows the architecture's settings and tensors, not what the model or its heads say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from afterglow.tiny.attention import SHARPNESS, feed_forward
+from afterglow.tiny.decoder import write_random
+from afterglow.tiny.hybrid import DraftHead
+from afterglow.tiny.writer import Value, Writer, noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step35:
+    """Every second layer sees only a window; each of the heads is a layer more, and sees everything."""
+
+    architecture: ClassVar[str] = "step35"
+    embedding: int = 64
+    layers: int = 4
+    heads: int = 4
+    key_heads: int = 2
+    head: int = 16
+    feed_forward: int = 128
+    window: int = 32
+    drafts: tuple[DraftHead, ...] = ()
+    embedding_gain: float = 1.0
+
+    def settings(self) -> Mapping[str, Value]:
+        pattern = tuple(layer % 2 == 0 for layer in range(self.layers)) + (False,) * len(self.drafts)
+        return {
+            "block_count": self.layers + len(self.drafts),
+            "nextn_predict_layers": len(self.drafts),
+            "feed_forward_length": self.feed_forward,
+            "expert_feed_forward_length": self.feed_forward,  # asked for, also where there are no experts
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.key_heads,
+            "attention.key_length": self.head,
+            "attention.value_length": self.head,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": pattern,
+            "rope.dimension_count": self.head,
+            "rope.freq_base": 10_000.0,
+        }
+
+    def blocks(self, writer: Writer, gain: float) -> None:
+        for layer in range(self.layers):
+            self._block(writer, f"blk.{layer}", gain)
+        for number, draft in enumerate(self.drafts):
+            block = f"blk.{self.layers + number}"
+            self._block(writer, block, gain)
+            self._draft_head(writer, f"{block}.nextn", draft)
+
+    def _block(self, writer: Writer, block: str, gain: float) -> None:
+        writer.constant(f"{block}.attn_norm.weight", 1.0, self.embedding)
+        writer.constant(f"{block}.ffn_norm.weight", 1.0, self.embedding)
+        writer.constant(f"{block}.attn_q_norm.weight", SHARPNESS, self.head)
+        writer.constant(f"{block}.attn_k_norm.weight", SHARPNESS, self.head)
+        writer.matrix(f"{block}.attn_q.weight", self.heads * self.head, self.embedding)
+        writer.matrix(f"{block}.attn_k.weight", self.key_heads * self.head, self.embedding)
+        writer.matrix(f"{block}.attn_v.weight", self.key_heads * self.head, self.embedding)
+        writer.matrix(f"{block}.attn_output.weight", self.embedding, self.heads * self.head, gain=gain)
+        feed_forward(writer, block, self.embedding, self.feed_forward, gain=gain)
+
+    def _draft_head(self, writer: Writer, block: str, draft: DraftHead) -> None:
+        writer.given(f"{block}.eh_proj.weight", draft.fusion)
+        for norm in ("enorm", "hnorm", "shared_head_norm"):
+            writer.constant(f"{block}.{norm}.weight", 1.0, self.embedding)
+        if draft.embedding is not None:
+            writer.given(f"{block}.embed_tokens.weight", draft.embedding)
+
+
+def write_chained(path: Path, *, heads: int) -> None:
+    """Write a random model with so many heads."""
+    seed, width = 9, Step35().embedding
+    drafts = [DraftHead(noise(seed, f"fusion {n}", width, 2 * width, scale=(2 * width) ** -0.5)) for n in range(heads)]
+    write_random(path, Step35(drafts=tuple(drafts)), seed=seed)
+
+
+RECIPES: dict[str, Callable[[Path], None]] = {"window-chained": partial(write_chained, heads=2)}
