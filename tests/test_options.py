@@ -19,6 +19,8 @@ from afterglow.engine.request import Request
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.thought import ThoughtBudget
 from afterglow.llama.sampling import Sampling
+from afterglow.media.policy import MediaPolicy
+from afterglow.server.settings import ServerSettings
 
 TESTS = Path(__file__).parent
 C15 = "test_c15_each_option_has_the_effect_it_is_named_for"
@@ -79,6 +81,7 @@ SAMPLING = {
 ENGINE_REQUEST = {
     "id": "test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on",
     "entries": "test_entries_are_one_row_of_tokens_that_exist_or_media",
+    "contents": "test_c18_entries_and_contents_that_differ_are_typed_errors",
     "boundaries": "test_c4_the_ends_of_messages_are_always_cut",
     "system": "test_system_prompts_stay_where_the_engine_is_told_to_keep_them",
     "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_in_company",
@@ -109,6 +112,7 @@ ENGINE = {
     "disk_name": "test_a_directory_says_what_it_holds",
     "disk_bytes": "test_the_disk_has_a_limit",
     "segment": "test_a_common_beginning_is_on_disk_once",
+    "picture_bytes": "test_encoded_pictures_stay_within_their_bytes",
 }
 CHECKPOINTS = {
     "max_checkpoints": "test_c4_zero_checkpoints_is_off",
@@ -141,11 +145,37 @@ LOAD = {
     "chat_template": "test_arguments_reach_the_template",
     "disk": "test_what_is_on_disk_makes_the_next_start_warm",
     "draft": "test_c14_heads_and_second_models_guess_where_they_are_asked_to",
+    "projector": "test_c18_a_projector_is_loaded_where_it_is_named_or_lies_beside_the_model",
+    "projecting": "test_what_load_is_told_about_the_projector_is_what_holds",
+    "media": "test_what_load_is_told_about_media_is_what_holds",
+    "strip_media": "test_c18_a_picture_for_a_model_that_cannot_see_is_left_out_where_that_is_wanted",
     "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
     "state": "test_c12_the_way_up_and_down",
     "fetch": "test_an_example_runs",
     "progress": "test_c12_progress_is_reported_and_can_cancel",
     "hooks": "test_c12_a_hook_may_veto_a_load_and_learns_what_it_is_for",
+}
+MEDIA = {
+    "allowed_hosts": "test_a_list_names_hosts_names_below_a_host_and_ports",
+    "allow_private": "test_loopback_is_asked_only_where_private_numbers_are_allowed",
+    "allowed_directory": "test_files_in_the_directory_are_read_however_they_are_named",
+    "max_bytes": "test_no_more_than_the_limit_is_taken",
+    "max_pixels": "test_limits_are_said_in_numbers",
+    "max_side": "test_limits_are_said_in_numbers",
+    "max_seconds": "test_a_long_sound_is_refused_by_its_header_and_by_what_comes",
+    "max_decoded_bytes": "test_many_small_files_that_are_much_to_see_are_refused",
+    "max_redirects": "test_redirects_end",
+    "fetch_seconds": "test_a_slow_host_is_cut_off_by_the_time_for_all_of_it",
+}
+SERVER_MEDIA = {
+    **dict.fromkeys(
+        (
+            *("media_hosts", "media_directory", "media_private", "media_seconds"),
+            *("max_media_bytes", "max_pixels", "max_side", "max_sound_seconds", "max_decoded_bytes"),
+        ),
+        "test_the_settings_about_media_reach_the_models",
+    ),
+    "max_media": "test_a_request_has_only_so_many",
 }
 SETTINGS = {
     **{name: "test_the_commands_hand_every_setting_on" for name in Settings.model_fields},
@@ -170,6 +200,11 @@ TABLES = {
     "request": (parameters(Answering.request), REQUEST),
     "complete": (parameters(Answering.complete), COMPLETE),
     "load": (parameters(afterglow.load), LOAD),
+    "MediaPolicy": (fields(MediaPolicy), MEDIA),
+    "ServerSettings about media": (
+        [name for name in ServerSettings.model_fields if name in SERVER_MEDIA or "media" in name],
+        SERVER_MEDIA,
+    ),
     "Sampling": (fields(Sampling), SAMPLING),
     "Request": (fields(Request), ENGINE_REQUEST),
     "EngineSettings": (fields(EngineSettings), ENGINE),

@@ -11,6 +11,8 @@ from afterglow.engine.settings import EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.sampling import Sampling
 from afterglow.loading import load
+from afterglow.media.contents import Picture, Sound
+from afterglow.media.policy import MediaPolicy
 from afterglow.model import Model
 from afterglow.version import __version__
 
@@ -21,11 +23,14 @@ __all__ = [
     "Completion",
     "Conversation",
     "EngineSettings",
+    "MediaPolicy",
     "Message",
     "Model",
+    "Picture",
     "Reasoning",
     "Sampling",
     "Score",
+    "Sound",
     "Stage",
     "Text",
     "Tool",

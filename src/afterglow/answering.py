@@ -15,23 +15,26 @@ from numpy.typing import NDArray
 
 from afterglow.answers import gather, texts, texts_async
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
-from afterglow.chat.messages import Writable
+from afterglow.chat.messages import Message, Writable
 from afterglow.chat.prompt import Prompt
 from afterglow.chat.reply import Turn, TurnStream
 from afterglow.chat.tools.tool import Offered
 from afterglow.closing import Closing
 from afterglow.completion import Completion
 from afterglow.engine.engine import Engine
+from afterglow.engine.entries import Entry
 from afterglow.engine.explanation import Explanation
+from afterglow.engine.pictures import Part
 from afterglow.engine.request import Request
 from afterglow.engine.stream import Stream
 from afterglow.errors import InvalidArgument
 from afterglow.llama.arguments import integer
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.vocabulary import Vocabulary
+from afterglow.prompting import Item, Measuring, is_mixed, mixed_entries
 
 GREEDY = Sampling(temperature=0)
-Promptable: TypeAlias = str | Sequence[int] | Prompt
+Promptable: TypeAlias = str | Sequence[int] | Sequence[Item] | Prompt
 Talk: TypeAlias = str | Sequence[Writable]
 CHAT_OPTIONS = frozenset(ChatOptions.__dataclass_fields__)
 T = TypeVar("T")
@@ -50,6 +53,7 @@ class Answering(Closing):
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
+        self._measuring = Measuring(lambda measure: self._running().call(measure))
 
     @property
     @abstractmethod
@@ -178,6 +182,10 @@ class Answering(Closing):
         )
         return self._talking().plan(written, chat_options)
 
+    def bring(self, messages: Sequence[Writable]) -> list[Message]:
+        """The messages with their pictures and sounds opened, so that nothing is fetched or decoded any more."""
+        return self._talking().bring(messages)
+
     def chat_prompt(self, messages: Talk, **options: Any) -> Prompt:
         """A conversation as the model's own template writes it, ready for the assistant's answer.
 
@@ -259,7 +267,7 @@ class Answering(Closing):
         ignore_ends: bool = False,
         salt: str = "",
     ) -> Request:
-        """What is asked of the engine, out of text or tokens.
+        """What is asked of the engine, out of text, tokens, or a list of texts, tokens, pictures and sounds.
 
         `max_tokens` None goes on until the model ends or the context does. `temperature` 0 takes the most likely
         token; `sampling` has every other way to choose. `logprobs` is the number of alternatives to report.
@@ -267,13 +275,14 @@ class Answering(Closing):
         from this one. `deadline` is in seconds: what there is by then is the answer. `ignore_ends` goes on after
         the model's own end tokens. Requests with different `salt`s share nothing that was computed.
         """
-        tokens = self._prompt(prompt)
-        if not len(tokens):
+        entries, contents = self._entries(prompt)
+        if not len(entries):
             raise InvalidArgument("prompt", "must have at least one token")
         chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
         return Request(
             id=str(next(self._numbers)),
-            entries=tokens.astype(np.int64),
+            entries=entries,
+            contents=contents,
             sampling=chosen if seed is None else replace(chosen, seed=seed),
             max_tokens=None if max_tokens is None else integer("max_tokens", max_tokens, 0),
             stop=stop_bytes(stop),
@@ -314,10 +323,19 @@ class Answering(Closing):
     def _piece(self, token: int) -> bytes:
         return self.vocabulary.piece(token, special=False)
 
+    def _entries(self, prompt: Promptable) -> tuple[Sequence[Entry] | NDArray[np.int64], Mapping[bytes, Part]]:
+        if isinstance(prompt, Prompt) and prompt.contents:
+            return prompt.entries, prompt.contents
+        if is_mixed(prompt):
+            return mixed_entries(prompt, self.vocabulary, self._measuring)  # type: ignore[arg-type]
+        return self._prompt(prompt).astype(np.int64), {}
+
     def _prompt(self, prompt: Promptable) -> NDArray[np.int32]:
+        """A prompt that is text or tokens."""
         if isinstance(prompt, Prompt):
             prompt = prompt.tokens
-        return self.vocabulary.check_all(self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt)
+        tokens = self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt
+        return self.vocabulary.check_all(tokens)  # type: ignore[arg-type]
 
 
 def stop_bytes(stop: Sequence[str]) -> tuple[bytes, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.answering import Answering
+from afterglow.chat.content import Attachable, attached
 from afterglow.chat.messages import Message, ToolCall, Writable, plain
 from afterglow.chat.messages import messages as read_messages
 from afterglow.chat.parts import Part
@@ -50,13 +51,16 @@ class Conversation:
         self.options = options
         self.last: Turn | None = None  # the newest answer
 
-    def ask(self, text: str, **options: Any) -> Turn:
-        """Say something and wait for the answer. An answer that fails leaves the conversation as it was."""
-        return self._answer([*self.messages, Message(role="user", content=text)], options)
+    def ask(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Turn:
+        """Say something and wait for the answer. An answer that fails leaves the conversation as it was.
 
-    async def ask_async(self, text: str, **options: Any) -> Turn:
+        `images` stand before the text: bytes, a `Path`, or what an `image_url` may be.
+        """
+        return self._answer([*self.messages, question(text, images)], options)
+
+    async def ask_async(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Turn:
         """The same for asyncio."""
-        history = [*self.messages, Message(role="user", content=text)]
+        history = [*self.messages, question(text, images)]
         for _ in range(MAX_ROUNDS):
             turn = self.last = await self.model.chat_async(history, tools=self.tools, **{**self.options, **options})
             history.append(turn.message)
@@ -66,13 +70,13 @@ class Conversation:
         self.messages = history
         return turn
 
-    def stream(self, text: str, **options: Any) -> Iterator[Part]:
+    def stream(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Iterator[Part]:
         """Say something; the parts of the answer as they come. Abandoning it leaves the conversation as it was."""
-        return (part for delta in self.deltas(text, **options) for part in delta.parts)
+        return (part for delta in self.deltas(text, images=images, **options) for part in delta.parts)
 
-    def deltas(self, text: str, **options: Any) -> Iterator[Delta]:
+    def deltas(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Iterator[Delta]:
         """The same with the tokens and the progress behind the parts."""
-        return self._deltas([*self.messages, Message(role="user", content=text)], options)
+        return self._deltas([*self.messages, question(text, images)], options)
 
     def regenerate(self, **options: Any) -> Turn:
         """Answer the last question again; with a `temperature`, differently. The old answer is forgotten."""
@@ -92,7 +96,9 @@ class Conversation:
         """Change what message `index` says, and forget everything after it."""
         if not 0 <= index < len(self.messages):
             raise InvalidArgument("index", f"must be from 0 to {len(self.messages) - 1}, not {index}")
-        self.messages = [*self.messages[:index], replace(self.messages[index], content=text)]
+        message = self.messages[index]
+        kept = tuple(replace(one, offset=min(one.offset, len(text))) for one in message.attachments)
+        self.messages = [*self.messages[:index], replace(message, content=text, attachments=kept)]
 
     def fork(self) -> Conversation:
         """Another conversation with the same past; what the two share is computed once."""
@@ -155,6 +161,15 @@ class Conversation:
             Message(role="tool", name=call.name, tool_call_id=call.id, content=result_of(tools[call.name], call))
             for call in turn.calls
         ]
+
+
+def question(text: str, images: Sequence[Attachable] = ()) -> Message:
+    """What a user says, after the pictures it is about.
+
+    >>> question("What is this?", ["https://example.com/cat.png"]).attachments[0].kind
+    'image'
+    """
+    return Message(role="user", content=text, attachments=attached("image", images))
 
 
 def result_of(tool: Tool, call: ToolCall) -> str:

@@ -7,7 +7,7 @@
     ├── RequestError   the caller can fix it; HTTP 4xx
     │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState
     │   ├── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
-    │   └── UnsupportedMedia
+    │   └── UnsupportedMedia · InvalidMedia · MediaRefused
     ├── EngineError    we could not; HTTP 5xx
     │   └── MemoryFull · DecodeFailed · EngineCrashed · Closed
     └── Cancelled      the caller asked for it
@@ -144,6 +144,28 @@ class UnsupportedMedia(RequestError):
 
     def __str__(self) -> str:
         return f"`{self.name}` cannot be used: {self.reason}"
+
+
+class InvalidMedia(RequestError):
+    """A picture or a sound that cannot be read, or is larger than it may be; `source` is where it came from."""
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(source, reason)
+        self.source, self.reason = source, reason
+
+    def __str__(self) -> str:
+        return f"{self.source} cannot be read: {self.reason}"
+
+
+class MediaRefused(RequestError):
+    """An address or a file that nobody allowed to be opened; nothing of it was touched."""
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(source, reason)
+        self.source, self.reason = source, reason
+
+    def __str__(self) -> str:
+        return f"{self.source} may not be opened: {self.reason}"
 
 
 class UnsupportedOperation(RequestError):

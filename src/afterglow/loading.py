@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from afterglow import registry
 from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
-from afterglow.engine.recipe import Draft
+from afterglow.engine.recipe import Draft, beside
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.arguments import integer
 from afterglow.llama.devices import free_memory
@@ -19,7 +20,9 @@ from afterglow.llama.footprint import layers_that_fit
 from afterglow.llama.header import read_header
 from afterglow.llama.model import ModelSettings, Progress
 from afterglow.llama.probe import ensure_safe
+from afterglow.llama.projector import ProjectorSettings
 from afterglow.llama.settings import CacheType, ContextSettings
+from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.model import Model
 from afterglow.paths import cache_directory
 
@@ -42,6 +45,10 @@ def load(
     chat_template: str | None = None,
     disk: bool | None = None,
     draft: str | os.PathLike[str] | None = None,
+    projector: str | os.PathLike[str] | Literal[False] | None = None,
+    projecting: ProjectorSettings | None = None,
+    media: MediaPolicy = CLOSED,
+    strip_media: bool = False,
     engine: EngineSettings | None = None,
     state: Stage | str = Stage.ACTIVE,
     fetch: bool = False,
@@ -53,9 +60,13 @@ def load(
     `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
     conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
     `chat_template` takes the place of the model's own. `draft` guesses ahead where that is faster: "mtp" for the
-    model's own heads, or a smaller model of the same vocabulary, by name or path. What was computed is kept on `disk`
-    for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that
-    is not here yet is downloaded.
+    model's own heads, or a smaller model of the same vocabulary, by name or path. `projector` is the file that lets it
+    take pictures or sound; without one, a `*mmproj*.gguf` beside the model is taken where there is exactly one (False:
+    none). One that cannot be used leaves text working: `media_trouble` says why. `media` says where pictures and sounds
+    may come from and how large they may be; by default messages contain them. With `strip_media`, those that the model
+    cannot take are left out with a warning, and not refused. What was computed is kept on
+    `disk` for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known
+    model that is not here yet is downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -79,14 +90,21 @@ def load(
     )
     layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
     model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock, mtp=drafting == "mtp")
-    lifecycle = Lifecycle(path, model_settings, context_settings, hooks=hooks)
+    lifecycle = Lifecycle(
+        path,
+        model_settings,
+        context_settings,
+        hooks=hooks,
+        projector=projector_of(path, projector),
+        projecting=projecting or ProjectorSettings(gpu=layers != 0, threads=context_settings.threads),
+    )
     match Stage(state):
         case Stage.WARM:
             lifecycle.warm(progress)
         case Stage.ACTIVE:
             lifecycle.activate(progress)
     try:
-        return Model(lifecycle, str(model), engine, chat_template, drafting)
+        return Model(lifecycle, str(model), engine, chat_template, drafting, media, strip_media=strip_media)
     except BaseException:  # also where what should guess for it does not fit
         lifecycle.close()
         raise
@@ -109,6 +127,13 @@ def needed_rollback(draft: Draft | None, settings: EngineSettings) -> int:
     if isinstance(settings.speculation, int):
         return settings.speculation
     return 0 if draft is None else SNAPSHOTS
+
+
+def projector_of(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
+    """The file that lets a model see or hear: the one that was named, or the only one beside the model's."""
+    if projector is None or projector is False:
+        return beside(model) if projector is None else None
+    return Path(projector).expanduser()
 
 
 def kept(settings: EngineSettings, name: str, disk: bool | None = None) -> EngineSettings:

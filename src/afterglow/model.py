@@ -9,6 +9,7 @@ from pathlib import Path
 
 from afterglow.answering import Answering
 from afterglow.chat.chat import Chat
+from afterglow.chat.seeing import Sight
 from afterglow.completion import Score
 from afterglow.engine import scoring, snapshots
 from afterglow.engine.lifecycle import Lifecycle, Stage
@@ -22,6 +23,7 @@ from afterglow.llama.library import library
 from afterglow.llama.model import ModelInfo, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
+from afterglow.media.policy import CLOSED, MediaPolicy
 
 
 class Model(Answering):
@@ -41,6 +43,9 @@ class Model(Answering):
         settings: EngineSettings,
         chat_template: str | None = None,
         draft: Draft | None = None,
+        media: MediaPolicy = CLOSED,
+        *,
+        strip_media: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
@@ -48,6 +53,8 @@ class Model(Answering):
         self._engine_settings = settings
         self._chat_template = chat_template
         self._draft = draft
+        self._media = media
+        self._strip_media = strip_media
         self._engine: EngineThread | None = None
         self._lock = threading.Lock()  # over transitions
         self._scoring = threading.Lock()  # one sequence is kept for it
@@ -107,9 +114,16 @@ class Model(Answering):
             "mtp": info.mtp_layers > 0 and library().mtp,
             "chat_template": model.chat_template() is not None,
             "infill": "fim_pre" in model.vocabulary.special,
+            "image": self._lifecycle.projector is not None and "image" in self._lifecycle.projector.kinds,
+            "audio": self._lifecycle.projector is not None and "audio" in self._lifecycle.projector.kinds,
             "gpu": any("gpu" in device.kind for device in devices()),
         }
         return frozenset(name for name, answer in answers.items() if answer)
+
+    @property
+    def media_trouble(self) -> str:
+        """Why pictures and sound are refused, where a projector is there that cannot be used; else empty."""
+        return self._lifecycle.projector_trouble
 
     @property
     def chat_template(self) -> str | None:
@@ -227,9 +241,12 @@ class Model(Answering):
     def _start(self) -> None:
         if not self.info.causal:
             return
-        context, settings, draft = self._lifecycle.context, self._engine_settings, self._draft
+        context, projector = self._lifecycle.context, self._lifecycle.projector
+        settings, draft = self._engine_settings, self._draft
         sequences = context.sequences - 1  # the last is for scoring
-        self._engine = EngineThread(lambda: make_engine(context, settings, draft=draft, sequences=sequences))
+        self._engine = EngineThread(
+            lambda: make_engine(context, settings, draft=draft, sequences=sequences, projector=projector)
+        )
 
     def _stop(self) -> None:
         engine, self._engine = self._engine, None
@@ -250,8 +267,17 @@ class Model(Answering):
         with self._building:
             if self._chat is None or self._chat[0] is not model:
                 self._stop_talking()
-                self._chat = model, Chat(model.vocabulary, self.chat_template)
+                self._chat = model, Chat(model.vocabulary, self.chat_template, self._media, self._sight)
             return self._chat[1]
+
+    def _sight(self) -> Sight:
+        projector = self._lifecycle.projector
+        return Sight(
+            kinds=frozenset() if projector is None else projector.kinds,
+            measure=self._measuring,
+            trouble=self._lifecycle.projector_trouble,
+            strip=self._strip_media,
+        )
 
     def _stop_talking(self) -> None:
         if self._chat is not None:

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.answering import Answering, Promptable
 from afterglow.chat.chat import Chat
+from afterglow.chat.seeing import Sight
 from afterglow.engine import services
 from afterglow.engine.difference import Difference, difference
 from afterglow.engine.engine import Engine
@@ -28,9 +29,11 @@ from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
 from afterglow.llama.arguments import integer
 from afterglow.llama.library import library
 from afterglow.llama.model import Model, ModelInfo, ModelSettings
+from afterglow.llama.projector import ProjectorSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.loading import fitting_layers, kept, needed_rollback, usable_cores
+from afterglow.loading import fitting_layers, kept, needed_rollback, projector_of, usable_cores
+from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.version import __version__
 
 T = TypeVar("T")
@@ -47,6 +50,9 @@ class ServedSettings:
     threads: int | None = None  # None: the processor's cores
     disk: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK says `off`
     chat_template: str | None = None  # takes the place of the model's own
+    projector: Path | Literal[False] | None = None  # lets it see or hear; None: the only one beside the model's file
+    media: MediaPolicy = CLOSED  # where pictures and sounds may come from
+    strip_media: bool = False  # those that the model cannot take are left out with a warning, and not refused
     draft: Draft | None = None  # what guesses beside what was said before: "mtp", or the file of a smaller model
     engine: EngineSettings = field(default_factory=EngineSettings)
 
@@ -69,6 +75,8 @@ class ServedSettings:
             engine=engine,
             reserved=1,
             draft=self.draft,
+            projector=projector_of(path, self.projector),
+            projecting=ProjectorSettings(gpu=layers != 0, threads=context.threads),
         )
 
 
@@ -223,5 +231,14 @@ class ServedModel(Answering):
     def _talking(self) -> Chat:
         with self._building:
             if self._chat is None:
-                self._chat = Chat(self.vocabulary, self.settings.chat_template or self._model.chat_template())
+                template = self.settings.chat_template or self._model.chat_template()
+                self._chat = Chat(self.vocabulary, template, self.settings.media, self._sight)
             return self._chat
+
+    def _sight(self) -> Sight:
+        return Sight(
+            kinds=self.facts.media,
+            measure=self._measuring,
+            trouble=self.facts.media_trouble,
+            strip=self.settings.strip_media,
+        )

@@ -90,16 +90,21 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         max_tokens=9,
         reasoning="off",
         pin_system=True,
+        projector=tmp_path / "mmproj.gguf",
+        strip_media=True,
     )
     told: dict[str, object] = {}
     monkeypatch.setattr(opening, "load", lambda path, **options: told.update(options))
     monkeypatch.setattr(opening, "local_path", lambda name: name)
     opening.open_model(chosen, Console(stderr=True))
     expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
+    expected |= {"projector": tmp_path / "mmproj.gguf", "strip_media": True}
     assert {name: told[name] for name in expected} == expected
     assert told["chat_template"] == "{{ messages[0].content }}"
     assert told["engine"].pin_system
     assert served_settings(chosen).engine.pin_system
+    assert served_settings(chosen).projector == tmp_path / "mmproj.gguf"
+    assert served_settings(chosen).strip_media
     assert not served_settings(settings()).engine.pin_system
     assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 

@@ -20,8 +20,9 @@ from afterglow.cli.showing import complete_blocks
 class Terminal:
     """A program in a terminal of 40 lines, and what its screen shows."""
 
-    def __init__(self, *arguments: str, term: str = "xterm") -> None:
-        command = ["-m", "afterglow.cli.main", "chat", str(tiny.path("successor-attention")), "--max-tokens", "12"]
+    def __init__(self, *arguments: str, term: str = "xterm", model: str = "") -> None:
+        model = model or str(tiny.path("successor-attention"))
+        command = ["-m", "afterglow.cli.main", "chat", model, "--max-tokens", "12"]
         environment = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.child = pexpect.spawn(
             sys.executable, [*command, *arguments], env=environment, encoding="utf-8", timeout=30, dimensions=(40, 120)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gallery import noisy
 
 from afterglow import tiny
 from afterglow.engine.lifecycle import Lifecycle, Stage
@@ -141,14 +142,20 @@ def test_c12_the_state_is_readable_while_a_transition_runs():
         assert model.stage is Stage.WARM
 
 
-def test_c12_fifty_cycles_leak_nothing():
+@pytest.mark.parametrize("projector", [None, "projector-llava"])
+def test_c12_fifty_cycles_leak_nothing(projector):
     process = psutil.Process()
     sizes = []
     for _ in range(50):
-        with lifecycle() as model:
+        with lifecycle(projector=projector and tiny.path(projector)) as model:
             model.warm()
+            assert model.projector is None
             model.activate()
+            assert (model.projector is not None) == (projector is not None)
+            if model.projector is not None:
+                model.projector.encode([noisy(1)])
             model.deactivate()
+            assert model.projector is None
             model.unload()
         gc.collect()
         sizes.append(process.memory_info().rss)

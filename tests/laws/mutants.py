@@ -197,13 +197,14 @@ def _(put):
 
 @mutant("a follower forks before its leader is there", more.test_a_prompt_is_computed_once_in_chunks_too)
 def _(put):
-    def is_led(original, self, job):
+    def is_led(job, running):
         job.leader_depth -= 20
-        led = original(self, job)
+        led = original(job, running)
         job.leader_depth += 20
         return led
 
-    wrapped(Engine, "_is_led", is_led)(put)
+    original = engine_module.is_led
+    put(engine_module, "is_led", is_led)
 
 
 # --- checkpoints
@@ -618,15 +619,15 @@ deterministic = more.test_deterministic_cold_warm_restored_forked_and_concurrent
 
 @mutant("reuse is not rounded down to the grid", deterministic)
 def _(put):
-    put(PrefixMemory, "round_down", lambda self, length: length)
+    put(PrefixMemory, "round_down", lambda self, length, ids: length)
 
 
 @mutant("generated tokens count as computed on the grid", deterministic)
 def _(put):
-    def note(self, job, count):
-        self._held(job).aligned = len(self._held(job))
+    def note(self, count, grid):
+        self.sequence.aligned = len(self.sequence)
 
-    put(Engine, "_note_alignment", note)
+    put(Job, "note_chunk", note)
 
 
 @mutant("deterministic jobs share a decode", deterministic)

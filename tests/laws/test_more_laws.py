@@ -406,8 +406,9 @@ def test_reuse_and_company_change_no_token_with_pictures(kind, shared):
     answers = live(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == expected(kind, one), one.id
-    assert answers["on"].cached == len(about) + len(first.tokens) - 1
-    assert answers["edited"].cached == 12
+    assert answers["on"].cached == len(about) - 2 + CAT.cells + CLIP.cells + len(first.tokens) - 1
+    assert answers["on"].end.usage.media_cached == CAT.cells + CLIP.cells
+    assert answers["edited"].cached == 11 + CAT.cells
 
 
 @everywhere

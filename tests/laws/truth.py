@@ -75,7 +75,8 @@ def check_memory(engine: Engine) -> None:
         if not engine.backend.rounding:
             same = engine.backend.contents(slot.number) == cold(engine, slot.ids)
             assert same, f"slot {slot.number} is not its record"
-        assert engine.backend.resumable(slot.number, slot.position), f"slot {slot.number} cannot go on"
+        assert slot.ahead or engine.backend.resumable(slot.number, slot.position), f"slot {slot.number} cannot go on"
+        assert slot.busy or not slot.ahead, f"slot {slot.number} is left with half a picture"
         assert slot.cells == engine.ledger.cells(slot.ids)
         assert 0 <= slot.aligned <= len(slot)
 

@@ -14,7 +14,7 @@ LAYERS = {
     "llama": 1, "registry": 1, "tiny": 1,
     "engine": 2,
     "chat": 3, "completion": 3, "testing": 3,
-    "answers": 4, "answering": 4, "conversation": 4, "model": 4, "loading": 4, "serving": 4,
+    "answers": 4, "answering": 4, "prompting": 4, "conversation": 4, "model": 4, "loading": 4, "serving": 4,
     "server": 5, "agent": 5,
     "cli": 6,
 }  # fmt: skip

@@ -342,7 +342,7 @@ def _(server: ServerProcess) -> None:
     assert shown({"role": "system", "content": "one"}) == shown({"role": "developer", "content": "one"})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert shown({"role": "user", "content": parts}) == shown({"role": "user", "content": "ab"})
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}  # test_media.py has more
     assert server.chat(messages=[picture])["error"]["param"].startswith("messages[0].content")
     assert server.chat(messages=[{"role": "narrator", "content": "x"}])["error"]["param"] == "messages[0]"
     assert server.chat(messages=[])["error"]["param"] == "messages"

@@ -10,12 +10,14 @@ from typing import Any
 
 from afterglow.chat import grammar
 from afterglow.chat.choice import ToolChoice, tool_choice
+from afterglow.chat.content import opened_all
 from afterglow.chat.formats import response_format
 from afterglow.chat.messages import Message, Writable
 from afterglow.chat.messages import messages as read_messages
 from afterglow.chat.parts import Plain, Reader
 from afterglow.chat.prompt import Prompt, PromptBuilder
 from afterglow.chat.reasoning import HARMONY, ReasoningReader, style_of
+from afterglow.chat.seeing import BLIND, Shown, Sight, look, taken
 from afterglow.chat.template import ChatTemplate
 from afterglow.chat.thinking import Thinking, thinking
 from afterglow.chat.tools.detection import family_of
@@ -28,8 +30,9 @@ from afterglow.closing import Closing
 from afterglow.engine.constraint import Constraint
 from afterglow.engine.request import Request
 from afterglow.engine.thought import ThoughtBudget
-from afterglow.errors import UnsupportedMedia, UnsupportedOption
+from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
+from afterglow.media.policy import CLOSED, MediaPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,15 @@ class Chat(Closing):
     >>> plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: str | None,
+        media: MediaPolicy = CLOSED,
+        sight: Callable[[], Sight] = lambda: BLIND,
+    ) -> None:
+        self.media = media  # where pictures and sounds may come from
+        self._sight = sight
         self.style = style_of(template)
         self._vocabulary = vocabulary
         special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
@@ -92,9 +103,8 @@ class Chat(Closing):
         choice = tool_choice(options.tool_choice, tools)
         thoughts = thinking(options.reasoning, self.style, self._source)
         format = response_format(options.response_format)
-        said = read_messages(messages)
-        refuse_media(said)
-        prompt = self._prompt(said, tools, {**thoughts.arguments, **options.arguments})
+        said, shown = look(read_messages(messages), self._sight(), self.media)
+        prompt = self._prompt(said, tools, {**thoughts.arguments, **options.arguments}, shown)
         opened = self.style is not None and self.style.is_open(prompt.text)
         return ChatPlan(
             chat=self,
@@ -106,6 +116,15 @@ class Chat(Closing):
             thought=self._budget(thoughts, opened),
             parse=format.parse,
         )
+
+    def bring(self, messages: Sequence[Writable]) -> list[Message]:
+        """The messages with their pictures and sounds opened, from wherever those may come."""
+        said = taken(read_messages(messages), self._sight())
+        contents = iter(opened_all((one for message in said for one in message.attachments), self.media))
+        return [
+            replace(message, attachments=tuple(replace(one, source=next(contents)) for one in message.attachments))
+            for message in said
+        ]
 
     def close(self) -> None:
         self._template.close()
@@ -132,11 +151,14 @@ class Chat(Closing):
         """The bytes of a token as readers see it: control tokens only where they mark something."""
         return self._vocabulary.piece(token, special=token in self._visible)
 
-    def _prompt(self, messages: list[Message], tools: tuple[Tool, ...], arguments: Mapping[str, Any]) -> Prompt:
+    def _prompt(
+        self, messages: list[Message], tools: tuple[Tool, ...], arguments: Mapping[str, Any], shown: Shown
+    ) -> Prompt:
         used = tools or any(message.tool_calls or message.role == "tool" for message in messages)
         if used and self.family is GENERIC:
-            return self._builder.build(generic_messages(messages, tools), arguments=arguments)
-        return self._builder.build(messages, tools=[tool.definition for tool in tools], arguments=arguments)
+            return self._builder.build(generic_messages(messages, tools), arguments=arguments, shown=shown)
+        offered = [tool.definition for tool in tools]
+        return self._builder.build(messages, tools=offered, arguments=arguments, shown=shown)
 
     # --- what the answer may be
 
@@ -217,10 +239,3 @@ class Chat(Closing):
             ending=tuple(self._vocabulary.tokenize(self.style.ending, special=True)),
             open=opened,
         )
-
-
-def refuse_media(messages: Sequence[Message]) -> None:
-    """`UnsupportedMedia` for the first picture or sound: nothing here can take them yet."""
-    for index, message in enumerate(messages):
-        for attachment in message.attachments:
-            raise UnsupportedMedia(f"messages[{index}].content", f"this model takes no {attachment.kind}, only text")

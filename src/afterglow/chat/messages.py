@@ -6,8 +6,10 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
+from afterglow.chat.content import Attachment as Attachment
+from afterglow.chat.content import read_content, text_at, written_content
 from afterglow.chat.habits import Habits, with_reasoning
 from afterglow.errors import InvalidArgument
 
@@ -28,15 +30,6 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attachment:
-    """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given."""
-
-    kind: Literal["image", "audio"]
-    source: str
-    offset: int  # how many characters of the message's text stand before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +66,15 @@ def _message(value: Writable, where: str) -> Message:
         return value
     if isinstance(value, tuple) and len(value) == 2:
         role, content = value
-        return Message(role=_text(role, f"{where}.role"), content=_text(content, f"{where}.content"))
+        return Message(role=text_at(role, f"{where}.role"), content=text_at(content, f"{where}.content"))
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, f"must be a message, not {type(value).__name__}")
     if unknown := sorted(set(value) - KNOWN):
         raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of a message")
     calls = value.get("tool_calls") or ()
-    content, attachments = _content(value.get("content"), f"{where}.content")
+    content, attachments = read_content(value.get("content"), f"{where}.content")
     return Message(
-        role=_text(value.get("role"), f"{where}.role"),
+        role=text_at(value.get("role"), f"{where}.role"),
         content=content,
         attachments=attachments,
         reasoning=_optional(value.get("reasoning_content", value.get("reasoning")), f"{where}.reasoning_content"),
@@ -91,46 +84,6 @@ def _message(value: Writable, where: str) -> Message:
     )
 
 
-def _content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
-    """Text, or a list of parts: OpenAI's and Anthropic's texts and pictures, and OpenAI's sounds."""
-    if value is None:
-        return "", ()
-    if isinstance(value, str):
-        return value, ()
-    if not isinstance(value, Sequence):
-        raise InvalidArgument(where, f"must be text or a list of parts, not {type(value).__name__}")
-    text = ""
-    attachments: list[Attachment] = []
-    for index, part in enumerate(value):
-        place = f"{where}[{index}]"
-        match part.get("type") if isinstance(part, Mapping) else None:
-            case "text":
-                text += _text(part.get("text"), f"{place}.text")
-            case "image_url":
-                url = part.get("image_url")
-                source = _text(url.get("url") if isinstance(url, Mapping) else url, f"{place}.image_url.url")
-                attachments.append(Attachment(kind="image", source=source, offset=len(text)))
-            case "image":
-                attachments.append(Attachment(kind="image", source=_block(part, place), offset=len(text)))
-            case "input_audio":
-                sound = part.get("input_audio")
-                data = _text(sound.get("data") if isinstance(sound, Mapping) else None, f"{place}.input_audio.data")
-                attachments.append(Attachment(kind="audio", source=data, offset=len(text)))
-            case kind:
-                raise InvalidArgument(f"{place}.type", f"must be text, image_url, image or input_audio, not {kind!r}")
-    return text, tuple(attachments)
-
-
-def _block(part: Mapping[str, Any], where: str) -> str:
-    """An Anthropic block's source: base64 data or a URL."""
-    source = part.get("source")
-    if not isinstance(source, Mapping):
-        raise InvalidArgument(f"{where}.source", "must be an object with `data` or `url`")
-    if source.get("type") == "base64":
-        return f"data:{source.get('media_type')};base64,{_text(source.get('data'), f'{where}.source.data')}"
-    return _text(source.get("url"), f"{where}.source.url")
-
-
 def _call(value: Any, where: str) -> ToolCall:
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping):
@@ -138,19 +91,13 @@ def _call(value: Any, where: str) -> ToolCall:
     arguments = function.get("arguments", "{}")
     return ToolCall(
         id=_optional(value.get("id"), f"{where}.id") or "",
-        name=_text(function.get("name"), f"{where}.function.name"),
+        name=text_at(function.get("name"), f"{where}.function.name"),
         arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
     )
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
-    return value
-
-
 def _optional(value: Any, where: str) -> str | None:
-    return None if value is None else _text(value, where)
+    return None if value is None else text_at(value, where)
 
 
 def readable(message: Message, habits: Habits = USUAL) -> dict[str, Any]:
@@ -186,6 +133,8 @@ def plain(message: Message) -> dict[str, Any]:
     {'role': 'user', 'content': 'Hello'}
     """
     written = readable(message)
+    if message.attachments:
+        written["content"] = written_content(message.content, message.attachments)
     if message.tool_calls:
         written["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -9,27 +9,40 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.seeing import NOTHING, Shown, filled, unused_character
 from afterglow.chat.template import ChatTemplate
-from afterglow.errors import InvalidArgument, InvalidTemplate
+from afterglow.engine.entries import Entry, Media
+from afterglow.engine.pictures import Part
+from afterglow.errors import InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 
 REMEMBERED = 8192  # stretches of text
 RECENT = 3  # messages at the end whose ends are boundaries; older ones were, when they were the last
-PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xF4000))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens, and the lengths at which a later prompt of the same conversation may part from this one."""
+    """Entries, and the lengths at which a later prompt of the same conversation may part from this one."""
 
-    tokens: tuple[int, ...]
+    entries: tuple[Entry, ...]
     boundaries: frozenset[int]
     text: str
-    system: int = 0  # tokens that the system messages and tools are
+    system: int = 0  # entries that the system messages and tools are
+    contents: Mapping[bytes, Part] = field(default_factory=dict)  # of its pictures and sounds, by their digests
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Its tokens alone."""
+        return tuple(entry for entry in self.entries if not isinstance(entry, Media))
+
+    @property
+    def cells(self) -> int:
+        """How long it is in memory."""
+        return sum(entry.cells if isinstance(entry, Media) else 1 for entry in self.entries)
 
 
 class PromptBuilder:
@@ -53,36 +66,56 @@ class PromptBuilder:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
+        shown: Shown = NOTHING,
     ) -> Prompt:
-        """The prompt for the assistant's next message."""
+        """The prompt for the assistant's next message. `shown` is what stands in the holes of the messages."""
         mark = unused_character(messages)
         shielded = [self._shield(message, mark) for message in messages]
         text = self._template.render(shielded, tools=tools, arguments=arguments)
-        tokens = self.tokenize(text, mark)
+        tokens = self._tokens(text, mark, shown)
         boundaries, system = set(), 0
         for count in self._ends(messages):
             try:
                 part = self._template.render(shielded[:count], tools=tools, generation=False, arguments=arguments)
             except InvalidTemplate:
                 continue  # some templates render only whole conversations
-            end = common_length(self.tokenize(common_text(part, text), mark), tokens)
+            end = common_length(self._tokens(common_text(part, text), mark, shown), tokens)
             boundaries.add(end)
             system = end if count == told(messages) else system
         if tools and not told(messages):
-            system = self._tools_end(shielded[0], text, tokens, mark, tools=tools, arguments=arguments)
+            first = replace(shielded[0], content=mark)  # without what it says
+            system = self._begins([first], text, tokens, mark, shown, tools=tools, arguments=arguments)
             boundaries.add(system)
-        return Prompt(tuple(tokens), frozenset(boundaries - {0, len(tokens)}), text.replace(mark, ""), system)
+        boundaries -= {0, len(tokens)}
+        entries, places, contents = filled(tokens, shown)
+        edges = frozenset(places[boundary] for boundary in boundaries)
+        return Prompt(entries, edges, shown.without_holes(text.replace(mark, "")), places[system], contents)
 
-    def _tools_end(self, first: Message, text: str, tokens: list[int], mark: str, **options: Any) -> int:
-        """How many tokens come before what the first message says: the tools, where nobody said anything before."""
+    def _begins(
+        self, messages: list[Message], text: str, tokens: list[int], mark: str, shown: Shown, **options: Any
+    ) -> int:
+        """How many tokens a conversation shares with another that begins as it does."""
         try:
-            other = self._template.render([replace(first, content=mark)], generation=False, **options)
+            other = self._template.render(messages, generation=False, **options)
         except InvalidTemplate:
             return 0
-        return common_length(self.tokenize(common_text(other, text), mark), tokens)
+        return common_length(self._tokens(common_text(other, text), mark, shown), tokens)
 
     def tokenize(self, text: str, mark: str = "") -> list[int]:
         """Rendered text as tokens, with the model's start token where it wants one and the template wrote none."""
+        return self._tokens(text, mark, NOTHING)
+
+    def _tokens(self, text: str, mark: str, shown: Shown) -> list[int]:
+        """The same, with a negative number for each hole."""
+        tokens: list[int] = []
+        for piece in shown.cut(text):
+            tokens += [piece] if isinstance(piece, int) else self._stretches_of(piece, mark)
+        bos = self._vocabulary.special.get("bos")
+        if self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
+            tokens.insert(0, bos)
+        return tokens
+
+    def _stretches_of(self, text: str, mark: str) -> list[int]:
         tokens: list[int] = []
         start, strip = 0, False
         for match in self._cut.finditer(text):
@@ -93,11 +126,7 @@ class PromptBuilder:
             tokens += self._stretch(stretch.rstrip() if before else stretch, mark)
             tokens.append(token)
             start, strip = match.end(), after
-        tokens += self._stretch(text[start:].lstrip() if strip else text[start:], mark)
-        bos = self._vocabulary.special.get("bos")
-        if self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
-            tokens.insert(0, bos)
-        return tokens
+        return tokens + self._stretch(text[start:].lstrip() if strip else text[start:], mark)
 
     def _stretch(self, text: str, mark: str) -> list[int]:
         if not text:
@@ -136,16 +165,6 @@ def told(messages: Sequence[Message]) -> int:
     """How many messages at the beginning say how to answer."""
     others = (index for index, message in enumerate(messages) if message.role not in ("system", "developer"))
     return next(others, len(messages))
-
-
-def unused_character(messages: Sequence[Message]) -> str:
-    """A character of Unicode's private use that nobody wrote."""
-    written = set().union(*(message.content + (message.reasoning or "") for message in messages)) if messages else set()
-    written |= set().union(*(call.arguments for message in messages for call in message.tool_calls), set())
-    for code in PRIVATE_USE:
-        if chr(code) not in written:
-            return chr(code)
-    raise InvalidArgument("messages", f"use all {len(PRIVATE_USE):,} private characters: one has to be free")
 
 
 def common_text(one: str, other: str) -> str:

@@ -26,6 +26,15 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 Reasoning = Annotated[str | None, typer.Option(help="on, off, a number of tokens, or an effort such as low.")]
 
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, instead of the model's own.")]
+Projector = Annotated[
+    Path | None,
+    typer.Option(help="The file that lets the model see or hear. Default: the only one beside it.", show_default=False),
+]
+StripMedia = Annotated[bool | None, typer.Option("--strip-media", help="Leave out what the model cannot see.")]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="A picture to ask about. Can be given several times.", show_default=False),
+]
 
 
 def chat(
@@ -39,6 +48,9 @@ def chat(
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     chat_template: Template = None,
+    projector: Projector = None,
+    strip_media: StripMedia = None,
+    image: Images = None,
     markdown: Annotated[bool | None, typer.Option(help="Draw answers as markdown.")] = None,
     stats: Annotated[bool | None, typer.Option(help="Say after each answer what it took.")] = None,
 ) -> None:
@@ -57,6 +69,8 @@ def chat(
         threads=threads,
         gpu_layers=gpu_layers,
         chat_template=chat_template,
+        projector=projector,
+        strip_media=strip_media,
         markdown=markdown,
         stats=stats,
     )
@@ -68,9 +82,9 @@ def chat(
         conversation = Conversation(loaded, system=chosen.system, **answer_options(chosen))
         if question is None:
             console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]", highlight=False)
-            Talk(conversation, chosen, console).run()
+            Talk(conversation, chosen, console, image or ()).run()
         else:
-            show(conversation.deltas(question), page_for(console, markdown=chosen.markdown))
+            show(conversation.deltas(question, images=image or ()), page_for(console, markdown=chosen.markdown))
 
 
 def answer_options(chosen: Settings) -> dict[str, Any]:

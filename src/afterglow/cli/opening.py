@@ -37,6 +37,8 @@ def open_model(settings: Settings, console: Console) -> Model:
             disk=settings.disk,
             chat_template=template_text(settings.chat_template),
             draft=settings.draft,
+            projector=settings.projector,
+            strip_media=settings.strip_media,
             engine=EngineSettings(pin_system=settings.pin_system),
             progress=show,
         )

@@ -32,6 +32,9 @@ def run(
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
     chat_template: chat.Template = None,
+    projector: chat.Projector = None,
+    strip_media: chat.StripMedia = None,
+    image: chat.Images = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on standard error what it took.")] = False,
 ) -> None:
     """Answer one prompt on standard output, and end."""
@@ -46,10 +49,14 @@ def run(
         threads=threads,
         gpu_layers=gpu_layers,
         chat_template=chat_template,
+        projector=projector,
+        strip_media=strip_media,
     )
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt
     options = chat.answer_options(chosen)
+    if raw and image:
+        raise InvalidArgument("--image", "needs the chat template: leave --raw out")
     if schema is not None:
         options["response_format"] = schema_format(schema)
     with open_model(chosen, console) as loaded:
@@ -60,7 +67,7 @@ def run(
             print()
             return
         conversation = Conversation(loaded, system=chosen.system, **options)
-        show(conversation.deltas(text), page_for(Console(), markdown=False))
+        show(conversation.deltas(text, images=image or ()), page_for(Console(), markdown=False))
         if stats and conversation.last is not None:
             console.print(statistics(conversation.last), highlight=False, soft_wrap=True)
 

@@ -52,6 +52,19 @@ Drafts = Annotated[
     ),
 ]
 
+MediaHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--media-host",
+        help="Pictures and sounds may be fetched from this host; `*`: from any. Can be given several times.",
+        show_default=False,
+    ),
+]
+MediaDirectory = Annotated[
+    Path | None,
+    typer.Option("--media-directory", help="Pictures and sounds in it may be named.", show_default=False),
+]
+
 
 def serve(
     models: Models = None,
@@ -66,11 +79,19 @@ def serve(
     shutdown_seconds: Annotated[
         float | None, typer.Option(min=0, help="For running answers, once told to end.")
     ] = None,
+    media_host: MediaHosts = None,
+    media_directory: MediaDirectory = None,
+    max_media_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Of a picture or a sound. Default: 20 MiB.")
+    ] = None,
+    max_pixels: Annotated[int | None, typer.Option(min=1, help="Of a picture. Default: 32 million.")] = None,
     context: chat.Context = None,
     threads: chat.Threads = None,
     gpu_layers: chat.GpuLayers = None,
     chat_template: chat.Template = None,
     draft: Drafts = None,
+    projector: chat.Projector = None,
+    strip_media: chat.StripMedia = None,
     pin_system: Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")] = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
@@ -85,6 +106,8 @@ def serve(
         gpu_layers=gpu_layers,
         chat_template=chat_template,
         draft=",".join(draft) if draft else None,
+        projector=projector,
+        strip_media=strip_media,
         pin_system=pin_system,
         server={
             "host": host,
@@ -94,11 +117,17 @@ def serve(
             "queue": queue,
             "lazy": lazy,
             "shutdown_seconds": shutdown_seconds,
+            "media_hosts": tuple(media_host) if media_host else None,
+            "media_directory": media_directory,
+            "max_media_bytes": max_media_bytes,
+            "max_pixels": max_pixels,
         },
     )
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
     console = Console(stderr=True, highlight=False)
     paths = {name: local_path(model) for name, model in map(named, models or [chosen.model])}
+    if chosen.projector is not None and len(paths) > 1:
+        raise InvalidArgument("--projector", "is for one model: put each model's projector beside its file")
     listener = bind(chosen.server)
     common = served_settings(chosen)
     own = {name: replace(common, draft=what) for name, what in drafts(chosen.draft, paths).items()}
@@ -120,6 +149,9 @@ def served_settings(chosen: Settings) -> ServedSettings:
         gpu_layers=chosen.gpu_layers,
         threads=chosen.threads,
         chat_template=template_text(chosen.chat_template),
+        projector=chosen.projector,
+        media=chosen.server.media,
+        strip_media=chosen.strip_media,
         engine=EngineSettings(pin_system=chosen.pin_system),
     )
 

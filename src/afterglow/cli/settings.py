@@ -42,6 +42,10 @@ class Settings(pydantic.BaseModel):
     disk: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
     pin_system: bool = pydantic.Field(False, description="Never let go of what system prompts and tools come to.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
+    projector: Path | None = pydantic.Field(
+        None, description="The file that lets the model see or hear. None: the only one beside it."
+    )
+    strip_media: bool = pydantic.Field(False, description="Leave out pictures that the model cannot take.")
     draft: str | None = pydantic.Field(None, description='What guesses ahead: "mtp", or the name or path of a model.')
     system: str = "You are a helpful assistant."
     max_tokens: int | None = pydantic.Field(None, ge=1, description="None: until the model ends.")

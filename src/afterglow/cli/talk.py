@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
+from rich.markup import escape
 
 from afterglow.chat.reply import Delta
+from afterglow.cli.pictures import described, pictures_in, unquoted
 from afterglow.cli.settings import Settings
 from afterglow.cli.showing import page_for, show, statistics
 from afterglow.conversation import Conversation
@@ -25,6 +28,7 @@ HELP = """\
 /history         the messages so far
 /save FILE       write the conversation to a file; /load FILE reads one
 /system TEXT     begin anew with another system prompt
+/image FILE      show a picture with the next question; so does a file that is dragged into a line
 /stats           show or hide what answers take
 /exit            end (or Ctrl-D)
 Alt-Enter begins a new line; so does a line that ends with \\. Ctrl-C stops an answer."""
@@ -33,8 +37,12 @@ Alt-Enter begins a new line; so does a line that ends with \\. Ctrl-C stops an a
 class Talk:
     """Reads lines until the person ends it."""
 
-    def __init__(self, conversation: Conversation, settings: Settings, console: Console) -> None:
+    def __init__(
+        self, conversation: Conversation, settings: Settings, console: Console, images: Sequence[Path] = ()
+    ) -> None:
         self._conversation = conversation
+        self._images: list[Path] = []  # to be shown with the next question
+        self._given = images  # before the first one
         self._earlier: list[Conversation] = []  # those that were forked
         self._console = console
         self._markdown = settings.markdown
@@ -50,22 +58,36 @@ class Talk:
             "save": self._save,
             "load": self._load,
             "system": self._system,
+            "image": self._image,
             "stats": self._toggle_stats,
             "help": lambda _: self._console.print(HELP, markup=False, highlight=False),
         }
 
     def run(self) -> None:
         """Until the person ends it."""
+        self._try(lambda: self._show(self._given))
         while (line := self._ask()) is not None:
-            try:
-                if line.startswith("/"):
-                    self._command(line[1:])
-                elif line:
-                    self._answer(self._conversation.deltas(line))
-            except (KeyboardInterrupt, Cancelled):
-                self._note("stopped; the question was not kept")
-            except AfterglowError as error:
-                self._console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False)
+            self._try(functools.partial(self._take, line))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do something; what goes wrong is said, and the conversation goes on."""
+        try:
+            work()
+        except (KeyboardInterrupt, Cancelled):
+            self._note("stopped; the question was not kept")
+        except AfterglowError as error:
+            self._console.print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
+
+    def _take(self, line: str) -> None:
+        """A question with the pictures that were dragged into it, or a command."""
+        known = line[1:].partition(" ")[0] in self._commands if line.startswith("/") else False
+        question, images = (line, []) if known else pictures_in(line)
+        if question.startswith("/"):
+            return self._command(question[1:])
+        self._show(images)
+        if question:
+            images, self._images = self._images, []
+            self._answer(self._conversation.deltas(question, images=images))
 
     # --- lines
 
@@ -148,7 +170,8 @@ class Talk:
 
     def _history(self, _: str) -> None:
         for index, message in enumerate(self._conversation.messages):
-            self._note(f"{index} {message.role}: {message.content}")
+            seen = "[picture] " * len(message.attachments)
+            self._note(f"{index} {message.role}: {seen}{message.content}")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -162,6 +185,17 @@ class Talk:
     def _load(self, name: str) -> None:
         self._conversation.load(Path(name).expanduser())
         self._note(f"{len(self._conversation.messages)} messages")
+
+    def _image(self, name: str) -> None:
+        if not name:
+            return self._note("write /image and a file")
+        self._show([Path(unquoted(name)).expanduser()])
+
+    def _show(self, images: Sequence[Path]) -> None:
+        """Have pictures ready for the next question, each said in one line."""
+        for path in images:
+            self._note(f"a picture: {described(path)}")
+            self._images.append(path)
 
     def _system(self, text: str) -> None:
         model, options = self._conversation.model, self._conversation.options

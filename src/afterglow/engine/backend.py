@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from afterglow.engine.constraint import Words
 from afterglow.engine.entries import Ids
+from afterglow.engine.pictures import Encodes
+from afterglow.llama.projector import Embedding, MediaKind
 from afterglow.llama.sampling import Sampling
 
 Scope = Literal["full", "partial"]
@@ -28,6 +30,7 @@ class Capabilities:
     outputs: int  # rows of one decode that may give logits
     shared: bool  # unified: sequences share the cells, and a copy costs nothing
     interruptible: bool  # a decode can be stopped in the middle
+    media: frozenset[MediaKind] = frozenset()  # what prompts may hold beside tokens
     max_rollback: int = 0  # newest entries that a sequence can drop again right after a decode
     replays: bool = False  # it can go back to a partial state that was saved before a decode
 
@@ -85,12 +88,22 @@ class Sampler(Protocol):
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive entries of one sequence in one decode; the last `outputs` of them give logits."""
+    """Consecutive entries of one sequence in one decode; the last `outputs` of them give logits.
+
+    They are tokens, or one picture or sound, which then has a decode for itself.
+    """
 
     sequence: int
     ids: Ids | list[int]
     position: int
     outputs: int
+    embedding: Embedding | None = None  # of the picture or sound: its rows, or the next of them
+    ends: bool = True  # these are its last
+
+    @property
+    def rows(self) -> int:
+        """Rows that a decode computes for it."""
+        return len(self.ids) if self.embedding is None else len(self.embedding.rows)
 
 
 class Backend(Protocol):
@@ -100,6 +113,7 @@ class Backend(Protocol):
     vocabulary: int  # tokens there are
     ends: frozenset[int]  # those that end an answer
     words: Words  # what they are made of
+    projector: Encodes | None  # what encodes pictures and sounds, on another thread
 
     @property
     def key(self) -> bytes:

@@ -21,6 +21,7 @@ class Counters:
     drafted: int = 0  # guesses that were computed
     accepted: int = 0  # and those of them that were right
     replayed: int = 0  # entries computed again, because memory could not drop wrong guesses without them
+    encoded: int = 0  # pictures and sounds
 
 
 @dataclass(slots=True)

@@ -13,29 +13,24 @@ from afterglow.engine.admission import check_servable
 from afterglow.engine.backend import Backend, Span
 from afterglow.engine.counters import Counters
 from afterglow.engine.drafting import Drafter, Drafting
-from afterglow.engine.entries import Ledger, common_prefix
+from afterglow.engine.entries import Ledger
 from afterglow.engine.explanation import Explanation
 from afterglow.engine.guide import Guide, Guides
 from afterglow.engine.job import Job
+from afterglow.engine.leading import find_leader, is_led
+from afterglow.engine.looking import Looking
 from afterglow.engine.lookup import Lookup
 from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.replay import Replay
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
 from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
-from afterglow.engine.scheduler import Budget, grid_step, prompt_budget, schedule
+from afterglow.engine.scheduler import Budget, first_of, grid_step, prompt_budget, schedule, sorted_out
 from afterglow.engine.sequence import Sequence as Slot
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
-from afterglow.errors import (
-    AfterglowError,
-    Cancelled,
-    DecodeFailed,
-    InvalidArgument,
-    MemoryFull,
-)
+from afterglow.errors import AfterglowError, Cancelled, DecodeFailed, InvalidArgument, MemoryFull
 
 MAX_ATTEMPTS = 3
-SMALLEST_WAIT = 16  # entries below which computing them twice is simpler than waiting for somebody else
 
 
 class Engine:
@@ -63,6 +58,8 @@ class Engine:
         replay = Replay(backend) if capabilities.replays and not capabilities.max_rollback else None
         self.drafting = Drafting(self.settings, capabilities, self.memory.costs, [Lookup(), *drafters], replay)
         self.guides = Guides(backend.words)  # for any thread
+        self.looking = Looking(backend.projector, self.ledger, self.settings)
+        self._rows = capabilities.batch_cells  # that the next decode may hold of a picture
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -92,6 +89,7 @@ class Engine:
         sampler = self.backend.sampler(request.sampling)
         room = self.backend.capabilities.cells
         job = Job(request=request, prompt=ids, sampler=sampler, stops=stops, guide=guide, room=room)
+        self.looking.begin(job)
         self._jobs[request.id] = job
         self._waiting.append(job)
 
@@ -115,6 +113,8 @@ class Engine:
         self._admit()
         if chosen := self._schedule():
             self._decode(chosen)
+        elif self._running and not self._events:
+            self.looking.wait()
         self._whole = True
         return self._events
 
@@ -136,6 +136,7 @@ class Engine:
             self.memory.close(store=self._whole)
         finally:
             self.drafting.close()
+            self.looking.close()
             self.backend.close()
 
     # --- beginning and ending jobs
@@ -151,8 +152,9 @@ class Engine:
 
     def _admit(self) -> None:
         for job in sorted(self._waiting, key=lambda job: -job.request.priority):
-            if self._is_led(job):
+            if is_led(job, self._running):
                 continue
+            job.leader = None
             if job.aside and self._running and self.backend.capabilities.shared:
                 break  # it would only push somebody else out
             begun = self._begin(job) if job.parked is None else self._unpark(job)
@@ -174,40 +176,28 @@ class Engine:
             self.memory.release(sequence)
             return self._begin(job)
         if not job.admitted:
-            job.reused = min(kept, len(job.prompt))
-            self.counters.reused_entries += job.reused
+            self.looking.reused(job, min(kept, len(job.prompt)))
+            self.counters.reused_entries += min(kept, len(job.prompt))
         job.cuts = self.memory.cuts(job.prompt, request.boundaries, kept, request.salt)
         self._run(job, sequence)
         return True
 
     def _find_leader(self, job: Job, keep: int) -> bool:
         """Whether somebody is computing more of this prompt's beginning than is there: then once is enough."""
-        if not job.request.reuse:
+        found = find_leader(job, self._running, keep, self.ledger, self.memory.round_down)
+        if found is None:
             return False
-        for other in self._running:
-            if other.request.salt != job.request.salt:
-                continue
-            depth = self.memory.round_down(min(common_prefix(other.prompt, job.prompt), len(job.prompt) - 1))
-            if depth - max(keep, len(self._held(other))) >= SMALLEST_WAIT:
-                job.leader, job.leader_depth = other, depth
-                other.cuts.append(depth)
-                self.counters.coalesced += 1
-                return True
-        return False
-
-    def _is_led(self, job: Job) -> bool:
-        leader = job.leader
-        if leader is not None and leader in self._running and len(self._held(leader)) < job.leader_depth:
-            return True
-        job.leader = None
-        return False
+        job.leader, job.leader_depth = found
+        job.leader.cuts.append(job.leader_depth)
+        self.counters.coalesced += 1
+        return True
 
     def _held(self, job: Job) -> Slot:
         assert job.sequence is not None
         return job.sequence
 
     def _run(self, job: Job, sequence: Slot) -> None:
-        job.sequence, job.aside = sequence, False
+        job.sequence, job.aside, job.regular = sequence, False, sequence.aligned
         job.admitted = job.admitted or time.monotonic()
         self._waiting.remove(job)
         self._running.append(job)
@@ -223,6 +213,7 @@ class Engine:
     def _forget(self, job: Job) -> None:
         del self._jobs[job.request.id]
         job.sampler.close()
+        self.looking.forget(job)
         self.drafting.forget(job)
         if job.parked is not None:
             self.memory.unparked(job.parked)
@@ -234,25 +225,35 @@ class Engine:
     def _stop_running(self, job: Job) -> None:
         self._running.remove(job)
         sequence, job.sequence, job.replay = self._held(job), None, 0
+        sequence.drop_ahead()
         self.memory.release(sequence)
 
     # --- one decode
 
     def _schedule(self) -> list[tuple[Job, int]]:
         now, costs = time.monotonic(), self.memory.costs
+        ready = [job for job in self._running[:] if not job.media or self._seen(job)]
         if self.settings.deterministic:
-            return grid_step(self._running, self.settings.grid, now)
+            return grid_step(ready, self.settings.grid, now)
         cells = self.backend.capabilities.batch_cells
-        generating: list[Job] = []
-        prompts: list[Job] = []
-        for job in self._running:
-            (generating if job.generating else prompts).append(job)
-        self.drafting.offer(generating, prompts)
+        generating, prompts, pictures = sorted_out(ready)
         entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
+        if self.looking.is_turn(pictures, others=bool(generating or prompts)):
+            self._rows = entries
+            return [(first_of(pictures, now), 1)]
+        self.drafting.offer(generating, prompts)
         return schedule(generating, prompts, Budget(cells=cells, prompt_entries=entries), now)
 
+    def _seen(self, job: Job) -> bool:
+        """Whether the job's next entry can be computed. A picture that cannot be encoded ends it."""
+        if self.looking.ready(job):
+            return True
+        if (error := self.looking.trouble(job)) is not None:
+            self._fail(job, error)
+        return False
+
     def _decode(self, chosen: list[tuple[Job, int]]) -> None:
-        spans = [self._span(job, count) for job, count in chosen]
+        spans = [job.span(count, self._rows) for job, count in chosen]
         jobs = [job for job, _ in chosen]
         self.drafting.prepare(jobs)
         with self._guard:
@@ -272,24 +273,21 @@ class Engine:
                 self.backend.uninterrupt()
         self._apply(jobs, spans, started)
 
-    def _span(self, job: Job, count: int) -> Span:
-        sequence = self._held(job)
-        known = job.missing
-        if job.draft:
-            job.draft = job.draft[: max(0, count - known)]
-        outputs = count - known + 1 if count >= known else 0  # after the last known entry, and after each guess
-        return Span(sequence.number, job.pending(count), sequence.position, outputs)
-
     def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
         tokens = replayed = 0
         for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
-            self._held(job).decoded(span.ids)
             job.decoded_at = started
+            if not span.ends:  # rows of a picture, and more of them come
+                self._held(job).ahead += span.rows
+                continue
+            self._held(job).decoded(span.ids)
             if job.replay:
                 replayed += min(job.replay, len(span.ids) - 1)
                 job.replay = max(0, job.missing - 1)
+            if job.media:
+                self.looking.decoded(job)
             if self.settings.deterministic:
-                self._note_alignment(job, len(span.ids))
+                job.note_chunk(len(span.ids), self.settings.grid)
             if span.outputs:
                 tokens += self._sample(job, index, len(span.ids) - span.outputs)
             else:
@@ -297,17 +295,12 @@ class Engine:
                 self._at_cut(job)
         self._measure(spans, tokens, replayed, time.perf_counter() - started)
 
-    def _note_alignment(self, job: Job, count: int) -> None:
-        sequence, grid = self._held(job), self.settings.grid
-        length = len(sequence)
-        if length <= len(job.prompt) and length - count == sequence.aligned and length % grid == 0:
-            sequence.aligned = length
-
     def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
         rows, guesses, counters = 0, 0, self.counters
         for span in spans:
-            rows += len(span.ids)
+            rows += span.rows
             guesses += max(span.outputs - 1, 0)
+        counters.encoded = self.looking.pictures.encoded
         counters.decodes += 1
         counters.rows += rows
         counters.replayed += replayed
@@ -321,9 +314,8 @@ class Engine:
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:
-        sequence = self._held(job)
-        if len(sequence) in job.cuts and self.backend.capabilities.partial_state:
-            self.memory.take_checkpoint(sequence)
+        if len(self._held(job)) in job.cuts and self.backend.capabilities.partial_state:
+            self.memory.take_checkpoint(self._held(job))
 
     def _sample(self, job: Job, span: int, row: int) -> int:
         """Draw the job's next tokens, `row` being its last known entry; how many there are."""
@@ -370,6 +362,7 @@ class Engine:
 
     def _park(self, job: Job) -> None:
         sequence = self._held(job)
+        sequence.drop_ahead()
         job.parked = self.memory.park(sequence)
         sequence.clear()
         self._stop_running(job)
@@ -397,10 +390,7 @@ class Engine:
         self.counters.interrupted += isinstance(error, Cancelled)
         for job in jobs:
             sequence = self._held(job)
-            if self.backend.capabilities.survives_abort and sequence.resumable(len(sequence)):
-                self.backend.truncate(sequence.number, sequence.position)
-            else:
-                sequence.clear()
+            sequence.mend(whole=self.backend.capabilities.survives_abort)
             if not isinstance(error, Cancelled):
                 job.attempts += 1
             if job.attempts >= MAX_ATTEMPTS:

@@ -23,6 +23,7 @@ class Media:
     digest: bytes  # of the content and of the projector settings that shape it
     cells: int  # KV cells it fills
     positions: int  # steps it takes; with M-RoPE another number
+    whole: bool = False  # its rows see one another, so they have to be computed in one go
 
 
 Entry: TypeAlias = int | Media
@@ -127,3 +128,17 @@ def common_prefix(one: Ids, other: Ids) -> int:
     different = one[:length] != other[:length]
     first = int(different.argmax()) if length else 0
     return first if length and different[first] else length
+
+
+def last_edge(length: int, ids: Ids, grid: int) -> int:
+    """The end of the last whole chunk within the first `length` entries, where chunks end at multiples of `grid` and
+    every picture is one by itself.
+
+    >>> last_edge(10, np.array([1, 2, 3, 4, 5, -1, 7, 8, 9, 10]), 4), last_edge(5, np.arange(5), 4)
+    (8, 4)
+    >>> last_edge(7, np.array([1, 2, 3, 4, 5, -1, 7]), 4)
+    6
+    """
+    start = length - length % grid
+    pictures = np.flatnonzero(ids[start:length] < 0)
+    return start + int(pictures[-1]) + 1 if len(pictures) else start

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from afterglow.engine.backend import Sampler
-from afterglow.engine.entries import Ids
+from afterglow.engine.backend import Sampler, Span
+from afterglow.engine.entries import Ids, last_edge
 from afterglow.engine.guide import Guide
+from afterglow.engine.pictures import Encoding, Part
 from afterglow.engine.request import Request, Usage
 from afterglow.engine.sequence import Saved, Sequence
 from afterglow.engine.speculation import Guessing
@@ -23,6 +24,9 @@ class Job:
 
     request: Request
     prompt: Ids
+    media: tuple[int, ...] = ()  # where in the prompt pictures and sounds stand
+    parts: dict[int, Part] = field(default_factory=dict)  # what they are, where they have to be encoded
+    prompt_cells: int = 0  # that it fills
     sampler: Sampler
     stops: StopMatcher | None
     guide: Guide | None = None
@@ -36,7 +40,13 @@ class Job:
     parked: Saved | None = None  # its memory, while it had to make room
     leader: Job | None = None  # who is computing the beginning of this prompt right now
     leader_depth: int = 0
-    reused: int = 0
+    encodings: dict[int, Encoding] = field(default_factory=dict)  # of its coming pictures, by where they stand
+    encoded: int = 0
+    regular: int = 0  # leading entries whose chunks were those of the deterministic grid
+    cached: int = 0  # cells that were in memory
+    media_cells: int = 0  # of pictures and sounds
+    audio_cells: int = 0
+    media_cached: int = 0
     attempts: int = 0  # decodes that failed under it
     disappointed: bool = False  # by a stored state that did not load
     aside: bool = False  # it made room for others, and comes back when there is room again
@@ -83,12 +93,56 @@ class Job:
             return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 
+    def span(self, count: int, rows: int) -> Span:
+        """The next `count` entries for a decode, with logits after the last known entry, and after each guess.
+
+        Of a picture only the next `rows` rows, where it can be cut.
+        """
+        assert self.sequence is not None
+        known = self.missing
+        if self.draft:
+            self.draft = self.draft[: max(0, count - known)]
+        span = Span(self.sequence.number, self.pending(count), self.sequence.position, 0)
+        span.outputs = count - known + 1 if count >= known else 0
+        if self.encodings and len(self.sequence) in self.encodings:
+            self._cut(span, len(self.sequence), rows)
+        return span
+
+    def _cut(self, span: Span, place: int, rows: int) -> None:
+        """Make it the span of a picture, or of a part of one."""
+        embeddings = self.encodings[place].embeddings
+        assert embeddings is not None
+        assert self.sequence is not None
+        whole, start = embeddings[self.parts[place].piece], self.sequence.ahead
+        span.embedding = whole if whole.whole else whole.cut(start, start + rows)
+        span.ends = whole.whole or start + rows >= len(whole.rows)
+        span.outputs = span.outputs if span.ends else 0
+
     def next_stop(self) -> int:
-        """How many entries can be decoded before memory has to stand still."""
+        """How many entries can be decoded before memory has to stand still. A picture goes alone."""
         assert self.sequence is not None
         length = len(self.sequence)
         end = self.known if length >= len(self.prompt) else len(self.prompt)
-        return min([cut for cut in self.cuts if cut > length], default=end) - length
+        stop = min([cut for cut in self.cuts if cut > length], default=end)
+        for place in self.media:
+            if place >= length:
+                return min(stop, max(place, length + 1)) - length
+        return stop - length
+
+    def note_chunk(self, count: int, grid: int) -> None:
+        """In the deterministic mode: `count` entries were computed together. Up to where all chunks were the grid's,
+        and one ends, its sequence can be used again."""
+        assert self.sequence is not None
+        length = len(self.sequence)
+        if length <= len(self.prompt) and length - count == self.regular:
+            self.regular = length
+            if last_edge(length, self.prompt, grid) == length:
+                self.sequence.aligned = length
+
+    @property
+    def next_is_media(self) -> bool:
+        assert self.sequence is not None
+        return len(self.sequence) in self.media
 
     @property
     def deadline_passed(self) -> bool:
@@ -100,8 +154,12 @@ class Job:
         admitted = self.admitted or now
         first = self.first_token or now
         return Usage(
-            prompt=len(self.prompt),
-            cached=self.reused,
+            prompt=self.prompt_cells,
+            cached=self.cached,
+            media=self.media_cells,
+            audio=self.audio_cells,
+            media_cached=self.media_cached,
+            encoded=self.encoded,
             generated=len(self.generated),
             drafted=self.drafted,
             accepted=self.accepted,

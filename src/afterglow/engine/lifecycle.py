@@ -12,9 +12,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from afterglow.closing import Closing
+from afterglow.engine.recipe import open_projector
 from afterglow.errors import Closed, LoadVetoed, WrongState
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model, ModelSettings, Progress
+from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ContextSettings
 
 
@@ -44,9 +46,21 @@ class Lifecycle(Closing):
     """
 
     def __init__(
-        self, path: Path, model: ModelSettings, context: ContextSettings, *, hooks: Sequence[LoadHook] = ()
+        self,
+        path: Path,
+        model: ModelSettings,
+        context: ContextSettings,
+        *,
+        hooks: Sequence[LoadHook] = (),
+        projector: Path | None = None,
+        projecting: ProjectorSettings | None = None,
     ) -> None:
+        """`projector` is the file that lets it take pictures or sound, loaded as `projecting` says."""
         self.path = path
+        self.projector_path = projector
+        self.projecting = projecting or ProjectorSettings()
+        self.projector: Projector | None = None  # while ACTIVE
+        self.projector_trouble = ""  # why there is none
         self.model_settings = model
         self.context_settings = context
         self.hooks = list(hooks)
@@ -94,6 +108,7 @@ class Lifecycle(Closing):
                 if model is not old:
                     model.close()
                 raise
+            self.projector, self.projector_trouble = open_projector(model, self.projector_path, self.projecting)
             self._model, self._stage = model, Stage.ACTIVE
             if old is not None and old is not model:
                 old.close()
@@ -105,6 +120,7 @@ class Lifecycle(Closing):
             old, context = self.model, self.context
             model = self._load(Stage.WARM, None) if self._uses_gpu else old
             self._model, self._context, self._stage = model, None, Stage.WARM
+            self._release_projector()
             context.close()
             if old is not model:
                 old.close()
@@ -134,7 +150,13 @@ class Lifecycle(Closing):
             settings = replace(settings, gpu_layers=0)
         return Model.load(self.path, settings, progress=progress)
 
+    def _release_projector(self) -> None:
+        projector, self.projector, self.projector_trouble = self.projector, None, ""
+        if projector is not None:
+            projector.close()
+
     def _release(self) -> None:
+        self._release_projector()
         model, self._model, self._context, self._stage = self._model, None, None, Stage.COLD
         if model is not None:
             model.close()  # closes the context, its child

@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 
 from afterglow.engine.backend import Capabilities, Cells, Sampler, Scope, Span, State
 from afterglow.engine.constraint import Words
+from afterglow.engine.pictures import Encodes
 from afterglow.errors import InvalidState
 from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
+from afterglow.llama.batch import EmbeddingBatch
 from afterglow.llama.context import Context
 from afterglow.llama.devices import devices
+from afterglow.llama.projector import Embedding, Projector
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
 
@@ -26,8 +29,8 @@ class LlamaBackend:
 
     owning = False
 
-    def __init__(self, context: Context, sequences: int | None = None) -> None:
-        """Use the first `sequences` of the context, or all."""
+    def __init__(self, context: Context, sequences: int | None = None, *, projector: Projector | None = None) -> None:
+        """Use the first `sequences` of the context, or all. With a `projector`, prompts may hold pictures or sound."""
         info, settings = context.model.info, context.settings
         assert info.memory != "none"
         self.context = context
@@ -40,15 +43,20 @@ class LlamaBackend:
             outputs=context.max_outputs,
             shared=settings.unified,
             interruptible=all(device.kind == "cpu" for device in devices()) or not context.model.settings.gpu_layers,
+            media=frozenset() if projector is None else projector.kinds,
             max_rollback=_max_rollback(context),
             replays=info.memory in ("recurrent", "hybrid"),
         )
         self.vocabulary = context.model.vocabulary.size
         self.ends = context.model.vocabulary.ends
         self.words: Words = context.model.vocabulary
+        self.projector: Encodes | None = projector
         self._first_rows: list[int] = []
 
     def decode(self, spans: Sequence[Span]) -> None:
+        if spans[0].embedding is not None:
+            assert len(spans) == 1, "a picture has a decode for itself"
+            return self._decode_embedding(spans[0], spans[0].embedding)
         batch = self.context.batch
         batch.clear()
         self._first_rows = [0] * len(spans)
@@ -69,6 +77,18 @@ class LlamaBackend:
                     outputs=span.outputs,
                 )
         self.context.decode()
+
+    def _decode_embedding(self, span: Span, embedding: Embedding) -> None:
+        """Compute rows of a picture or a sound."""
+        places = span.position + embedding.offsets
+        batch = EmbeddingBatch(
+            embedding.rows,
+            places.T if self.context.model.info.mrope else places[:, 0],
+            sequence=span.sequence,
+            output=span.outputs > 0,
+        )
+        self.context.decode_rows(batch, causal=not embedding.whole)
+        self._first_rows = [batch.count - 1]
 
     def logits(self, span: int, row: int) -> NDArray[np.float32]:
         return self.context.logits(self._first_rows[span] + row)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
-from afterglow.engine.entries import Ids, Ledger, common_prefix
+from afterglow.engine.entries import Ids, Ledger, common_prefix, last_edge
 from afterglow.engine.explanation import Explanation, cause_of
 from afterglow.engine.marks import Marks
 from afterglow.engine.prefix import PrefixTree
@@ -81,7 +81,7 @@ class PrefixMemory:
                 needs_cells=capabilities.checkpoints_need_cells,
                 copies_cost=not capabilities.shared,
                 costs=self.costs,
-                round_down=self.round_down,
+                round_down=lambda length: self.round_down(length, ids),
                 cover=self.tiers.cover(ids, salt) if reuse and target is not None else Cover(),
                 cover_seconds=self.tiers.seconds,
                 checkpoint_seconds=self.tiers.checkpoint_seconds,
@@ -99,9 +99,9 @@ class PrefixMemory:
         cells = length * self.costs.bytes_per_entry if self._backend.capabilities.has_cells else self._partial_bytes
         return cells * self.costs.per_byte
 
-    def round_down(self, length: int) -> int:
-        """The longest prefix of `length` entries that may be reused: any, or whole chunks of the grid."""
-        return length - length % self._grid if self._grid else length
+    def round_down(self, length: int, ids: Ids) -> int:
+        """The longest prefix of `length` of these entries that may be reused: any, or whole chunks of the grid."""
+        return last_edge(length, ids, self._grid) if self._grid else length
 
     def reading(self, reuse: Reuse) -> bool:
         """Whether a plan has to wait for the disk; it is read on another thread meanwhile."""
@@ -249,9 +249,10 @@ class PrefixMemory:
             return []
         taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
         ubatch = self._backend.capabilities.ubatch_cells
-        pinned = self.tiers.pinning.pins.depths(ids, salt)
-        points = cut_points(len(ids), boundaries.union(pinned), taken, ubatch, self._settings)
-        return sorted({self.round_down(point) for point in points if self.round_down(point) > start} - set(taken))
+        after_pictures = (int(place) + 1 for place in (ids < 0).nonzero()[0])
+        wanted = boundaries.union(after_pictures, self.tiers.pinning.pins.depths(ids, salt))
+        points = cut_points(len(ids), wanted, taken, ubatch, self._settings)
+        return sorted({edge for point in points if (edge := self.round_down(point, ids)) > start} - set(taken))
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the partial state of the sequence as it stands, within the limits."""
@@ -340,9 +341,9 @@ class PrefixMemory:
             ours=int(ids[shared]) if shared < len(ids) else None,
             theirs=theirs,
             cause=cause_of(
+                ids,
                 shared=shared,
                 reused=reused,
-                length=len(ids),
                 evicted=evicted,
                 grid=self._grid,
                 window=self._backend.capabilities.memory == "window",
@@ -362,7 +363,7 @@ class PrefixMemory:
         now = time.monotonic()
         found = self._idle.nearest(self._idle.match(ids, salt), CANDIDATES)
         found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy and slot.salt == salt]
-        for slot, shared in found:
+        for slot, shared in [one for one in found if not one[0].ahead]:  # nobody copies half a picture
             usable = min(shared, slot.aligned) if self._grid else shared
             if usable:
                 yield Source(slot, usable, 0.0 if slot.busy else now - slot.last_used)

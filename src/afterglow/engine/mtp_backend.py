@@ -19,6 +19,7 @@ from afterglow.errors import AfterglowError, InvalidState
 from afterglow.llama import layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
+from afterglow.llama.projector import Projector
 
 FEW = 16  # entries that are computed along with a guess
 ROW = struct.Struct("<I")  # bytes of the hidden state that comes with a partial one
@@ -46,8 +47,16 @@ class MtpState(llama_state.State):
 class MtpBackend(LlamaBackend):
     """The engine's memory on llama.cpp, with heads that see everything it computes."""
 
-    def __init__(self, context: Context, heads: Context, sequences: int | None = None, *, n_draft_max: int) -> None:
-        super().__init__(context, sequences)
+    def __init__(
+        self,
+        context: Context,
+        heads: Context,
+        sequences: int | None = None,
+        *,
+        n_draft_max: int,
+        projector: Projector | None = None,
+    ) -> None:
+        super().__init__(context, sequences, projector=projector)
         self.heads = heads
         # How the heads' cells are written, once some were saved; empty where they cannot be told from their state.
         self._heads_layout: bytes | None = None
@@ -61,6 +70,8 @@ class MtpBackend(LlamaBackend):
 
     def decode(self, spans: Sequence[Span]) -> None:
         super().decode(spans)
+        if spans[0].embedding is not None:  # the heads read tokens: they begin anew behind it
+            return self.session.begin(spans[0].sequence)
         try:
             self.session.process()
         except AfterglowError:  # the heads only guess: what they do not know they learn again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from afterglow.engine.constraint import Constraint
 from afterglow.engine.entries import Entry
+from afterglow.engine.pictures import Part
 from afterglow.engine.thought import ThoughtBudget
 from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.arguments import integer, real
@@ -25,6 +26,7 @@ class Request:
 
     id: str
     entries: Sequence[Entry] | NDArray[np.int64]
+    contents: Mapping[bytes, Part] = field(default_factory=dict)  # of the media among the entries, by their digests
     boundaries: frozenset[int] = frozenset()  # where a later prompt may diverge: the ends of messages
     system: int = 0  # entries that its system messages and tools are: other requests begin so, too
     sampling: Sampling = field(default_factory=Sampling)
@@ -67,8 +69,12 @@ class Request:
 class Usage:
     """What a request took. Times in seconds."""
 
-    prompt: int = 0
-    cached: int = 0  # prompt entries that were not computed again
+    prompt: int = 0  # tokens, and the cells of pictures and sounds
+    cached: int = 0  # those of them that were not computed again
+    media: int = 0  # cells of pictures and sounds in the prompt
+    audio: int = 0  # of these, the cells of sounds
+    media_cached: int = 0  # of these, the cells that were in memory
+    encoded: int = 0  # pictures and sounds that had to be encoded
     generated: int = 0
     drafted: int = 0  # tokens that were guessed and computed before they were drawn
     accepted: int = 0  # and those of them that were drawn: as many decodes were saved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from afterglow.engine.job import Job
@@ -47,6 +47,21 @@ def schedule(generating: Sequence[Job], prompts: Sequence[Job], budget: Budget, 
 def urgency(job: Job, now: float) -> float:
     """Smaller goes first: remaining entries, less what waiting has earned."""
     return job.backlog - AGING * (now - job.submitted)
+
+
+def sorted_out(jobs: Iterable[Job]) -> tuple[list[Job], list[Job], list[Job]]:
+    """Those that generate, those in their prompts, and those that are at a picture."""
+    generating: list[Job] = []
+    prompts: list[Job] = []
+    pictures: list[Job] = []
+    for job in jobs:
+        (pictures if job.media and job.next_is_media else generating if job.generating else prompts).append(job)
+    return generating, prompts, pictures
+
+
+def first_of(jobs: Sequence[Job], now: float) -> Job:
+    """Whose turn it is among those who cannot go together."""
+    return min(jobs, key=lambda job: (-job.request.priority, urgency(job, now)))
 
 
 def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float, cells: int) -> int:

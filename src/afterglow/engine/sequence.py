@@ -37,6 +37,7 @@ class Sequence:
         self._ledger = ledger
         self._position = 0
         self.cells = 0  # that its entries fill
+        self.ahead = 0  # rows of the next entry, a picture, that memory holds already and the record does not
 
     def __len__(self) -> int:
         return self.record.length
@@ -56,10 +57,14 @@ class Sequence:
 
     def resumable(self, length: int) -> bool:
         """Whether the sequence could go on after its first `length` entries."""
-        return self._backend.resumable(self.number, self.position_at(length))
+        # At its end it can. Memory does not always know where that is: a picture's last position may not be held.
+        return (length == len(self) and not self.ahead) or self._backend.resumable(
+            self.number, self.position_at(length)
+        )
 
     def decoded(self, ids: Ids | list[int]) -> None:
         """Note that memory took these entries."""
+        self.ahead = 0
         if isinstance(ids, list):
             for number in ids:
                 self.record.append(number)
@@ -69,6 +74,19 @@ class Sequence:
             self.record.extend(ids)
             self._position += self._ledger.positions(ids)
             self.cells += self._ledger.cells(ids)
+
+    def drop_ahead(self) -> None:
+        """Let half a picture go, where there is one."""
+        if self.ahead:
+            self.mend(whole=True)
+
+    def mend(self, *, whole: bool) -> None:
+        """Make memory what the record says, or empty: it may hold more, and, where it is not `whole`, anything."""
+        if whole and self._backend.resumable(self.number, self._position):
+            self._backend.truncate(self.number, self._position)
+            self.ahead = 0
+        else:
+            self.clear()
 
     def truncate(self, length: int) -> None:
         """Forget everything after the first `length` entries; only where `resumable`."""
@@ -110,6 +128,7 @@ class Sequence:
         self.aligned = min(aligned, length)
 
     def _note(self, length: int) -> None:
+        self.ahead = 0
         self.record.truncate(length)
         self._position = self._ledger.positions(self.record.ids)
         self.cells = self._ledger.cells(self.record.ids)

@@ -14,10 +14,12 @@ from afterglow.engine.cache import Usage, usage
 from afterglow.engine.engine import Engine
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.scoring import Scored, score_rows
-from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedOperation
+from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.context import Context
 from afterglow.llama.model import Model, ModelInfo
+from afterglow.llama.projector import Measurable, Measured, MediaKind, Projector
 from afterglow.llama.settings import ContextSettings
+from afterglow.media.contents import Content
 
 SHOWN = 48  # entries shown of a sequence
 NO_POOLING, RANK = 0, 4  # llama.cpp's numbers
@@ -34,6 +36,8 @@ class Facts:
     memory: str
     batch_cells: int
     scoring_rows: int  # tokens that one pass of `score` may take
+    media: frozenset[MediaKind] = frozenset()  # what prompts may hold beside text
+    media_trouble: str = ""  # why not, where a projector was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,25 @@ def facts(engine: Engine) -> Facts:
         memory=capabilities.memory,
         batch_cells=capabilities.batch_cells,
         scoring_rows=min(capabilities.outputs, capabilities.batch_cells),
+        media=capabilities.media,
+        media_trouble=engine.looking.trouble_at_load,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What stands in prompts for some pictures and sounds, and the key of the projector that says so."""
+
+    key: bytes
+    measured: tuple[Measured, ...]
+
+
+def measure(engine: Engine, contents: Sequence[Content | Measurable]) -> Measures:
+    """How much room pictures and sounds take, without encoding them; of a picture its shape is enough."""
+    projector = engine.backend.projector
+    if not isinstance(projector, Projector):
+        raise UnsupportedMedia("content", engine.looking.trouble_at_load or "this model takes only text")
+    return Measures(projector.key, tuple(projector.measure(content) for content in contents))
 
 
 def counters(engine: Engine) -> dict[str, int]:

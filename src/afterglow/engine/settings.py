@@ -30,6 +30,7 @@ class EngineSettings:
     disk_directory: Path | None = None  # where to keep what should outlive this process; None: nowhere
     disk_name: str = ""  # the model's file or name, shown with what is kept of it
     disk_bytes: int = 10 * 1024**3  # of all files there, whichever model's
+    picture_bytes: int = 256 * 1024**2  # of encoded pictures that are kept in RAM, for when they come again
     segment: int = 64  # entries in one stored segment
     pin_system: bool = False  # never let go of the system prompts of requests, within half of what may be kept
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -43,6 +44,7 @@ class EngineSettings:
         integer("parked_bytes", self.parked_bytes, 0, 2**62)
         integer("segment", self.segment, 1, 65_536)
         integer("disk_bytes", self.disk_bytes, 0, 2**62)
+        integer("picture_bytes", self.picture_bytes, 0, 2**62)
         if self.disk_directory is not None and not isinstance(self.disk_directory, Path):
             raise InvalidArgument("disk_directory", f"must be a Path, not {self.disk_directory!r}")
         if self.ram_bytes is not None:

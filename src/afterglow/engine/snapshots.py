@@ -10,7 +10,7 @@ import numpy as np
 from afterglow.engine.engine import Engine
 from afterglow.engine.reuse import Fresh
 from afterglow.engine.sequence import Saved
-from afterglow.errors import EngineError, InvalidArgument, InvalidState, MemoryFull
+from afterglow.errors import EngineError, InvalidArgument, InvalidState, MemoryFull, UnsupportedOperation
 from afterglow.llama import state as llama_state
 from afterglow.llama.files import write_whole
 
@@ -69,6 +69,8 @@ def clear(engine: Engine, sequence: int | None = None) -> None:
 def write(snapshot: Saved, path: Path) -> None:
     """Put a snapshot in a file: whole or not at all."""
     assert isinstance(snapshot.state, llama_state.State)
+    if len(snapshot.ids) and int(snapshot.ids.min()) < 0:
+        raise UnsupportedOperation("a snapshot in a file", "it holds a picture: keep it under its name only")
     body, salt = snapshot.state.to_bytes(), snapshot.salt.encode()
     header = HEADER.pack(len(snapshot.ids), snapshot.aligned, len(salt), len(body))
     write_whole(path, [MAGIC, header, snapshot.ids.tobytes(), salt, body])

@@ -75,3 +75,34 @@ class Batch:
             output,
         )
         self.count = row + 1
+
+
+class EmbeddingBatch:
+    """Rows of one sequence that are no tokens, made for one decode."""
+
+    def __init__(
+        self, rows: NDArray[np.float32], positions: NDArray[np.int32], *, sequence: int, output: bool = False
+    ) -> None:
+        """`positions` has one number for a row, or four with M-RoPE, all firsts before all seconds.
+
+        With `output` the last row gives logits.
+        """
+        ffi = library().ffi
+        self.count = len(rows)
+        self.sequence = sequence
+        self.outputs: NDArray[np.int8] = np.zeros(self.count, dtype=np.int8)
+        self.outputs[-1] = output
+        self.rows = np.ascontiguousarray(rows, dtype=np.float32)
+        self.positions = np.ascontiguousarray(positions, dtype=np.int32)
+        number = ffi.new("llama_seq_id *", sequence)
+        self._arrays = (
+            number,
+            ffi.new("int32_t[]", [1] * self.count),
+            ffi.new("llama_seq_id *[]", [number] * self.count),
+        )
+        self.native = ffi.new("llama_batch *")[0]
+        self.native.n_tokens = self.count
+        self.native.embd = ffi.cast("float *", ffi.from_buffer(self.rows))
+        self.native.pos = ffi.cast("llama_pos *", ffi.from_buffer(self.positions))
+        self.native.n_seq_id, self.native.seq_id = self._arrays[1:]
+        self.native.logits = ffi.cast("int8_t *", ffi.from_buffer(self.outputs))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, InvalidModel, MemoryFull, UnsupportedOperation
 from afterglow.llama.adapter import Adapter
 from afterglow.llama.arguments import real
-from afterglow.llama.batch import Batch
+from afterglow.llama.batch import Batch, EmbeddingBatch
 from afterglow.llama.handle import Handle
 from afterglow.llama.library import library
 from afterglow.llama.memory import Memory
@@ -81,6 +81,44 @@ class Context(Handle):
         self._outputs = batch.outputs[: batch.count].copy()
         if self.settings.embeddings:
             self._outputs[:] = 1
+
+    def decode_rows(self, batch: EmbeddingBatch, *, causal: bool = True) -> None:
+        """Compute rows that are no tokens. Not `causal`: they see one another, and have to fit into one ubatch.
+
+        What it raises, and what is applied then, is as with `decode`.
+        """
+        self._check_rows(batch, causal)
+        symbols = self._library.symbols
+        self._outputs = self._outputs[:0]
+        if not causal:
+            symbols.llama_set_causal_attn(self.pointer, False)
+        try:
+            code = symbols.llama_decode(self.pointer, batch.native)
+        finally:
+            if not causal:
+                symbols.llama_set_causal_attn(self.pointer, self.model.info.causal)
+        self._interrupt[0] = b"\0"
+        self.decodes += 1
+        if code != -1:
+            self.memory.pending_shift = False
+        if code != 0:
+            raise self._failure(code, batch.count)
+        self.memory.decoded_rows(batch.sequence)
+        self._outputs = batch.outputs
+
+    def _check_rows(self, batch: EmbeddingBatch, causal: bool) -> None:
+        most = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)
+        if not 0 < batch.count <= most:
+            raise InvalidArgument("rows", f"must be 1 to {most} in one decode, not {batch.count}")
+        width = self._library.symbols.llama_model_n_embd_inp(self.model.pointer)
+        if batch.rows.shape != (batch.count, width):
+            raise InvalidArgument("rows", f"must be {width} numbers each, not of the shape {batch.rows.shape}")
+        numbers = 4 if self.model.info.mrope else 1
+        if batch.positions.size != numbers * batch.count or int(batch.positions.min()) < 0:
+            raise InvalidArgument("positions", f"must be {numbers} for each row, and not negative")
+        if self.is_mtp or self.settings.embeddings:
+            raise UnsupportedOperation("rows", "this context takes tokens only")
+        self.memory.check_sequence(batch.sequence)
 
     def _check(self, batch: Batch) -> None:
         """Refuse every batch that would abort the process."""

@@ -205,6 +205,10 @@ class Memory:
         counts = np.bincount(sequences, minlength=len(self._rows))
         np.copyto(self._rows, counts, where=counts > 0)
 
+    def decoded_rows(self, sequence: int) -> None:
+        """Note a decode of a picture's rows: none of them can be rolled back, they are one thing."""
+        self._rows[sequence] = 0
+
     def replaced(self, sequence: int, last: int) -> None:
         """Note that a saved state that ends at position `last` was loaded over the sequence.
 

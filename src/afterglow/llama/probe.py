@@ -25,12 +25,12 @@ PATIENCE = 30.0  # seconds, beside the time to read the file: on a busy machine 
 BYTES_PER_SECOND = 50_000_000
 
 
-def ensure_safe(path: Path, adapter: Path | None = None) -> None:
+def ensure_safe(path: Path, beside: Path | None = None) -> None:
     """Return if loading `path` cannot hurt this process; `InvalidModel` with the reason if it would fail.
 
-    With `adapter`, the same for that adapter applied to this model.
+    With `beside`, the same for that adapter applied to this model, or that projector used with it.
     """
-    tried = [path, *([adapter] if adapter else [])]
+    tried = [path, *([beside] if beside else [])]
     files = [*parts(path), *tried[1:]]
     remembered = cache_directory("probed") / f"{BUILD}-{fingerprints(files)}"
     if remembered.exists():

@@ -29,6 +29,10 @@ class Picture:
                 "pixels", f"{len(self.pixels)} bytes are no picture of {self.width} by {self.height} (3 bytes each)"
             )
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.pixels)
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of what is seen. Pictures of the same size are never taken for one another."""
@@ -49,6 +53,10 @@ class Sound:
     def __post_init__(self) -> None:
         if self.rate < 1 or not self.samples or len(self.samples) % 4:
             raise InvalidArgument("samples", f"{len(self.samples)} bytes at {self.rate} a second are no sound")
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.samples)
 
     @property
     def seconds(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from afterglow.chat.chat import ChatPlan
@@ -14,6 +14,7 @@ from afterglow.engine.request import Token, Usage
 from afterglow.server import limits
 from afterglow.server.admission import Ticket
 from afterglow.server.errors import invalid
+from afterglow.server.media import brought
 from afterglow.server.overflow import Cut, Policy, fitting_plan
 from afterglow.server.service import Service, merged
 from afterglow.server.types.sampling import SamplingFields, sampling_of
@@ -149,13 +150,14 @@ async def run(service: Service, name: str, asked: Asked) -> Running:
     asked.check(service)
     ticket = service.gate(model).enter(asked.n)
     cuts: list[Cut | None] = []
-
-    def begin() -> list[TurnStream]:
-        streams, cut = asked.begin(model, deadline_of(asked.fields, service))
-        cuts.append(cut)
-        return streams
-
     try:
+        whole = replace(asked, messages=await brought(service, model, asked.messages))
+
+        def begin() -> list[TurnStream]:
+            streams, cut = whole.begin(model, deadline_of(asked.fields, service))
+            cuts.append(cut)
+            return streams
+
         streams = await service.begin(begin)
     except BaseException:
         ticket.release()
@@ -176,11 +178,25 @@ def usage_of(turns: list[Turn], tallies: list[Tally]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": min(turn.usage.cached for turn in turns)},
+        "prompt_tokens_details": prompt_details([turn.usage for turn in turns]),
         "completion_tokens_details": {
             "reasoning_tokens": sum(tally.reasoning for tally in tallies),
             **predictions_of(turn.usage for turn in turns),
         },
+    }
+
+
+def prompt_details(usages: list[Usage]) -> dict[str, int]:
+    """Of the prompt: what was in memory; where there are pictures and sounds, how much they are, how much of that was
+    in memory, and how many had to be encoded."""
+    cached = {"cached_tokens": min(usage.cached for usage in usages)}
+    if not usages[0].media:
+        return cached
+    return cached | {
+        "image_tokens": usages[0].media - usages[0].audio,
+        "audio_tokens": usages[0].audio,
+        "cached_media_tokens": min(usage.media_cached for usage in usages),
+        "encoded_media": sum(usage.encoded for usage in usages),
     }
 
 

@@ -19,12 +19,15 @@ from afterglow.errors import (
     EngineError,
     InvalidArgument,
     InvalidGrammar,
+    InvalidMedia,
     InvalidTemplate,
     LoadError,
+    MediaRefused,
     MemoryFull,
     ModelNotFound,
     PromptTooLong,
     RequestError,
+    UnsupportedMedia,
     UnsupportedOption,
 )
 
@@ -87,9 +90,10 @@ def refusal_of(error: BaseException) -> Refusal:
         case PromptTooLong():
             message = f"The prompt has {error.cells:,} tokens, and the context of this model holds {error.limit:,}."
             return Refusal(400, f"{message} Shorten it.", param="messages", code="context_length_exceeded")
-        case InvalidArgument() | UnsupportedOption():
+        case InvalidArgument() | UnsupportedOption() | UnsupportedMedia():
             root, dot, rest = error.name.partition(".")
-            code = "unsupported_value" if isinstance(error, UnsupportedOption) else "invalid_value"
+            codes = {InvalidArgument: "invalid_value", UnsupportedMedia: "unsupported_media"}
+            code = codes.get(type(error), "unsupported_value")
             return Refusal(400, str(error), param=NAMES.get(root, root) + dot + rest, code=code)
         case Closed():
             return Refusal(503, "the server is shutting down", kind="server_error", code="shutting_down", retry_after=5)
@@ -105,6 +109,8 @@ def refusal_of(error: BaseException) -> Refusal:
 KINDS: tuple[tuple[type[AfterglowError], int, str | None, str], ...] = (
     (InvalidGrammar, 400, "response_format", "invalid_grammar"),
     (InvalidTemplate, 400, "messages", "invalid_messages"),
+    (InvalidMedia, 400, "messages", "invalid_media"),
+    (MediaRefused, 400, "messages", "media_refused"),
     (ModelNotFound, 404, "model", "model_not_found"),
     (RequestError, 400, None, "invalid_request"),
     (Cancelled, CLIENT_GONE, None, "cancelled"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +12,11 @@ from fastapi.responses import JSONResponse
 
 from afterglow.chat.missing import explain_words
 from afterglow.chat.prompt import Prompt
+from afterglow.chat.seeing import INSTEAD
+from afterglow.engine.entries import Entry, Media
 from afterglow.server.chat import chat_options
 from afterglow.server.errors import invalid
+from afterglow.server.media import Messages, brought
 from afterglow.server.metrics import TYPE
 from afterglow.server.roster import Place
 from afterglow.server.security import tenant
@@ -68,7 +73,8 @@ def card(place: Place) -> ModelCard:
 def capabilities(model: ServedModel) -> list[str]:
     """What can be asked of a model."""
     infill = {"fim_pre", "fim_suf", "fim_mid"} <= model.vocabulary.special.keys()
-    return ["embeddings", *(["chat", "completion"] if model.generates else []), *(["infill"] if infill else [])]
+    texts = ["chat", "completion"] if model.generates else []
+    return ["embeddings", *texts, *(["infill"] if infill else []), *sorted(model.facts.media)]
 
 
 def _text(router: APIRouter, service: Service) -> None:
@@ -90,8 +96,9 @@ def _text(router: APIRouter, service: Service) -> None:
     @router.post("/apply-template", summary="A conversation as the model's template writes it")
     async def apply_template(body: TemplateRequest) -> Templated:
         model = await service.model(body.model)
-        prompt = await service.text(lambda: prompt_of(model, body))
-        return Templated(prompt=prompt.text, tokens=len(prompt.tokens))
+        messages = await brought(service, model, [message(one) for one in body.messages])
+        prompt = await service.text(lambda: prompt_of(model, body, messages))
+        return Templated(prompt=prompt.text, tokens=prompt.cells)
 
 
 def piece(model: ServedModel, token: int) -> str | list[int]:
@@ -103,9 +110,9 @@ def piece(model: ServedModel, token: int) -> str | list[int]:
         return list(data)
 
 
-def prompt_of(model: ServedModel, body: ChatFields) -> Prompt:
+def prompt_of(model: ServedModel, body: ChatFields, messages: Messages) -> Prompt:
     """The prompt that a conversation becomes."""
-    return model.chat_prompt([message(one) for one in body.messages], **chat_options(body))
+    return model.chat_prompt(messages, **chat_options(body))
 
 
 def _state(router: APIRouter, service: Service) -> None:
@@ -147,7 +154,17 @@ def _cache(router: APIRouter, service: Service) -> None:
         model = await service.model(body.model)
         if (body.messages is None) == (body.prompt is None):
             raise invalid("prompt", "give `messages` or a `prompt`")
-        return await service.waiting(lambda: explanation(model, body, tenant(request)))
+        messages = await brought(service, model, [message(one) for one in body.messages or ()])
+        return await service.waiting(lambda: explanation(model, body, messages, tenant(request)))
+
+
+def shown_text(model: ServedModel, entries: Sequence[Entry]) -> str:
+    """Entries as people read them. Pictures are negative numbers where they come from an engine."""
+    text = ""
+    for media, run in itertools.groupby(entries, key=lambda entry: isinstance(entry, Media) or entry < 0):
+        shown = list(run)
+        text += INSTEAD * len(shown) if media else model.detokenize(shown, special=True)  # type: ignore[arg-type]
+    return text
 
 
 async def holding(service: Service, model: ServedModel, salt: str) -> dict[str, Any]:
@@ -155,7 +172,7 @@ async def holding(service: Service, model: ServedModel, salt: str) -> dict[str, 
     held = await service.waiting(lambda: model.held(salt))
 
     def text(tokens: tuple[int, ...]) -> str:
-        return model.detokenize(tokens, special=True)
+        return shown_text(model, tokens)
 
     return {
         "context_length": model.context_length,
@@ -169,19 +186,18 @@ async def holding(service: Service, model: ServedModel, salt: str) -> dict[str, 
     }
 
 
-def explanation(model: ServedModel, body: ExplainRequest, salt: str) -> dict[str, Any]:
+def explanation(model: ServedModel, body: ExplainRequest, messages: Messages, salt: str) -> dict[str, Any]:
     """What is kept of a prompt, where they part, the texts there, and why, in words."""
-    prompt = prompt_of(model, body) if body.prompt is None else body.prompt
+    prompt = prompt_of(model, body, messages) if body.prompt is None else body.prompt
     request = model.request(prompt)
-    tokens = [int(token) for token in request.entries]  # type: ignore[arg-type]
-    difference = model.explain_difference(tokens, salt=salt)
-    found, at = difference.explanation, difference.at
-    theirs = [token for token in difference.theirs if token >= 0]  # the others are pictures
+    entries = list(request.entries)
+    difference = model.explain_difference(prompt, salt=salt)
+    found, at, theirs = difference.explanation, difference.at, difference.theirs
     words = explain_words(
         found,
-        before=model.detokenize(tokens[:at], special=True),
-        ours=model.detokenize(tokens[at:], special=True),
-        theirs=model.detokenize(theirs, special=True),
+        before=shown_text(model, entries[:at]),
+        ours=shown_text(model, entries[at:]),
+        theirs=shown_text(model, theirs),
     )
     return {
         "prompt_tokens": found.prompt,
@@ -190,9 +206,9 @@ def explanation(model: ServedModel, body: ExplainRequest, salt: str) -> dict[str
         "evicted_tokens": found.evicted,
         "computed_tokens": found.computed,
         "cause": found.cause,
-        "before": model.detokenize(tokens[max(0, at - BEFORE) : at], special=True),
-        "ours": model.detokenize(tokens[at : at + BEFORE], special=True),
-        "theirs": model.detokenize(theirs[:BEFORE], special=True),
+        "before": shown_text(model, entries[max(0, at - BEFORE) : at]),
+        "ours": shown_text(model, entries[at : at + BEFORE]),
+        "theirs": shown_text(model, theirs[:BEFORE]),
         "likely": words.likely,
         "words": words.sentence,
     }

@@ -60,6 +60,8 @@ class Metrics:
         for usage in usages:
             self.tokens.labels(model, "prompt").inc(usage.prompt)
             self.tokens.labels(model, "cached").inc(usage.cached)
+            self.tokens.labels(model, "media").inc(usage.media)
+            self.tokens.labels(model, "media_cached").inc(usage.media_cached)
             self.tokens.labels(model, "generated").inc(usage.generated)
             self.tokens.labels(model, "drafted").inc(usage.drafted)
             self.tokens.labels(model, "accepted").inc(usage.accepted)

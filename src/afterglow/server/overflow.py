@@ -38,7 +38,7 @@ def fitting_plan(
 ) -> tuple[ChatPlan, Cut | None]:
     """A plan that fits, and what had to be left out for it. `PromptTooLong` where nothing may be, or not enough."""
     plan = make(messages)
-    length = len(plan.prompt.tokens)
+    length = plan.prompt.cells
     if length <= context:
         return plan, None
     if policy == "refuse":
@@ -51,14 +51,14 @@ def fitting_plan(
         dropped = (low + high) // 2
         kept = without(groups, dropped, policy)
         plan = make([*head, *(message for group in kept for message in group)])
-        if len(plan.prompt.tokens) <= room:
+        if plan.prompt.cells <= room:
             best, high = (plan, len(messages) - len(head) - sum(map(len, kept))), dropped - 1
         else:
             low = dropped + 1
     if best is None:
         raise PromptTooLong(length, context)
     plan, gone = best
-    return plan, Cut(policy=policy, messages=gone, tokens=length - len(plan.prompt.tokens))
+    return plan, Cut(policy=policy, messages=gone, tokens=length - plan.prompt.cells)
 
 
 def grouped(messages: Messages) -> tuple[Messages, list[Messages]]:

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from afterglow.chat.parts import CallPart, Part, Reasoning, Text
-from afterglow.server.types.response import CallItem, CallOutputItem, Item, MessageItem, ReasoningItem, TextItem
+from afterglow.server.errors import invalid
+from afterglow.server.types.chat import plain
+from afterglow.server.types.response import (
+    CallItem,
+    CallOutputItem,
+    InputImage,
+    Item,
+    MessageItem,
+    MessagePart,
+    ReasoningItem,
+)
 
 Event: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
@@ -22,9 +32,10 @@ def messages_of(items: str | list[Item]) -> list[Message]:
         match item:
             case MessageItem(role="assistant"):
                 _turn(messages, "content")["content"] = text_of(item.content)
+            case MessageItem(role="user"):
+                messages.append({"role": "user", "content": content_of(item.content)})
             case MessageItem():
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": text_of(item.content)})
+                messages.append({"role": "system", "content": text_of(item.content)})
             case ReasoningItem():
                 thought = "".join(part.text for part in item.content or ())
                 _turn(messages, "reasoning_content")["reasoning_content"] = thought
@@ -46,11 +57,25 @@ def _turn(messages: list[Message], field: str) -> Message:
     return messages[-1]
 
 
-def text_of(content: str | Sequence[TextItem]) -> str:
+def text_of(content: str | Sequence[MessagePart]) -> str:
     """The text of an item."""
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if part.type == "refusal" else part.text for part in content)
+    if any(isinstance(part, InputImage) for part in content):
+        raise invalid("input", "only messages of the user may have pictures")
+    return "".join(_words(part) for part in content)
+
+
+def content_of(content: str | Sequence[MessagePart]) -> str | list[dict[str, Any]]:
+    """The content of a message: text, or parts where there are pictures among it."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return text_of(content)
+    return [plain(part) if isinstance(part, InputImage) else {"type": "text", "text": _words(part)} for part in content]
+
+
+def _words(part: MessagePart) -> str:
+    assert not isinstance(part, InputImage)
+    return part.refusal if part.type == "refusal" else part.text
 
 
 class Writer:

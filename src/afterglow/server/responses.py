@@ -194,11 +194,11 @@ class Page:
         return event({**one, "sequence_number": self._number - 1}, one["type"])
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        written = usage["prompt_tokens"] - cached
+        details = usage["prompt_tokens_details"]
+        written = usage["prompt_tokens"] - details["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+            "input_tokens_details": {**details, "cache_write_tokens": written},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],

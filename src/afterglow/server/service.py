@@ -11,7 +11,7 @@ from fastapi import Request, Response
 
 from afterglow.closing import Closing
 from afterglow.engine.services import Numbers
-from afterglow.errors import AfterglowError, Cancelled, PromptTooLong
+from afterglow.errors import AfterglowError, Cancelled, RequestError
 from afterglow.server.admission import Gate
 from afterglow.server.errors import refusal_of
 from afterglow.server.metrics import Metrics
@@ -21,6 +21,7 @@ from afterglow.serving import ServedModel
 
 T = TypeVar("T")
 TEXT_THREADS = 8  # for templates and tokens
+MEDIA_THREADS = 4  # for pictures and sounds, whose hosts may be slow
 WAITING_THREADS = 16  # for questions to engines, which may be starting
 
 
@@ -39,6 +40,7 @@ class Service(Closing):
         self.metrics = Metrics()
         self._gates: dict[str, Gate] = {}
         self._text = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
+        self._media = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")
         self._waiting = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="afterglow-waiting")
         self._counting: dict[str, asyncio.Future[Numbers]] = {}
 
@@ -56,6 +58,10 @@ class Service(Closing):
     async def text(self, work: Callable[[], T]) -> T:
         """Do something with text in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._text, _whole(work))
+
+    async def media(self, work: Callable[[], T]) -> T:
+        """Bring pictures and sounds in, in a thread of their own few."""
+        return await asyncio.get_running_loop().run_in_executor(self._media, _whole(work))
 
     async def waiting(self, work: Callable[[], T]) -> T:
         """Wait for an engine in a thread."""
@@ -79,9 +85,9 @@ class Service(Closing):
             if answer.done():
                 return answer.result()
             return refusal_of(Cancelled("the client went away")).response()
-        except PromptTooLong as error:
+        except RequestError as error:
             refusal = refusal_of(error)
-            refusal.param = prompt
+            refusal.param = prompt if refusal.param == "messages" else refusal.param
             raise refusal from None
         finally:
             gone.cancel()
@@ -110,6 +116,7 @@ class Service(Closing):
         """End every answer, every engine and every thread."""
         self.roster.close()
         self._text.shutdown(wait=False, cancel_futures=True)
+        self._media.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pydantic
+
+from afterglow.media.policy import MediaPolicy
 
 
 class ServerSettings(pydantic.BaseModel):
@@ -34,5 +38,34 @@ class ServerSettings(pydantic.BaseModel):
     max_tools: int = pydantic.Field(128, ge=0)
     max_grammar_bytes: int = pydantic.Field(65_536, ge=1, description="Of a schema or grammar, tools included.")
     max_logit_bias: int = pydantic.Field(1024, ge=0)
+    media_hosts: tuple[str, ...] = pydantic.Field(
+        (), description="Pictures and sounds may be fetched from these; `*`: from every public host."
+    )
+    media_directory: Path | None = pydantic.Field(None, description="Pictures and sounds in it may be named.")
+    media_private: bool = pydantic.Field(False, description="Also fetch from addresses inside a network.")
+    media_seconds: float = pydantic.Field(10.0, gt=0, description="For fetching one of them.")
+    max_media: int = pydantic.Field(32, ge=0, description="Pictures and sounds of one request.")
+    max_media_bytes: int = pydantic.Field(20 * 1024 * 1024, ge=1, description="Of a file as it comes.")
+    max_pixels: int = pydantic.Field(32_000_000, ge=1, description="Of a picture.")
+    max_side: int = pydantic.Field(16_384, ge=1, description="Of a picture, in pixels.")
+    max_sound_seconds: float = pydantic.Field(1800.0, gt=0)
+    max_decoded_bytes: int = pydantic.Field(
+        384 * 1024 * 1024, ge=1, description="Of all pictures and sounds of one request, as they are seen and heard."
+    )
     stored_responses: int = pydantic.Field(256, ge=0, description="Responses that are remembered.")
     stored_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Of all remembered responses.")
+
+    @property
+    def media(self) -> MediaPolicy:
+        """What may come in as a picture or a sound."""
+        return MediaPolicy(
+            allowed_hosts=self.media_hosts,
+            allow_private=self.media_private,
+            allowed_directory=self.media_directory,
+            max_bytes=self.max_media_bytes,
+            max_pixels=self.max_pixels,
+            max_side=self.max_side,
+            max_seconds=self.max_sound_seconds,
+            max_decoded_bytes=self.max_decoded_bytes,
+            fetch_seconds=self.media_seconds,
+        )

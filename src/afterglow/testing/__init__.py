@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from afterglow.testing.backend import FakeBackend
 from afterglow.testing.memory import FakeCells, FakeMemory
+from afterglow.testing.projector import FakeProjector
 from afterglow.testing.sampler import FakeSampler
 
-__all__ = ["FakeBackend", "FakeCells", "FakeMemory", "FakeSampler"]
+__all__ = ["FakeBackend", "FakeCells", "FakeMemory", "FakeProjector", "FakeSampler"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from hashlib import blake2b
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,23 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Capabilities, Scope, Span, State
 from afterglow.engine.constraint import Words
 from afterglow.engine.entries import Ledger
+from afterglow.engine.pictures import Encodes
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, MemoryFull
+from afterglow.llama.projector import Embedding
 from afterglow.llama.sampling import Sampling
-from afterglow.testing.memory import PAST, WINDOW, Cell, FakeCells, FakeMemory, FakeState, Kind, duplicate, fold, mix
+from afterglow.testing.memory import (
+    PAST,
+    WINDOW,
+    Cell,
+    FakeCells,
+    FakeMemory,
+    FakeState,
+    Kind,
+    duplicate,
+    fold,
+    mix,
+    picture_number,
+)
 from afterglow.testing.sampler import FakeSampler, FakeWords
 
 GUESSES = 16  # that one decode can verify
@@ -26,7 +40,7 @@ class FakeBackend:
     `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`, and `replays` whether it
     can go back to a saved one. With `rounding` the
     shape of a decode moves what its rows come to, as floating point does. Prompts may hold media once `ledger` is the
-    engine's.
+    engine's; with a `projector` (`FakeProjector`) what is computed of them is what it encoded.
 
     >>> backend = FakeBackend("hybrid", sequences=2)
     >>> backend.decode([Span(0, [1, 2, 3], position=0, outputs=1)])
@@ -48,7 +62,9 @@ class FakeBackend:
         replays: bool = True,
         rounding: bool = False,
         identity: str = "fake",
+        projector: Encodes | None = None,
     ) -> None:
+        self.projector = projector
         self.identity = identity  # of the model: states of another one mean nothing here
         self.capabilities = Capabilities(
             memory=memory,
@@ -59,6 +75,7 @@ class FakeBackend:
             outputs=sequences + GUESSES,
             shared=shared,
             interruptible=True,
+            media=frozenset({"image", "audio"}),
             max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
             replays=replays and memory in ("recurrent", "hybrid"),
         )
@@ -87,17 +104,20 @@ class FakeBackend:
         self._find_room(spans)
         self.history.append([(span.sequence, len(span.ids)) for span in spans])
         shape = mix(*[len(span.ids) for span in spans]) if self.rounding else 0
-        self._logits = [self._compute(span.sequence, span.ids, shape) for span in spans]
+        self._logits = [self._compute(span, shape) if span.ends else self._begin(span) for span in spans]
 
     def _check(self, spans: Sequence[Span]) -> None:
         """What llama.cpp would refuse, or abort on."""
-        assert 0 < sum(len(span.ids) for span in spans) <= self.capabilities.batch_cells
+        assert 0 < sum(span.rows for span in spans) <= self.capabilities.batch_cells
         assert sum(span.outputs for span in spans) <= self.capabilities.outputs
         assert len({span.sequence for span in spans}) == len(spans), "one span of a sequence in a decode"
         for span in spans:
             assert span.position == self._memory[span.sequence].position, "positions follow one another"
             if max(span.ids) >= self.vocabulary or (min(span.ids) < 0 and self.ledger is None):
                 raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary - 1}")
+            if self.projector is not None and min(span.ids) < 0:
+                assert len(span.ids) == len(spans) == 1, "a picture has a decode for itself"
+                assert span.embedding is not None, "a picture has to be encoded first"
 
     def _find_room(self, spans: Sequence[Span]) -> None:
         needed = {span.sequence: sum(self._size(int(number))[0] for number in span.ids) for span in spans}
@@ -121,29 +141,57 @@ class FakeBackend:
         recurrent neighbours in ruins."""
         if not isinstance(fault, MemoryFull):
             for span in spans:
-                self._compute(span.sequence, span.ids[: len(span.ids) // 2])
+                if span.embedding is not None:
+                    self._begin(replace(span, embedding=span.embedding.cut(0, span.rows // 2)))
+                else:
+                    self._compute(replace(span, ids=span.ids[: len(span.ids) // 2]))
                 if self.capabilities.memory in ("recurrent", "hybrid"):
                     self._memory[span.sequence].state ^= 0xBAD
         raise fault
 
-    def _compute(self, sequence: int, ids: Sequence[int] | NDArray[np.int64], shape: int = 0) -> list[int]:
+    def _complete(self, memory: FakeMemory, span: Span) -> None:
+        """The last rows of a picture: memory becomes what it would be, had all come at once."""
+        media = self.ledger.media(int(span.ids[0])) if self.ledger is not None and span.ids[0] < 0 else None
+        assert media is not None, "half a picture is in memory, and something else comes"
+        assert memory.ahead + span.rows == media.cells, "its rows come in order, each once"
+        memory.state, memory.ahead = memory.before, 0
+
+    def _begin(self, span: Span) -> list[int]:
+        """Take rows of a picture of which more come."""
+        memory = self._memory[span.sequence]
+        memory.before = memory.state if not memory.ahead else memory.before
+        memory.ahead += span.rows
+        if self.capabilities.memory in ("recurrent", "hybrid"):
+            memory.state = mix(memory.state, memory.ahead)
+        return []
+
+    def _compute(self, span: Span, shape: int = 0) -> list[int]:
         """Take the entries into memory; what each of them came to."""
-        memory = self._memory[sequence]
+        memory = self._memory[span.sequence]
+        if memory.ahead:
+            self._complete(memory, span)
         states: list[int] = []
         contents: list[int] = []
-        for number in ids:
+        for number in span.ids:
             states = [] if number < 0 else [memory.state, *states]
-            contents.append(self._take(memory, int(number), shape and mix(shape, len(contents))))
+            seen = self._seen(int(number), span.embedding)
+            contents.append(self._take(memory, int(number), seen, shape and mix(shape, len(contents))))
         kept = states[:-1][: self.rollback]  # the newest first; what the first row found is not among them
         memory.past[: len(kept)] = kept
         memory.rows = len(states)
         return contents
 
-    def _take(self, memory: FakeMemory, number: int, shape: int) -> int:
+    def _seen(self, number: int, embedding: Embedding | None) -> int:
+        """What an entry is by itself: of a picture, what was encoded, or else its name."""
+        if number >= 0 or self.ledger is None:
+            return number
+        if embedding is not None:
+            return int(np.ascontiguousarray(embedding.rows[0]).view(np.int64)[0])
+        return picture_number(self.ledger.media(number).digest)
+
+    def _take(self, memory: FakeMemory, number: int, what: int, shape: int) -> int:
         kind = self.capabilities.memory
-        seen = [memory.position, number, shape]
-        if number < 0 and self.ledger is not None:
-            seen[1] = -1 - int.from_bytes(blake2b(self.ledger.media(number).digest, digest_size=7).digest(), "little")
+        seen = [memory.position, what, shape]
         if kind != "recurrent":
             seen += [len(memory.cells), fold(memory.cells)]
         if kind == "window":
@@ -187,6 +235,8 @@ class FakeBackend:
 
     def resumable(self, sequence: int, position: int) -> bool:
         memory = self._memory[sequence]
+        if position and memory.ahead and self.capabilities.memory in ("recurrent", "hybrid"):
+            return False
         if position == 0 or position == memory.position:
             return position <= memory.position
         if position > memory.position:
@@ -202,6 +252,7 @@ class FakeBackend:
             self._memory[sequence] = FakeMemory()
             return
         memory = self._memory[sequence]
+        memory.ahead = 0
         if back := memory.position - position:
             memory.state = memory.past[back - 1] if back <= len(memory.past) else memory.state
             memory.rows = 0  # one rollback for each decode

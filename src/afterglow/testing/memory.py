@@ -44,6 +44,8 @@ class FakeMemory:
     state: int = 0
     position: int = 0  # of the next entry
     rows: int = 0  # of the last decode: a rollback has to be shorter
+    ahead: int = 0  # rows of a picture that is not complete yet
+    before: int = 0  # the state before them
     past: list[int] = field(default_factory=list)  # states 1, 2, … entries ago; stale beyond `rows`
 
     def contents(self) -> tuple[object, ...]:
@@ -52,7 +54,7 @@ class FakeMemory:
         window = [(cell.position, cell.content) for cell in self.window]
         assert cells[len(cells) - len(window) :] == window, "a window is the end of its sequence"
         visible = [cell for cell in window if cell[0] > self.position - WINDOW]
-        return self.position, cells, visible, self.state
+        return self.position, cells, visible, self.before if self.ahead else self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,5 +87,11 @@ def fold(cells: Sequence[Cell]) -> int:
 
 def duplicate(memory: FakeMemory, *, fresh: bool) -> FakeMemory:
     """A copy, which cannot be rolled back; `fresh` cells are new ones, others are shared."""
+    assert not memory.ahead, "half a picture is nobody's to copy or to save"
     cells = [replace(cell) for cell in memory.cells] if fresh else list(memory.cells)
     return FakeMemory(cells, list(memory.window), memory.state, memory.position)
+
+
+def picture_number(digest: bytes) -> int:
+    """What a picture is to the fake: a negative number for each."""
+    return -1 - int.from_bytes(blake2b(digest, digest_size=7).digest(), "little")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from afterglow.errors import ModelNotFound
 from afterglow.paths import cache_directory
-from afterglow.tiny import adapter, attention, chained, constructed, embedding, hybrid, projector, recurrent
+from afterglow.tiny import adapter, attention, chained, colours, constructed, embedding, hybrid, projector, recurrent
 from afterglow.tiny.constructed import CYCLE, successor_of
 
 __all__ = ["CYCLE", "names", "path", "successor_of"]
@@ -28,6 +28,7 @@ _RECIPES: dict[str, Callable[[Path], None]] = {
     **constructed.RECIPES,
     **embedding.RECIPES,
     **projector.RECIPES,
+    **colours.RECIPES,
     **adapter.RECIPES,
 }
 

@@ -17,7 +17,32 @@ class TextPart(Wire):
     text: str
 
 
+class ImageAddress(Wire):
+    url: str = pydantic.Field(description="A data: URI; an address or a file where the server allows it.")
+    detail: Literal["auto", "low", "high"] | None = pydantic.Field(
+        None, description="low: no larger than 512 by 512 pixels."
+    )
+
+
+class ImagePart(Wire):
+    type: Literal["image_url"]
+    image_url: ImageAddress
+    id: str | None = pydantic.Field(None, description="FNV-1a with 64 bits over the raw bytes, in hexadecimal.")
+
+
+class SoundData(Wire):
+    data: str = pydantic.Field(description="base64.")
+    format: Literal["wav", "mp3"]
+
+
+class SoundPart(Wire):
+    type: Literal["input_audio"]
+    input_audio: SoundData
+    id: str | None = pydantic.Field(None, description="FNV-1a with 64 bits over the raw bytes, in hexadecimal.")
+
+
 Content: TypeAlias = str | list[TextPart]
+UserPart: TypeAlias = Annotated[TextPart | ImagePart | SoundPart, pydantic.Field(discriminator="type")]
 
 
 class CalledFunction(Wire):
@@ -39,7 +64,7 @@ class SystemMessage(Wire):
 
 class UserMessage(Wire):
     role: Literal["user"]
-    content: Content
+    content: str | list[UserPart]
     name: Name | None = None
 
 

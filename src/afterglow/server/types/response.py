@@ -30,13 +30,23 @@ class RefusalText(Wire):
     refusal: str
 
 
-TextItem: TypeAlias = Annotated[InputText | OutputText | RefusalText, pydantic.Field(discriminator="type")]
+class InputImage(Wire):
+    type: Literal["input_image"]
+    image_url: str | None = pydantic.Field(None, description="A data: URI; an address where the server allows it.")
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: Any = refused("no files are kept here: use `image_url`")
+    id: str | None = pydantic.Field(None, description="FNV-1a with 64 bits over the raw bytes, in hexadecimal.")
+
+
+MessagePart: TypeAlias = Annotated[
+    InputText | OutputText | RefusalText | InputImage, pydantic.Field(discriminator="type")
+]
 
 
 class MessageItem(Wire):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextItem]
+    content: str | list[MessagePart]
     id: str | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None

@@ -1,0 +1,17 @@
+"""A picture, two questions about it, and what the second one took. With a tiny model that knows eight colours."""
+
+from __future__ import annotations
+
+import afterglow
+from afterglow import Picture, tiny
+
+blue = Picture(width=48, height=32, pixels=bytes([20, 20, 230]) * (48 * 32))
+
+with afterglow.load(tiny.path("colours"), projector=tiny.path("projector-colours"), disk=False) as model:
+    talk = [{"role": "user", "content": [{"type": "image", "image": blue}, {"type": "text", "text": "What colour?"}]}]
+    turn = model.chat(talk)
+    print(f"{turn.text}: {turn.usage.encoded} encoded, {turn.usage.media} tokens")
+
+    talk += [{"role": "assistant", "content": turn.text}, {"role": "user", "content": "Are you sure?"}]
+    turn = model.chat(talk)
+    print(f"{turn.text}: {turn.usage.encoded} encoded, {turn.usage.media_cached} tokens of it were in memory")

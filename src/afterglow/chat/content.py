@@ -1,0 +1,218 @@
+"""What stands in a message: text, and pictures and sounds in their places, as OpenAI and Anthropic write them."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from afterglow.errors import InvalidArgument, InvalidMedia, UnsupportedOption
+from afterglow.media import identity
+from afterglow.media.contents import Content, Picture, Sound
+from afterglow.media.opening import MediaPolicy, bring, open_attachment
+from afterglow.media.policy import Kind, shown
+from afterglow.media.writing import uri_of
+
+Detail: TypeAlias = Literal["auto", "low", "high"]
+DETAILS: dict[Any, Detail] = {None: "auto", "auto": "auto", "low": "low", "high": "high", "original": "high"}
+SOUNDS = ("wav", "mp3")
+COMMON = {"type", "id", "cache_control"}  # every beginning is kept, whether or not a part says that it should be
+FIELDS = {
+    "text": {"text"},
+    "input_text": {"text"},
+    "output_text": {"text", "annotations", "logprobs"},
+    "image_url": {"image_url"},
+    "input_image": {"image_url", "file_id", "detail"},
+    "image": {"source", "image"},
+    "audio": {"audio"},
+    "input_audio": {"input_audio"},
+}
+SOUND = re.compile(r"data:audio/(wav|mp3);base64,(.*)", re.DOTALL)
+Attachable: TypeAlias = str | Path | bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given, or the
+    picture or sound itself."""
+
+    kind: Kind
+    source: str | Content
+    offset: int  # how many characters of the message's text stand before it
+    id: str | None = None  # FNV-1a of its bytes, where the caller gave one
+    detail: Detail = "auto"  # "low": no larger than 512 by 512 pixels
+
+    def opened(self, policy: MediaPolicy) -> Content:
+        """What one sees or hears. Takes its time."""
+        if not isinstance(self.source, str):
+            return self.source
+        return open_attachment(self.kind, self.source, policy, id=self.id, detail=self.detail)
+
+
+def opened_all(attachments: Iterable[Attachment], policy: MediaPolicy) -> list[Content]:
+    """What one sees and hears in a conversation: many small files can be much to see, so all is counted."""
+    contents: list[Content] = []
+    left = policy.max_decoded_bytes
+    for one in attachments:
+        contents.append(one.opened(policy))
+        left -= contents[-1].nbytes if isinstance(one.source, str) else 0  # others were there already
+        if left < 0:
+            reason = f"with those before it, it takes more than {policy.max_decoded_bytes:,} bytes: show fewer at once"
+            raise InvalidMedia(shown(str(one.source)), reason)
+    return contents
+
+
+def read_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
+    """Text, or a list of parts: OpenAI's, those of its responses, and Anthropic's.
+
+    >>> read_content([{"type": "text", "text": "Hello"}], "content")
+    ('Hello', ())
+    """
+    if value is None:
+        return "", ()
+    if isinstance(value, str):
+        return value, ()
+    if not isinstance(value, Sequence):
+        raise InvalidArgument(where, f"must be text or a list of parts, not {type(value).__name__}")
+    text = ""
+    attachments: list[Attachment] = []
+    for index, part in enumerate(value):
+        place = f"{where}[{index}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in FIELDS:
+            raise InvalidArgument(f"{place}.type", f"must be one of {', '.join(FIELDS)}, not {kind!r}")
+        if unknown := sorted(set(part) - COMMON - FIELDS[kind]):
+            raise InvalidArgument(f"{place}.{unknown[0]}", f"is not a field of a part of type {kind}")
+        if "text" in FIELDS[kind]:
+            text += text_at(part.get("text"), f"{place}.text")
+        else:
+            attachments.append(_attachment(part, place, len(text)))
+    return text, tuple(attachments)
+
+
+def _attachment(part: Mapping[str, Any], where: str, offset: int) -> Attachment:
+    id = None if part.get("id") is None else identity.checked_shape(part["id"], f"{where}.id")
+    match part["type"]:
+        case "image_url":
+            url = part.get("image_url")
+            inner: Mapping[str, Any] = url if isinstance(url, Mapping) else {"url": url}
+            source, detail = text_at(inner.get("url"), f"{where}.image_url.url"), inner.get("detail")
+            return Attachment(
+                kind="image", source=source, offset=offset, id=id, detail=_detail(detail, f"{where}.image_url")
+            )
+        case "input_image":
+            if part.get("file_id") is not None:
+                raise UnsupportedOption(f"{where}.file_id", "no files are kept here: use `image_url`")
+            source = text_at(part.get("image_url"), f"{where}.image_url")
+            return Attachment(
+                kind="image", source=source, offset=offset, id=id, detail=_detail(part.get("detail"), where)
+            )
+        case "image" if "image" in part:
+            return Attachment(kind="image", source=_value(part["image"], Picture, where), offset=offset, id=id)
+        case "audio":
+            return Attachment(kind="audio", source=_value(part.get("audio"), Sound, where), offset=offset, id=id)
+        case "image":
+            return Attachment(kind="image", source=_block(part.get("source"), f"{where}.source"), offset=offset, id=id)
+    return Attachment(
+        kind="audio", source=_sound(part.get("input_audio"), f"{where}.input_audio"), offset=offset, id=id
+    )
+
+
+def _value(value: Any, kind: type[Content], where: str) -> Content:
+    if not isinstance(value, kind):
+        raise InvalidArgument(where, f"must hold a {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _detail(value: Any, where: str) -> Detail:
+    if not isinstance(value, str | None) or value not in DETAILS:
+        raise InvalidArgument(f"{where}.detail", f"must be auto, low or high, not {value!r}")
+    return DETAILS[value]
+
+
+def _block(source: Any, where: str) -> str:
+    """An Anthropic block's source: base64 data or a URL."""
+    if not isinstance(source, Mapping):
+        raise InvalidArgument(where, "must be an object with `data` or `url`")
+    match source.get("type"):
+        case "base64":
+            kind = text_at(source.get("media_type"), f"{where}.media_type")
+            if not kind.startswith("image/"):
+                raise InvalidArgument(f"{where}.media_type", f"must be that of an image, not {kind!r}")
+            return f"data:{kind};base64,{text_at(source.get('data'), f'{where}.data')}"
+        case "url":
+            return text_at(source.get("url"), f"{where}.url")
+        case "file":
+            raise UnsupportedOption(f"{where}.type", "no files are kept here: use base64 or url")
+    raise InvalidArgument(f"{where}.type", f"must be base64 or url, not {source.get('type')!r}")
+
+
+def _sound(value: Any, where: str) -> str:
+    """A sound's source. With a format it is base64 text, as OpenAI has it; without one it may be an address."""
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(where, "must be an object with `data` and `format`")
+    data, format = text_at(value.get("data"), f"{where}.data"), value.get("format")
+    if format is not None and format not in SOUNDS:
+        raise InvalidArgument(f"{where}.format", f"must be wav or mp3, not {format!r}")
+    return data if format is None or data[:5].lower() == "data:" else f"data:audio/{format};base64,{data}"
+
+
+def text_at(value: Any, where: str) -> str:
+    """A text, or `InvalidArgument` that says where there is none."""
+    if not isinstance(value, str):
+        raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
+    return value
+
+
+def written_content(
+    text: str, attachments: Sequence[Attachment], *, values: bool = False
+) -> str | list[dict[str, Any]]:
+    """Content as OpenAI writes it: what `read_content` reads. With `values`, pictures and sounds that are opened stay
+    so; without them it can be saved.
+
+    >>> written_content("Hello", ())
+    'Hello'
+    """
+    if not attachments:
+        return text
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for one in sorted(attachments, key=lambda one: one.offset):
+        if piece := text[start : one.offset]:
+            parts.append({"type": "text", "text": piece})
+        parts.append(_valued(one) if values and not isinstance(one.source, str) else _written(one))
+        start = max(start, one.offset)
+    return [*parts, {"type": "text", "text": text[start:]}] if text[start:] else parts
+
+
+def _valued(one: Attachment) -> dict[str, Any]:
+    return {"type": one.kind, one.kind: one.source}
+
+
+def _written(one: Attachment) -> dict[str, Any]:
+    id = {} if one.id is None else {"id": one.id}
+    source = one.source if isinstance(one.source, str) else uri_of(one.source)
+    if one.kind == "image":
+        detail = {} if one.detail == "auto" else {"detail": one.detail}
+        return {"type": "image_url", "image_url": {"url": source, **detail}, **id}
+    if found := SOUND.fullmatch(source):
+        return {"type": "input_audio", "input_audio": {"data": found[2], "format": found[1]}, **id}
+    return {"type": "input_audio", "input_audio": {"data": source}, **id}
+
+
+def attached(kind: Kind, values: Iterable[Attachable]) -> tuple[Attachment, ...]:
+    """Pictures or sounds for the beginning of a message: bytes, a `Path`, which is a file of the caller's own and is
+    read here and now, or a source as messages have it."""
+    return tuple(Attachment(kind=kind, source=_source(kind, value), offset=0) for value in values)
+
+
+def _source(kind: Kind, value: Attachable) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Path):
+        path = value.expanduser().absolute()
+        value = bring(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
+    return f"data:{kind}/*;base64,{base64.b64encode(value).decode()}"

@@ -1,0 +1,129 @@
+"""Encoded pictures as files, by the rules of the disk tier: whole or not there, checked, ours alone, bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from afterglow.engine import disk_files
+from afterglow.errors import InvalidState
+from afterglow.llama.projector import Embedding
+
+FOLDER = "pictures"
+SUFFIX = ".embeddings"
+MAGIC = b"afterglow pictures\x01"
+CHECKSUM = 32
+COUNT = struct.Struct("<32sQ")  # what it is of, and pieces
+PIECE = struct.Struct("<QQ?")  # rows, numbers in each, whether they are computed in one go
+LONGEST = 2**32  # bytes of one file
+STALE = 3600.0  # seconds after which a half-written file belongs to nobody
+
+
+class PictureFiles:
+    """A folder of encoded pictures. For one thread; any number of processes may share the folder."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        """`directory` is the disk tier's; of its own folder in it, files may take `limit` bytes."""
+        disk_files.prepare(directory)
+        self.folder = directory / FOLDER
+        disk_files.prepare(self.folder)
+        self._limit = limit
+
+    def read(self, source: bytes) -> list[Embedding] | None:
+        """What was written of this content. A damaged file is a miss, and goes."""
+        path = self._path(source)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                data = file.read(LONGEST)
+        except OSError:
+            return None
+        try:
+            embeddings = unpacked(data, source)
+        except (InvalidState, struct.error, ValueError):
+            path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the oldest go first
+        return embeddings
+
+    def write(self, source: bytes, embeddings: Sequence[Embedding]) -> None:
+        """Keep it: beside, flushed, moved into place. Older ones make room."""
+        data = packed(embeddings, source)
+        if len(data) > self._limit:
+            return
+        self._make_room(len(data))
+        path = self._path(source)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def clear(self) -> None:
+        """Remove all of them."""
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _path(self, source: bytes) -> Path:
+        return self.folder / f"{source.hex()}{SUFFIX}"
+
+    def _make_room(self, size: int) -> None:
+        found = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        found.sort()
+        used = sum(size for _, size, _ in found)
+        newest = found[-1][0] if found else 0.0
+        for modified, nbytes, path in found:
+            if used + size > self._limit or (path.suffix == ".tmp" and newest - modified > STALE):
+                path.unlink(missing_ok=True)
+                used -= nbytes
+
+
+def packed(embeddings: Sequence[Embedding], source: bytes) -> bytes:
+    """As a file has it."""
+    parts = [COUNT.pack(source, len(embeddings))]
+    for one in embeddings:
+        parts += [PIECE.pack(*one.rows.shape, one.whole), one.offsets.astype("<i4").tobytes()]
+        parts.append(one.rows.astype("<f4").tobytes())
+    body = b"".join(parts)
+    return MAGIC + blake3(body).digest() + body
+
+
+def unpacked(data: bytes, source: bytes) -> list[Embedding]:
+    """The reverse; `InvalidState` where it is not what was written of this content."""
+    start = len(MAGIC) + CHECKSUM
+    body = memoryview(data)[start:]
+    if data[: len(MAGIC)] != MAGIC or blake3(body).digest() != data[len(MAGIC) : start]:
+        raise InvalidState("it is damaged, or something else")
+    whose, count = COUNT.unpack_from(body)
+    if whose != source:
+        raise InvalidState("it is of another picture")
+    at, found = COUNT.size, []
+    for _ in range(count):
+        cells, width, whole = PIECE.unpack_from(body, at)
+        at += PIECE.size
+        offsets = np.frombuffer(body, dtype="<i4", count=4 * cells, offset=at).reshape(cells, 4).astype(np.int32)
+        at += offsets.nbytes
+        rows = np.frombuffer(body, dtype="<f4", count=cells * width, offset=at).reshape(cells, width)
+        at += rows.nbytes
+        found.append(Embedding(rows.astype(np.float32), offsets, whole))
+    return found

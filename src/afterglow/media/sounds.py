@@ -1,0 +1,115 @@
+"""Sound files as samples: one channel of floats. libsndfile decodes WAV, MP3 and FLAC, and nothing else it could."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import soundfile  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument, InvalidMedia
+from afterglow.media.contents import Sound
+from afterglow.media.policy import CLOSED, MediaPolicy
+
+# The encodings that are decoded inside a file of each format; WAV can hold nearly anything.
+ENCODINGS = {
+    "WAV": frozenset({"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}),
+    "WAVEX": frozenset({"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}),
+    "MP3": frozenset({"MPEG_LAYER_III"}),
+    "FLAC": frozenset({"PCM_S8", "PCM_16", "PCM_24"}),
+}
+RATES = range(4_000, 384_001)  # samples a second
+MAX_CHANNELS = 8
+BLOCK = 1 << 16  # frames decoded at once
+WIDTH = 32  # of the filter for another rate, in samples of the lower rate to each side
+
+
+def sound_of(data: bytes, policy: MediaPolicy = CLOSED, *, source: str = "the sound") -> Sound:
+    """The sound in a file, as many samples a second as it has there.
+
+    >>> file = io.BytesIO()
+    >>> soundfile.write(file, np.zeros((800, 2)), 8000, format="WAV")
+    >>> sound_of(file.getvalue()).seconds
+    0.1
+    """
+    if not _known(data):
+        raise InvalidMedia(source, "it is no WAV, MP3 or FLAC file")
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check(file, policy, source)
+            samples = _mixed(file, policy, source)
+    except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
+        raise InvalidMedia(source, f"the sound file is damaged ({error})") from None
+    if not len(samples):
+        raise InvalidMedia(source, "there is no sound in it")
+    return Sound(rate=file.samplerate, samples=samples.tobytes())
+
+
+def _known(data: bytes) -> bool:
+    """Whether the first bytes are those of a format that is decoded here."""
+    wave = data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE"
+    # An MP3 file begins with its tag or with a frame: eleven bits set, a version, layer III.
+    frame = len(data) > 4 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2
+    return wave or frame or data[:3] == b"ID3" or data[:4] == b"fLaC"
+
+
+def _check(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> None:
+    """What the header says, before anything is decoded."""
+    if file.subtype not in ENCODINGS.get(file.format, ()):
+        raise InvalidMedia(source, f"{file.format} with {file.subtype} is not decoded here: send WAV, MP3 or FLAC")
+    if file.samplerate not in RATES or not 1 <= file.channels <= MAX_CHANNELS:
+        raise InvalidMedia(source, f"{file.samplerate:,} samples a second on {file.channels} channels are no sound")
+    if file.frames > policy.max_seconds * file.samplerate:
+        raise _too_long(policy, source)
+
+
+def _mixed(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> NDArray[np.float32]:
+    """All channels as one. The header may promise less than follows, so what comes is counted."""
+    pieces: list[NDArray[np.float32]] = []
+    room = int(policy.max_seconds * file.samplerate)
+    while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
+        room -= len(block)
+        if room < 0:
+            raise _too_long(policy, source)
+        pieces.append(block.mean(axis=1, dtype=np.float32))
+    samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+    return np.clip(np.nan_to_num(samples, posinf=1, neginf=-1), -1, 1)
+
+
+def _too_long(policy: MediaPolicy, source: str) -> InvalidMedia:
+    return InvalidMedia(source, f"it is longer than {policy.max_seconds:g} seconds, which is the limit here")
+
+
+def resampled(sound: Sound, rate: int) -> Sound:
+    """The same sound with another number of samples a second; what is too high for them is taken out.
+
+    >>> resampled(Sound(rate=48_000, samples=bytes(4 * 48_000)), 16_000).seconds
+    1.0
+    """
+    if rate not in RATES:
+        raise InvalidArgument("rate", f"must be from {RATES.start:,} to {RATES[-1]:,} samples a second, not {rate:,}")
+    if rate == sound.rate:
+        return sound
+    given = np.frombuffer(sound.samples, np.float32)
+    common = math.gcd(rate, sound.rate)
+    up, down = rate // common, sound.rate // common
+    count = max(1, len(given) * up // down)
+    reach = math.ceil(WIDTH * max(1.0, down / up))  # samples of the given sound to each side
+    padded = np.concatenate([np.zeros(reach, np.float32), given, np.zeros(reach + 1, np.float32)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach)
+    made = np.empty(count, np.float32)
+    for phase in range(min(up, count)):  # samples that lie alike between two given ones share a filter
+        first, offset = divmod(phase * down, up)
+        alike = windows[first + 1 :: down][: len(made[phase::up])]
+        made[phase::up] = alike @ _filter(offset / up, reach, min(1.0, up / down))
+    return Sound(rate=rate, samples=np.clip(made, -1, 1).tobytes())
+
+
+def _filter(offset: float, reach: int, cutoff: float) -> NDArray[np.float32]:
+    """A windowed sinc: the weights of the samples around a place that lies `offset` after one of them."""
+    distance = np.arange(-reach + 1, reach + 1) - offset
+    window = np.cos(np.pi * distance / (2 * reach + 2)) ** 2
+    weights = np.sinc(distance * cutoff * 0.95) * window
+    return np.asarray(weights / weights.sum(), np.float32)
