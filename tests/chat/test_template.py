@@ -107,7 +107,7 @@ def test_openai_s_dictionaries_are_messages():
         ([{"role": "user", "content": [{"type": "video"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].image_url.url"),
         ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0].source"),
-        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].input_audio.data"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].input_audio"),
         ([("user", "x"), {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0]"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 from test_commands import run
 
@@ -136,3 +137,16 @@ def test_a_draft_is_for_all_models_or_for_the_one_it_names():
     assert drafts(None, ["one"]) == {}
     with pytest.raises(InvalidArgument, match=r"'other' is not served; there are one"):
         drafts("other=mtp", ["one"])
+
+
+def test_a_command_shows_a_picture_to_a_model_that_sees(tmp_path):
+    Image.new("RGB", (40, 30), (230, 20, 20)).save(tmp_path / "red.png")
+    model, projector = str(tiny.path("colours")), str(tiny.path("projector-colours"))
+    picture = ("--image", str(tmp_path / "red.png"))
+    done = run("chat", model, "--projector", projector, *picture, question="What colour is this?")
+    assert done.stdout.strip() == "R"
+    blind = run("chat", model, *picture, question="What colour is this?")
+    assert blind.returncode == 1
+    assert "takes no image" in blind.stderr
+    stripped = run("chat", model, "--strip-media", *picture, question="What colour is this?")
+    assert stripped.stdout.strip() == "N"

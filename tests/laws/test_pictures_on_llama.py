@@ -9,9 +9,12 @@ import pytest
 from gallery import PAIRS, asked, check_positions, coloured, llama_engine, noisy
 from play import Answer, collect, request
 
+from afterglow import tiny
 from afterglow.engine.engine import Engine
+from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, UnsupportedMedia
+from afterglow.llama.settings import ContextSettings
 
 LAYOUTS = (False, True)
 every_pair = pytest.mark.parametrize("kind", PAIRS)
@@ -324,3 +327,24 @@ def test_c18_entries_and_contents_that_differ_are_typed_errors(engines):
         engine.submit(request("one", entries))
     with pytest.raises(InvalidArgument, match="something else"):
         engine.submit(request("one", entries, contents=dict(zip(contents, others.values(), strict=True))))
+
+
+@pytest.mark.parametrize("draft", ["mtp", "model"])
+def test_guesses_change_no_token_with_pictures(draft):
+    """The heads read tokens only: behind a picture they begin anew. A second model does not see, and says nothing."""
+    settings = EngineSettings(speculation=3)
+    context = ContextSettings(cells=4096, sequences=4, batch=128, ubatch=64, outputs=32, threads=1, rollback=3)
+    path, projector = tiny.path("hybrid-mtp"), tiny.path("projector-qwen")
+    guess = "mtp" if draft == "mtp" else tiny.path("draft")
+    guessing = LlamaEngine(path=path, projector=projector, context=context, engine=settings, draft=guess)()
+    plain = llama_engine("hybrid")
+    try:
+        prompts = [(SYSTEM, CAT, QUESTION), (SYSTEM, CAT, QUESTION, DOG, OTHER), (OTHER, CAT), (SYSTEM, OTHER)]
+        for items in prompts:
+            prompt = asked(guessing, *items)
+            answer = ask(guessing, prompt, max_tokens=20, ignore_ends=True)
+            check_against_cold(plain, answer, prompt, max_tokens=20, ignore_ends=True)
+        assert guessing.counters.drafted > 0
+    finally:
+        guessing.close()
+        plain.close()

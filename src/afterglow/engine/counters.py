@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from afterglow.engine.backend import Span
 
 
 @dataclass(slots=True)
@@ -22,6 +25,18 @@ class Counters:
     accepted: int = 0  # and those of them that were right
     replayed: int = 0  # entries computed again, because memory could not drop wrong guesses without them
     encoded: int = 0  # pictures and sounds
+
+    def decoded(self, spans: Sequence[Span], replayed: int) -> tuple[int, int]:
+        """There was a decode; its rows, and how many of them were guesses."""
+        rows, guesses = 0, 0
+        for span in spans:
+            rows += span.rows
+            guesses += max(span.outputs - 1, 0)
+        self.decodes += 1
+        self.rows += rows
+        self.replayed += replayed
+        self.widest = max(self.widest, len(spans))
+        return rows, guesses
 
 
 @dataclass(slots=True)

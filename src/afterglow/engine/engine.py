@@ -296,20 +296,13 @@ class Engine:
         self._measure(spans, tokens, replayed, time.perf_counter() - started)
 
     def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
-        rows, guesses, counters = 0, 0, self.counters
-        for span in spans:
-            rows += span.rows
-            guesses += max(span.outputs - 1, 0)
-        counters.encoded = self.looking.pictures.encoded
-        counters.decodes += 1
-        counters.rows += rows
-        counters.replayed += replayed
-        counters.widest = max(counters.widest, len(spans))
+        rows, guesses = self.counters.decoded(spans, replayed)
+        self.counters.encoded = self.looking.pictures.encoded
         if rows - guesses - replayed == len(spans):
             self.memory.costs.stepped(seconds)
             self.drafting.measured(rows, len(spans), tokens, seconds)
         else:
-            counters.prompt_entries += rows
+            self.counters.prompt_entries += rows
             self.drafting.account.passed += seconds
             self.memory.costs.computed(rows, seconds)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from afterglow.engine.entries import Ids, last_edge
-
 Cause: TypeAlias = Literal["nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "evicted"]
 
 
@@ -33,20 +31,19 @@ class Explanation:
         return max(0, min(max(self.shared, self.evicted), self.prompt - 1) - self.reused)
 
 
-def cause_of(ids: Ids, *, shared: int, reused: int, evicted: int, grid: int, window: bool) -> Cause:
-    """Why so much of a prompt is reused and not more; `grid` is that of the deterministic mode, or 0.
+def cause_of(*, shared: int, reused: int, length: int, evicted: int, edge: int | None, window: bool) -> Cause:
+    """Why so much of a prompt is reused and not more; `edge` is the last whole chunk in the deterministic mode.
 
-    >>> cause_of(np.arange(20), shared=10, reused=10, evicted=0, grid=0, window=False)
+    >>> cause_of(shared=10, reused=10, length=20, evicted=0, edge=None, window=False)
     'all of it'
     """
-    last = len(ids) - 1
-    usable = min(shared, last)
-    if min(evicted, last) > max(usable, reused):
+    usable = min(shared, length - 1)
+    if min(evicted, length - 1) > max(usable, reused):
         return "evicted"
     if not shared:
         return "nothing in common"
     if reused >= usable:
         return "all of it"
-    if grid and reused == last_edge(usable, ids, grid):
+    if reused == edge:
         return "on the grid"
     return "window passed" if window else "no checkpoint"

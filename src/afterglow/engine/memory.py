@@ -334,20 +334,15 @@ class PrefixMemory:
         if cover.length > shared:
             shared, theirs = cover.length, cover.next
         evicted = max((common_prefix(gone, ids) for gone in self.gone(salt)), default=0)
+        edge = self.round_down(min(shared, len(ids) - 1), ids) if self._grid else None
+        window = self._backend.capabilities.memory == "window"
         return Explanation(
             prompt=len(ids),
             reused=reused,
             shared=shared,
             ours=int(ids[shared]) if shared < len(ids) else None,
             theirs=theirs,
-            cause=cause_of(
-                ids,
-                shared=shared,
-                reused=reused,
-                evicted=evicted,
-                grid=self._grid,
-                window=self._backend.capabilities.memory == "window",
-            ),
+            cause=cause_of(shared=shared, reused=reused, length=len(ids), evicted=evicted, edge=edge, window=window),
             evicted=evicted,
         )
 
@@ -363,9 +358,9 @@ class PrefixMemory:
         now = time.monotonic()
         found = self._idle.nearest(self._idle.match(ids, salt), CANDIDATES)
         found += [(slot, common_prefix(slot.ids, ids)) for slot in self.slots if slot.busy and slot.salt == salt]
-        for slot, shared in [one for one in found if not one[0].ahead]:  # nobody copies half a picture
+        for slot, shared in found:
             usable = min(shared, slot.aligned) if self._grid else shared
-            if usable:
+            if usable and not slot.ahead:  # nobody copies half a picture
                 yield Source(slot, usable, 0.0 if slot.busy else now - slot.last_used)
 
     def _spare(self) -> tuple[Sequence | None, float]:
