@@ -185,7 +185,7 @@ def test_what_a_drafter_computes_first_is_no_price_of_a_guess(machine):
     faster, drafted, accepted = run(engine, clock)
     assert faster > 3
     assert drafted == accepted > 200
-    assert engine.drafting._per_guess["late"] == 0
+    assert engine.drafting._per_guess["late"].seconds == 0
 
 
 def test_a_drafter_that_is_far_behind_costs_little_more_than_its_share(machine):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from afterglow.engine.backend import Capabilities
-from afterglow.engine.costs import WEIGHT, Costs
+from afterglow.engine.costs import Costs, Recent
 from afterglow.engine.job import Job
 from afterglow.engine.replay import Replay
 from afterglow.engine.settings import EngineSettings
@@ -97,7 +97,7 @@ class Drafting:
         self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
         self._costs = costs
         self._usual = {drafter.name: Acceptance() for drafter in drafters}
-        self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
+        self._per_guess = {drafter.name: Recent() for drafter in drafters}
         self._retry = {drafter.name: RETRY for drafter in drafters}
         self._spent = 0.0  # seconds of guessing for the coming decode
         self._choices_made: dict[tuple[str, float, int, int], Choice] = {}
@@ -206,7 +206,7 @@ class Drafting:
             limit,
             lambda count: steps.of(count, per_row),
             rows=rows,
-            guessing=self._per_guess[name],
+            guessing=self._per_guess[name].seconds,
             saving=None if self.replay is None else self.replay.seconds,
         )
 
@@ -243,9 +243,11 @@ class Drafting:
             self._given.append(job)
             job.guessing.drafter = drafter.name
             total += len(guesses)
+        price = self._per_guess[drafter.name]
+        if len(price):  # the first time is no loss: it prepares the others
+            self._spent += seconds
         if total:
-            self._per_guess[drafter.name] += WEIGHT * (seconds / total - self._per_guess[drafter.name])
-        self._spent += seconds
+            price.add(seconds / total)
         return total
 
     def prepare(self, jobs: Sequence[Job]) -> None:
@@ -271,6 +273,7 @@ class Drafting:
             return
         costs = self._costs
         returning = 0.0 if self.replay is None else self.replay.settle()
+        first = costs.steps.first(rows)
         costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
@@ -281,7 +284,8 @@ class Drafting:
             self.account.plain(seconds)
         else:
             self._guessed += 1
-            won = self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            spent = step if first else seconds  # what it took to prepare such decodes is not taken again
+            won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
             for job in self._verified:
                 job.seconds_saved += won / len(self._verified)
         self._verified = []
