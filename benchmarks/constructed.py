@@ -6,7 +6,9 @@ and kept in the cache.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,10 @@ import numpy as np
 
 from afterglow.paths import cache_directory
 from afterglow.tiny import constructed, vocabulary
+from afterglow.tiny.attention import Llama
 from afterglow.tiny.decoder import CONTEXT_LENGTH
 from afterglow.tiny.hybrid import DraftHead, Qwen35
-from afterglow.tiny.writer import Array, Writer
+from afterglow.tiny.writer import Array, Writer, noise
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Size:
 
 
 SIZES = {
+    "60m": Size(512, 8, 4, 1, 1536, 4),
     "245m": Size(1024, 16, 8, 2, 3072, 8),
     "1b": Size(2048, 20, 16, 4, 6144, 16),
     "8b": Size(4096, 36, 32, 8, 14336, 32),
@@ -38,9 +42,13 @@ SIZES = {
 
 
 class QuantizedWriter(Writer):
-    """Stores the matrices of blocks in another type."""
+    """Stores the matrices of blocks in another type. Their noise repeats: for time it is as good, and sooner there."""
 
     kind = gguf.GGMLQuantizationType.Q4_0
+    _block = noise(7, "block", 1 << 20, scale=1.0)
+
+    def matrix(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
+        self.given(name, np.resize(self._block * np.float32(gain / math.sqrt(columns)), (rows, columns)))
 
     def given(self, name: str, array: Array, *, half: bool = False) -> None:
         if not name.startswith("blk.") or array.ndim != 2 or "conv1d" in name:
@@ -52,27 +60,46 @@ class QuantizedWriter(Writer):
 
 
 def path(size: str, quantization: str, acceptance: int) -> Path:
-    """The file of a model with `acceptance` 100 or 75 per cent; written where it is not there yet."""
-    file = cache_directory("benchmarks") / f"successor-{size}-{quantization}-{acceptance}.gguf"
+    """The file of a hybrid model with `acceptance` 100 or 75 per cent; written where it is not there yet."""
+    decoder = _drafting(SIZES[size], acceptance)
+    return _kept(f"successor-{size}-{quantization}-{acceptance}", lambda file: _write(file, decoder, quantization))
+
+
+def attention_path(size: str, quantization: str) -> Path:
+    """The file of a model with plain attention."""
+    shape = SIZES[size]
+    decoder = Llama(
+        embedding=shape.embedding, layers=shape.layers, heads=shape.heads, key_heads=shape.key_heads,
+        feed_forward=shape.feed_forward,
+    )  # fmt: skip
+    return _kept(f"attention-{size}-{quantization}", lambda file: _write(file, decoder, quantization))
+
+
+def _kept(name: str, write: Callable[[Path], None]) -> Path:
+    file = cache_directory("benchmarks") / f"{name}.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
-        _write(unfinished, SIZES[size], quantization, acceptance)
+        write(unfinished)
         os.replace(unfinished, file)
     return file
 
 
-def _write(file: Path, size: Size, quantization: str, acceptance: int) -> None:
+def _drafting(size: Size, acceptance: int) -> Qwen35:
     misdrafted = frozenset() if acceptance == 100 else constructed.MISDRAFTED
     wide = size.embedding
     small = constructed._draft_head(misdrafted)
     assert small.embedding is not None
     fusion = np.concatenate([np.eye(wide), np.zeros((wide, wide))], axis=1).astype(np.float32)
-    decoder = Qwen35(
+    return Qwen35(
         embedding=wide, layers=size.layers, interval=4, heads=size.heads, key_heads=size.key_heads, head=128,
         feed_forward=size.feed_forward, state=128, state_key_heads=size.state_heads, state_heads=size.state_heads,
         draft=DraftHead(fusion, _padded(small.embedding, wide)),
     )  # fmt: skip
+
+
+def _write(file: Path, decoder: Qwen35 | Llama, quantization: str) -> None:
+    wide = decoder.embedding
     with QuantizedWriter(file, decoder.architecture, seed=7) as writer:
         writer.kind = gguf.GGMLQuantizationType[quantization.upper()]
         vocabulary.describe(writer)

@@ -1,21 +1,26 @@
 """Does guessing ahead pay, and does it stay out of the way where it does not?
 
 Two engines on one model, one with speculation as it is by default and one without, answer the same prompts in turn;
-medians of the ratios are compared. Every prompt is new to both. Where others use the cores, processor time is judged
-instead of wall time; what the engine's own account of guessing says is shown beside it.
+medians of the ratios are compared. Every prompt is new to both. There is a row for each drafter and each kind of work:
+editing (most of what comes is a copy), chat, and random text.
 
     python benchmarks/speculation.py [--quick] [--threads 2] [--trained MODEL.gguf] [--large 245m:q4_0 ...]
 
-On two CPU cores SmolLM2 is compute-bound: there it must not lose. `--large` adds constructed models, `--trained` a
-small one with real MTP heads.
+SmolLM2 has the lookup, and itself with a layer less as a draft model; on two CPU cores it is compute-bound, so that
+guessing must not lose there. Constructed models have heads and the lookup: there editing is a cycle that guesses are
+always right about, chat one with heads that are right in three of four, and random text is drawn at a high temperature.
+Where others use the cores, processor time is judged instead of wall time, and what is too low then is skipped with the
+reason. The engine's own account of guessing is shown beside it. `--trained` adds a small model with real heads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +29,18 @@ from typing import Any
 import constructed
 import numpy as np
 import psutil
+from pruned import prune
 
 import afterglow
-from afterglow import tiny
+from afterglow import registry, tiny
 from afterglow.engine.request import Usage
 from afterglow.engine.settings import EngineSettings
 
 LEAST = 0.97
 WON = 1.25  # with guesses that are always right, on idle cores
 PER_STEP = 3.3  # tokens for each decode of the trained model, at three guesses
+LARGE, SMALLEST = "245m:q4_0", "60m"  # of the smallest nothing is promised but that it does not lose
+LAYERS = 29  # of 30: a draft model that is right now and then
 BUSY = 25.0  # per cent of the processor that others may use before wall time says nothing
 
 
@@ -115,33 +123,40 @@ def noise(number: int, size: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(number).integers(100, size - 100, 60)]
 
 
-def small_model(arguments: argparse.Namespace) -> list[Row]:
-    rounds, tokens = (3, 64) if arguments.quick else (10, 160)
-    settings = {"context": 2048, "sequences": 1, "threads": arguments.threads, "fetch": True}
+def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
+    """SmolLM2 with each drafter that it can have, on each kind of work."""
     rows = []
-    with (
-        afterglow.load("smollm2", engine=EngineSettings(speculation="off"), **settings) as plain,
-        afterglow.load("smollm2", **settings) as guessing,
-    ):
-        for name in ("editing", "chat", "random"):
-            pair = Pair(plain, guessing)
-            before = pair.won()
-            for number in range(rounds):
-                if name == "random":
-                    prompt: str | list[int] = noise(number, plain.info.vocabulary)
-                    pair.answer(number, prompt, max_tokens=tokens, temperature=1.0, seed=number)
-                else:
-                    prompt = editing(number) if name == "editing" else chat(number)
-                    pair.answer(number, prompt, max_tokens=tokens, temperature=0)
-            rows.append(judged(f"SmolLM2, {name}, lookup", pair, pair.won() - before))
+    settings = {"context": 2048, "sequences": 1, "threads": arguments.threads, "fetch": True}
+    with afterglow.load("smollm2", engine=EngineSettings(speculation="off"), **settings) as plain:
+        for drafter in ("lookup", "draft"):
+            options = {"engine": EngineSettings(drafters=(drafter,)), "draft": draft if drafter == "draft" else None}
+            with afterglow.load("smollm2", **options, **settings) as guessing:
+                for work in ("editing", "chat", "random"):
+                    pair = Pair(plain, guessing)
+                    before = pair.won()
+                    answer_small(pair, work, drafter, arguments.quick)
+                    rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, pair.won() - before))
     return rows
 
 
-def judged(name: str, pair: Pair, won: float) -> Row:
-    """By wall time where the cores are ours, else by the processor's time."""
+def answer_small(pair: Pair, work: str, drafter: str, quick: bool) -> None:
+    rounds, tokens = (2, 48) if quick else (10, 160)
+    for number in range(rounds):
+        number += 50 * (drafter == "draft")  # new to the one without guesses, too
+        if work == "random":
+            prompt = noise(number, pair.plain.info.vocabulary)
+            pair.answer(number, prompt, max_tokens=tokens, temperature=1.0, seed=number)
+        else:
+            pair.answer(number, (editing if work == "editing" else chat)(number), max_tokens=tokens, temperature=0)
+
+
+def judged(name: str, pair: Pair, won: float, *, wins: bool = False) -> Row:
+    """By wall time where the cores are ours, else by the processor's time; what has to win needs idle cores."""
     wall, cpu, busy = statistics.median(pair.ratios), statistics.median(pair.cpu_ratios), others()
     note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {pair.account(won)}"
-    return Row(name, cpu if busy > BUSY else wall, LEAST, note)
+    value, bar = (wall, WON) if wins else (cpu if busy > BUSY else wall, LEAST)
+    skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and value < bar else ""
+    return Row(name, value, bar, note, skipped)
 
 
 def others() -> float:
@@ -150,26 +165,31 @@ def others() -> float:
 
 
 def large_model(kind: str, arguments: argparse.Namespace) -> list[Row]:
+    """A constructed model with heads and with the lookup, on each kind of work."""
     size, quantization = kind.split(":")
-    tokens = 64 if arguments.quick else 256
-    settings = {"context": 1024, "sequences": 1, "threads": arguments.threads}
     rows = []
-    for acceptance, drafter in ((100, "mtp"), (100, "lookup"), (75, "mtp")):
+    for work, acceptance in (("editing", 100), ("chat", 75), ("random", 75)):
         file = constructed.path(size, quantization, acceptance)
-        options = EngineSettings(drafters=(drafter,))
-        with (
-            afterglow.load(file, engine=EngineSettings(speculation="off"), **settings) as plain,
-            afterglow.load(file, engine=options, draft="mtp", **settings) as guessing,
-        ):
-            pair = Pair(plain, guessing)
-            for number in range(3 if arguments.quick else 7):
-                prompt = (tiny.CYCLE.decode() * 4)[number : 60 + number]
-                pair.answer(number, prompt, max_tokens=tokens, temperature=0)
-            busy, ratio = others(), statistics.median(pair.ratios)
-            bar = WON if acceptance == 100 else LEAST
-            skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and ratio < bar else ""
-            rows.append(Row(f"{kind}, {drafter} {acceptance} %", ratio, bar, pair.account(pair.won()), skipped))
+        settings = {"context": 1024, "sequences": 1, "threads": arguments.threads}
+        with afterglow.load(file, engine=EngineSettings(speculation="off"), **settings) as plain:
+            for drafter in ("mtp", "lookup"):
+                engine = EngineSettings(drafters=(drafter,))
+                with afterglow.load(file, engine=engine, draft="mtp", **settings) as guessing:
+                    pair = Pair(plain, guessing)
+                    answer_large(pair, work, 50 * (drafter == "lookup"), arguments.quick)
+                    wins = work == "editing" and size != SMALLEST
+                    rows.append(judged(f"{kind}, {work}, {drafter}", pair, pair.won(), wins=wins))
     return rows
+
+
+def answer_large(pair: Pair, work: str, first: int, quick: bool) -> None:
+    tokens = 64 if quick else 256
+    for number in range(first, first + (3 if quick else 7)):
+        if work == "random":
+            pair.answer(number, noise(number, 250), max_tokens=tokens, temperature=6.0, seed=number, ignore_ends=True)
+        else:
+            prompt = (tiny.CYCLE.decode() * 6)[number % 100 : number % 100 + 60]
+            pair.answer(number, prompt, max_tokens=tokens, temperature=0)
 
 
 def trained_model(path: Path, arguments: argparse.Namespace) -> list[Row]:
@@ -190,11 +210,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trained", type=Path)
-    parser.add_argument("--large", nargs="*", default=[])
+    parser.add_argument("--large", nargs="*", help=f"SIZE:TYPE ({LARGE}, or {SMALLEST}:q4_0 where it has to be quick)")
     parser.add_argument("--no-small", action="store_true")
     arguments = parser.parse_args()
-    rows = [] if arguments.no_small else small_model(arguments)
-    for kind in arguments.large:
+    os.environ["AFTERGLOW_DISK"] = "off"  # every prompt is new
+    rows: list[Row] = []
+    if not arguments.no_small:
+        with tempfile.TemporaryDirectory(prefix="afterglow-speculation-") as folder:
+            draft = Path(folder) / "pruned.gguf"
+            prune(registry.resolve("smollm2", fetch=True), draft, layers=LAYERS)
+            rows = small_model(arguments, draft)
+    usual = [f"{SMALLEST}:q4_0" if arguments.quick else LARGE]
+    for kind in usual if arguments.large is None else arguments.large:
         rows += large_model(kind, arguments)
     if arguments.trained:
         rows += trained_model(arguments.trained, arguments)

@@ -148,3 +148,57 @@ def test_nobody_guesses_while_a_prompt_is_computed(machine):
     assert len(together) > 5
     assert all(spans[0][1] == 1 for spans in together)
     assert engine.counters.accepted > 200
+
+
+class Late(Oracle):
+    """A drafter that has to compute so many entries before it can guess for a job."""
+
+    name = "late"
+
+    def __init__(self, clock: list[Clock], entries: float, wrong: int = 0) -> None:
+        super().__init__({}, wrong)
+        self.clock, self.entries, self.caught = clock, entries, set()
+
+    def behind(self, job) -> float:
+        return 0.0 if job.request.id in self.caught else self.entries
+
+    def catch_up(self, jobs) -> None:
+        self.caught |= {job.request.id for job in jobs}
+        self.clock[0].now += self.entries * 0.07  # what the machine below takes for an entry of a prompt
+
+    def forget(self, job) -> None:
+        self.caught.discard(job.request.id)
+
+
+def late(machine, entries: float, wrong: int) -> tuple[Engine, Clock, Late]:
+    clocks: list[Clock] = []
+    drafter = Late(clocks, entries, wrong)
+    engine, clock = machine(memory_bound, 1, drafter)
+    clocks.append(clock)
+    engine.drafting._drafters = [drafter]
+    return engine, clock, drafter
+
+
+def test_what_a_drafter_computes_first_is_no_price_of_a_guess(machine):
+    """It pays within the answer: the drafter catches up once, and guesses from then on."""
+    engine, clock, _ = late(machine, 50, wrong=0)
+    faster, drafted, accepted = run(engine, clock)
+    assert faster > 3
+    assert drafted == accepted > 200
+    assert engine.drafting._per_guess["late"].seconds == 0
+
+
+def test_a_drafter_that_is_far_behind_costs_little_more_than_its_share(machine):
+    """Always wrong, and a long way to go for every answer: it is tried, and then seldom."""
+    engine, clock, _ = late(machine, 60, wrong=1)
+    ratios = [run(engine, clock)[0] for _ in range(12)]
+    assert engine.counters.drafted > 0
+    assert 12 / sum(1 / ratio for ratio in ratios) > 0.97
+
+
+def test_a_drafter_that_would_not_be_done_before_the_answer_is_not_asked(machine):
+    engine, clock, drafter = late(machine, 10_000, wrong=0)
+    faster, drafted, _ = run(engine, clock)
+    assert drafted == 0
+    assert not drafter.caught
+    assert faster > 0.99

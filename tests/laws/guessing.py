@@ -29,6 +29,12 @@ class Oracle:
     def ready(self, job: Job) -> bool:
         return True
 
+    def behind(self, job: Job) -> float:
+        return 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        """Nothing to compute."""
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         self.calls.append([(job.request.id, limit) for job, limit in wishes])
         return [self._guess(job, limit) for job, limit in wishes]

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from steps import LAYOUTS, distance, feed, tokens
 
+from afterglow import tiny
 from afterglow.errors import InvalidArgument, InvalidModel, OutOfMemory, UnsupportedOption
-from afterglow.llama import footprint
+from afterglow.llama import devices, footprint
 from afterglow.llama.context import Context
-from afterglow.llama.model import ModelSettings
+from afterglow.llama.model import Model, ModelSettings
 from afterglow.llama.settings import CACHE_TYPES, ContextSettings
 
 QUANTIZED = [name for name in CACHE_TYPES if name not in ("f32", "f16", "bf16")]
@@ -113,3 +114,9 @@ def test_c19_threads_can_be_changed(open_context):
     context.set_threads(2, 2)
     context.memory.clear()
     assert distance(feed(context, 0, tokens(10)), before) == 0.0
+
+
+def test_c19_layers_for_a_gpu_that_is_not_there_stay_on_the_processor(monkeypatch):
+    monkeypatch.setattr(devices, "devices", lambda: ())
+    with Model.load(tiny.path("attention"), ModelSettings(gpu_layers=-1), trust=True) as model:
+        Context(model, ContextSettings(cells=64)).close()

@@ -134,7 +134,8 @@ def load(lib: Any, directory: Path) -> Load:
 
 
 def test_every_promised_name_is_offered() -> None:
-    assert set(tiny.names()) == {*TEXT, *PROJECTORS, "embedding", "adapter"}
+    others = {"embedding", "adapter", "colours", "projector-colours"}
+    assert set(tiny.names()) == {*TEXT, *PROJECTORS, *others}
     assert len(SUCCESSORS) == 7
 
 

@@ -48,25 +48,47 @@ class Costs:
         return 2 * entries * self.bytes_per_entry * self.per_byte
 
 
+class Recent:
+    """What something takes: the middle one of its last measurements, the lower where there are two. The first time also
+    prepares things, and whatever else the machine does says nothing of it.
+
+    >>> price = Recent()
+    >>> for seconds in (9.0, 1.0, 1.2):
+    ...     price.add(seconds)
+    >>> price.seconds
+    1.2
+    """
+
+    KEPT = 8
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: deque[float] = deque(maxlen=self.KEPT)
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self.seconds = sorted(self._last)[(len(self._last) - 1) // 2]
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+
 class StepCosts:
     """Seconds of a decode by how many generating rows it has: what guessing ahead costs on this machine."""
 
-    SETTLED = 3  # measurements after which a number can be judged by: the first decode of a shape also prepares it
-    RECENT = 8  # measurements of which the middle one counts: whatever else the machine does says nothing of a decode
+    SETTLED = 3  # measurements after which a number can be judged by
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # that were measured, ascending
-        self._recent: dict[int, deque[float]] = {}
-        self._seconds: dict[int, float] = {}
+        self._prices: dict[int, Recent] = {}
 
     def measured(self, rows: int, seconds: float) -> None:
         """A decode of so many generating rows took so long."""
-        recent = self._recent.get(rows)
-        if recent is None:
-            recent = self._recent[rows] = deque(maxlen=self.RECENT)
+        price = self._prices.get(rows)
+        if price is None:
+            price = self._prices[rows] = Recent()
             self._rows.insert(bisect_left(self._rows, rows), rows)
-        recent.append(seconds)
-        self._seconds[rows] = sorted(recent)[(len(recent) - 1) // 2]
+        price.add(seconds)
 
     @property
     def longest(self) -> int:
@@ -75,7 +97,11 @@ class StepCosts:
 
     def known(self, rows: int) -> bool:
         """Whether a decode of so many rows was measured often enough to be judged by."""
-        return len(self._recent.get(rows, ())) >= self.SETTLED
+        return len(self._prices.get(rows, ())) >= self.SETTLED
+
+    def first(self, rows: int) -> bool:
+        """Whether a decode of so many rows would be the first: it prepares what the others use."""
+        return rows not in self._prices
 
     def of(self, rows: int, per_row: float) -> float:
         """Expected seconds of so many rows: between those that were measured, or beyond with at least `per_row` more
@@ -87,9 +113,9 @@ class StepCosts:
             return self._beyond(rows, per_row)
         upper = self._rows[place]
         if upper == rows or place == 0:
-            return self._seconds[upper]
+            return self._prices[upper].seconds
         lower = self._rows[place - 1]
-        low, high = self._seconds[lower], max(self._seconds[lower], self._seconds[upper])
+        low, high = self._prices[lower].seconds, max(self._prices[lower].seconds, self._prices[upper].seconds)
         return low + (high - low) * (rows - lower) / (upper - lower)
 
     def _beyond(self, rows: int, per_row: float) -> float:
@@ -97,5 +123,5 @@ class StepCosts:
         slope = per_row
         if len(self._rows) > 1:
             before = self._rows[-2]
-            slope = max(per_row, (self._seconds[last] - self._seconds[before]) / (last - before))
-        return self._seconds[last] + slope * (rows - last)
+            slope = max(per_row, (self._prices[last].seconds - self._prices[before].seconds) / (last - before))
+        return self._prices[last].seconds + slope * (rows - last)

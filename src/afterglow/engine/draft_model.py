@@ -20,6 +20,7 @@ from afterglow.llama.vocabulary import Vocabulary
 
 UNEQUAL = 128  # tokens that one vocabulary may have more: some pad theirs
 OWN = 5  # first tokens that may differ: unknown, start, end
+FEW = 16  # entries that are computed along with a guess
 CLOSING = 1.0  # seconds that an end waits for what is worth keeping
 
 
@@ -60,13 +61,32 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(self, backend: Backend, settings: EngineSettings | None = None) -> None:
+    def __init__(self, backend: Backend, settings: EngineSettings | None = None, size: float = 1.0) -> None:
+        """`size` is that of its weights, relative to the model it guesses for."""
         self._backend = backend
+        self._size = size
         self.memory = PrefixMemory(backend, Ledger(), settings or EngineSettings(ram_bytes=0))
         self._mirrors: dict[Job, Mirror] = {}
 
     def ready(self, job: Job) -> bool:
         return True
+
+    def behind(self, job: Job) -> float:
+        mirror = self._mirrors.get(job)
+        if mirror is None:
+            reuse = self.memory.plan(_known(job), salt=job.request.salt)
+            held = 0 if reuse is None else reuse.keep
+        else:
+            held = len(mirror.slot)
+        lacking = job.known - 1 - held
+        return lacking * self._size if lacking > FEW else 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        try:
+            for job in jobs:
+                self._catch_up(job)
+        except AfterglowError:
+            self._begin_anew()
 
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wishes]
@@ -74,10 +94,13 @@ class DraftModel:
             ready = [index for index, (job, _) in enumerate(wishes) if self._catch_up(job)]
             self._guess(wishes, ready, drafts)
         except AfterglowError:  # a guess is not worth an answer: begin anew
-            for mirror in self._mirrors.values():
-                mirror.slot.clear()
+            self._begin_anew()
             return [[] for _ in wishes]
         return drafts
+
+    def _begin_anew(self) -> None:
+        for mirror in self._mirrors.values():
+            mirror.slot.clear()
 
     def forget(self, job: Job) -> None:
         """What it holds of the job is kept for the next turn, without guesses."""

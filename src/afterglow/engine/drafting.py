@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from afterglow.engine.backend import Capabilities
-from afterglow.engine.costs import WEIGHT, Costs
+from afterglow.engine.costs import Costs, Recent
 from afterglow.engine.job import Job
 from afterglow.engine.replay import Replay
 from afterglow.engine.settings import EngineSettings
@@ -24,6 +24,7 @@ FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are
 REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
 RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
 SLEEP = 8  # decodes for which all are left alone after nothing could be won for any of them
+USUAL_ANSWER = 256  # tokens within which what a drafter has to compute first must have paid
 PAUSE = 16  # decodes without guesses after they did not fit into memory
 
 
@@ -34,6 +35,13 @@ class Drafter(Protocol):
 
     def ready(self, job: Job) -> bool:
         """Whether it has anything to guess for this job now. Asked before every decode, so it has to be cheap."""
+
+    def behind(self, job: Job) -> float:
+        """What it has to compute before it can guess for this job at all, in entries of a prompt that take the model
+        itself as long; 0 where that is not worth mentioning."""
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        """Compute that; `draft` does it, too, but there it would look like the price of a guess."""
 
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         """For each job its guesses, as many as it wishes or fewer. `job.prompt` and `job.generated` are what is known,
@@ -89,7 +97,7 @@ class Drafting:
         self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
         self._costs = costs
         self._usual = {drafter.name: Acceptance() for drafter in drafters}
-        self._per_guess = {drafter.name: 0.0 for drafter in drafters}  # seconds
+        self._per_guess = {drafter.name: Recent() for drafter in drafters}
         self._retry = {drafter.name: RETRY for drafter in drafters}
         self._spent = 0.0  # seconds of guessing for the coming decode
         self._choices_made: dict[tuple[str, float, int, int], Choice] = {}
@@ -176,9 +184,20 @@ class Drafting:
             choice = self._choices_made[key] = self._best(name, rate, limit, rows)
         if choice.length:
             self._retry[name] = RETRY
-            return choice
-        quiet = self._decodes - job.guessing.tried
-        return Choice(min(TRIAL, limit), 0.0) if quiet >= self._retry[name] else NOTHING
+        elif self._decodes - job.guessing.tried >= self._retry[name]:
+            choice = Choice(min(TRIAL, limit), 0.0)
+        return choice if choice.length and self._worth_catching_up(job, drafter, rows, choice.gain) else NOTHING
+
+    def _worth_catching_up(self, job: Job, drafter: Drafter, rows: int, gain: float) -> bool:
+        """Whether a drafter that knows little of a job may be asked: not where it would hardly be done before the
+        answer is, and not beyond what may be lost."""
+        behind = drafter.behind(job) * self._costs.per_entry
+        if not behind:
+            return True
+        most = USUAL_ANSWER if job.request.max_tokens is None else min(USUAL_ANSWER, job.request.max_tokens)
+        step = self._costs.steps.of(rows, self._costs.per_entry)
+        saved = max(0, most - len(job.generated)) * step * (1 - 1 / gain) if gain > 1 else behind
+        return behind <= saved and self.account.affords(behind, step)
 
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
         steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
@@ -187,7 +206,7 @@ class Drafting:
             limit,
             lambda count: steps.of(count, per_row),
             rows=rows,
-            guessing=self._per_guess[name],
+            guessing=self._per_guess[name].seconds,
             saving=None if self.replay is None else self.replay.seconds,
         )
 
@@ -207,7 +226,12 @@ class Drafting:
         """Let a drafter guess; how many guesses there are. Those that cannot come next are cut off."""
         if not wishes:
             return 0
+        late = [job for job, _ in wishes if drafter.behind(job)]
         started = time.perf_counter()
+        if late:
+            drafter.catch_up(late)
+            self.account.invested(time.perf_counter() - started)
+            started = time.perf_counter()
         drafts = drafter.draft(wishes)
         seconds = time.perf_counter() - started
         total = 0
@@ -219,9 +243,11 @@ class Drafting:
             self._given.append(job)
             job.guessing.drafter = drafter.name
             total += len(guesses)
+        price = self._per_guess[drafter.name]
+        if len(price):  # the first time is no loss: it prepares the others
+            self._spent += seconds
         if total:
-            self._per_guess[drafter.name] += WEIGHT * (seconds / total - self._per_guess[drafter.name])
-        self._spent += seconds
+            price.add(seconds / total)
         return total
 
     def prepare(self, jobs: Sequence[Job]) -> None:
@@ -247,6 +273,7 @@ class Drafting:
             return
         costs = self._costs
         returning = 0.0 if self.replay is None else self.replay.settle()
+        first = costs.steps.first(rows)
         costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
@@ -257,7 +284,8 @@ class Drafting:
             self.account.plain(seconds)
         else:
             self._guessed += 1
-            won = self.account.guessed(seconds + self._spent, step * tokens / jobs, step)
+            spent = step if first else seconds  # what it took to prepare such decodes is not taken again
+            won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
             for job in self._verified:
                 job.seconds_saved += won / len(self._verified)
         self._verified = []

@@ -303,6 +303,7 @@ class Engine:
             self.drafting.measured(rows, len(spans), tokens, seconds)
         else:
             self.counters.prompt_entries += rows
+            self.drafting.account.passed += seconds
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:

@@ -112,6 +112,12 @@ class Lookup:
     def ready(self, job: Job) -> bool:
         return self._history(job).hopeful
 
+    def behind(self, job: Job) -> float:
+        return 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        """Nothing to compute."""
+
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         return [self._history(job).guess(limit) for job, limit in wishes]
 

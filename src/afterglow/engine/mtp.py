@@ -218,6 +218,10 @@ class MtpSession:
             raise InvalidArgument("batch", "must hold the rows of each sequence one after the other")
         return [run for run in runs if run[0] < self.settings.sequences]
 
+    def waiting(self, sequence: int) -> int:
+        """Entries of a sequence that the heads have seen and not computed."""
+        return len(self._waiting[sequence].tokens)
+
     def compute(self, sequences: Iterable[int]) -> None:
         """Let the heads compute what they have seen of these sequences; otherwise they do when asked for guesses."""
         batch = self.draft_context.batch

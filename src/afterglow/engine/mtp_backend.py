@@ -21,6 +21,7 @@ from afterglow.llama import state as llama_state
 from afterglow.llama.context import Context
 from afterglow.llama.projector import Projector
 
+FEW = 16  # entries that are computed along with a guess
 ROW = struct.Struct("<I")  # bytes of the hidden state that comes with a partial one
 
 
@@ -205,6 +206,15 @@ class MtpDrafter:
 
     def ready(self, job: Job) -> bool:
         return True
+
+    def behind(self, job: Job) -> float:
+        assert job.sequence is not None
+        info = self._session.target.model.info
+        waiting = self._session.waiting(job.sequence.number)
+        return waiting * info.mtp_layers / max(info.layers, 1) if waiting > FEW else 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        self._session.compute([job.sequence.number for job in jobs if job.sequence is not None])
 
     def draft(self, wishes: Sequence[Wish]) -> list[list[int]]:
         most = self._session.settings.n_draft_max

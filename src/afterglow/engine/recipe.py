@@ -135,7 +135,7 @@ def _draft_model(path: Path, target: Context, sequences: int, own: EngineSetting
         check_vocabularies(target.model.vocabulary, model.vocabulary)
         backend = LlamaBackend(Context(model, replace(target.settings, rollback=0)), sequences)
         backend.owning = True
-        return DraftModel(backend, own)
+        return DraftModel(backend, own, model.info.nbytes / max(target.model.info.nbytes, 1))
     except BaseException:
         model.close()
         raise

@@ -122,9 +122,12 @@ class Account:
 
     credit: float | None = None
     won: float = 0.0  # seconds, over all
+    passed: float = 0.0  # seconds of all decodes, those of prompts too
+    debt: float = 0.0  # seconds in which drafters caught up, as far as they were not won back
 
     def plain(self, seconds: float) -> None:
         """A decode without guesses took so long."""
+        self.passed += seconds
         if self.credit is None:
             self.credit = self.START * seconds
         self.credit = min(self.credit + self.SHARE * seconds, self.MOST * seconds)
@@ -134,8 +137,19 @@ class Account:
         plain decode takes. What was won, or lost where it is less than 0."""
         gain = max(saved - spent, -self.WORST * step)
         self.won += gain
+        self.passed += spent
+        self.debt = max(0.0, self.debt - max(0.0, gain))
         self.credit = min((self.credit or 0.0) + gain, self.MOST * step)
         return gain
+
+    def affords(self, seconds: float, step: float) -> bool:
+        """Whether a drafter may take so long to catch up. What that costs has its own share, until it is won back."""
+        return self.debt + seconds <= self.START * step + self.SHARE * self.passed
+
+    def invested(self, seconds: float) -> None:
+        """A drafter took so long to catch up."""
+        self.won -= seconds
+        self.debt += seconds
 
     @property
     def solvent(self) -> bool:

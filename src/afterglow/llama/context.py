@@ -69,14 +69,7 @@ class Context(Handle):
         batch = batch or self.batch
         self._check(batch)
         batch.native.n_tokens = batch.count
-        self._outputs, self._logits = self._outputs[:0], None
-        code = self._library.symbols.llama_decode(self.pointer, batch.native)
-        self._interrupt[0] = b"\0"
-        self.decodes += 1
-        if code != -1:  # before anything else, a decode applies the shifts that wait
-            self.memory.pending_shift = False
-        if code != 0:
-            raise self._failure(code, batch.count)
+        self._compute(batch.native, batch.count)
         self.memory.decoded(batch.sequences[: batch.count])
         self._outputs = batch.outputs[: batch.count].copy()
         if self.settings.embeddings:
@@ -89,22 +82,26 @@ class Context(Handle):
         """
         self._check_rows(batch, causal)
         symbols = self._library.symbols
-        self._outputs, self._logits = self._outputs[:0], None
         if not causal:
             symbols.llama_set_causal_attn(self.pointer, False)
         try:
-            code = symbols.llama_decode(self.pointer, batch.native)
+            self._compute(batch.native, batch.count)
         finally:
             if not causal:
                 symbols.llama_set_causal_attn(self.pointer, self.model.info.causal)
-        self._interrupt[0] = b"\0"
-        self.decodes += 1
-        if code != -1:
-            self.memory.pending_shift = False
-        if code != 0:
-            raise self._failure(code, batch.count)
         self.memory.decoded_rows(batch.sequence)
         self._outputs = batch.outputs
+
+    def _compute(self, native: Any, rows: int) -> None:
+        """The native call; what the last one gave is gone, whatever comes of this one."""
+        self._outputs, self._logits = self._outputs[:0], None
+        code = self._library.symbols.llama_decode(self.pointer, native)
+        self._interrupt[0] = b"\0"
+        self.decodes += 1
+        if code != -1:  # before anything else, a decode applies the shifts that wait
+            self.memory.pending_shift = False
+        if code != 0:
+            raise self._failure(code, rows)
 
     def _check_rows(self, batch: EmbeddingBatch, causal: bool) -> None:
         most = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)

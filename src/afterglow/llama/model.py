@@ -174,7 +174,9 @@ class Model(Handle):
     def check_fits(self, settings: ContextSettings) -> None:
         """`OutOfMemory`, with both numbers, where a context of `settings` cannot fit beside what is loaded."""
         needed = self.footprint(settings).context
-        available = free_memory(gpu=self.settings.gpu_layers != 0)
+        # Layers for a GPU stay on the processor where there is none.
+        available = free_memory(gpu=True) if self.settings.gpu_layers != 0 else 0
+        available = available or free_memory(gpu=False)
         if needed > available:
             raise OutOfMemory(needed, available, "ask for fewer cells or sequences, or smaller cache types")
 

@@ -1,0 +1,146 @@
+"""The engine on a GPU beside llama.cpp's own batched bench: same build, same constructed model, alternating.
+
+    AFTERGLOW_LIBLLAMA=DIRECTORY python benchmarks/gpu.py --bench PATH/llama-batched-bench [--models 1b:f16 8b:f16]
+
+Decodes of 1, 8 and 32 sequences after prompts of 512 tokens, and the prompts themselves. The bench reads no logits and
+chooses no token; the engine does both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import constructed
+import numpy as np
+
+from afterglow.engine.engine import Engine
+from afterglow.engine.llama import LlamaBackend
+from afterglow.engine.request import Finished, Request, Token
+from afterglow.engine.settings import EngineSettings
+from afterglow.llama.context import Context
+from afterglow.llama.devices import devices
+from afterglow.llama.library import library
+from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.sampling import Sampling
+from afterglow.llama.settings import ContextSettings
+
+PROMPT, ANSWER = 512, 128
+WIDTHS = (1, 8, 32)
+BAR = 0.97
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second: of prompts, and of answers while all are being written."""
+
+    prompt: float
+    answer: float
+
+
+def engine_speeds(file: Path, seed: int) -> dict[int, Speed]:
+    cells = max(WIDTHS) * (PROMPT + ANSWER)
+    settings = ContextSettings(cells=cells, sequences=max(WIDTHS), batch=2048, ubatch=512, outputs=64)
+    with Model.load(file, ModelSettings(gpu_layers=-1), trust=True) as model, Context(model, settings) as context:
+        engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", gap=60))
+        size = model.vocabulary.size
+        run(engine, 1, seed, size)  # the first decodes of a process also prepare it
+        speeds = {width: run(engine, width, seed + width, size) for width in WIDTHS}
+        engine.close()
+    return speeds
+
+
+def run(engine: Engine, width: int, seed: int, vocabulary: int) -> Speed:
+    numbers = np.random.default_rng(seed)
+    for index in range(width):
+        entries = numbers.integers(1, vocabulary, PROMPT).tolist()
+        engine.submit(
+            Request(
+                id=f"{seed}-{index}", entries=entries, max_tokens=ANSWER, ignore_ends=True, reuse=False,
+                sampling=Sampling(temperature=0),
+            )
+        )  # fmt: skip
+    started = time.perf_counter()
+    begun: set[str] = set()
+    all_begun = ended = 0.0
+    written = 0
+    while engine.busy:
+        events = engine.step()
+        now = time.perf_counter()
+        tokens = [event for event in events if isinstance(event, Token)]
+        if all_begun and not ended:
+            written += len(tokens)
+        begun |= {event.id for event in tokens}
+        if len(begun) == width and not all_begun:
+            all_begun = now
+        if not ended and any(isinstance(event, Finished) for event in events):
+            ended = now
+    return Speed(width * PROMPT / (all_begun - started), written / (ended - all_begun))
+
+
+def bench_speeds(bench: Path, file: Path) -> dict[int, Speed]:
+    widths = ",".join(map(str, WIDTHS))
+    command = [
+        str(bench), "-m", str(file), "-ngl", "99", "-npp", str(PROMPT), "-ntg", str(ANSWER), "-npl", widths,
+        "-c", str(max(WIDTHS) * (PROMPT + ANSWER)), "-b", "2048", "-ub", "512", "--output-format", "jsonl",
+    ]  # fmt: skip
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {row["pl"]: Speed(row["speed_pp"], row["speed_tg"]) for row in rows}
+
+
+def compare(kind: str, bench: Path, pairs: int) -> list[dict[str, object]]:
+    file = constructed.attention_path(*kind.split(":"))
+    ours: list[dict[int, Speed]] = []
+    theirs: list[dict[int, Speed]] = []
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 else (1, 0):
+            if side:
+                theirs.append(bench_speeds(bench, file))
+            else:
+                ours.append(engine_speeds(file, 1000 * pair))
+    rows = []
+    for width in WIDTHS:
+        for what in ("answer", "prompt"):
+            mine = statistics.median(getattr(one[width], what) for one in ours)
+            peer = statistics.median(getattr(one[width], what) for one in theirs)
+            ratios = sorted(
+                getattr(one[width], what) / getattr(other[width], what) for one, other in zip(ours, theirs, strict=True)
+            )
+            spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+            rows.append({"model": kind, "width": width, "what": what, "afterglow": mine, "bench": peer,
+                         "ratio": mine / peer, "spread": spread, "passed": mine / peer >= BAR})  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bench", type=Path, help="llama-batched-bench of the same build")
+    parser.add_argument("--models", nargs="*", default=["1b:f16", "8b:f16"])
+    parser.add_argument("--quick", action="store_true", help="one pair, the smallest model")
+    arguments = parser.parse_args()
+    if arguments.bench is None or all(device.kind == "cpu" for device in devices()):
+        reason = "it needs a GPU and --bench PATH/llama-batched-bench"
+        print(json.dumps({"benchmark": "gpu", "skipped": reason}))
+        return 0
+    rows = []
+    for kind in arguments.models[:1] if arguments.quick else arguments.models:
+        rows += compare(kind, arguments.bench, 1 if arguments.quick else 3)
+    print(f"{'model':10} {'':8} {'sequences':>9} {'afterglow':>10} {'bench':>10} {'ratio':>6}  spread")
+    for row in rows:
+        print(
+            f"{row['model']:10} {row['what']:8} {row['width']:9} {row['afterglow']:10.1f} {row['bench']:10.1f} "
+            f"{row['ratio']:6.3f}  {row['spread']} {'' if row['passed'] else 'TOO LOW'}"
+        )
+    print(json.dumps({"benchmark": "gpu", "build": library().build, "rows": rows}))
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
