@@ -69,7 +69,7 @@ class DraftModel:
         self._mirrors: dict[Job, Mirror] = {}
 
     def ready(self, job: Job) -> bool:
-        return True
+        return not job.media  # it does not see
 
     def behind(self, job: Job) -> float:
         mirror = self._mirrors.get(job)
