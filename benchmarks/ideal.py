@@ -11,13 +11,16 @@ import numpy as np
 
 from afterglow.engine.entries import common_prefix
 
+TEMPLATE = 8  # tokens that every conversation begins with; finding them again is no merit
+
 
 class Ideal:
     """Everything that was computed so far.
 
     >>> cache = Ideal()
-    >>> cache.needed([1, 2, 3]), cache.needed([1, 2, 3]), cache.needed([1, 2, 9, 9])
-    (3, 1, 2)
+    >>> prompt = list(range(20))
+    >>> cache.needed(prompt), cache.needed(prompt), cache.needed([*prompt[:15], 99, 99])
+    (20, 1, 2)
     """
 
     def __init__(self) -> None:
@@ -31,7 +34,7 @@ class Ideal:
         tokens = np.asarray(prompt)
         found = max((common_prefix(tokens, known) for known in self._known), default=0)
         self._known.append(tokens)
-        return len(tokens) - min(found, len(tokens) - 1)
+        return len(tokens) - (min(found, len(tokens) - 1) if found > TEMPLATE else 0)
 
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """An answer was written, so all of it but its last token was computed."""

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-ADDRESS = re.compile(r"at (http://\S+)")
+ADDRESS = re.compile(r"at (http://\S+)\s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +58,8 @@ class Peer:
     def __init__(self, shape: Shape, folder: Path) -> None:
         self.shape, self.folder = shape, folder
         self.host, self.port = "", 0
-        self.process: subprocess.Popen[str] | None = None
-        self._log: list[str] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = folder / "log"
 
     # --- what a subclass says
 
@@ -88,23 +87,17 @@ class Peer:
     def start(self) -> None:
         """Start it; returns when it is ready."""
         environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", **self.environment()}
-        self.process = subprocess.Popen(
-            self.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment, errors="replace",
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._log.append(line)
-            if found := ADDRESS.search(line):
-                address = urllib.parse.urlsplit(found[1])
-                self.host, self.port = address.hostname or "", address.port or 80
-                break
-        else:
-            raise SystemExit(f"{self.name} did not start: {''.join(self._log[-5:])}")
-        threading.Thread(target=self._listen, args=(self.process.stdout,), daemon=True).start()
-
-    def _listen(self, output: Iterator[str]) -> None:
-        self._log.extend(output)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command(), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        deadline = time.monotonic() + 120
+        while (found := ADDRESS.search(self.log.read_text(errors="replace"))) is None:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{self.name} did not start: {self.log.read_text(errors='replace')[-800:]}")
+            time.sleep(0.02)
+        address = urllib.parse.urlsplit(found[1])
+        self.host, self.port = address.hostname or "", address.port or 80
 
     def stop(self) -> None:
         """End it as a person would."""
@@ -201,21 +194,23 @@ class LlamaServer(Peer):
     name = "llama-server"
     PROGRAM = """
 import sys, xllamacpp
-path, threads, context, slots = sys.argv[1], *map(int, sys.argv[2:])
+path, threads, context, slots, similarity = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
 settings = xllamacpp.CommonParams()
 settings.model.path, settings.use_jinja, settings.verbosity = path, True, 4
 settings.fit_params, settings.warmup, settings.cont_batching = False, True, True
 settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = context * slots, slots, threads
 settings.cpuparams_batch.n_threads, settings.port = threads, 0
+settings.slot_prompt_similarity = similarity
 server = xllamacpp.Server(settings)
 print("at", server.listening_address, flush=True)
 sys.stdin.read()
 """
+    SIMILARITY = 0.1  # of prompts that it answers in the same place; its own default
     STATE = re.compile(r"cache state: \d+ prompts, ([\d.]+) MiB")
 
     def command(self) -> list[str]:
         shape = self.shape
-        sizes = [str(size) for size in (shape.threads, shape.context, shape.slots)]
+        sizes = [str(size) for size in (shape.threads, shape.context, shape.slots, self.SIMILARITY)]
         return [sys.executable, "-c", self.PROGRAM, str(shape.model), *sizes]
 
     def endless(self) -> dict[str, Any]:
@@ -228,8 +223,19 @@ sys.stdin.read()
 
     def cache_bytes(self) -> int:
         """It says so in its log, whenever it stored something."""
-        said = [float(found[1]) for line in self._log if (found := self.STATE.search(line))]
-        return int(said[-1] * 1024**2) if said else 0
+        said = self.STATE.findall(self.log.read_text(errors="replace"))
+        return int(float(said[-1]) * 1024**2) if said else 0
+
+
+class KeepingLlamaServer(LlamaServer):
+    """llama-server told never to answer in the place of a similar prompt, so that it keeps every conversation.
+
+    As it comes, it drops what a conversation said behind a long system prompt when another one with that prompt
+    arrives, and its cache in RAM stays empty.
+    """
+
+    name = "llama-server, keeping"
+    SIMILARITY = 0.0
 
 
 PEERS: tuple[type[Peer], ...] = (Afterglow, LlamaServer)
@@ -250,12 +256,12 @@ def absent() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(shape: Shape) -> Iterator[list[Peer]]:
+def started(shape: Shape, kinds: tuple[type[Peer], ...] = PEERS) -> Iterator[list[Peer]]:
     """One server of each kind, side by side; only one of them is asked at a time."""
     with tempfile.TemporaryDirectory(prefix="afterglow-peers-") as folder:
         peers: list[Peer] = []
         try:
-            for kind in PEERS:
+            for kind in kinds:
                 own = Path(folder) / kind.name
                 own.mkdir()
                 peers.append(kind(shape, own))

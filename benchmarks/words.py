@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-WORDS = """
+_LIST = """
 able about above across after again against air all almost alone along already also always among animal another answer
 any area arm around art ask away back bad bank base battle beach bear beauty bed been before begin behind believe
 below best better between big bird black blue board boat body book born both bottom box boy branch bread break bridge
@@ -50,7 +50,8 @@ under unit until use usual valley value vary verb very view village visit voice 
 wash watch water wave way wear weather week weight well went were west what wheel when where which while white who
 whole why wide wife wild will win wind window wing winter wire wish with woman wonder wood word work world would write
 wrong yard year yellow yes yet you young your
-""".split()
+"""
+WORDS = _LIST.split()
 
 
 def text(seed: str, words: int) -> str:

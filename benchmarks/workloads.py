@@ -97,7 +97,7 @@ def agent(seed: str, quick: bool) -> Workload:
 
 def branches(seed: str, quick: bool) -> Workload:
     """(b) One question is edited into ten, one answer made again, then each of the ten is gone back to, twice."""
-    words, question, again, answer = (40, 25, 4, 3) if quick else (200, 75, 12, 6)
+    words, question, again, answer = (40, 40, 4, 3) if quick else (200, 75, 12, 6)
     steps = [Ask(talk="0", says=(system(text(seed, words)), user(text(f"{seed} 0", question))), answer=answer)]
     for branch in range(1, 10):
         edited = user(text(f"{seed} {branch}", question))
@@ -126,7 +126,7 @@ def delegation(seed: str, quick: bool) -> Workload:
 
 def interleaved(seed: str, quick: bool) -> Workload:
     """(d) Thirty-two conversations over one system prompt take turns."""
-    words, count, question, answer = (150, 12, 6, 2) if quick else (2000, 32, 12, 4)
+    words, count, question, answer = (150, 10, 20, 2) if quick else (2000, 32, 12, 4)
     opening = system(text(seed, words))
     steps = []
     for turn in range(2):
@@ -177,7 +177,7 @@ def hangups(seed: str, quick: bool) -> Workload:
 
 def document(seed: str, quick: bool) -> Workload:
     """(h) Twenty questions about one long text, each in a conversation of its own."""
-    words, questions, question, answer = (300, 8, 6, 3) if quick else (5500, 20, 12, 6)
+    words, questions, question, answer = (300, 6, 8, 3) if quick else (5500, 20, 12, 6)
     opening = system(text(seed, words))
     steps = tuple(
         Ask(talk=str(number), says=(opening, user(text(f"{seed} {number}", question))), answer=answer)
@@ -199,10 +199,10 @@ SCHEMA = {
 
 def structured(seed: str, quick: bool) -> Workload:
     """(i) Questions over one system prompt whose answers are JSON of a schema."""
-    words, questions, question = (60, 3, 6) if quick else (300, 8, 20)
+    words, questions, question, answer = (60, 3, 20, 16) if quick else (300, 8, 40, 60)
     opening = system(text(seed, words))
     steps = tuple(
-        Ask(talk=str(n), says=(opening, user(text(f"{seed} {n}", question))), answer=120, schema=SCHEMA)
+        Ask(talk=str(n), says=(opening, user(text(f"{seed} {n}", question))), answer=answer, schema=SCHEMA)
         for n in range(questions)
     )
     return Workload("i", "JSON answers", steps)
