@@ -1,5 +1,5 @@
 # The two commands a new user needs are `make chat` and `make test`; the other words are their parts.
-.PHONY: chat test test-full unit check setup lock declarations clean
+.PHONY: chat test test-full unit check setup bench bench-quick lock declarations clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -25,6 +25,12 @@ unit: .venv/development     ## what needs no model, in seconds
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
+
+bench: .venv/development    ## what it takes beside llama-server, up to an hour; leave the machine alone meanwhile
+	@$(BIN)/python benchmarks/all.py
+
+bench-quick: .venv/development   ## the same checks on less work, in five minutes
+	@$(BIN)/python benchmarks/all.py --quick
 
 setup: .venv/runtime        ## the environment that `make chat` needs
 
