@@ -107,7 +107,7 @@ class Peer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
         self.process = None
 
     @property
@@ -170,7 +170,8 @@ class Afterglow(Peer):
     def environment(self) -> dict[str, str]:
         settings = self.folder / "settings.toml"  # nobody's own settings
         settings.touch()
-        return {"AFTERGLOW_SETTINGS": str(settings), "AFTERGLOW_CACHE": str(self.folder / "cache")}
+        cache = str(self.folder / "cache")
+        return {"AFTERGLOW_SETTINGS": str(settings), "AFTERGLOW_CACHE": cache, "AFTERGLOW_DISK": "on"}
 
     def endless(self) -> dict[str, Any]:
         return {"logit_bias": {str(token): -100 for token in self.shape.ends}}

@@ -45,8 +45,8 @@ def table(results: dict[str, Any]) -> str:
     pairs = min((row["pairs"] for row in results["rows"] if "pairs" in row), default=0)
     conditions = (
         f"Medians of {pairs} alternating runs, {results['threads']} threads, {results['processor']}, "
-        f"{results['date']}, llama.cpp {str(results['build']).split()[0]}. `make bench` measures it, `python benchmarks/results.py` "
-        "writes this table, [docs/speed.md](docs/speed.md) explains it."
+        f"{results['date']}, llama.cpp {str(results['build']).split()[0]}. `make bench` measures it, "
+        "`python benchmarks/results.py` writes this table, [docs/speed.md](docs/speed.md) explains it."
     )
     return "\n".join([*lines, "", conditions])
 
