@@ -86,7 +86,7 @@ def tools(seed: str, count: int, words: int) -> str:
 
 def agent(seed: str, quick: bool) -> Workload:
     """(a) A system prompt with twenty tools, then ten turns, each with the result of a tool."""
-    words, result, answer = (4, 12, 4) if quick else (30, 60, 16)
+    words, result, answer = (3, 8, 3) if quick else (30, 60, 16)
     opening = system(f"{text(seed, 30)}\n{tools(seed, 4 if quick else 20, words)}")
     steps = []
     for turn in range(10):
@@ -97,7 +97,7 @@ def agent(seed: str, quick: bool) -> Workload:
 
 def branches(seed: str, quick: bool) -> Workload:
     """(b) One question is edited into ten, one answer made again, then each of the ten is gone back to, twice."""
-    words, question, again, answer = (40, 40, 4, 3) if quick else (200, 75, 12, 6)
+    words, question, again, answer = (30, 20, 4, 2) if quick else (200, 75, 12, 6)
     steps = [Ask(talk="0", says=(system(text(seed, words)), user(text(f"{seed} 0", question))), answer=answer)]
     for branch in range(1, 10):
         edited = user(text(f"{seed} {branch}", question))
@@ -112,7 +112,7 @@ def branches(seed: str, quick: bool) -> Workload:
 
 def delegation(seed: str, quick: bool) -> Workload:
     """(c) Four agents begin at once with one system prompt that nobody has computed yet, and come again at once."""
-    words, task, answer = (150, 10, 4) if quick else (1000, 30, 8)
+    words, task, answer = (120, 6, 3) if quick else (1000, 30, 8)
     opening = system(text(seed, words))
     groups = []
     for turn in range(2):
@@ -126,7 +126,7 @@ def delegation(seed: str, quick: bool) -> Workload:
 
 def interleaved(seed: str, quick: bool) -> Workload:
     """(d) Thirty-two conversations over one system prompt take turns."""
-    words, count, question, answer = (150, 10, 20, 2) if quick else (2000, 32, 12, 4)
+    words, count, question, answer = (120, 8, 8, 2) if quick else (2000, 32, 12, 4)
     opening = system(text(seed, words))
     steps = []
     for turn in range(2):
@@ -138,7 +138,7 @@ def interleaved(seed: str, quick: bool) -> Workload:
 
 def restarted(seed: str, quick: bool) -> Workload:
     """(e) The server is restarted in the middle of a conversation."""
-    words, question, answer = (300, 10, 4) if quick else (1500, 20, 8)
+    words, question, answer = (150, 8, 3) if quick else (1500, 20, 8)
     first = (system(text(seed, words)), user(text(f"{seed} 0", question)))
     steps = (
         Ask(talk="talk", says=first, answer=answer),
@@ -151,7 +151,7 @@ def restarted(seed: str, quick: bool) -> Workload:
 
 def crowd(seed: str, quick: bool) -> Workload:
     """(f) Eight answers are being written: alone, and then with a long prompt that comes among them."""
-    words, answer, arrives, long = (40, 10, 3, 300) if quick else (60, 48, 8, 3000)
+    words, answer, arrives, long = (15, 6, 2, 150) if quick else (60, 48, 8, 3000)
 
     def streams(name: str) -> tuple[Ask, ...]:
         return tuple(
@@ -166,7 +166,7 @@ def crowd(seed: str, quick: bool) -> Workload:
 
 def hangups(seed: str, quick: bool) -> Workload:
     """(g) A client goes away while its long prompt is being computed, and another one asks."""
-    words, seconds = (600, 0.3) if quick else (3000, 1.0)
+    words, seconds = (400, 0.2) if quick else (3000, 1.0)
     steps = []
     for number in range(1 if quick else 2):
         given_up = Ask(talk=f"gone {number}", says=(user(text(f"{seed} gone {number}", words)),), answer=4)
@@ -177,7 +177,7 @@ def hangups(seed: str, quick: bool) -> Workload:
 
 def document(seed: str, quick: bool) -> Workload:
     """(h) Twenty questions about one long text, each in a conversation of its own."""
-    words, questions, question, answer = (300, 6, 8, 3) if quick else (5500, 20, 12, 6)
+    words, questions, question, answer = (200, 5, 6, 2) if quick else (5500, 20, 12, 6)
     opening = system(text(seed, words))
     steps = tuple(
         Ask(talk=str(number), says=(opening, user(text(f"{seed} {number}", question))), answer=answer)
@@ -199,7 +199,7 @@ SCHEMA = {
 
 def structured(seed: str, quick: bool) -> Workload:
     """(i) Questions over one system prompt whose answers are JSON of a schema."""
-    words, questions, question, answer = (60, 3, 20, 16) if quick else (300, 8, 40, 60)
+    words, questions, question, answer = (40, 2, 8, 16) if quick else (300, 8, 40, 60)
     opening = system(text(seed, words))
     steps = tuple(
         Ask(talk=str(n), says=(opening, user(text(f"{seed} {n}", question))), answer=answer, schema=SCHEMA)

@@ -71,6 +71,19 @@ def test_a_quick_run_is_held_to_wider_bars_in_time():
     assert QUICK == 1.5
 
 
+def test_what_needs_long_prompts_is_judged_in_full_runs_only():
+    assert [bar.measure for bars in BARS.values() for bar in bars if bar.full] == [
+        "cache_bytes",
+        "first_after_restart",
+        "gap_largest",
+        "streams",
+    ]
+    run = {"excess": 1.0, "first_after_restart": 1.0}
+    result = Result("e", "any", "smollm2", runs={"afterglow": [run], "llama-server": [run]})
+    assert [one.passed for one in result.judged(quick=True)] == [True]
+    assert [one.passed for one in result.judged(quick=False)] == [True, False]
+
+
 def test_the_bars_are_those_of_the_issue():
     limits = {letter: [bar.limit for bar in bars] for letter, bars in BARS.items() if bars}
     assert limits == {
