@@ -46,7 +46,7 @@ def table(results: dict[str, Any]) -> str:
     conditions = (
         f"Medians of {pairs} alternating runs, {results['threads']} threads, {results['processor']}, "
         f"{results['date']}, llama.cpp {str(results['build']).split()[0]}. `make bench` measures it, "
-        "`python benchmarks/results.py` writes this table, [docs/speed.md](docs/speed.md) explains it."
+        "`make bench-pages` writes this table."
     )
     return "\n".join([*lines, "", conditions])
 

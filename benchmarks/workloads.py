@@ -86,7 +86,7 @@ def tools(seed: str, count: int, words: int) -> str:
 
 def agent(seed: str, quick: bool) -> Workload:
     """(a) A system prompt with twenty tools, then ten turns, each with the result of a tool."""
-    words, result, answer = (3, 8, 3) if quick else (30, 60, 16)
+    words, result, answer = (3, 8, 3) if quick else (20, 60, 16)
     opening = system(f"{text(seed, 30)}\n{tools(seed, 4 if quick else 20, words)}")
     steps = []
     for turn in range(10):
