@@ -19,18 +19,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "speed"
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 NAMES = {"smollm2": "SmolLM2 135M (attention)", "hybrid": "133M hybrid"}
-# What a workload is judged by, in words: the measure, and its unit.
-SHOWN = {
-    "a": ("total", "s"),
-    "b": ("total", "s"),
-    "c": ("total", "s"),
-    "d": ("total", "s"),
-    "e": ("first_after_restart", "s to the first token"),
-    "f": ("gap_largest", "s, the largest gap"),
-    "g": ("free", "s until free"),
-    "h": ("total", "s"),
-    "i": ("total", "s"),
-    "j": ("total", "s"),
+# What a workload is judged by: the measure, and its words. All are seconds.
+SHOWN = dict.fromkeys("abcdhij", ("total", "all of it")) | {
+    "e": ("first_after_restart", "first token after the restart"),
+    "f": ("gap_largest", "largest gap of the streams"),
+    "g": ("free", "first token of the other"),
 }
 OURS, THEIRS = "afterglow", "llama-server"
 
@@ -38,8 +31,8 @@ OURS, THEIRS = "afterglow", "llama-server"
 def table(results: dict[str, Any]) -> str:
     """The table with its conditions, as Markdown."""
     lines = [
-        "| workload | model | afterglow | llama-server | ratio | tokens computed / needed: ours, theirs |",
-        "|---|---|---|---|---|---|",
+        "| workload | model | seconds | afterglow | llama-server | ratio | tokens computed / needed: ours, theirs |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [row_of(row) for row in results["rows"] if "skipped" not in row]
     pairs = min((row["pairs"] for row in results["rows"] if "pairs" in row), default=0)
@@ -53,11 +46,11 @@ def table(results: dict[str, Any]) -> str:
 
 def row_of(row: dict[str, Any]) -> str:
     """One line of the table."""
-    measure, unit = SHOWN[row["workload"]]
+    measure, words = SHOWN[row["workload"]]
     ours, theirs = row["medians"][OURS], row["medians"][THEIRS]
     ratio = ours[measure] / theirs[measure] if theirs[measure] else float("inf")
+    values = f"{words} | {ours[measure]:.2f} | {theirs[measure]:.2f} | {ratio:.2f}"
     tokens = f"{ours['excess']:.2f}, {theirs['excess']:.2f}"
-    values = f"{ours[measure]:.2f} {unit} | {theirs[measure]:.2f} {unit} | {ratio:.2f}"
     return f"| ({row['workload']}) {row['name']} | {NAMES[row['model']]} | {values} | {tokens} |"
 
 
@@ -87,13 +80,13 @@ def plots(results: dict[str, Any]) -> list[Path]:
     letters = dict.fromkeys(row["workload"] for row in results["rows"] if "skipped" not in row)
     for letter in letters:
         rows = [row for row in results["rows"] if row["workload"] == letter and "skipped" not in row]
-        measure, unit = SHOWN[letter]
-        figure, (times, tokens) = pyplot.subplots(1, 2, figsize=(8, 2.4), layout="constrained")
-        bars(times, rows, measure, unit)
-        bars(tokens, rows, "computed", "tokens computed; the line is what is needed")
+        measure, words = SHOWN[letter]
+        figure, (times, tokens) = pyplot.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
+        bars(times, rows, measure, f"seconds: {words}")
+        bars(tokens, rows, "computed", "tokens computed (line: needed)")
         for place, row in enumerate(rows):
             tokens.hlines(row["medians"][OURS]["needed"], place - 0.4, place + 0.4, color="black", linewidth=1)
-        times.legend(fontsize="small")
+        figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
         figure.suptitle(f"({letter}) {rows[0]['name']}", fontsize="medium")
         written.append(PLOTS / f"{letter}.svg")
         figure.savefig(written[-1], metadata={"Date": None})
@@ -107,7 +100,7 @@ def bars(axes: Any, rows: list[dict[str, Any]], measure: str, label: str) -> Non
         places = [place + offset for place in range(len(rows))]
         axes.bar(places, [row["medians"][peer][measure] for row in rows], width=0.38, label=peer)
     axes.set_xticks(range(len(rows)), [NAMES[row["model"]] for row in rows], fontsize="small")
-    axes.set_ylabel(label, fontsize="small")
+    axes.set_title(label, fontsize="small")
 
 
 def main() -> int:

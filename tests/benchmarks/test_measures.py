@@ -107,7 +107,7 @@ def test_the_table_stands_between_its_marks_and_names_the_conditions():
     table = results.table(
         {"rows": [row, skipped], "threads": 2, "processor": "a chip", "date": "2026-01-01", "build": "b1 x"}
     )
-    assert "| (a) an agent | SmolLM2 135M (attention) | 1.00 s | 2.00 s | 0.50 | 1.00, 1.50 |" in table
+    assert "| (a) an agent | SmolLM2 135M (attention) | all of it | 1.00 | 2.00 | 0.50 | 1.00, 1.50 |" in table
     assert "5 alternating runs, 2 threads, a chip, 2026-01-01, llama.cpp b1" in table
     page = results.between(f"head\n{results.BEGIN}\nold\n{results.END}\ntail", table)
     assert page.startswith("head\n")
