@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import conditions
 import hybrid
 from measures import Result, alternating, summary
-from peers import KeepingLlamaServer, Peer, Shape, absent, started
+from peers import KeepingLlamaServer, Shape, absent, started
 from playing import Player, Reader
 from workloads import WORKLOADS, Workload
 
 from afterglow import registry
+from afterglow.cli.serve import serve
 from afterglow.llama.model import Model, ModelSettings
 
 MODELS = {"smollm2": lambda: registry.resolve("smollm2", fetch=True), "hybrid": hybrid.path}
+PROJECTORS = {"hybrid": hybrid.projector}
 QUICK_SLOTS, QUICK_CONTEXT = 9, 2048  # one pair of servers for all
 SHOWN = ("total", "first_median", "first_p95", "gap_median", "gap_p95", "gap_largest")
 
@@ -39,6 +42,7 @@ class Bench:
 
     def __init__(self, model: str, path: Path, *, quick: bool, threads: int, pairs: int) -> None:
         self.model, self.path = model, path
+        self.projector: Callable[[], Path] | None = None  # what lets it see
         self.quick, self.threads, self.pairs = quick, threads, pairs
         self._stack = contextlib.ExitStack()
         self._players: dict[str, Player] = {}
@@ -60,13 +64,18 @@ class Bench:
                 yield result
 
     def _lacks(self, workload: Workload) -> str:
-        return "the server reads no pictures yet" if workload.needs == "pictures" and not Peer.pictures else ""
+        if workload.needs != "pictures":
+            return ""
+        if "projector" not in inspect.signature(serve).parameters:
+            return "the server reads no pictures yet"
+        return "" if self.projector else "there is no projector for this model"
 
     def _shape_for(self, workload: Workload, model: Model) -> Shape:
         slots = QUICK_SLOTS if self.quick else workload.slots
         context = QUICK_CONTEXT if self.quick else workload.context
-        ends = model.vocabulary.ends
-        return Shape(model=self.path, threads=self.threads, slots=slots, context=context, ends=ends)
+        projector = self.projector() if self.projector and workload.needs == "pictures" else None
+        sizes = {"threads": self.threads, "slots": slots, "context": context}
+        return Shape(model=self.path, projector=projector, ends=model.vocabulary.ends, **sizes)
 
     def _serve(self, shape: Shape, reader: Reader, servers: contextlib.ExitStack) -> None:
         """Fresh servers for each workload; where there is little time, the same for all."""
@@ -145,6 +154,7 @@ def main() -> int:
     results: list[Result] = []
     for model in MODELS if chosen.model == "both" else [chosen.model]:
         bench = Bench(model, MODELS[model](), quick=chosen.quick, threads=chosen.threads, pairs=pairs)
+        bench.projector = PROJECTORS.get(model)
         for result in bench.results(letters):
             show(result, chosen.quick)
             results.append(result)

@@ -60,6 +60,19 @@ def path(decoder: Qwen35 = DECODER) -> Path:
     return file
 
 
+def projector() -> Path:
+    """Lets the model see; its numbers mean nothing. Written where it is not there yet."""
+    from afterglow.tiny.projector import Size, write_qwen  # only where the server can see: it has no sizes elsewhere
+
+    width = DECODER.embedding
+    file = cache_directory("benchmarks") / f"talking-hybrid-{width}-sees.gguf"
+    if not file.exists():
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        write_qwen(unfinished, Size(width=256, inner=512, heads=4, layers=4, text=width), pixels=256 * 256)
+        os.replace(unfinished, file)
+    return file
+
+
 def write(file: Path, decoder: Qwen35) -> None:
     """Write the model."""
     texts, sayable = tokens()

@@ -53,7 +53,6 @@ class Peer:
     """A server process and plain connections to it. A subclass says how it is started and what it answers."""
 
     name: ClassVar[str]
-    pictures: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         self.shape, self.folder = shape, folder
@@ -165,7 +164,8 @@ class Afterglow(Peer):
         shape = self.shape
         sizes = ["--threads", shape.threads, "--context", shape.context, "--sequences", shape.slots]
         serve = [sys.executable, "-m", "afterglow.cli.main", "serve", f"model={shape.model}", "--port", "0"]
-        return [*serve, *map(str, sizes)]
+        seeing = ["--projector", shape.projector] if shape.projector else []
+        return [*serve, *map(str, [*sizes, *seeing])]
 
     def environment(self) -> dict[str, str]:
         settings = self.folder / "settings.toml"  # nobody's own settings
@@ -202,6 +202,8 @@ settings.fit_params, settings.warmup, settings.cont_batching = False, True, True
 settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = context * slots, slots, threads
 settings.cpuparams_batch.n_threads, settings.port = threads, 0
 settings.slot_prompt_similarity = similarity
+if len(sys.argv) > 6:
+    settings.mmproj.path = sys.argv[6]
 server = xllamacpp.Server(settings)
 print("at", server.listening_address, flush=True)
 sys.stdin.read()
@@ -212,7 +214,8 @@ sys.stdin.read()
     def command(self) -> list[str]:
         shape = self.shape
         sizes = [str(size) for size in (shape.threads, shape.context, shape.slots, self.SIMILARITY)]
-        return [sys.executable, "-c", self.PROGRAM, str(shape.model), *sizes]
+        seeing = [str(shape.projector)] if shape.projector else []
+        return [sys.executable, "-c", self.PROGRAM, str(shape.model), *sizes, *seeing]
 
     def endless(self) -> dict[str, Any]:
         return {"ignore_eos": True}

@@ -19,6 +19,8 @@ from workloads import Ask, HangUp, Message, Restart, Together, Workload
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.llama.model import Model
 
+PICTURE = "\N{FRAME WITH PICTURE}"  # stands for one where only texts are read
+
 
 class Reader:
     """A model's conversations as tokens: what the ideal cache sees."""
@@ -28,7 +30,8 @@ class Reader:
         self._chat = Chat(model.vocabulary, model.chat_template())
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return list(self._chat.plan(messages, ChatOptions()).prompt.tokens)
+        texts = [{**message, "content": text_of(message["content"])} for message in messages]
+        return list(self._chat.plan(texts, ChatOptions()).prompt.tokens)
 
     def answer(self, text: str) -> list[int]:
         return list(self.vocabulary.tokenize(text))
@@ -150,6 +153,8 @@ class Player:
         talk = self._talks[reply.ask.talk]
         tokens = self._reader.prompt(talk)
         reply.needed = self.ideal.needed(tokens)
+        if any(isinstance(message["content"], list) for message in reply.ask.says):
+            reply.needed += reply.prompt - len(tokens)  # a new picture has to be computed, however many tokens it has
         self.ideal.answered(tokens, self._reader.answer(reply.text))
         talk.append({"role": "assistant", "content": reply.text})
         reply.restarted, self._restarted = self._restarted, False
@@ -170,6 +175,17 @@ class Progress:
         with self._changed:
             while not all(len(reply.times) >= pieces or reply.ended for reply in self._replies):
                 self._changed.wait(1.0)
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """What a message says, with a sign for each picture.
+
+    >>> text_of([{"type": "image_url"}, {"type": "text", "text": " What is it?"}]) == PICTURE + " What is it?"
+    True
+    """
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", PICTURE) for part in content)
 
 
 def receive(

