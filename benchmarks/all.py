@@ -21,11 +21,11 @@ RESULTS = HERE / "results"
 # Seconds: in full, and quick.
 BENCHMARKS = {
     "engine": (90, 25),
-    "deterministic": (150, 30),
+    "deterministic": (120, 25),
     "speculation": (150, 30),
-    "server": (240, 50),
+    "server": (300, 60),
     "memory": (240, 60),
-    "agents": (2400, 85),
+    "agents": (2400, 80),
 }
 
 

@@ -35,9 +35,10 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [row_of(row) for row in results["rows"] if "skipped" not in row]
-    pairs = min((row["pairs"] for row in results["rows"] if "pairs" in row), default=0)
+    pairs = sorted({row["pairs"] for row in results["rows"] if "pairs" in row})
+    runs = " to ".join(str(pairs[end]) for end in ([0, -1] if len(pairs) > 1 else [0]))
     conditions = (
-        f"Medians of {pairs} alternating runs, {results['threads']} threads, {results['processor']}, "
+        f"Medians of {runs} alternating runs, {results['threads']} threads, {results['processor']}, "
         f"{results['date']}, llama.cpp {str(results['build']).split()[0]}. `make bench` measures it, "
         "`make bench-pages` writes this table."
     )

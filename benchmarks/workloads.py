@@ -86,7 +86,7 @@ def tools(seed: str, count: int, words: int) -> str:
 
 def agent(seed: str, quick: bool) -> Workload:
     """(a) A system prompt with twenty tools, then ten turns, each with the result of a tool."""
-    words, result, answer = (3, 8, 3) if quick else (20, 60, 16)
+    words, result, answer = (3, 8, 3) if quick else (20, 40, 12)
     opening = system(f"{text(seed, 30)}\n{tools(seed, 4 if quick else 20, words)}")
     steps = []
     for turn in range(10):
@@ -112,7 +112,7 @@ def branches(seed: str, quick: bool) -> Workload:
 
 def delegation(seed: str, quick: bool) -> Workload:
     """(c) Four agents begin at once with one system prompt that nobody has computed yet, and come again at once."""
-    words, task, answer = (120, 6, 3) if quick else (1000, 30, 8)
+    words, task, answer = (120, 6, 3) if quick else (800, 30, 8)
     opening = system(text(seed, words))
     groups = []
     for turn in range(2):
@@ -138,7 +138,7 @@ def interleaved(seed: str, quick: bool) -> Workload:
 
 def restarted(seed: str, quick: bool) -> Workload:
     """(e) The server is restarted in the middle of a conversation."""
-    words, question, answer = (150, 8, 3) if quick else (1500, 20, 8)
+    words, question, answer = (150, 8, 3) if quick else (1200, 20, 8)
     first = (system(text(seed, words)), user(text(f"{seed} 0", question)))
     steps = (
         Ask(talk="talk", says=first, answer=answer),
@@ -151,7 +151,7 @@ def restarted(seed: str, quick: bool) -> Workload:
 
 def crowd(seed: str, quick: bool) -> Workload:
     """(f) Eight answers are being written: alone, and then with a long prompt that comes among them."""
-    words, answer, arrives, long = (15, 6, 2, 150) if quick else (60, 48, 8, 3000)
+    words, answer, arrives, long = (15, 6, 2, 150) if quick else (60, 32, 8, 3000)
 
     def streams(name: str) -> tuple[Ask, ...]:
         return tuple(
