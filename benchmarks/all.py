@@ -22,9 +22,10 @@ RESULTS = HERE / "results"
 BENCHMARKS = {
     "engine": (90, 25),
     "deterministic": (120, 25),
-    "speculation": (150, 30),
+    "speculation": (300, 60),
     "server": (300, 60),
     "memory": (240, 60),
+    "images": (90, 45),
     "agents": (2400, 80),
 }
 

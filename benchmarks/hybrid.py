@@ -19,6 +19,7 @@ from words import WORDS
 from afterglow.paths import cache_directory
 from afterglow.tiny import vocabulary
 from afterglow.tiny.hybrid import Qwen35
+from afterglow.tiny.projector import Size, write_qwen
 from afterglow.tiny.writer import Writer, noise
 
 CONTEXT_LENGTH = 32_768
@@ -62,8 +63,6 @@ def path(decoder: Qwen35 = DECODER) -> Path:
 
 def projector() -> Path:
     """Lets the model see; its numbers mean nothing. Written where it is not there yet."""
-    from afterglow.tiny.projector import Size, write_qwen  # only where the server can see: it has no sizes elsewhere
-
     width = DECODER.embedding
     file = cache_directory("benchmarks") / f"talking-hybrid-{width}-sees.gguf"
     if not file.exists():
