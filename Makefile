@@ -1,5 +1,5 @@
 # The two commands a new user needs are `make chat` and `make test`; the other words are their parts.
-.PHONY: chat test test-full unit check setup lock declarations clean
+.PHONY: chat test test-full unit check setup bench bench-quick bench-pages lock declarations clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -26,6 +26,15 @@ unit: .venv/development     ## what needs no model, in seconds
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 
+bench: .venv/development    ## what it takes beside llama-server, up to an hour; leave the machine alone meanwhile
+	@$(BIN)/python benchmarks/all.py
+
+bench-quick: .venv/development   ## the same checks on less work, in five minutes
+	@$(BIN)/python benchmarks/all.py --quick
+
+bench-pages: .venv/bench    ## the table of README.md and the plots of docs/speed.md, from benchmarks/results
+	@$(BIN)/python benchmarks/results.py
+
 setup: .venv/runtime        ## the environment that `make chat` needs
 
 .venv/runtime: requirements/runtime.lock pyproject.toml
@@ -40,12 +49,18 @@ setup: .venv/runtime        ## the environment that `make chat` needs
 	@$(INSTALL) --requirement requirements/development.lock
 	@touch $@
 
+.venv/bench: requirements/bench.lock .venv/development
+	@$(INSTALL) --requirement requirements/bench.lock
+	@touch $@
+
 lock:                       ## resolve the dependencies again (needs `uv` on the PATH)
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --output-file requirements/runtime.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --group dev --extra hub --constraint requirements/runtime.lock \
 	    --output-file requirements/development.lock
+	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
+	    --group bench --constraint requirements/development.lock --output-file requirements/bench.lock
 
 clean:                      ## remove the environment
 	@rm -rf .venv

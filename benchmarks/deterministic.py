@@ -68,7 +68,7 @@ def main() -> int:
     results = {}
     for name, settings in MODES.items():
         with afterglow.load("smollm2", context=1024, fetch=True, engine=settings) as model:
-            results[name] = compare(model, 8 if quick else 40, 8 if quick else 24)
+            results[name] = compare(model, 4 if quick else 16, 8 if quick else 24)
     for name, numbers in results.items():
         print(f"{name:14}", "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
     slower = (

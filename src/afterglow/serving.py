@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from afterglow.engine.scoring import Scored
 from afterglow.engine.services import Facts, Held, Numbers
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stream import Stream
-from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
+from afterglow.errors import AfterglowError, InvalidArgument, PromptTooLong, UnsupportedOption
 from afterglow.llama.arguments import integer
 from afterglow.llama.library import library
 from afterglow.llama.model import Model, ModelInfo, ModelSettings
@@ -102,6 +103,14 @@ class ServedModel(Answering):
             self._model.close()
             raise
         self.facts: Facts = self.call(services.facts)
+        if self.generates:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Do what takes a while once: the first request should not wait for it."""
+        _ = self.fingerprint, self.vocabulary.ends
+        with contextlib.suppress(AfterglowError):  # who asks is told what is wrong with the template
+            self.plan("Hello")
 
     # --- what it is
 

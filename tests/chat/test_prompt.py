@@ -8,7 +8,7 @@ import pytest
 
 from afterglow import tiny
 from afterglow.chat.messages import messages
-from afterglow.chat.prompt import PromptBuilder, common_text
+from afterglow.chat.prompt import PromptBuilder, common_length, common_text
 from afterglow.chat.template import ChatTemplate
 from afterglow.llama.model import Model, ModelSettings
 
@@ -42,11 +42,33 @@ def test_control_tokens_that_somebody_wrote_stay_text(model, builder):
     assert attack in prompt.text
 
 
-def test_boundaries_lie_after_each_of_the_last_messages_and_after_the_system_prompt(model, builder):
+def test_boundaries_lie_where_each_of_the_last_messages_and_the_first_question_begin_to_speak(model, builder):
+    """There an edited message parts from the one it replaces; the last boundary is the end of all messages."""
     prompt = builder.build(messages(TURNS))
     assert len(prompt.boundaries) == 4
-    for length in prompt.boundaries:
-        assert model.vocabulary.detokenize(prompt.tokens[:length], special=True).endswith(b"<|im_end|>\n")
+    *begun, end = [model.vocabulary.detokenize(prompt.tokens[:at], special=True) for at in sorted(prompt.boundaries)]
+    assert end.endswith(b"<|im_end|>\n")
+    for text in begun:
+        assert text.endswith((b"<|im_start|>user\n", b"<|im_start|>assistant\n"))
+
+
+def test_an_edited_message_shares_everything_before_its_own_words(builder):
+    first = builder.build(messages([*TURNS[:-1], ("user", "Hello")]))
+    edited = builder.build(messages([*TURNS[:-1], ("user", "Goodbye")]))
+    assert common_length(first.tokens, edited.tokens) in first.boundaries & edited.boundaries
+
+
+def test_where_a_template_refuses_to_open_a_message_the_boundary_is_the_end_of_the_one_before(model):
+    source = (
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('who asks?') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with ChatTemplate(source) as template:
+        builder = PromptBuilder(model.vocabulary, template)
+        prompt = builder.build(messages([("user", "Q"), ("assistant", "A"), ("user", "R")]))
+    texts = {model.vocabulary.detokenize(prompt.tokens[:at], special=True) for at in prompt.boundaries}
+    assert b"<|im_start|>user: Q<|im_end|>" in texts
+    assert b"<|im_start|>user: Q<|im_end|><|im_start|>assistant: A<|im_end|><|im_start|>user: " in texts
 
 
 def test_a_next_turn_extends_the_prompt_and_tokenizes_only_what_is_new(model, builder, monkeypatch):
@@ -95,7 +117,7 @@ def test_the_system_messages_and_the_tools_are_the_part_that_other_conversations
         return model.vocabulary.detokenize(prompt.tokens[: prompt.system], special=True).decode()
 
     told = builder.build(messages(TURNS))
-    assert text(told).endswith("Be brief.<|im_end|>\n")
+    assert text(told).endswith("Be brief.<|im_end|>\n<|im_start|>user\n")
     assert builder.build(messages(TURNS[1:])).system == 0
 
 

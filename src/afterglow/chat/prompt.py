@@ -71,34 +71,36 @@ class PromptBuilder:
         """The prompt for the assistant's next message. `shown` is what stands in the holes of the messages."""
         mark = unused_character(messages)
         shielded = [self._shield(message, mark) for message in messages]
-        text = self._template.render(shielded, tools=tools, arguments=arguments)
+        options: dict[str, Any] = {"tools": tools, "arguments": arguments}
+        text = self._template.render(shielded, **options)
         tokens = self._tokens(text, mark, shown)
         boundaries, system = set(), 0
         for count in self._ends(messages):
-            try:
-                part = self._template.render(shielded[:count], tools=tools, generation=False, arguments=arguments)
-            except InvalidTemplate:
-                continue  # some templates render only whole conversations
-            end = common_length(self._tokens(common_text(part, text), mark, shown), tokens)
+            end = self._begins(self._opened(shielded, count, mark), text, tokens, mark, shown, **options)
+            end = end or self._begins(shielded[:count], text, tokens, mark, shown, **options)
             boundaries.add(end)
             system = end if count == told(messages) else system
         if tools and not told(messages):
-            first = replace(shielded[0], content=mark)  # without what it says
-            system = self._begins([first], text, tokens, mark, shown, tools=tools, arguments=arguments)
+            system = self._begins(self._opened(shielded, 0, mark), text, tokens, mark, shown, **options)
             boundaries.add(system)
         boundaries -= {0, len(tokens)}
         entries, places, contents = filled(tokens, shown)
         edges = frozenset(places[boundary] for boundary in boundaries)
         return Prompt(entries, edges, shown.without_holes(text.replace(mark, "")), places[system], contents)
 
+    def _opened(self, messages: Sequence[Message], count: int, mark: str) -> list[Message]:
+        """The first messages and the next one without what it says: an edited one parts from it there."""
+        silent = [replace(one, content=mark, reasoning=None, tool_calls=()) for one in messages[count : count + 1]]
+        return [*messages[:count], *silent]
+
     def _begins(
-        self, messages: list[Message], text: str, tokens: list[int], mark: str, shown: Shown, **options: Any
+        self, messages: Sequence[Message], text: str, tokens: list[int], mark: str, shown: Shown, **options: Any
     ) -> int:
         """How many tokens a conversation shares with another that begins as it does."""
         try:
             other = self._template.render(messages, generation=False, **options)
         except InvalidTemplate:
-            return 0
+            return 0  # some templates render only whole conversations
         return common_length(self._tokens(common_text(other, text), mark, shown), tokens)
 
     def tokenize(self, text: str, mark: str = "") -> list[int]:

@@ -19,11 +19,14 @@ class Costs:
         self.per_disk_byte = 1e-9  # to read one byte of a file, and to check it
         self.per_step = 1e-3  # of a decode with nothing but generating rows
         self.steps = StepCosts()
+        self._timed = False  # whether `per_entry` was ever measured
         self._sized = False  # whether `bytes_per_entry` was ever measured
 
     def computed(self, entries: int, seconds: float) -> None:
         """A decode of prompt entries took so long."""
-        self.per_entry += WEIGHT * (seconds / entries - self.per_entry)
+        weight = WEIGHT if self._timed else 1.0  # one measurement tells more than a guess
+        self.per_entry += weight * (seconds / entries - self.per_entry)
+        self._timed = True
 
     def stepped(self, seconds: float) -> None:
         """A decode of generating rows only took so long."""
