@@ -81,7 +81,7 @@ def test_where_rows_are_cheap_and_guesses_right_it_guesses_far(machine):
 
 
 def test_where_rows_cost_what_they_bring_it_soon_stops(machine):
-    engine, clock = machine(compute_bound, 2)
+    engine, clock = machine(float, 2)
     speed, drafted, _ = run(engine, clock)
     assert speed >= 0.97
     assert 0 < drafted < 40

@@ -52,14 +52,14 @@ class Costs:
 
 
 class Recent:
-    """What something takes: the middle one of its last measurements, the lower where there are two. The first time also
-    prepares things, and whatever else the machine does says nothing of it.
+    """What something takes: of its last measurements one of the shortest. Whatever else the machine does makes them
+    longer, and says nothing of it.
 
     >>> price = Recent()
-    >>> for seconds in (9.0, 1.0, 1.2):
+    >>> for seconds in (9.0, 1.2, 1.0):
     ...     price.add(seconds)
     >>> price.seconds
-    1.2
+    1.0
     """
 
     KEPT = 8
@@ -70,7 +70,7 @@ class Recent:
 
     def add(self, seconds: float) -> None:
         self._last.append(seconds)
-        self.seconds = sorted(self._last)[(len(self._last) - 1) // 2]
+        self.seconds = sorted(self._last)[(len(self._last) - 1) // 4]
 
     def __len__(self) -> int:
         return len(self._last)
@@ -83,13 +83,15 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # that were measured, ascending
-        self._prices: dict[int, Recent] = {}
+        self._prices: dict[int, Recent] = {}  # empty after the first decode of its kind, which prepares the others
 
     def measured(self, rows: int, seconds: float) -> None:
         """A decode of so many generating rows took so long."""
         price = self._prices.get(rows)
         if price is None:
-            price = self._prices[rows] = Recent()
+            self._prices[rows] = Recent()
+            return
+        if not len(price):
             self._rows.insert(bisect_left(self._rows, rows), rows)
         price.add(seconds)
 
@@ -107,8 +109,8 @@ class StepCosts:
         return rows not in self._prices
 
     def of(self, rows: int, per_row: float) -> float:
-        """Expected seconds of so many rows: between those that were measured, or beyond with at least `per_row` more
-        for each row more. More rows never cost less."""
+        """Expected seconds of so many rows: between those that were measured, or beyond as they grew; `per_row` is for
+        each row more where only one number was measured. More rows never cost less."""
         if not self._rows:
             return rows * per_row
         place = bisect_left(self._rows, rows)
@@ -126,5 +128,5 @@ class StepCosts:
         slope = per_row
         if len(self._rows) > 1:
             before = self._rows[-2]
-            slope = max(per_row, (self._prices[last].seconds - self._prices[before].seconds) / (last - before))
+            slope = max(0.0, self._prices[last].seconds - self._prices[before].seconds) / (last - before)
         return self._prices[last].seconds + slope * (rows - last)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from afterglow.engine.calibration import calibrate
 from afterglow.engine.draft_model import DraftModel, check_vocabularies
 from afterglow.engine.drafting import Drafter
 from afterglow.engine.engine import Engine
@@ -80,7 +81,10 @@ def make_engine(
             drafters.append(_draft_model(draft, context, backend.capabilities.sequences, own))
     backend.owning = owning
     try:
-        return Engine(backend, settings, drafters)
+        engine = Engine(backend, settings, drafters)
+        if engine.drafting.names:
+            calibrate(backend, engine.memory.costs.steps)
+        return engine
     except BaseException:
         for drafter in drafters:
             drafter.close()

@@ -68,7 +68,7 @@ def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float
     """Prompt entries that fit into a decode without making `generating` jobs wait longer than `gap` seconds."""
     if not generating:
         return cells
-    return max(SMALLEST_CHUNK, min(cells, int((gap - per_step) / per_entry)))
+    return max(SMALLEST_CHUNK, min(cells, int((gap - per_step) / max(per_entry, 1e-9))))
 
 
 def grid_step(jobs: Sequence[Job], grid: int, now: float) -> list[tuple[Job, int]]:
