@@ -194,26 +194,27 @@ class LlamaServer(Peer):
 
     name = "llama-server"
     PROGRAM = """
-import sys, xllamacpp
-path, threads, context, slots, similarity = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
+import os, sys, xllamacpp
+path, (threads, context, slots, verbosity), similarity = sys.argv[1], map(int, sys.argv[2:6]), float(sys.argv[6])
 settings = xllamacpp.CommonParams()
-settings.model.path, settings.use_jinja, settings.verbosity = path, True, 4
+settings.model.path, settings.use_jinja, settings.verbosity = path, True, verbosity
 settings.fit_params, settings.warmup, settings.cont_batching = False, True, True
 settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = context * slots, slots, threads
 settings.cpuparams_batch.n_threads, settings.port = threads, 0
 settings.slot_prompt_similarity = similarity
-if len(sys.argv) > 6:
-    settings.mmproj.path = sys.argv[6]
+if len(sys.argv) > 7:
+    settings.mmproj.path = sys.argv[7]
 server = xllamacpp.Server(settings)
-print("at", server.listening_address, flush=True)
+os.write(1, f"\\nat {server.listening_address} \\n".encode())  # at once: the log writes, too
 sys.stdin.read()
 """
     SIMILARITY = 0.1  # of prompts that it answers in the same place; its own default
+    VERBOSITY = 0  # writing a log would slow it down
     STATE = re.compile(r"cache state: \d+ prompts, ([\d.]+) MiB")
 
     def command(self) -> list[str]:
         shape = self.shape
-        sizes = [str(size) for size in (shape.threads, shape.context, shape.slots, self.SIMILARITY)]
+        sizes = [str(size) for size in (shape.threads, shape.context, shape.slots, self.VERBOSITY, self.SIMILARITY)]
         seeing = [str(shape.projector)] if shape.projector else []
         return [sys.executable, "-c", self.PROGRAM, str(shape.model), *sizes, *seeing]
 
@@ -240,6 +241,7 @@ class KeepingLlamaServer(LlamaServer):
 
     name = "llama-server, keeping"
     SIMILARITY = 0.0
+    VERBOSITY = 4  # its log says what it keeps
 
 
 PEERS: tuple[type[Peer], ...] = (Afterglow, LlamaServer)
