@@ -50,23 +50,39 @@ def engine_speeds(file: Path, seed: int) -> dict[int, Speed]:
     with Model.load(file, ModelSettings(gpu_layers=-1), trust=True) as model, Context(model, settings) as context:
         engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", gap=60))
         size = model.vocabulary.size
-        run(engine, 1, seed, size)  # the first decodes of a process also prepare it
-        speeds = {width: run(engine, width, seed + width, size) for width in WIDTHS}
+        answers(engine, 1, seed, size)  # the first decodes of a process also prepare it
+        speeds = {}
+        for width in WIDTHS:
+            prompt = prompts(engine, width, seed + width, size)
+            speeds[width] = Speed(prompt, answers(engine, width, seed + 100 + width, size))
         engine.close()
     return speeds
 
 
-def run(engine: Engine, width: int, seed: int, vocabulary: int) -> Speed:
+def submit(engine: Engine, width: int, seed: int, vocabulary: int, length: int) -> None:
     numbers = np.random.default_rng(seed)
     for index in range(width):
         entries = numbers.integers(1, vocabulary, PROMPT).tolist()
         engine.submit(
             Request(
-                id=f"{seed}-{index}", entries=entries, max_tokens=ANSWER, ignore_ends=True, reuse=False,
+                id=f"{seed}-{index}", entries=entries, max_tokens=length, ignore_ends=True, reuse=False,
                 sampling=Sampling(temperature=0),
             )
         )  # fmt: skip
+
+
+def prompts(engine: Engine, width: int, seed: int, vocabulary: int) -> float:
+    """Tokens per second of prompts with one token behind each, so that nothing else is computed."""
+    submit(engine, width, seed, vocabulary, 1)
     started = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    return width * PROMPT / (time.perf_counter() - started)
+
+
+def answers(engine: Engine, width: int, seed: int, vocabulary: int) -> float:
+    """Tokens per second while all are being written."""
+    submit(engine, width, seed, vocabulary, ANSWER)
     begun: set[str] = set()
     all_begun = ended = 0.0
     written = 0
@@ -81,11 +97,11 @@ def run(engine: Engine, width: int, seed: int, vocabulary: int) -> Speed:
             all_begun = now
         if not ended and any(isinstance(event, Finished) for event in events):
             ended = now
-    return Speed(width * PROMPT / (all_begun - started), written / (ended - all_begun))
+    return written / (ended - all_begun)
 
 
 def bench_speeds(bench: Path, file: Path) -> dict[int, Speed]:
-    widths = ",".join(map(str, WIDTHS))
+    widths = ",".join(map(str, (1, *WIDTHS)))  # the first also prepares the process; the later one of a width counts
     command = [
         str(bench), "-m", str(file), "-ngl", "99", "-npp", str(PROMPT), "-ntg", str(ANSWER), "-npl", widths,
         "-c", str(max(WIDTHS) * (PROMPT + ANSWER)), "-b", "2048", "-ub", "512", "--output-format", "jsonl",
