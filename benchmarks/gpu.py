@@ -48,7 +48,7 @@ def engine_speeds(file: Path, seed: int) -> dict[int, Speed]:
     cells = max(WIDTHS) * (PROMPT + ANSWER)
     settings = ContextSettings(cells=cells, sequences=max(WIDTHS), batch=2048, ubatch=512, outputs=64)
     with Model.load(file, ModelSettings(gpu_layers=-1), trust=True) as model, Context(model, settings) as context:
-        engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", gap=60))
+        engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", gap=60, ram_bytes=0))
         size = model.vocabulary.size
         answers(engine, 1, seed, size)  # the first decodes of a process also prepare it
         speeds = {}

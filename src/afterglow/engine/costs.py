@@ -24,8 +24,10 @@ class Costs:
 
     def computed(self, entries: int, seconds: float) -> None:
         """A decode of prompt entries took so long."""
-        weight = WEIGHT if self._timed else 1.0  # one measurement tells more than a guess
-        self.per_entry += weight * (seconds / entries - self.per_entry)
+        measured = seconds / entries
+        # A machine that is slower than was guessed is believed at once: what is too cheap to compute is not kept.
+        weight = 1.0 if not self._timed and measured > self.per_entry else WEIGHT
+        self.per_entry += weight * (measured - self.per_entry)
         self._timed = True
 
     def stepped(self, seconds: float) -> None:

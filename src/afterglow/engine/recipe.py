@@ -82,7 +82,7 @@ def make_engine(
     backend.owning = owning
     try:
         engine = Engine(backend, settings, drafters)
-        if engine.drafting.names:
+        if engine.drafting.names and context.model.info.causal:
             calibrate(backend, engine.memory.costs.steps)
         return engine
     except BaseException:
