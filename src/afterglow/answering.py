@@ -26,6 +26,7 @@ from afterglow.engine.entries import Entry
 from afterglow.engine.explanation import Explanation
 from afterglow.engine.pictures import Part
 from afterglow.engine.request import Request
+from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stream import Stream
 from afterglow.errors import InvalidArgument
 from afterglow.llama.arguments import integer
@@ -38,6 +39,11 @@ Promptable: TypeAlias = str | Sequence[int] | Sequence[Item] | Prompt
 Talk: TypeAlias = str | Sequence[Writable]
 CHAT_OPTIONS = frozenset(ChatOptions.__dataclass_fields__)
 T = TypeVar("T")
+
+
+def needs_boundaries(memory: str, settings: EngineSettings) -> bool:
+    """Whether it helps to know where messages end: memory of attention can go on anywhere."""
+    return memory != "attention" or settings.pin_system
 
 
 class Host(Protocol):

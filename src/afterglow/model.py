@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from afterglow.answering import Answering
+from afterglow.answering import Answering, needs_boundaries
 from afterglow.chat.chat import Chat
 from afterglow.chat.seeing import Sight
 from afterglow.completion import Score
@@ -267,7 +267,11 @@ class Model(Answering):
         with self._building:
             if self._chat is None or self._chat[0] is not model:
                 self._stop_talking()
-                self._chat = model, Chat(model.vocabulary, self.chat_template, self._media, self._sight)
+                bounded = needs_boundaries(model.info.memory, self._engine_settings)
+                self._chat = (
+                    model,
+                    Chat(model.vocabulary, self.chat_template, self._media, self._sight, boundaries=bounded),
+                )
             return self._chat[1]
 
     def _sight(self) -> Sight:

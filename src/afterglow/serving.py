@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.answering import Answering, Promptable
+from afterglow.answering import Answering, Promptable, needs_boundaries
 from afterglow.chat.chat import Chat
 from afterglow.chat.seeing import Sight
 from afterglow.engine import services
@@ -241,7 +241,8 @@ class ServedModel(Answering):
         with self._building:
             if self._chat is None:
                 template = self.settings.chat_template or self._model.chat_template()
-                self._chat = Chat(self.vocabulary, template, self.settings.media, self._sight)
+                bounded = needs_boundaries(self.info.memory, self.settings.engine)
+                self._chat = Chat(self.vocabulary, template, self.settings.media, self._sight, boundaries=bounded)
             return self._chat
 
     def _sight(self) -> Sight:

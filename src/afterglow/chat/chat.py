@@ -87,7 +87,10 @@ class Chat(Closing):
         template: str | None,
         media: MediaPolicy = CLOSED,
         sight: Callable[[], Sight] = lambda: BLIND,
+        *,
+        boundaries: bool = True,
     ) -> None:
+        """`boundaries`: whether prompts say where their messages end (see `PromptBuilder`)."""
         self.media = media  # where pictures and sounds may come from
         self._sight = sight
         self.style = style_of(template)
@@ -95,7 +98,7 @@ class Chat(Closing):
         special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
         self._source = template
         self._template = ChatTemplate(template, special)
-        self._builder = PromptBuilder(vocabulary, self._template)
+        self._builder = PromptBuilder(vocabulary, self._template, boundaries=boundaries)
 
     def plan(self, messages: Sequence[Writable], options: ChatOptions) -> ChatPlan:
         """What to ask of the engine. Whatever cannot be honoured is refused here, by name."""

@@ -52,8 +52,10 @@ class PromptBuilder:
     >>> builder.build([Message(role="user", content="Hello")]).tokens
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate, *, boundaries: bool = True) -> None:
+        """`boundaries`: whether they are of use. Each takes a rendering; memory that stands anywhere needs none."""
         self._vocabulary = vocabulary
+        self._bounded = boundaries
         self._template = template
         self._control = vocabulary.control_texts
         texts = sorted(self._control, key=len, reverse=True)
@@ -75,12 +77,12 @@ class PromptBuilder:
         text = self._template.render(shielded, **options)
         tokens = self._tokens(text, mark, shown)
         boundaries, system = set(), 0
-        for count in self._ends(messages):
+        for count in self._ends(messages) if self._bounded else ():
             end = self._begins(self._opened(shielded, count, mark), text, tokens, mark, shown, **options)
             end = end or self._begins(shielded[:count], text, tokens, mark, shown, **options)
             boundaries.add(end)
             system = end if count == told(messages) else system
-        if tools and not told(messages):
+        if tools and self._bounded and not told(messages):
             system = self._begins(self._opened(shielded, 0, mark), text, tokens, mark, shown, **options)
             boundaries.add(system)
         boundaries -= {0, len(tokens)}

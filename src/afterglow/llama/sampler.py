@@ -42,7 +42,11 @@ class SamplerChain(Handle):
             except InvalidGrammar:
                 self.close()
                 raise
-        self._plain = sampling.greedy and library().symbols.llama_sampler_chain_n(self._pointer) == 1
+        # Nothing but an argmax, perhaps of logits with biases: that needs no candidates.
+        stages = library().symbols.llama_sampler_chain_n(self._pointer)
+        self._plain = sampling.greedy and stages == 1 + bool(sampling.logit_bias)
+        self._biased = np.array(list(sampling.logit_bias), dtype=np.intp)
+        self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._candidates: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._array = library().ffi.new("llama_token_data_array *")
 
@@ -53,6 +57,9 @@ class SamplerChain(Handle):
             raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
         if self._plain and self._grammar is None:
             assert self.pointer
+            if self._biases.size:
+                logits = logits.copy()
+                logits[self._biased] += self._biases
             return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
         self._fill(logits, allowed)
         if self._grammar is not None:
