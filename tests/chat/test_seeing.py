@@ -10,6 +10,7 @@ from gallery import coloured, noisy
 
 import afterglow
 from afterglow import tiny
+from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.conversation import Conversation
 from afterglow.engine.entries import Media
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia
@@ -88,7 +89,8 @@ def test_c18_user_text_that_contains_a_mark_of_a_picture_stays_text(colours, wri
 
 def test_boundaries_count_pictures_as_single_entries(colours):
     talk = [user(picture("R"), text("One?")), ("assistant", "R"), user(picture("G"), text("Two?"))]
-    prompt = colours.chat_prompt(talk)
+    with Chat(colours.vocabulary, colours.chat_template, sight=colours._sight) as chat:
+        prompt = chat.plan(talk, ChatOptions()).prompt
     earlier = colours.chat_prompt(talk[:1])
     assert len(earlier.entries) in prompt.boundaries  # where the answer begins
     assert prompt.entries[: len(earlier.entries)] == earlier.entries

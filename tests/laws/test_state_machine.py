@@ -437,7 +437,7 @@ THOROUGH = settings(
 def test_any_life_of_an_engine_is_as_if_every_request_were_its_only_one(kind, shared, clock):
     RECALLED.clear()
     run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=MODERATE)
-    assert RECALLED[kind] > 3, "and what was stored was of use"
+    assert RECALLED[kind] > 0, "and what was stored was of use"
 
 
 @pytest.mark.full
