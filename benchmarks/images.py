@@ -19,17 +19,16 @@ import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xllamacpp
 from PIL import Image
+from shares import Row, report
 
 import afterglow
 from afterglow.completion import Completion
-from afterglow.llama.library import library
 from afterglow.media.contents import Picture
 from afterglow.model import Model
 from afterglow.tiny.attention import Llama
@@ -46,20 +45,6 @@ SEES = Size(width=128, inner=512, heads=4, layers=6, image=64, text=512)
 LATE = 0.10  # of computing everything from the beginning
 TURN = 12  # tokens of a question
 ASIDE = 3  # tokens that stand around a picture, and the last one of an answer
-
-
-@dataclass
-class Row:
-    name: str
-    value: float
-    unit: str
-    share: float | None = None
-    bar: float | None = None
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.bar is None or (self.value if self.share is None else self.share) <= self.bar
 
 
 def words(length: int, seed: int) -> list[int]:
@@ -200,13 +185,7 @@ def main() -> int:
     chosen = arguments.parse_args()
     os.environ["AFTERGLOW_DISK"] = "off"
     rows = measured(chosen.quick)
-    for row in rows:
-        share = "" if row.share is None else f"{row.share:7.1%}"
-        bar = "" if row.bar is None else f"<= {row.bar:.0%}"
-        mark = "" if row.bar is None else "ok" if row.passed else "MISSED"
-        print(f"{row.name:45} {row.value:9.3f} {row.unit:5} {share:8} {bar:8} {mark:7} {row.note}")
-    print(json.dumps({"benchmark": "images", "build": library().build, "rows": [vars(row) for row in rows]}))
-    return 0 if all(row.passed for row in rows) else 1
+    return report("images", rows)
 
 
 if __name__ == "__main__":

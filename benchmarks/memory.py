@@ -20,12 +20,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 import xllamacpp
+from shares import Row, report
 
 import afterglow
 from afterglow import registry
@@ -45,20 +45,6 @@ NEXT = 12  # tokens of the next turn
 RAM, DISK = 0.03, 0.05  # of cold
 MORE = 0.05  # tokens more than an ideal cache computes
 SOAK_BYTES = 24 * 1024**2  # so little that a short one is full, too
-
-
-@dataclass
-class Row:
-    name: str
-    value: float
-    unit: str
-    share: float | None = None  # of the cold start
-    bar: float | None = None
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.bar is None or (self.value if self.share is None else self.share) <= self.bar
 
 
 def words(length: int, seed: int) -> list[int]:
@@ -261,13 +247,7 @@ def main() -> int:
         return 0
     os.environ["AFTERGLOW_DISK"] = "off"  # but where it is asked for
     rows = measured(chosen.quick, chosen.soak or (8.0 if chosen.quick else 60.0))
-    for row in rows:
-        share = "" if row.share is None else f"{row.share:7.1%}"
-        bar = "" if row.bar is None else f"<= {row.bar:.0%}"
-        mark = "" if row.bar is None else "ok" if row.passed else "MISSED"
-        print(f"{row.name:45} {row.value:9.3f} {row.unit:5} {share:8} {bar:8} {mark:7} {row.note}")
-    print(json.dumps({"benchmark": "memory", "build": library().build, "rows": [vars(row) for row in rows]}))
-    return 0 if all(row.passed for row in rows) else 1
+    return report("memory", rows)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ turn of a long conversation tokenizes only what is new.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,19 +77,25 @@ class PromptBuilder:
         options: dict[str, Any] = {"tools": tools, "arguments": arguments}
         text = self._template.render(shielded, **options)
         tokens = self._tokens(text, mark, shown)
-        boundaries, system = set(), 0
-        for count in self._ends(messages) if self._bounded else ():
-            end = self._begins(self._opened(shielded, count, mark), text, tokens, mark, shown, **options)
-            end = end or self._begins(shielded[:count], text, tokens, mark, shown, **options)
-            boundaries.add(end)
-            system = end if count == told(messages) else system
-        if tools and self._bounded and not told(messages):
-            system = self._begins(self._opened(shielded, 0, mark), text, tokens, mark, shown, **options)
-            boundaries.add(system)
-        boundaries -= {0, len(tokens)}
+        begins = functools.partial(self._begins, text=text, tokens=tokens, mark=mark, shown=shown, **options)
+        boundaries, system = self._edges(shielded, mark, begins, bool(tools)) if self._bounded else (set(), 0)
         entries, places, contents = filled(tokens, shown)
-        edges = frozenset(places[boundary] for boundary in boundaries)
+        edges = frozenset(places[boundary] for boundary in boundaries - {0, len(tokens)})
         return Prompt(entries, edges, shown.without_holes(text.replace(mark, "")), places[system], contents)
+
+    def _edges(
+        self, messages: Sequence[Message], mark: str, begins: Callable[[Sequence[Message]], int], tools: bool
+    ) -> tuple[set[int], int]:
+        """Where a later prompt may part from this one, and how many tokens its system messages and tools are."""
+        boundaries, system, first = set(), 0, told(messages)
+        for count in self._ends(messages, first):
+            end = begins(self._opened(messages, count, mark)) or begins(messages[:count])
+            boundaries.add(end)
+            system = end if count == first else system
+        if tools and not first:
+            system = begins(self._opened(messages, 0, mark))
+            boundaries.add(system)
+        return boundaries, system
 
     def _opened(self, messages: Sequence[Message], count: int, mark: str) -> list[Message]:
         """The first messages and the next one without what it says: an edited one parts from it there."""
@@ -145,9 +152,9 @@ class PromptBuilder:
             self._stretches.move_to_end(text)
         return known
 
-    def _ends(self, messages: Sequence[Message]) -> set[int]:
-        """After how many messages a later prompt is likely to part from this one."""
-        return {told(messages), *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
+    def _ends(self, messages: Sequence[Message], first: int) -> set[int]:
+        """After how many messages a later prompt is likely to part from this one: the `first` say how to answer."""
+        return {first, *range(max(1, len(messages) - RECENT), len(messages) + 1)} - {0}
 
     def _shield(self, message: Message, mark: str) -> Message:
         """Break up the texts of control tokens in what people and tools wrote, so that they stay text."""

@@ -125,6 +125,7 @@ class Drafting:
         rows = len(generating)
         if self._fixed is None and not (generating and not prompts and self._affordable(rows)):
             return
+        # Not for jobs that are replayed: what drafters know is that memory lacks one token.
         ready = {
             job: able
             for job in generating
@@ -153,7 +154,7 @@ class Drafting:
 
     def _limit(self, job: Job, spare: int) -> int:
         """Guesses that could be right, could be computed, and could be dropped again."""
-        if job.guessing.barred or job.replay:  # what drafters know is that memory lacks one token
+        if job.guessing.barred:
             return 0
         assert job.sequence is not None
         left = LONGEST if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1

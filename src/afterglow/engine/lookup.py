@@ -90,8 +90,9 @@ class History:
 
     def guess(self, limit: int) -> list[int]:
         """What followed the newest tokens before; where that was so recent that it ends here, again and again."""
-        if self._source is None or self._source >= len(self._log):
+        if not self.hopeful:
             return []
+        assert self._source is not None
         guesses = list(islice(cycle(self._log[self._source : self._source + limit]), limit))
         return guesses if min(guesses) >= 0 else guesses[: next(i for i, one in enumerate(guesses) if one < 0)]
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from afterglow.tiny.attention import SHARPNESS, feed_forward
 from afterglow.tiny.decoder import write_random
-from afterglow.tiny.hybrid import DraftHead
+from afterglow.tiny.hybrid import DraftHead, write_draft_head
 from afterglow.tiny.writer import Value, Writer, noise
 
 
@@ -56,7 +56,7 @@ class Step35:
         for number, draft in enumerate(self.drafts):
             block = f"blk.{self.layers + number}"
             self._block(writer, block, gain)
-            self._draft_head(writer, f"{block}.nextn", draft)
+            write_draft_head(writer, f"{block}.nextn", draft, self.embedding)
 
     def _block(self, writer: Writer, block: str, gain: float) -> None:
         writer.constant(f"{block}.attn_norm.weight", 1.0, self.embedding)
@@ -68,13 +68,6 @@ class Step35:
         writer.matrix(f"{block}.attn_v.weight", self.key_heads * self.head, self.embedding)
         writer.matrix(f"{block}.attn_output.weight", self.embedding, self.heads * self.head, gain=gain)
         feed_forward(writer, block, self.embedding, self.feed_forward, gain=gain)
-
-    def _draft_head(self, writer: Writer, block: str, draft: DraftHead) -> None:
-        writer.given(f"{block}.eh_proj.weight", draft.fusion)
-        for norm in ("enorm", "hnorm", "shared_head_norm"):
-            writer.constant(f"{block}.{norm}.weight", 1.0, self.embedding)
-        if draft.embedding is not None:
-            writer.given(f"{block}.embed_tokens.weight", draft.embedding)
 
 
 def write_chained(path: Path, *, heads: int) -> None:

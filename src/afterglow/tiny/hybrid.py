@@ -73,7 +73,7 @@ class Qwen35:
         if self.draft is not None:
             block = f"blk.{self.layers}"
             self._block(writer, block, gain, attends=True)
-            self._draft_head(writer, f"{block}.nextn", self.draft)
+            write_draft_head(writer, f"{block}.nextn", self.draft, self.embedding)
 
     def _block(self, writer: Writer, block: str, gain: float, *, attends: bool) -> None:
         writer.constant(f"{block}.attn_norm.weight", 1.0, self.embedding)
@@ -105,12 +105,14 @@ class Qwen35:
         writer.constant(f"{block}.ssm_norm.weight", 1.0, self.state)
         writer.matrix(f"{block}.ssm_out.weight", self.embedding, values, gain=gain)
 
-    def _draft_head(self, writer: Writer, block: str, draft: DraftHead) -> None:
-        writer.given(f"{block}.eh_proj.weight", draft.fusion)
-        for norm in ("enorm", "hnorm", "shared_head_norm"):
-            writer.constant(f"{block}.{norm}.weight", 1.0, self.embedding)
-        if draft.embedding is not None:
-            writer.given(f"{block}.embed_tokens.weight", draft.embedding)
+
+def write_draft_head(writer: Writer, block: str, draft: DraftHead, width: int) -> None:
+    """Add what a head has beside its own block, in every architecture that llama.cpp runs them for."""
+    writer.given(f"{block}.eh_proj.weight", draft.fusion)
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        writer.constant(f"{block}.{norm}.weight", 1.0, width)
+    if draft.embedding is not None:
+        writer.given(f"{block}.embed_tokens.weight", draft.embedding)
 
 
 def write_hybrid(path: Path, *, draft: bool) -> None:
