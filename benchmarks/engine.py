@@ -154,7 +154,7 @@ def planning(conversations: int, repeat: int) -> Row:
     for slot in memory.slots:
         slot.record.extend(np.concatenate([system, rng.integers(1, 50_000, 3000)]))
         backend._memory[slot.number].position = 4000
-        slot._position = 4000
+        slot.position = 4000
         memory._idle.insert(slot.ids, slot)
     times = []
     for index in range(repeat):

@@ -27,11 +27,15 @@ class Guide:
         """Whether nothing may follow."""
         return self.matcher is not None and self.matcher.ended
 
-    def choose(self, sampler: Sampler, logits: NDArray[np.float32]) -> int:
-        """The next token: the forced one, or what the sampler draws from those that are allowed."""
-        if self.thought is not None and (token := self.thought.forced()) is not None:
-            return token
-        return sampler.sample(logits, None if self.matcher is None else self.matcher.allowed())
+    def take(self, sampler: Sampler, logits: NDArray[np.float32]) -> int:
+        """The next token: the forced one, or what the sampler draws from those that are allowed. Both move on."""
+        token = None if self.thought is None else self.thought.forced()
+        if token is None:
+            token = sampler.take(logits, None if self.matcher is None else self.matcher.allowed())
+        else:
+            sampler.accept(token)
+        self._accept(token)
+        return token
 
     def permits(self, tokens: Sequence[int]) -> int:
         """How many of some guessed tokens may come next."""
@@ -39,8 +43,7 @@ class Guide:
             return 0
         return len(tokens) if self.matcher is None else self.matcher.permits(tokens)
 
-    def accept(self, token: int) -> None:
-        """`token` was kept."""
+    def _accept(self, token: int) -> None:
         if self.thought is not None:
             self.thought.accept(token, self.pieces[token])
         if self.matcher is not None:

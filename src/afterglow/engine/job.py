@@ -79,17 +79,19 @@ class Job:
         return bool(self.generated) and self.missing == 1 + self.replay
 
     @property
-    def cells(self) -> int:
-        """Cells that are filled by all that is known but its newest token, whatever guesses memory holds beyond it."""
+    def full(self) -> bool:
+        """Whether all that is known but its newest token fills the room, whatever guesses memory holds beyond it."""
         assert self.sequence is not None
-        return self.sequence.cells - (len(self.sequence) - self.known + 1)
+        cells = self.sequence.cells
+        return cells >= self.room and cells - (len(self.sequence) - self.known + 1) >= self.room
 
     def pending(self, count: int) -> Ids | list[int]:
         """The next `count` entries that memory lacks."""
         assert self.sequence is not None
-        start, prompt = len(self.sequence), len(self.prompt)
-        if start >= prompt:
-            known = self.generated[start - prompt : start - prompt + count]
+        start = self.sequence.record.length
+        said = start - len(self.prompt)
+        if said >= 0:
+            known = self.generated[said : said + count]
             return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from afterglow.engine.backend import Backend
 from afterglow.engine.job import Job
 from afterglow.engine.replay import Replay
-from afterglow.engine.request import Event, Reason, Token
+from afterglow.engine.request import Event, Reason, Request, Token
 from afterglow.engine.scoring import likeliest, log_probabilities
 from afterglow.errors import AfterglowError
 
@@ -24,11 +24,12 @@ def continue_answer(job: Job, backend: Backend, span: int, row: int, events: lis
     The draw is always what is kept, so guesses save time and change nothing. The first one that differs from its guess
     is the last: the rows behind it were computed for another text.
     """
+    request = job.request
     for guess in (*job.draft, None):
         logits = backend.logits(span, row)
         token = choose(job, logits)
         job.generated.append(token)
-        events.append(_event(job, token, logits))
+        events.append(Token(request.id, token) if request.logprobs is None else _scored(request, token, logits))
         job.accepted += token == guess
         ending = _ending(job, backend, token)
         if ending is not None or token != guess:
@@ -57,21 +58,12 @@ def drop_wrong(job: Job, replay: Replay | None = None) -> bool:
 
 def choose(job: Job, logits: NDArray[np.float32]) -> int:
     """The next token, by the job's sampler and by what leads it; both move on with it."""
-    if job.guide is None:
-        token = job.sampler.sample(logits)
-    else:
-        token = job.guide.choose(job.sampler, logits)
-        job.guide.accept(token)
-    job.sampler.accept(token)
-    return token
+    return job.sampler.take(logits) if job.guide is None else job.guide.take(job.sampler, logits)
 
 
-def _event(job: Job, token: int, logits: NDArray[np.float32]) -> Token:
-    count = job.request.logprobs
-    if count is None:
-        return Token(job.request.id, token)
+def _scored(request: Request, token: int, logits: NDArray[np.float32]) -> Token:
     values = log_probabilities(logits)
-    return Token(job.request.id, token, float(values[token]), likeliest(values, count))
+    return Token(request.id, token, float(values[token]), likeliest(values, request.logprobs or 0))
 
 
 def _ending(job: Job, backend: Backend, token: int) -> Ending | None:
@@ -84,6 +76,6 @@ def _ending(job: Job, backend: Backend, token: int) -> Ending | None:
         return "stop", None
     if len(job.generated) == request.max_tokens:
         return "length", None
-    if job.cells >= job.room:  # the token has no cell to go to
+    if job.full:  # the token has no cell to go to
         return "length", None
     return None

@@ -35,7 +35,7 @@ class Sequence:
         self.last_used = time.monotonic()
         self._backend = backend
         self._ledger = ledger
-        self._position = 0
+        self.position = 0  # of the next entry; with media not the number of entries
         self.cells = 0  # that its entries fill
         self.ahead = 0  # rows of the next entry, a picture, that memory holds already and the record does not
 
@@ -46,14 +46,9 @@ class Sequence:
     def ids(self) -> Ids:
         return self.record.ids
 
-    @property
-    def position(self) -> int:
-        """The position of the next entry; with media not the number of entries."""
-        return self._position
-
     def position_at(self, length: int) -> int:
         """The position of the entry with index `length`."""
-        return self._position if length == len(self) else self._ledger.positions(self.ids[:length])
+        return self.position if length == len(self) else self._ledger.positions(self.ids[:length])
 
     def resumable(self, length: int) -> bool:
         """Whether the sequence could go on after its first `length` entries."""
@@ -65,14 +60,14 @@ class Sequence:
     def decoded(self, ids: Ids | list[int]) -> None:
         """Note that memory took these entries."""
         self.ahead = 0
-        if isinstance(ids, list):
+        if isinstance(ids, list):  # tokens: each has one cell, and one position
             for number in ids:
                 self.record.append(number)
-            self._position += len(ids)
+            self.position += len(ids)
             self.cells += len(ids)
         else:
             self.record.extend(ids)
-            self._position += self._ledger.positions(ids)
+            self.position += self._ledger.positions(ids)
             self.cells += self._ledger.cells(ids)
 
     def drop_ahead(self) -> None:
@@ -82,8 +77,8 @@ class Sequence:
 
     def mend(self, *, whole: bool) -> None:
         """Make memory what the record says, or empty: it may hold more, and, where it is not `whole`, anything."""
-        if whole and self._backend.resumable(self.number, self._position):
-            self._backend.truncate(self.number, self._position)
+        if whole and self._backend.resumable(self.number, self.position):
+            self._backend.truncate(self.number, self.position)
             self.ahead = 0
         else:
             self.clear()
@@ -130,6 +125,6 @@ class Sequence:
     def _note(self, length: int) -> None:
         self.ahead = 0
         self.record.truncate(length)
-        self._position = self._ledger.positions(self.record.ids)
+        self.position = self._ledger.positions(self.record.ids)
         self.cells = self._ledger.cells(self.record.ids)
         self.aligned = min(self.aligned, length)

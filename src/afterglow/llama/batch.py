@@ -68,12 +68,10 @@ class Batch:
         row = self.count
         if row == self.capacity:
             raise InvalidArgument("tokens", f"would make a batch of {row + 1} rows; {self.capacity} fit")
-        self.tokens[row], self.positions[row], self.sequences[row], self.outputs[row] = (
-            token,
-            position,
-            sequence,
-            output,
-        )
+        self.tokens[row] = token
+        self.positions[row] = position
+        self.sequences[row] = sequence
+        self.outputs[row] = output
         self.count = row + 1
 
 
@@ -90,12 +88,14 @@ class EmbeddingBatch:
         ffi = library().ffi
         self.count = len(rows)
         self.sequence = sequence
-        self.outputs: NDArray[np.int8] = np.zeros(self.count, dtype=np.int8)
-        self.outputs[-1] = output
+        self.output = output
+        outputs = np.zeros(self.count, dtype=np.int8)
+        outputs[-1] = output
         self.rows = np.ascontiguousarray(rows, dtype=np.float32)
         self.positions = np.ascontiguousarray(positions, dtype=np.int32)
         number = ffi.new("llama_seq_id *", sequence)
         self._arrays = (
+            outputs,
             number,
             ffi.new("int32_t[]", [1] * self.count),
             ffi.new("llama_seq_id *[]", [number] * self.count),
@@ -104,5 +104,5 @@ class EmbeddingBatch:
         self.native.n_tokens = self.count
         self.native.embd = ffi.cast("float *", ffi.from_buffer(self.rows))
         self.native.pos = ffi.cast("llama_pos *", ffi.from_buffer(self.positions))
-        self.native.n_seq_id, self.native.seq_id = self._arrays[1:]
-        self.native.logits = ffi.cast("int8_t *", ffi.from_buffer(self.outputs))
+        self.native.n_seq_id, self.native.seq_id = self._arrays[2:]
+        self.native.logits = ffi.cast("int8_t *", ffi.from_buffer(outputs))

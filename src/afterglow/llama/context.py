@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,9 @@ class Context(Handle):
         self.state = States(self)
         self.adapters: dict[Adapter, float] = {}
         self.decodes = 0
-        self._outputs = np.zeros(0, dtype=np.int8)
-        self._logits: NDArray[np.float32] | None = None  # of the last decode, once somebody asked
-        self._places: list[int] = []  # of each row among the outputs
+        self._rows = 0  # of the last decode
+        self._places: dict[int, int] = {}  # of the rows that asked for one, among its outputs
+        self._logits: NDArray[np.float32] | None = None  # once somebody asked
         self._interrupt = _interruptible(pointer)
 
     def _free(self, pointer: Any) -> None:
@@ -67,13 +67,11 @@ class Context(Handle):
         parts may have been applied; ask `memory.positions` and truncate your record.
         """
         batch = batch or self.batch
-        self._check(batch)
+        outputs = self._check(batch)
         batch.native.n_tokens = batch.count
         self._compute(batch.native, batch.count)
         self.memory.decoded(batch.sequences[: batch.count])
-        self._outputs = batch.outputs[: batch.count].copy()
-        if self.settings.embeddings:
-            self._outputs[:] = 1
+        self._rows, self._places = batch.count, dict(zip(outputs, range(len(outputs)), strict=True))
 
     def decode_rows(self, batch: EmbeddingBatch, *, causal: bool = True) -> None:
         """Compute rows that are no tokens. Not `causal`: they see one another, and have to fit into one ubatch.
@@ -90,11 +88,11 @@ class Context(Handle):
             if not causal:
                 symbols.llama_set_causal_attn(self.pointer, self.model.info.causal)
         self.memory.decoded_rows(batch.sequence)
-        self._outputs = batch.outputs
+        self._rows, self._places = batch.count, {batch.count - 1: 0} if batch.output else {}
 
     def _compute(self, native: Any, rows: int) -> None:
         """The native call; what the last one gave is gone, whatever comes of this one."""
-        self._outputs, self._logits = self._outputs[:0], None
+        self._rows, self._places, self._logits = 0, {}, None
         code = self._library.symbols.llama_decode(self.pointer, native)
         self._interrupt[0] = b"\0"
         self.decodes += 1
@@ -117,8 +115,8 @@ class Context(Handle):
             raise UnsupportedOperation("rows", "this context takes tokens only")
         self.memory.check_sequence(batch.sequence)
 
-    def _check(self, batch: Batch) -> None:
-        """Refuse every batch that would abort the process."""
+    def _check(self, batch: Batch) -> Sequence[int]:
+        """The rows that give outputs. Refuses every batch that would abort the process."""
         count = batch.count
         if not 0 < count <= self.batch.capacity:
             raise InvalidArgument("batch", f"must have 1 to {self.batch.capacity} rows, not {count}")
@@ -126,14 +124,15 @@ class Context(Handle):
             raise InvalidArgument("batch", f"must have at most {self.ubatch} rows on a non-causal model, not {count}")
         if self.is_mtp and batch.hidden is None:
             raise InvalidArgument("batch", "needs a hidden state beside each token in an MTP context")
-        outputs = count if self.settings.embeddings else int(np.count_nonzero(batch.outputs[:count]))
-        if outputs > self.max_outputs:
-            raise InvalidArgument("outputs", f"must be at most {self.max_outputs} in one decode, not {outputs}")
-        # Without their sign, numbers below zero are the largest.
-        if batch.tokens[:count].view(np.uint32).max() >= self.model.vocabulary.size:
+        outputs = range(count) if self.settings.embeddings else batch.outputs[:count].nonzero()[0].tolist()
+        if len(outputs) > self.max_outputs:
+            raise InvalidArgument("outputs", f"must be at most {self.max_outputs} in one decode, not {len(outputs)}")
+        # Without their sign, numbers below zero are the largest. Lists, because for a few rows they are the fastest.
+        if max(batch.tokens[:count].view(np.uint32).tolist()) >= self.model.vocabulary.size:
             raise InvalidArgument("tokens", f"must be from 0 to {self.model.vocabulary.size - 1}")
-        if batch.sequences[:count].view(np.uint32).max() >= self.sequences:
+        if max(batch.sequences[:count].view(np.uint32).tolist()) >= self.sequences:
             raise InvalidArgument("sequence", f"must be from 0 to {self.sequences - 1}")
+        return outputs
 
     def _failure(self, code: int, rows: int) -> Exception:
         reason = self._library.log.take_error("no reason was given")
@@ -155,9 +154,10 @@ class Context(Handle):
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """The logits after `row` of the last decode: a view that the next decode overwrites."""
-        self._check_output(row)
-        logits = self._all_logits() if self._logits is None else self._logits
-        view: NDArray[np.float32] = logits[self._places[row]]
+        place = self._places.get(row)
+        if place is None:
+            raise _no_output(row)
+        view: NDArray[np.float32] = (self._all_logits() if self._logits is None else self._logits)[place]
         return view
 
     def _all_logits(self) -> NDArray[np.float32]:
@@ -165,9 +165,8 @@ class Context(Handle):
         pointer = self._library.symbols.llama_get_logits(self.pointer)
         if pointer == self._library.ffi.NULL:
             raise UnsupportedOperation("logits", "this context computes no logits")
-        self._places = (np.cumsum(self._outputs) - 1).tolist()
         size = self.model.vocabulary.size
-        self._logits = self._floats(pointer, (self._places[-1] + 1) * size).reshape(-1, size)
+        self._logits = self._floats(pointer, len(self._places) * size).reshape(-1, size)
         return self._logits
 
     def embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
@@ -181,7 +180,8 @@ class Context(Handle):
             pointer = symbols.llama_get_embeddings_seq(self.pointer, self.memory.check_sequence(sequence))
             width = self.model.classes if self.pooling == 4 else width
         else:
-            self._check_output(row if row is not None else -1)
+            if row not in self._places:
+                raise _no_output(row)
             pointer = symbols.llama_get_embeddings_ith(self.pointer, row)
         if pointer == self._library.ffi.NULL:
             raise InvalidArgument("sequence", "has no embedding: it was not in the last decode")
@@ -189,18 +189,18 @@ class Context(Handle):
 
     def hidden(self, row: int) -> NDArray[np.float32]:
         """The hidden state that MTP heads read, after `row` of the last decode: a view. See `keep_hidden`."""
-        if not 0 <= row < max(len(self._outputs), 1):
+        if not 0 <= row < max(self._rows, 1):
             raise InvalidArgument("row", f"{row} was not in the last decode")
         pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
         return self._floats(pointer, self._hidden_width())
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The hidden states after every row of the last decode: a view. Only where every row's are kept."""
-        if not len(self._outputs):
+        if not self._rows:
             raise InvalidArgument("rows", "there are none: nothing was decoded, or the last decode failed")
         pointer = self._library.symbols.llama_get_embeddings_nextn(self.pointer)
         width = self._hidden_width()
-        return self._floats(pointer, len(self._outputs) * width).reshape(-1, width)
+        return self._floats(pointer, self._rows * width).reshape(-1, width)
 
     def use_head(self, head: int) -> None:
         """Let the next decode of an MTP context run this head of a chain."""
@@ -244,10 +244,6 @@ class Context(Handle):
     def _hidden_width(self) -> int:
         return int(self._library.symbols.llama_model_n_embd_out(self.model.pointer))
 
-    def _check_output(self, row: int) -> None:
-        if not (0 <= row < len(self._outputs) and self._outputs[row]):
-            raise InvalidArgument("row", f"{row} asked for no output in the last decode")
-
     def _floats(self, pointer: Any, count: int) -> NDArray[np.float32]:
         return np.frombuffer(self._library.ffi.buffer(pointer, count * 4), dtype=np.float32)
 
@@ -268,6 +264,10 @@ def _create(model: Model, settings: ContextSettings, mtp_of: Context | None) -> 
     if pointer == opened.ffi.NULL:
         raise InvalidModel(str(model.path), opened.log.take_error("llama.cpp made no context and gave no reason"))
     return pointer
+
+
+def _no_output(row: int | None) -> InvalidArgument:
+    return InvalidArgument("row", f"{row} asked for no output in the last decode")
 
 
 def _interruptible(pointer: Any) -> Any:

@@ -50,6 +50,13 @@ class SamplerChain(Handle):
         self._candidates: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._array = library().ffi.new("llama_token_data_array *")
 
+    def take(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        """`sample`, and `accept` what came of it."""
+        token = self.sample(logits, allowed)
+        if not self._plain or self._grammar is not None:  # an argmax remembers nothing
+            self.accept(token)
+        return token
+
     def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """The next token, one of the `allowed` ones where that is given. The state does not move: `accept` what is
         kept."""

@@ -30,6 +30,11 @@ class FakeSampler:
         self.drawn += 1
         return int((logits / self.sampling.temperature + noise).argmax())
 
+    def take(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        token = self.sample(logits, allowed)
+        self.accept(token)
+        return token
+
     def accept(self, token: int) -> None:
         self.accepted.append(token)
 
