@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import select
 import subprocess
 import sys
@@ -58,7 +59,7 @@ class ChatTemplate(Closing):
         self._variables = dict(variables or {})
         self._clock = clock
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._habits: Habits | None = None
 
     def render(
@@ -129,35 +130,26 @@ class ChatTemplate(Closing):
         return str(answer["text"])
 
     def _ask(self, request: str, until: float) -> dict[str, Any]:
-        patience = max(0.0, until - time.monotonic())
         child = self._child or self._start()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        watch = threading.Timer(patience, child.kill)  # also where the pipe is full and nobody reads it
-        watch.start()
         try:
-            child.stdin.write(request + "\n")
-            child.stdin.flush()
-            line = child.stdout.readline() if select.select([child.stdout], [], [], patience)[0] else ""
-        except BrokenPipeError:
-            line = ""
+            line = exchanged(child, request.encode() + b"\n", until)
         except BaseException:  # an interrupt: the answer that still comes must not be taken for the next one's
             self._end()
             raise
-        finally:
-            watch.cancel()
         if not line:
             self._end()
             raise Exhausted(f"it took longer than {PATIENCE:.0f} s, or more memory than it may have", None)
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[bytes]:
         # By its path: as a module it would import all of afterglow first, and take three times as long.
         command = [sys.executable, "-P", template_child.__file__]
         self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
         )
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)
         return self._child
 
     def _end(self) -> None:
@@ -166,3 +158,31 @@ class ChatTemplate(Closing):
             child.kill()
             with contextlib.suppress(BrokenPipeError):
                 child.communicate()
+
+
+def exchanged(child: subprocess.Popen[bytes], request: bytes, until: float) -> bytes:
+    """The line that a child answers with; nothing where it does not until then, also where it does not even read."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    reading, writing = child.stdout.fileno(), child.stdin.fileno()
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    poll.register(writing, select.POLLOUT)
+    line, unsent = b"", memoryview(request)
+    while not line.endswith(b"\n"):
+        ready = dict(poll.poll(1000 * max(0.0, until - time.monotonic())))
+        if not ready:
+            return b""
+        if writing in ready:
+            try:
+                unsent = unsent[os.write(writing, unsent) :]
+            except BrokenPipeError:
+                return b""
+            if not unsent:
+                poll.unregister(writing)
+        if reading in ready:
+            piece = os.read(reading, 1 << 16)
+            if not piece:  # it ended
+                return b""
+            line += piece
+    return line

@@ -7,6 +7,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
@@ -21,6 +22,7 @@ from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, I
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Engine], None]
 Attempt: TypeAlias = tuple[Any, BaseException | None]  # what came of a call: a value or an error
+QUIET = 0.25  # seconds without work after which what can wait is done: an agent's next turn comes sooner
 logger = logging.getLogger("afterglow.engine")
 
 
@@ -31,6 +33,7 @@ class EngineLoop:
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
+        self._stepped = 0.0  # when there was work
         self._live: set[str] = set()  # the requests that the engine has
         self._preparing: set[str] = set()  # those whose grammar is being compiled; the engine's thread owns this
         self._preparers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-grammar")  # threads come when needed
@@ -72,7 +75,9 @@ class EngineLoop:
         self._engine = engine
         try:
             while self._obey(engine):
-                if events := engine.step():
+                events = engine.step()
+                self._stepped = time.monotonic()
+                if events:
                     self._live.difference_update(event.id for event in events if isinstance(event, Finished | Failed))
                     self._deliver(events)
         finally:
@@ -82,12 +87,21 @@ class EngineLoop:
         """Do what was asked since the last step; wait for something where there is no work. False: the end."""
         while True:
             try:
-                command = self._commands.get(block=not (engine.busy or engine.tidy()))
+                command = self._commands.get_nowait() if engine.busy else self._wait(engine)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(engine)
+
+    def _wait(self, engine: Engine) -> Command | None:
+        """The next thing that is asked. Once it was quiet for a while, what can wait is done meanwhile."""
+        patience: float | None = max(0.0, self._stepped + QUIET - time.monotonic())
+        while True:
+            try:
+                return self._commands.get(timeout=patience)
+            except queue.Empty:
+                patience = 0.0 if engine.tidy() else None
 
     def _receive(self, requests: Sequence[Request], engine: Engine) -> None:
         """Begin requests; those that go together with one whose grammar must be compiled wait for that, elsewhere."""
