@@ -135,11 +135,12 @@ def test_an_interrupted_rendering_leaves_no_answer_behind_for_the_next(monkeypat
     with ChatTemplate("{{ messages[0].content }}") as template:
         assert template.render(CONVERSATION) == "Hello"
 
-        def interrupted(*_):
+        def interrupted(child, request, until):  # its answer is still to come
+            child.stdin.write(request)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(module.select, "select", interrupted)
+            patched.setattr(module, "exchanged", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 template.render(messages([("user", "one")]))
         assert template.render(messages([("user", "two")])) == "two"
