@@ -58,12 +58,13 @@ def latest(engine: Engine) -> int:
 
 
 def clear(engine: Engine, sequence: int | None = None) -> None:
-    """Forget an idle sequence, or all, and what was stored of them."""
+    """Forget an idle sequence, or all, what was stored of them, and what was encoded for them."""
     for slot in engine.memory.slots:
         if not slot.busy and (sequence is None or slot.number == sequence):
             engine.memory.forget(slot)
     if sequence is None:
         engine.memory.forget_stored()
+        engine.looking.pictures.clear()
 
 
 def write(snapshot: Saved, path: Path) -> None:

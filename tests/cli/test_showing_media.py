@@ -14,7 +14,7 @@ from test_commands import run
 from test_talk import Terminal
 
 from afterglow import tiny
-from afterglow.cli.pictures import pictures_in
+from afterglow.cli.media import files_in
 
 MODEL = str(tiny.path("successor-attention"))
 
@@ -45,15 +45,15 @@ def test_a_path_as_terminals_paste_it_is_a_picture(cat: Path, line: str, rest: s
     escaped = str(cat).replace(" ", "\\ ").replace("'", "\\'")
     line = line.format(path=cat, escaped=escaped, url=cat.as_uri())
     if rest is None:
-        assert pictures_in(line) == (line, [])  # the name goes on with a question mark
+        assert files_in(line) == (line, [])  # the name goes on with a question mark
     else:
-        assert pictures_in(line) == (rest, [cat] * max(1, line.count(escaped)))
+        assert files_in(line) == (rest, [("image", cat)] * max(1, line.count(escaped)))
 
 
 def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
     path = tmp_path / "two words.JPG"
     path.write_bytes(b"")
-    assert pictures_in(f"What is '{path}'") == ("What is", [path])
+    assert files_in(f"What is '{path}'") == ("What is", [("image", path)])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
     ],
 )
 def test_other_lines_stay_as_they_are(line: str) -> None:
-    assert pictures_in(line) == (line, [])
+    assert files_in(line) == (line, [])
 
 
 @pytest.fixture
