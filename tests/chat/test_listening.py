@@ -13,6 +13,8 @@ from making import recorded
 import afterglow
 from afterglow import MediaPolicy, Sound, tiny
 from afterglow.conversation import Conversation
+from afterglow.engine import disk_view
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, PromptTooLong, UnsupportedMedia
 from afterglow.media.identity import fnv1a
 
@@ -111,13 +113,17 @@ def test_a_prompt_written_by_hand_holds_a_sound(notes):
 
 
 def test_what_is_forgotten_is_encoded_again(tmp_path):
-    kept = {**HEARING, "projector": tiny.path("projector-notes"), "disk": tmp_path / "kept"}
-    with afterglow.load(tiny.path("notes"), **kept) as model:
+    kept = {**HEARING, "engine": EngineSettings(disk_directory=tmp_path / "kept")}
+    with afterglow.load(tiny.path("notes"), projector=tiny.path("projector-notes"), **kept) as model:
         for _ in range(2):
             assert model.chat([user(sound("D"), text())]).usage.encoded == 1
             assert model.chat([user(sound("D"), text())]).usage.encoded == 0
             model.forget()
             assert not list((tmp_path / "kept").rglob("pictures/*"))
+        model.chat([user(sound("D"), text())])
+    assert list((tmp_path / "kept").rglob("pictures/*"))
+    assert disk_view.clear(tmp_path / "kept") > 13 * 64 * 4
+    assert not list((tmp_path / "kept").rglob("pictures/*"))
 
 
 def test_the_same_sound_elsewhere_is_not_encoded_again(notes):
@@ -199,18 +205,19 @@ def test_a_picture_and_a_sound_of_one_message_stand_where_they_were_put():
         assert (first.usage.media, first.usage.audio, first.usage.encoded) == (29, 13, 2)
         swapped = model.chat([user(text("Look: "), sound("A"), text(" Listen: "), picture)], max_tokens=4)
         assert (swapped.usage.media_cached, swapped.usage.encoded) == (0, 0)
-        assert "Look: [picture] Listen: [sound]" in model.plan(
-            [user(text("Look: "), picture, text(" Listen: "), sound("A"))]
-        ).prompt.text
+        assert (
+            "Look: [picture] Listen: [sound]"
+            in model.plan([user(text("Look: "), picture, text(" Listen: "), sound("A"))]).prompt.text
+        )
 
 
 def test_a_sound_is_heard_again_after_a_restart(tmp_path: Path):
-    kept = {**HEARING, "projector": tiny.path("projector-notes"), "disk": tmp_path / "kept"}
+    kept = {**HEARING, "engine": EngineSettings(disk_directory=tmp_path / "kept")}
     talk = [user(sound("C"), text())]
-    with afterglow.load(tiny.path("notes"), **kept) as model:
+    with afterglow.load(tiny.path("notes"), projector=tiny.path("projector-notes"), **kept) as model:
         first = model.chat(talk)
         assert (first.text, first.usage.encoded) == ("C", 1)
-    with afterglow.load(tiny.path("notes"), **kept) as model:
+    with afterglow.load(tiny.path("notes"), projector=tiny.path("projector-notes"), **kept) as model:
         again = model.chat([*talk, first.message, user(text("Are you sure?"))])
         assert (again.text, again.usage.encoded, again.usage.media_cached) == ("C", 0, 13)
         moved = model.chat([user(text("Elsewhere: "), sound("C"), text())])
