@@ -7,8 +7,10 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from gallery import played
+from test_projector import SMALL, decoded, helper_logits
 
 from afterglow import tiny
+from afterglow.llama.context import Context
 from afterglow.llama.model import Model
 from afterglow.llama.projector import Length, Piece, Projector, measurable
 from afterglow.media.contents import Sound
@@ -35,10 +37,9 @@ def test_a_projector_that_hears_says_so(hearing, name):
     assert projector.sample_rate == 16_000
 
 
-@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000, 96_000])
-@pytest.mark.parametrize("seconds", [0.01, 0.5, 1.234])
+@pytest.mark.parametrize(("rate", "seconds"), [(8_000, 0.5), (22_050, 1.234), (44_100, 0.01), (96_000, 0.7)])
 @every_projector
-def test_what_stands_for_a_sound_is_known_without_encoding_it(hearing, name, seconds, rate):
+def test_what_stands_for_a_sound_is_known_without_encoding_it(hearing, name, rate, seconds):
     projector = hearing(name)
     sound = played("A", seconds, rate)
     measured = projector.measure(measurable(sound))
@@ -94,3 +95,17 @@ def test_rows_of_sound_go_one_position_each_also_with_mrope(hearing):
     assert projector.mrope
     (embedding,) = projector.encode([played("A")])[0]
     assert embedding.offsets.tolist() == [[row] * 4 for row in range(13)]
+
+
+@pytest.mark.parametrize("kind", ["attention", "window", "hybrid"])
+@pytest.mark.parametrize("name", ["projector-wave", "projector-ultravox", "projector-both"])
+def test_our_decode_of_a_sound_gives_the_logits_of_llama_cpp_s_own(hearing, kind, name):
+    """mtmd_helper_eval_chunks is the reference: text, sound, text."""
+    projector = hearing(name, kind)
+    sound, before, after = played("A"), "Listen to this: ", " What is it?"
+    tokenize = projector.model.vocabulary.tokenize
+    with Context(projector.model, SMALL) as ours, Context(projector.model, SMALL) as theirs:
+        entries = [*tokenize(before), *projector.measure(sound), *tokenize(after)]
+        logits = decoded(ours, projector, sound, entries)
+        helped = helper_logits(theirs, projector, sound, before, after)
+    assert np.array_equal(logits, helped)
