@@ -12,7 +12,9 @@ import pytest
 import afterglow
 from afterglow.answering import Answering
 from afterglow.chat.grammar import KEYS
+from afterglow.cli.chat import chat
 from afterglow.cli.settings import Settings
+from afterglow.conversation import Conversation
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.constraint import Constraint
 from afterglow.engine.request import Request
@@ -183,6 +185,16 @@ SETTINGS = {
     "max_tokens": "test_a_command_obeys_the_file",
     "stats": "test_the_statistics_can_be_hidden",
 }
+ASK = {
+    "text": "test_a_conversation_is_answered_and_the_second_turn_is_mostly_cached",
+    "images": "test_a_conversation_is_asked_about_pictures_and_remembers_them",
+    "audio": "test_every_way_to_write_a_sound_is_the_same_sound",
+    "options": "test_an_option_that_does_not_exist_is_refused",
+}
+FILES = {  # the flags that are no settings
+    "image": "test_a_model_that_sees_answers_about_pictures_wherever_they_are_named",
+    "audio": "test_a_model_that_hears_answers_about_sounds_wherever_they_are_named",
+}
 FORMATS = dict.fromkeys(KEYS, "test_a_format_lets_exactly_its_texts_through") | {"text": "test_text_is_everything"}
 
 
@@ -199,6 +211,8 @@ TABLES = {
     "plan": (parameters(Answering.plan), PLAN),
     "request": (parameters(Answering.request), REQUEST),
     "complete": (parameters(Answering.complete), COMPLETE),
+    "ask": (parameters(Conversation.ask), ASK),
+    "afterglow chat": ([name for name in parameters(chat) if name not in Settings.model_fields], FILES),
     "load": (parameters(afterglow.load), LOAD),
     "MediaPolicy": (fields(MediaPolicy), MEDIA),
     "ServerSettings about media": (

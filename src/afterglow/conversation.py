@@ -51,16 +51,20 @@ class Conversation:
         self.options = options
         self.last: Turn | None = None  # the newest answer
 
-    def ask(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Turn:
+    def ask(
+        self, text: str, *, images: Sequence[Attachable] = (), audio: Sequence[Attachable] = (), **options: Any
+    ) -> Turn:
         """Say something and wait for the answer. An answer that fails leaves the conversation as it was.
 
-        `images` stand before the text: bytes, a `Path`, or what an `image_url` may be.
+        `images` and then `audio` stand before the text: bytes, a `Path`, or what an `image_url` may be.
         """
-        return self._answer([*self.messages, question(text, images)], options)
+        return self._answer([*self.messages, question(text, images, audio)], options)
 
-    async def ask_async(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Turn:
+    async def ask_async(
+        self, text: str, *, images: Sequence[Attachable] = (), audio: Sequence[Attachable] = (), **options: Any
+    ) -> Turn:
         """The same for asyncio."""
-        history = [*self.messages, question(text, images)]
+        history = [*self.messages, question(text, images, audio)]
         for _ in range(MAX_ROUNDS):
             turn = self.last = await self.model.chat_async(history, tools=self.tools, **{**self.options, **options})
             history.append(turn.message)
@@ -70,13 +74,17 @@ class Conversation:
         self.messages = history
         return turn
 
-    def stream(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Iterator[Part]:
+    def stream(
+        self, text: str, *, images: Sequence[Attachable] = (), audio: Sequence[Attachable] = (), **options: Any
+    ) -> Iterator[Part]:
         """Say something; the parts of the answer as they come. Abandoning it leaves the conversation as it was."""
-        return (part for delta in self.deltas(text, images=images, **options) for part in delta.parts)
+        return (part for delta in self.deltas(text, images=images, audio=audio, **options) for part in delta.parts)
 
-    def deltas(self, text: str, *, images: Sequence[Attachable] = (), **options: Any) -> Iterator[Delta]:
+    def deltas(
+        self, text: str, *, images: Sequence[Attachable] = (), audio: Sequence[Attachable] = (), **options: Any
+    ) -> Iterator[Delta]:
         """The same with the tokens and the progress behind the parts."""
-        return self._deltas([*self.messages, question(text, images)], options)
+        return self._deltas([*self.messages, question(text, images, audio)], options)
 
     def regenerate(self, **options: Any) -> Turn:
         """Answer the last question again; with a `temperature`, differently. The old answer is forgotten."""
@@ -163,13 +171,13 @@ class Conversation:
         ]
 
 
-def question(text: str, images: Sequence[Attachable] = ()) -> Message:
-    """What a user says, after the pictures it is about.
+def question(text: str, images: Sequence[Attachable] = (), audio: Sequence[Attachable] = ()) -> Message:
+    """What a user says, after the pictures and sounds it is about.
 
     >>> question("What is this?", ["https://example.com/cat.png"]).attachments[0].kind
     'image'
     """
-    return Message(role="user", content=text, attachments=attached("image", images))
+    return Message(role="user", content=text, attachments=(*attached("image", images), *attached("audio", audio)))
 
 
 def result_of(tool: Tool, call: ToolCall) -> str:

@@ -13,21 +13,21 @@ from afterglow.engine.entries import Entry, Media
 from afterglow.engine.pictures import Part, Seen, entries_of
 from afterglow.engine.services import Measures
 from afterglow.errors import InvalidArgument
-from afterglow.llama.projector import Measured, Shape
+from afterglow.llama.projector import Measurable, Measured, measurable
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.contents import Content, Picture, Sound
 
 T = TypeVar("T")
 Item: TypeAlias = str | int | Content
-REMEMBERED = 256  # shapes of pictures
+REMEMBERED = 256  # shapes of pictures and lengths of sounds
 
 
 class Measuring:
-    """Asks the engine how much room pictures take. Of a picture only its shape travels, and each shape once."""
+    """Asks the engine how much room pictures and sounds take. Only their shapes and lengths travel, and each once."""
 
     def __init__(self, call: Callable[[Callable[[Engine], Measures]], Measures]) -> None:
         self._call = call
-        self._known: OrderedDict[Shape, tuple[bytes, Measured]] = OrderedDict()
+        self._known: OrderedDict[Measurable, tuple[bytes, Measured]] = OrderedDict()
 
     def __call__(self, contents: Sequence[Content]) -> list[list[Seen]]:
         """What stands in a prompt for each."""
@@ -38,15 +38,13 @@ class Measuring:
         self._known.clear()
 
     def _one(self, content: Content) -> tuple[bytes, Measured]:
-        asked = Shape(content.width, content.height) if isinstance(content, Picture) else content
-        if isinstance(asked, Shape) and (known := self._known.get(asked)) is not None:
+        asked = measurable(content)
+        if (known := self._known.get(asked)) is not None:
             return known
         measures = self._call(functools.partial(services.measure, contents=[asked]))
-        found = measures.key, measures.measured[0]
-        if isinstance(asked, Shape):
-            self._known[asked] = found
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+        found = self._known[asked] = measures.key, measures.measured[0]
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
         return found
 
 

@@ -1,4 +1,4 @@
-"""Pictures for tests, and prompts with pictures in them."""
+"""Pictures and sounds for tests, and prompts with them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from afterglow.engine.entries import Entry
 from afterglow.engine.pictures import Part, entries_of
 from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.settings import EngineSettings
-from afterglow.llama.projector import Shape
+from afterglow.llama.projector import measurable
 from afterglow.llama.settings import ContextSettings
-from afterglow.media.contents import Picture
+from afterglow.media.contents import Content, Picture, Sound
 from afterglow.testing import FakeProjector
+from afterglow.tiny.notes import LETTERS, PITCHES
 
 PAIRS = {"attention": "projector-llava", "window": "projector-gemma3", "hybrid": "projector-qwen"}
 COLOURS = {"K": (20, 20, 20), "R": (230, 20, 20), "G": (20, 230, 20), "B": (20, 20, 230), "Y": (230, 230, 20)}
@@ -32,6 +33,14 @@ def coloured(letter: str, width: int = 40, height: int = 30) -> Picture:
     """A picture of one colour, a little uneven."""
     noise = np.random.default_rng(ord(letter)).integers(-15, 16, (height, width, 3))
     return Picture(width, height, (np.array(COLOURS[letter]) + noise).astype(np.uint8).tobytes())
+
+
+def played(letter: str, seconds: float = 0.5, rate: int = 16_000, volume: float = 0.5) -> Sound:
+    """A note with a little noise around it, which does not begin where a wave does."""
+    pitch = PITCHES[LETTERS.index(letter.encode())]
+    turns = 2 * np.pi * pitch * np.arange(int(seconds * rate)) / rate
+    noise = np.random.default_rng(ord(letter)).normal(0, 0.02, len(turns))
+    return Sound(rate, (volume * (np.sin(turns + 1) + noise)).astype(np.float32).tobytes())
 
 
 def llama_engine(
@@ -55,12 +64,12 @@ def llama_engine(
 Asked = tuple[list[Entry], dict[bytes, Part]]
 
 
-def asked(engine: Engine, *items: Picture | Sequence[Entry]) -> Asked:
-    """The entries and the contents of a prompt out of tokens and pictures."""
+def asked(engine: Engine, *items: Content | Sequence[Entry]) -> Asked:
+    """The entries and the contents of a prompt out of tokens, pictures and sounds."""
     entries: list[Entry] = []
     contents: dict[bytes, Part] = {}
     for item in items:
-        if not isinstance(item, Picture):
+        if not isinstance(item, Content):
             entries += item
             continue
         for entry, part in seen(engine, item):
@@ -70,12 +79,12 @@ def asked(engine: Engine, *items: Picture | Sequence[Entry]) -> Asked:
     return entries, contents
 
 
-def seen(engine: Engine, picture: Picture):
+def seen(engine: Engine, content: Content):
     projector = engine.backend.projector
     if isinstance(projector, FakeProjector):
-        return entries_of(picture, projector.measure(picture), projector.key)
-    measures = services.measure(engine, [Shape(picture.width, picture.height)])
-    return entries_of(picture, measures.measured[0], measures.key)
+        return entries_of(content, projector.measure(content), projector.key)
+    measures = services.measure(engine, [measurable(content)])
+    return entries_of(content, measures.measured[0], measures.key)
 
 
 def check_positions(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from afterglow.llama.batch import EmbeddingBatch
 from afterglow.llama.context import Context
 from afterglow.llama.library import library
 from afterglow.llama.model import Model
-from afterglow.llama.projector import Piece, Projector, ProjectorSettings, Shape, resampled
+from afterglow.llama.projector import Piece, Projector, ProjectorSettings, Shape
 from afterglow.llama.settings import ContextSettings
 from afterglow.media.contents import Sound
 
@@ -211,10 +211,3 @@ def test_rows_that_would_abort_are_typed_errors(pair):
             context.decode_rows(EmbeddingBatch(rows[:5], np.arange(4, dtype=np.int32), sequence=0))
         with pytest.raises(InvalidArgument, match="sequence"):
             context.decode_rows(EmbeddingBatch(rows[:5], np.arange(5, dtype=np.int32), sequence=7))
-
-
-def test_a_sound_at_another_rate_sounds_the_same():
-    seconds = np.arange(48_000) / 48_000
-    high = np.sin(2 * np.pi * 440 * seconds).astype(np.float32)
-    low = resampled(Sound(rate=48_000, samples=high.tobytes()), 16_000)
-    assert np.abs(low - high[::3]).max() < 1e-3

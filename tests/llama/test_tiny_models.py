@@ -134,8 +134,9 @@ def load(lib: Any, directory: Path) -> Load:
 
 
 def test_every_promised_name_is_offered() -> None:
-    others = {"embedding", "adapter", "colours", "projector-colours"}
-    assert set(tiny.names()) == {*TEXT, *PROJECTORS, *others}
+    pairs = {"colours", "projector-colours", "notes", "projector-notes"}
+    hearing = {"projector-wave", "projector-ultravox", "projector-both"}
+    assert set(tiny.names()) == {*TEXT, *PROJECTORS, *pairs, *hearing, "embedding", "adapter"}
     assert len(SUCCESSORS) == 7
 
 

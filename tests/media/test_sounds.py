@@ -16,7 +16,8 @@ from afterglow.errors import InvalidArgument, InvalidMedia
 from afterglow.media import sounds
 from afterglow.media.contents import Sound
 from afterglow.media.opening import MediaPolicy
-from afterglow.media.sounds import resampled, sound_of
+from afterglow.media.resampling import resampled
+from afterglow.media.sounds import sound_of
 
 
 def samples(sound: Sound) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -18,11 +18,11 @@ from afterglow.engine.entries import Entry, Media
 from afterglow.engine.pictures import Part, Seen
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia
 from afterglow.llama.projector import MediaKind
-from afterglow.media.contents import Content
+from afterglow.media.contents import Content, Sound
 from afterglow.media.policy import CLOSED, MediaPolicy
 
 PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xF4000))
-INSTEAD = "[picture]"  # what texts for people have in a hole
+STAND_INS: dict[MediaKind, str] = {"image": "[picture]", "audio": "[sound]"}  # what texts for people have in a hole
 Measure: TypeAlias = Callable[[Sequence[Content]], list[list[Seen]]]
 logger = logging.getLogger("afterglow")
 
@@ -57,10 +57,23 @@ class Shown:
 
     def without_holes(self, text: str) -> str:
         """The text for people."""
-        return re.sub(f"{self.hole}\\d+{self.hole}", INSTEAD, text) if self.contents else text
+        return re.sub(f"{self.hole}(\\d+){self.hole}", self._instead, text) if self.contents else text
+
+    def _instead(self, hole: re.Match[str]) -> str:
+        heard = any(part is not None and isinstance(part.content, Sound) for _, part in self.contents[int(hole[1])])
+        return STAND_INS["audio" if heard else "image"]
 
 
 NOTHING = Shown()
+
+
+def stand_in(kinds: Collection[MediaKind]) -> str:
+    """What stands for a picture or a sound of which one knows only what the model takes.
+
+    >>> stand_in({"audio"}), stand_in({"image", "audio"})
+    ('[sound]', '[picture or sound]')
+    """
+    return STAND_INS[next(iter(kinds))] if len(kinds) == 1 else "[picture or sound]"
 
 
 def look(messages: Sequence[Message], sight: Sight, policy: MediaPolicy = CLOSED) -> tuple[list[Message], Shown]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from afterglow.cli.media import Named
 from afterglow.cli.opening import open_model
 from afterglow.cli.settings import Settings, settings
 from afterglow.cli.showing import page_for, show
@@ -30,10 +31,14 @@ Projector = Annotated[
     Path | None,
     typer.Option(help="The file that lets the model see or hear. Default: the only one beside it.", show_default=False),
 ]
-StripMedia = Annotated[bool | None, typer.Option("--strip-media", help="Leave out what the model cannot see.")]
+StripMedia = Annotated[bool | None, typer.Option("--strip-media", help="Leave out what the model cannot take.")]
 Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="A picture to ask about. Can be given several times.", show_default=False),
+]
+Audio = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", help="A sound to ask about. Can be given several times.", show_default=False),
 ]
 
 
@@ -51,6 +56,7 @@ def chat(
     projector: Projector = None,
     strip_media: StripMedia = None,
     image: Images = None,
+    audio: Audio = None,
     markdown: Annotated[bool | None, typer.Option(help="Draw answers as markdown.")] = None,
     stats: Annotated[bool | None, typer.Option(help="Say after each answer what it took.")] = None,
 ) -> None:
@@ -82,9 +88,11 @@ def chat(
         conversation = Conversation(loaded, system=chosen.system, **answer_options(chosen))
         if question is None:
             console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]", highlight=False)
-            Talk(conversation, chosen, console, image or ()).run()
+            given: list[Named] = [("image", path) for path in image or ()]
+            Talk(conversation, chosen, console, [*given, *(("audio", path) for path in audio or ())]).run()
         else:
-            show(conversation.deltas(question, images=image or ()), page_for(console, markdown=chosen.markdown))
+            deltas = conversation.deltas(question, images=image or (), audio=audio or ())
+            show(deltas, page_for(console, markdown=chosen.markdown))
 
 
 def answer_options(chosen: Settings) -> dict[str, Any]:

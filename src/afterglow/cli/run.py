@@ -35,6 +35,7 @@ def run(
     projector: chat.Projector = None,
     strip_media: chat.StripMedia = None,
     image: chat.Images = None,
+    audio: chat.Audio = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on standard error what it took.")] = False,
 ) -> None:
     """Answer one prompt on standard output, and end."""
@@ -55,8 +56,8 @@ def run(
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt
     options = chat.answer_options(chosen)
-    if raw and image:
-        raise InvalidArgument("--image", "needs the chat template: leave --raw out")
+    if raw and (image or audio):
+        raise InvalidArgument("--image" if image else "--audio", "needs the chat template: leave --raw out")
     if schema is not None:
         options["response_format"] = schema_format(schema)
     with open_model(chosen, console) as loaded:
@@ -67,7 +68,7 @@ def run(
             print()
             return
         conversation = Conversation(loaded, system=chosen.system, **options)
-        show(conversation.deltas(text, images=image or ()), page_for(Console(), markdown=False))
+        show(conversation.deltas(text, images=image or (), audio=audio or ()), page_for(Console(), markdown=False))
         if stats and conversation.last is not None:
             console.print(statistics(conversation.last), highlight=False, soft_wrap=True)
 

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from afterglow.chat.reply import Delta
-from afterglow.cli.pictures import described, pictures_in, unquoted
+from afterglow.cli.media import WORDS, Named, by_kind, described, files_in, unquoted
 from afterglow.cli.settings import Settings
 from afterglow.cli.showing import page_for, show, statistics
 from afterglow.conversation import Conversation
 from afterglow.errors import AfterglowError, Cancelled
+from afterglow.media.policy import Kind
 
 HELP = """\
 /regenerate      answer the last question again
@@ -29,6 +30,7 @@ HELP = """\
 /save FILE       write the conversation to a file; /load FILE reads one
 /system TEXT     begin anew with another system prompt
 /image FILE      show a picture with the next question; so does a file that is dragged into a line
+/audio FILE      the same with a sound
 /stats           show or hide what answers take
 /exit            end (or Ctrl-D)
 Alt-Enter begins a new line; so does a line that ends with \\. Ctrl-C stops an answer."""
@@ -38,11 +40,11 @@ class Talk:
     """Reads lines until the person ends it."""
 
     def __init__(
-        self, conversation: Conversation, settings: Settings, console: Console, images: Sequence[Path] = ()
+        self, conversation: Conversation, settings: Settings, console: Console, given: Sequence[Named] = ()
     ) -> None:
         self._conversation = conversation
-        self._images: list[Path] = []  # to be shown with the next question
-        self._given = images  # before the first one
+        self._ready: list[Named] = []  # pictures and sounds that go with the next question
+        self._given = given  # before the first one
         self._earlier: list[Conversation] = []  # those that were forked
         self._console = console
         self._markdown = settings.markdown
@@ -58,7 +60,8 @@ class Talk:
             "save": self._save,
             "load": self._load,
             "system": self._system,
-            "image": self._image,
+            "image": functools.partial(self._file, "image"),
+            "audio": functools.partial(self._file, "audio"),
             "stats": self._toggle_stats,
             "help": lambda _: self._console.print(HELP, markup=False, highlight=False),
         }
@@ -79,15 +82,15 @@ class Talk:
             self._console.print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
 
     def _take(self, line: str) -> None:
-        """A question with the pictures that were dragged into it, or a command."""
+        """A question with the pictures and sounds that were dragged into it, or a command."""
         known = line[1:].partition(" ")[0] in self._commands if line.startswith("/") else False
-        question, images = (line, []) if known else pictures_in(line)
+        question, dragged = (line, []) if known else files_in(line)
         if question.startswith("/"):
             return self._command(question[1:])
-        self._show(images)
+        self._show(dragged)
         if question:
-            images, self._images = self._images, []
-            self._answer(self._conversation.deltas(question, images=images))
+            ready, self._ready = self._ready, []
+            self._answer(self._conversation.deltas(question, **by_kind(ready)))
 
     # --- lines
 
@@ -170,7 +173,7 @@ class Talk:
 
     def _history(self, _: str) -> None:
         for index, message in enumerate(self._conversation.messages):
-            seen = "[picture] " * len(message.attachments)
+            seen = "".join(f"[{WORDS[one.kind]}] " for one in message.attachments)
             self._note(f"{index} {message.role}: {seen}{message.content}")
 
     def _save(self, name: str) -> None:
@@ -186,16 +189,16 @@ class Talk:
         self._conversation.load(Path(name).expanduser())
         self._note(f"{len(self._conversation.messages)} messages")
 
-    def _image(self, name: str) -> None:
+    def _file(self, kind: Kind, name: str) -> None:
         if not name:
-            return self._note("write /image and a file")
-        self._show([Path(unquoted(name)).expanduser()])
+            return self._note(f"write /{kind} and a file")
+        self._show([(kind, Path(unquoted(name)).expanduser())])
 
-    def _show(self, images: Sequence[Path]) -> None:
-        """Have pictures ready for the next question, each said in one line."""
-        for path in images:
-            self._note(f"a picture: {described(path)}")
-            self._images.append(path)
+    def _show(self, named: Sequence[Named]) -> None:
+        """Have pictures and sounds ready for the next question, each said in one line."""
+        for kind, path in named:
+            self._note(described(kind, path))
+            self._ready.append((kind, path))
 
     def _system(self, text: str) -> None:
         model, options = self._conversation.model, self._conversation.options

@@ -172,11 +172,12 @@ def unpin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> bool:
 
 
 def clear(engine: Engine) -> None:
-    """Forget everything: idle sequences, RAM, and what is on disk of this model."""
+    """Forget everything: idle sequences, RAM, what is on disk of this model, and what was encoded."""
     for slot in engine.memory.slots:
         if not slot.busy:
             engine.memory.forget(slot)
     engine.memory.forget_stored()
+    engine.looking.pictures.clear()
 
 
 def place(engine: Engine) -> Place | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from afterglow.engine import disk_files
+from afterglow.engine import disk_files, picture_files
 from afterglow.engine.disk_index import Row, open_index
 from afterglow.engine.entries import Ids, common_prefix
 from afterglow.engine.explanation import Explanation
@@ -157,8 +157,11 @@ def chosen(directory: Path, id: str) -> StoredConversation:
 
 
 def clear(directory: Path, models: Collection[str] | None = None) -> int:
-    """Forget everything, or everything of some models, pinned too; the bytes that are free now."""
-    freed = 0
+    """Forget everything, or everything of some models, pinned too; the bytes that are free now.
+
+    What is encoded of pictures and sounds does not say of which model it is, and goes in any case.
+    """
+    freed = picture_files.remove_all(directory)
     with open_index(directory) as index:
         index.collect()
         for row in index.rows():

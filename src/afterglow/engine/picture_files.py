@@ -76,9 +76,7 @@ class PictureFiles:
 
     def clear(self) -> None:
         """Remove all of them."""
-        for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):
-                path.unlink()
+        remove_all(self.folder.parent)
 
     def _path(self, source: bytes) -> Path:
         return self.folder / f"{source.hex()}{SUFFIX}"
@@ -96,6 +94,17 @@ class PictureFiles:
             if used + size > self._limit or (path.suffix == ".tmp" and newest - modified > STALE):
                 path.unlink(missing_ok=True)
                 used -= nbytes
+
+
+def remove_all(directory: Path) -> int:
+    """Remove what is encoded in a directory of the disk tier; the bytes that are free now."""
+    freed = 0
+    for path in (directory / FOLDER).glob("*"):
+        with contextlib.suppress(OSError):
+            size = path.lstat().st_size
+            path.unlink()
+            freed += size
+    return freed
 
 
 def packed(embeddings: Sequence[Embedding], source: bytes) -> bytes:

@@ -19,7 +19,6 @@ from afterglow.llama.context import Context
 from afterglow.llama.model import Model, ModelInfo
 from afterglow.llama.projector import Measurable, Measured, MediaKind, Projector
 from afterglow.llama.settings import ContextSettings
-from afterglow.media.contents import Content
 
 SHOWN = 48  # entries shown of a sequence
 NO_POOLING, RANK = 0, 4  # llama.cpp's numbers
@@ -116,8 +115,8 @@ class Measures:
     measured: tuple[Measured, ...]
 
 
-def measure(engine: Engine, contents: Sequence[Content | Measurable]) -> Measures:
-    """How much room pictures and sounds take, without encoding them; of a picture its shape is enough."""
+def measure(engine: Engine, contents: Sequence[Measurable]) -> Measures:
+    """How much room pictures and sounds take, without encoding them: their shapes and lengths are enough."""
     projector = engine.backend.projector
     if not isinstance(projector, Projector):
         raise UnsupportedMedia("content", engine.looking.trouble_at_load or "this model takes only text")

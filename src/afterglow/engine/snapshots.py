@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from afterglow.engine import cache
 from afterglow.engine.engine import Engine
 from afterglow.engine.reuse import Fresh
 from afterglow.engine.sequence import Saved
@@ -58,12 +59,12 @@ def latest(engine: Engine) -> int:
 
 
 def clear(engine: Engine, sequence: int | None = None) -> None:
-    """Forget an idle sequence, or all, and what was stored of them."""
-    for slot in engine.memory.slots:
-        if not slot.busy and (sequence is None or slot.number == sequence):
-            engine.memory.forget(slot)
+    """Forget an idle sequence; or everything, wherever it is kept."""
     if sequence is None:
-        engine.memory.forget_stored()
+        return cache.clear(engine)
+    for slot in engine.memory.slots:
+        if slot.number == sequence and not slot.busy:
+            engine.memory.forget(slot)
 
 
 def write(snapshot: Saved, path: Path) -> None:

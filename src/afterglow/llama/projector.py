@@ -24,11 +24,13 @@ from afterglow.llama.handle import Handle
 from afterglow.llama.library import library
 from afterglow.llama.model import Model
 from afterglow.media.contents import Content, Picture, Sound
+from afterglow.media.resampling import resampled, resampled_count
 
 MediaKind: TypeAlias = Literal["image", "audio"]
 TEXT, IMAGE = 0, 1  # mtmd's numbers of what a chunk is
 FULL, INCOMPATIBLE = 2, 3  # why a chunk does not go into a batch
 SIDE = 2**15  # pixels; larger ones only cost memory, every projector shrinks them
+SHORTEST = 0.1  # seconds; shorter sounds are filled up with silence: mtmd aborts on one sample, some families on more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,26 @@ class Shape:
     height: int
 
 
-Measurable: TypeAlias = Shape | Sound
+@dataclass(frozen=True, slots=True)
+class Length:
+    """All of a sound that decides how much room it takes."""
+
+    rate: int
+    count: int  # of samples
+
+
+Measurable: TypeAlias = Shape | Length
+
+
+def measurable(content: Content) -> Measurable:
+    """What of a content decides how much room it takes.
+
+    >>> measurable(Sound(rate=16_000, samples=bytes(4 * 800)))
+    Length(rate=16000, count=800)
+    """
+    if isinstance(content, Picture):
+        return Shape(content.width, content.height)
+    return Length(content.rate, len(content.samples) // 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,7 @@ class Projector(Handle):
         }
         self.kinds: frozenset[MediaKind] = frozenset(kind for kind, can in kinds.items() if can)
         self.sample_rate: int = max(0, symbols.mtmd_get_audio_sample_rate(pointer))
+        self._shortest = int(SHORTEST * self.sample_rate)  # samples
         self.mrope = bool(symbols.mtmd_decode_use_mrope(pointer))
         self.width: int = symbols.llama_model_n_embd_inp(model.pointer)
         # Everything that shapes what comes out, beside the content. The model's file is in the keys of its states.
@@ -150,7 +172,8 @@ class Projector(Handle):
 
     def measure(self, content: Content | Measurable) -> Measured:
         """What will stand in a prompt for this, without encoding it."""
-        with self._bitmap(content) as bitmap, self._chunks(bitmap) as chunks:
+        asked = measurable(content) if isinstance(content, Content) else content
+        with self._bitmap(asked) as bitmap, self._chunks(bitmap) as chunks:
             measured: list[int | Piece] = []
             for chunk in chunks:
                 measured += self._tokens(chunk) if self._kind(chunk) == TEXT else [self._piece(chunk)]
@@ -226,24 +249,38 @@ class Projector(Handle):
 
     @contextmanager
     def _bitmap(self, content: Content | Measurable) -> Iterator[Any]:
+        self._check(content)
         ffi, symbols = self._library.ffi, self._library.symbols
-        kind: MediaKind = "audio" if isinstance(content, Sound) else "image"
-        if kind not in self.kinds:
-            able = " and ".join(sorted(self.kinds)) or "nothing"
-            raise UnsupportedMedia("content", f"the projector {self.path.name} takes {able}, not {kind}")
         if isinstance(content, Sound):
-            samples = resampled(content, self.sample_rate)
+            samples = self._samples(content)
             bitmap = symbols.mtmd_bitmap_init_from_audio(len(samples), ffi.from_buffer("float[]", samples))
+        elif isinstance(content, Length):
+            bitmap = symbols.mtmd_bitmap_init_from_audio(self._count(content), ffi.NULL)
         else:
-            if max(content.width, content.height) > SIDE:
-                size = f"{content.width} by {content.height}"
-                raise UnsupportedMedia("content", f"a picture of {size} is too large, the limit is {SIDE} on a side")
             pixels = ffi.from_buffer(content.pixels) if isinstance(content, Picture) else ffi.NULL
             bitmap = symbols.mtmd_bitmap_init(content.width, content.height, pixels)
         try:
             yield bitmap
         finally:
             symbols.mtmd_bitmap_free(bitmap)
+
+    def _check(self, content: Content | Measurable) -> None:
+        kind: MediaKind = "audio" if isinstance(content, Sound | Length) else "image"
+        if kind not in self.kinds:
+            able = " and ".join(sorted(self.kinds)) or "nothing"
+            raise UnsupportedMedia("content", f"the projector {self.path.name} takes {able}, not {kind}")
+        if isinstance(content, Picture | Shape) and max(content.width, content.height) > SIDE:
+            size = f"{content.width} by {content.height}"
+            raise UnsupportedMedia("content", f"a picture of {size} is too large, the limit is {SIDE} on a side")
+
+    def _samples(self, sound: Sound) -> NDArray[np.float32]:
+        """A sound as the projector hears it: at its rate, and not too short."""
+        samples = np.frombuffer(resampled(sound, self.sample_rate).samples, np.float32)
+        return np.pad(samples, (0, max(0, self._shortest - len(samples))))
+
+    def _count(self, length: Length) -> int:
+        """How many samples the projector hears of a sound of this length."""
+        return max(self._shortest, resampled_count(length.count, length.rate, self.sample_rate))
 
     @contextmanager
     def _chunks(self, bitmap: Any) -> Iterator[list[Any]]:
@@ -275,20 +312,3 @@ class Projector(Handle):
             positions=symbols.mtmd_input_chunk_get_n_pos(chunk),
             whole=bool(symbols.mtmd_decode_use_non_causal(self.pointer, chunk)),
         )
-
-
-def resampled(sound: Sound, rate: int) -> NDArray[np.float32]:
-    """The samples of a sound at another rate; what the new rate cannot carry is left out.
-
-    >>> len(resampled(Sound(rate=48_000, samples=bytes(4 * 48_000)), 16_000))
-    16000
-    """
-    samples = np.frombuffer(sound.samples, dtype=np.float32)
-    if sound.rate == rate:
-        return samples.copy()
-    count = max(1, round(len(samples) * rate / sound.rate))
-    waves = np.fft.rfft(samples)
-    kept = np.zeros(count // 2 + 1, dtype=waves.dtype)
-    shared = min(len(kept), len(waves))
-    kept[:shared] = waves[:shared]
-    return (np.fft.irfft(kept, count) * (count / len(samples))).astype(np.float32)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
+
 from afterglow.errors import InvalidArgument
 
 
@@ -53,6 +55,8 @@ class Sound:
     def __post_init__(self) -> None:
         if self.rate < 1 or not self.samples or len(self.samples) % 4:
             raise InvalidArgument("samples", f"{len(self.samples)} bytes at {self.rate} a second are no sound")
+        if not np.isfinite(np.frombuffer(self.samples, np.float32)).all():
+            raise InvalidArgument("samples", "have numbers in them that are not finite")
 
     @property
     def nbytes(self) -> int:

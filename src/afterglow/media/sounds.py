@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import math
 
 import numpy as np
 import soundfile  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from afterglow.errors import InvalidArgument, InvalidMedia
+from afterglow.errors import InvalidMedia
 from afterglow.media.contents import Sound
 from afterglow.media.policy import CLOSED, MediaPolicy
+from afterglow.media.resampling import RATES
 
 # The encodings that are decoded inside a file of each format; WAV can hold nearly anything.
 ENCODINGS = {
@@ -20,10 +20,8 @@ ENCODINGS = {
     "MP3": frozenset({"MPEG_LAYER_III"}),
     "FLAC": frozenset({"PCM_S8", "PCM_16", "PCM_24"}),
 }
-RATES = range(4_000, 384_001)  # samples a second
 MAX_CHANNELS = 8
 BLOCK = 1 << 16  # frames decoded at once
-WIDTH = 32  # of the filter for another rate, in samples of the lower rate to each side
 
 
 def sound_of(data: bytes, policy: MediaPolicy = CLOSED, *, source: str = "the sound") -> Sound:
@@ -80,36 +78,3 @@ def _mixed(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> NDArr
 
 def _too_long(policy: MediaPolicy, source: str) -> InvalidMedia:
     return InvalidMedia(source, f"it is longer than {policy.max_seconds:g} seconds, which is the limit here")
-
-
-def resampled(sound: Sound, rate: int) -> Sound:
-    """The same sound with another number of samples a second; what is too high for them is taken out.
-
-    >>> resampled(Sound(rate=48_000, samples=bytes(4 * 48_000)), 16_000).seconds
-    1.0
-    """
-    if rate not in RATES:
-        raise InvalidArgument("rate", f"must be from {RATES.start:,} to {RATES[-1]:,} samples a second, not {rate:,}")
-    if rate == sound.rate:
-        return sound
-    given = np.frombuffer(sound.samples, np.float32)
-    common = math.gcd(rate, sound.rate)
-    up, down = rate // common, sound.rate // common
-    count = max(1, len(given) * up // down)
-    reach = math.ceil(WIDTH * max(1.0, down / up))  # samples of the given sound to each side
-    padded = np.concatenate([np.zeros(reach, np.float32), given, np.zeros(reach + 1, np.float32)])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach)
-    made = np.empty(count, np.float32)
-    for phase in range(min(up, count)):  # samples that lie alike between two given ones share a filter
-        first, offset = divmod(phase * down, up)
-        alike = windows[first + 1 :: down][: len(made[phase::up])]
-        made[phase::up] = alike @ _filter(offset / up, reach, min(1.0, up / down))
-    return Sound(rate=rate, samples=np.clip(made, -1, 1).tobytes())
-
-
-def _filter(offset: float, reach: int, cutoff: float) -> NDArray[np.float32]:
-    """A windowed sinc: the weights of the samples around a place that lies `offset` after one of them."""
-    distance = np.arange(-reach + 1, reach + 1) - offset
-    window = np.cos(np.pi * distance / (2 * reach + 2)) ** 2
-    weights = np.sinc(distance * cutoff * 0.95) * window
-    return np.asarray(weights / weights.sum(), np.float32)

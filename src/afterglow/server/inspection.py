@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from afterglow.chat.missing import explain_words
 from afterglow.chat.prompt import Prompt
-from afterglow.chat.seeing import INSTEAD
+from afterglow.chat.seeing import stand_in
 from afterglow.engine.entries import Entry, Media
 from afterglow.server.chat import chat_options
 from afterglow.server.errors import invalid
@@ -159,11 +159,11 @@ def _cache(router: APIRouter, service: Service) -> None:
 
 
 def shown_text(model: ServedModel, entries: Sequence[Entry]) -> str:
-    """Entries as people read them. Pictures are negative numbers where they come from an engine."""
-    text = ""
+    """Entries as people read them. Pictures and sounds are negative numbers where they come from an engine."""
+    text, instead = "", stand_in(model.facts.media)
     for media, run in itertools.groupby(entries, key=lambda entry: isinstance(entry, Media) or entry < 0):
         shown = list(run)
-        text += INSTEAD * len(shown) if media else model.detokenize(shown, special=True)  # type: ignore[arg-type]
+        text += instead * len(shown) if media else model.detokenize(shown, special=True)  # type: ignore[arg-type]
     return text
 
 

@@ -15,7 +15,19 @@ from pathlib import Path
 
 from afterglow.errors import ModelNotFound
 from afterglow.paths import cache_directory
-from afterglow.tiny import adapter, attention, chained, colours, constructed, embedding, hybrid, projector, recurrent
+from afterglow.tiny import (
+    adapter,
+    attention,
+    chained,
+    colours,
+    constructed,
+    embedding,
+    hearing,
+    hybrid,
+    notes,
+    projector,
+    recurrent,
+)
 from afterglow.tiny.constructed import CYCLE, successor_of
 
 __all__ = ["CYCLE", "names", "path", "successor_of"]
@@ -29,6 +41,8 @@ _RECIPES: dict[str, Callable[[Path], None]] = {
     **embedding.RECIPES,
     **projector.RECIPES,
     **colours.RECIPES,
+    **hearing.RECIPES,
+    **notes.RECIPES,
     **adapter.RECIPES,
 }
 

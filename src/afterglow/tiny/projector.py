@@ -34,22 +34,23 @@ SMALLEST = Size(layers=3, image=32)
 def describe_projector(writer: Writer, dialect: str, size: Size, more: Mapping[str, Value]) -> None:
     """Add what mtmd has to know of a projector."""
     writer.settings("clip", {"has_vision_encoder": True, "projector_type": dialect, "use_gelu": dialect != "mlp"})
-    writer.settings(
-        "clip.vision",
-        {
-            "embedding_length": size.width,
-            "feed_forward_length": size.inner,
-            "block_count": size.layers,
-            "projection_dim": size.text,
-            "image_size": size.image,
-            "patch_size": PATCH,
-            "attention.head_count": size.heads,
-            "attention.layer_norm_epsilon": 1e-6,
-            "image_mean": (0.5, 0.5, 0.5),
-            "image_std": (0.5, 0.5, 0.5),
-            **more,
-        },
-    )
+    writer.settings("clip.vision", {**vision_settings(size), **more})
+
+
+def vision_settings(size: Size) -> dict[str, Value]:
+    """What is said of every image encoder."""
+    return {
+        "embedding_length": size.width,
+        "feed_forward_length": size.inner,
+        "block_count": size.layers,
+        "projection_dim": size.text,
+        "image_size": size.image,
+        "patch_size": PATCH,
+        "attention.head_count": size.heads,
+        "attention.layer_norm_epsilon": 1e-6,
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+    }
 
 
 def _encoder(writer: Writer, size: Size, positions: int, *, joined: bool) -> None:
@@ -78,11 +79,16 @@ def write_llava(path: Path, size: Size = SMALLEST) -> None:
     """A fixed number of tokens per image, one position each, attended causally. The last layer is skipped by mtmd."""
     with Writer(path, "clip", seed=8, kind="mmproj") as writer:
         describe_projector(writer, "mlp", size, {})
-        _encoder(writer, size, (size.image // PATCH) ** 2 + 1, joined=False)
-        writer.noise("v.class_embd", size.width, scale=0.1)
-        writer.norm("v.pre_ln", size.width)
-        writer.linear("mm.0", size.text, size.width)
-        writer.linear("mm.2", size.text, size.text)
+        add_llava(writer, size)
+
+
+def add_llava(writer: Writer, size: Size) -> None:
+    """Add the tensors of llava's encoder and its last step."""
+    _encoder(writer, size, (size.image // PATCH) ** 2 + 1, joined=False)
+    writer.noise("v.class_embd", size.width, scale=0.1)
+    writer.norm("v.pre_ln", size.width)
+    writer.linear("mm.0", size.text, size.width)
+    writer.linear("mm.2", size.text, size.text)
 
 
 def write_gemma3(path: Path, size: Size = TINY) -> None:

@@ -1,4 +1,4 @@
-"""Pictures in the terminal: named by a flag or a command, or dragged into a line."""
+"""Pictures and sounds in the terminal: named by a flag or a command, or dragged into a line."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gallery import coloured
-from making import gradient, saved
+from gallery import coloured, played
+from making import gradient, recorded, saved
 from PIL import Image
 from test_commands import run
 from test_talk import Terminal
 
 from afterglow import tiny
-from afterglow.cli.pictures import pictures_in
+from afterglow.cli.media import files_in
 
 MODEL = str(tiny.path("successor-attention"))
 
@@ -45,15 +46,15 @@ def test_a_path_as_terminals_paste_it_is_a_picture(cat: Path, line: str, rest: s
     escaped = str(cat).replace(" ", "\\ ").replace("'", "\\'")
     line = line.format(path=cat, escaped=escaped, url=cat.as_uri())
     if rest is None:
-        assert pictures_in(line) == (line, [])  # the name goes on with a question mark
+        assert files_in(line) == (line, [])  # the name goes on with a question mark
     else:
-        assert pictures_in(line) == (rest, [cat] * max(1, line.count(escaped)))
+        assert files_in(line) == (rest, [("image", cat)] * max(1, line.count(escaped)))
 
 
 def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
     path = tmp_path / "two words.JPG"
     path.write_bytes(b"")
-    assert pictures_in(f"What is '{path}'") == ("What is", [path])
+    assert files_in(f"What is '{path}'") == ("What is", [("image", path)])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
     ],
 )
 def test_other_lines_stay_as_they_are(line: str) -> None:
-    assert pictures_in(line) == (line, [])
+    assert files_in(line) == (line, [])
 
 
 @pytest.fixture
@@ -144,3 +145,51 @@ def test_a_piped_question_and_a_run_take_pictures_and_say_what_is_wrong(cat: Pat
     raw = run("run", "abc", "--model", MODEL, "--raw", "--image", str(cat))
     assert raw.returncode == 1
     assert "leave --raw out" in raw.stderr
+
+
+NOTES = str(tiny.path("notes"))
+EARS = ("--projector", str(tiny.path("projector-notes")))
+
+
+@pytest.fixture
+def bell(tmp_path: Path) -> Path:
+    path = tmp_path / "a bell.mp3"
+    path.write_bytes(recorded(np.frombuffer(played("A").samples, np.float32), format="MP3"))
+    return path
+
+
+def test_a_model_that_hears_answers_about_sounds_wherever_they_are_named(bell: Path) -> None:
+    for command in (("chat", NOTES), ("run", "Which note is this?", "--model", NOTES)):
+        done = run(*command, *EARS, "--audio", str(bell), question="Which note is this?")
+        assert (done.returncode, done.stdout.strip()) == (0, "A"), done.stderr
+
+
+def test_a_sound_dragged_into_the_chat_is_heard(bell: Path) -> None:
+    terminal = Terminal(*EARS, "--audio", str(bell), model=NOTES)
+    assert re.search(r"a sound: a bell.mp3, 0\.\d seconds", "\n".join(terminal.lines))
+    assert re.search(r"^A$", terminal.say("Which note is this?"), re.MULTILINE)
+    shown = terminal.say(f"'{bell}' Which note is this?")
+    assert "a sound: a bell.mp3" in shown
+    assert re.search(r"^A$", shown, re.MULTILINE)
+    assert "a sound: a bell.mp3" in terminal.say(f"/audio {bell}")
+    assert re.search(r"^A$", terminal.say("And this?"), re.MULTILINE)
+    assert "user: [sound] And this?" in terminal.say("/history")
+    assert "write /audio and a file" in terminal.say("/audio")
+    assert "No such file" in terminal.say("/audio /no/such/file.wav")
+    assert terminal.end() == 0
+
+
+def test_sounds_that_cannot_be_taken_are_one_line(bell: Path, tmp_path: Path) -> None:
+    deaf = run("run", "Which note is this?", "--model", MODEL, "--audio", str(bell))
+    assert (deaf.returncode, deaf.stdout) == (1, "")
+    assert "this model takes no audio" in deaf.stderr
+    raw = run("run", "abc", "--model", MODEL, "--raw", "--audio", str(bell))
+    assert raw.returncode == 1
+    assert "leave --raw out" in raw.stderr
+    missing = run("run", "abc", "--model", MODEL, "--audio", str(tmp_path / "missing.wav"))
+    assert "missing.wav cannot be read: No such file" in missing.stderr
+
+
+def test_pictures_and_sounds_of_one_line_are_told_apart(cat: Path, bell: Path) -> None:
+    line = f"'{bell}' and " + str(cat).replace(" ", "\\ ").replace("'", "\\'")
+    assert files_in(line) == ("and", [("audio", bell), ("image", cat)])

@@ -1,0 +1,39 @@
+"""A small model that learned to say what is in a picture, where its files lie beside the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import afterglow
+from afterglow import Picture
+
+FOLDER = Path(__file__).parents[2].parent / "shared" / "fixtures" / "models"
+FILES = (FOLDER / "train-vlm.gguf", FOLDER / "tiny-mmproj-llava.gguf")
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 40),
+    "blue": (30, 60, 220),
+    "yellow": (230, 220, 30),
+    "black": (15, 15, 15),
+    "white": (240, 240, 240),
+}
+
+
+def painted(colour: str, seed: int) -> Picture:
+    noise = np.random.default_rng(seed).integers(-12, 13, (64, 64, 3))
+    return Picture(64, 64, (np.array(COLOURS[colour]) + noise).astype(np.uint8).tobytes())
+
+
+def test_a_trained_pair_names_the_colours_of_pictures_cold_and_warm() -> None:
+    if not all(path.is_file() for path in FILES):
+        pytest.skip(f"{FOLDER} has no trained pair")
+    with afterglow.load(FILES[0], projector=FILES[1], context=256, threads=1) as model:
+        for encoded in (1, 0):
+            for seed, colour in enumerate(COLOURS):
+                answer = model.complete(["Image: ", painted(colour, seed), "\n"], max_tokens=20, temperature=0)
+                assert answer.text.startswith(f"It is a {colour} "), answer.text
+                assert (answer.usage.media, answer.usage.encoded) == (16, encoded)
+        assert answer.usage.media_cached == 16
