@@ -8,12 +8,15 @@ import pytest
 from PIL import Image
 from rich.console import Console
 from test_commands import run
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from afterglow import tiny
-from afterglow.cli import opening
+from afterglow.cli import opening, serve
 from afterglow.cli.chat import answer_options, switch
+from afterglow.cli.main import app
 from afterglow.cli.serve import drafts, served_settings
-from afterglow.cli.settings import Settings, settings
+from afterglow.cli.settings import Settings, settings, settings_of
 from afterglow.errors import InvalidArgument
 
 
@@ -108,6 +111,61 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
     assert served_settings(chosen).strip_media
     assert not served_settings(settings()).engine.pin_system
     assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
+
+
+LOADING = {"context": 512, "threads": 2, "gpu_layers": 1}
+TALKING = {"chat_template": Path("template"), "projector": Path("mmproj"), "strip_media": True}
+ASKING = {"system": "Be brief.", "max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": "low"}
+SERVING = {"queue": 2, "lazy": True, "shutdown_seconds": 1.0, "host": "::1", "port": 0}
+MEDIA = {"media_directory": Path("pictures"), "max_media_bytes": 7, "max_pixels": 8}
+
+
+def written(flags: dict[str, object]) -> list[str]:
+    """Flags as they are typed."""
+    words = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    return [text for flag, value in words for text in ([flag] if value is True else [flag, str(value)])]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "flags"),
+    [
+        ("chat", ["--no-markdown", "--no-stats", "small"], LOADING | TALKING | ASKING),
+        ("run", ["--model", "small", "Why?"], LOADING | TALKING | ASKING),
+        ("perplexity", ["--model", "small", "text.txt"], LOADING),
+        ("explain", ["--model", "small", "prompt.txt"], {"chat_template": Path("template")}),
+    ],
+)
+def test_every_flag_of_a_command_becomes_its_setting(name, arguments, flags):
+    chosen = settings_of(get_command(app).commands[name].make_context(name, [*written(flags), *arguments]))
+    expected = flags | {"model": "small"} | ({"markdown": False, "stats": False} if name == "chat" else {})
+    assert {name: getattr(chosen, name) for name in expected} == expected
+
+
+def test_every_flag_of_serve_becomes_its_setting(monkeypatch, tmp_path):
+    served: list[tuple[dict[str, str], Settings]] = []
+    monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
+    (tmp_path / "keys").write_text("c\n\nd\n")
+    several = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
+    several += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys")]
+    flags = LOADING | TALKING | {"sequences": 3, "pin_system": True}
+    CliRunner().invoke(app, ["serve", *written(flags | SERVING | MEDIA), *several, "big=large", "/x/other.gguf"])
+    models, chosen = served[0]
+    assert models == {"big": "large", "other": "/x/other.gguf"}
+    assert {name: getattr(chosen, name) for name in flags} == flags
+    assert {name: getattr(chosen.server, name) for name in SERVING | MEDIA} == SERVING | MEDIA
+    assert chosen.draft == "mtp,big=small"
+    assert chosen.server.api_keys == ("a", "b", "c", "d")
+    assert (chosen.server.allow_origins, chosen.server.media_hosts) == (("o",), ("h",))
+
+
+def test_flags_that_were_not_given_leave_the_file_its_word(file, monkeypatch):
+    served: list[tuple[dict[str, str], Settings]] = []
+    monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
+    file.write_text("model = 'small'\ndraft = 'mtp'\n[server]\nport = 9\napi_keys = ['a']\nmedia_hosts = ['h']\n")
+    CliRunner().invoke(app, ["serve"])
+    models, chosen = served[0]
+    assert (models, chosen.draft) == ({"small": "small"}, "mtp")
+    assert (chosen.server.port, chosen.server.api_keys, chosen.server.media_hosts) == (9, ("a",), ("h",))
 
 
 def test_a_system_prompt_and_plain_answers_are_obeyed(tmp_path):

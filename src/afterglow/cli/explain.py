@@ -13,9 +13,9 @@ import typer
 
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.chat.missing import explain_words
-from afterglow.cli import cache, chat
+from afterglow.cli import cache, options
 from afterglow.cli.opening import local_path, template_text
-from afterglow.cli.settings import settings
+from afterglow.cli.settings import settings_of
 from afterglow.engine import disk_view
 from afterglow.errors import InvalidArgument
 from afterglow.llama.model import Model, ModelSettings
@@ -23,17 +23,18 @@ from afterglow.paths import cache_directory
 
 
 def explain(
+    command: typer.Context,
     prompt_file: Annotated[
         Path,
         typer.Argument(help="A text, or JSON: a list of messages, or a body with `messages`. `-`: standard input."),
     ],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="A name or a path.")] = None,
-    chat_template: chat.Template = None,
+    model: options.ModelFlag = None,
+    chat_template: options.Template = None,
     directory: cache.Directory = None,
     as_json: cache.AsJson = False,
 ) -> None:
     """Say what of a prompt is kept on disk, where it parts from what is kept, and why that is likely."""
-    chosen = settings(model=model, chat_template=chat_template)
+    chosen = settings_of(command)
     path = local_path(chosen.model)
     with Model.load(path, ModelSettings(vocabulary_only=True)) as loaded:
         vocabulary = loaded.vocabulary

@@ -5,72 +5,64 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from afterglow.cli import chat
+from afterglow.cli import options
+from afterglow.cli.chat import answer_options
 from afterglow.cli.opening import open_model
-from afterglow.cli.settings import settings
+from afterglow.cli.settings import settings_of
 from afterglow.cli.showing import page_for, show, statistics
 from afterglow.conversation import Conversation
 from afterglow.errors import InvalidArgument
+from afterglow.model import Model
 
 
 def run(
-    prompt: Annotated[str, typer.Argument(help="What to ask. `-` reads standard input.")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="A name or a path.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    schema: Annotated[Path | None, typer.Option(help="A JSON schema that the answer must satisfy.")] = None,
-    system: chat.System = None,
-    max_tokens: chat.MaxTokens = None,
-    temperature: chat.Temperature = None,
-    seed: chat.Seed = None,
-    reasoning: chat.Reasoning = None,
-    context: chat.Context = None,
-    threads: chat.Threads = None,
-    gpu_layers: chat.GpuLayers = None,
-    chat_template: chat.Template = None,
-    projector: chat.Projector = None,
-    strip_media: chat.StripMedia = None,
-    image: chat.Images = None,
-    audio: chat.Audio = None,
+    command: typer.Context,
+    prompt: options.Prompt,
+    model: options.ModelFlag = None,
+    raw: options.Raw = False,
+    schema: options.Schema = None,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    seed: options.Seed = None,
+    reasoning: options.Reasoning = None,
+    context: options.Context = None,
+    threads: options.Threads = None,
+    gpu_layers: options.GpuLayers = None,
+    chat_template: options.Template = None,
+    projector: options.Projector = None,
+    strip_media: options.StripMedia = None,
+    image: options.Images = None,
+    audio: options.Audio = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on standard error what it took.")] = False,
 ) -> None:
     """Answer one prompt on standard output, and end."""
-    chosen = settings(
-        model=model,
-        system=system,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        reasoning=reasoning,
-        context=context,
-        threads=threads,
-        gpu_layers=gpu_layers,
-        chat_template=chat_template,
-        projector=projector,
-        strip_media=strip_media,
-    )
+    chosen = settings_of(command)
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt
-    options = chat.answer_options(chosen)
     if raw and (image or audio):
         raise InvalidArgument("--image" if image else "--audio", "needs the chat template: leave --raw out")
-    if schema is not None:
-        options["response_format"] = schema_format(schema)
+    asked = answer_options(chosen) | ({} if schema is None else {"response_format": schema_format(schema)})
     with open_model(chosen, console) as loaded:
         if raw:
-            options = {name: value for name, value in options.items() if name not in ("reasoning", "response_format")}
-            for piece in loaded.stream(text, **options):
-                print(piece, end="", flush=True)
-            print()
-            return
-        conversation = Conversation(loaded, system=chosen.system, **options)
+            return continue_text(loaded, text, asked)
+        conversation = Conversation(loaded, system=chosen.system, **asked)
         show(conversation.deltas(text, images=image or (), audio=audio or ()), page_for(Console(), markdown=False))
         if stats and conversation.last is not None:
             console.print(statistics(conversation.last), highlight=False, soft_wrap=True)
+
+
+def continue_text(model: Model, text: str, asked: dict[str, Any]) -> None:
+    """Write what follows `text`, without the chat template and what needs it."""
+    plain = {name: value for name, value in asked.items() if name not in ("reasoning", "response_format")}
+    for piece in model.stream(text, **plain):
+        print(piece, end="", flush=True)
+    print()
 
 
 def schema_format(path: Path) -> dict[str, object]:
@@ -83,18 +75,18 @@ def schema_format(path: Path) -> dict[str, object]:
 
 
 def perplexity(
+    command: typer.Context,
     file: Annotated[Path, typer.Argument(help="A text file; `-` reads standard input.")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="A name or a path.")] = None,
-    context: chat.Context = None,
-    threads: chat.Threads = None,
-    gpu_layers: chat.GpuLayers = None,
+    model: options.ModelFlag = None,
+    context: options.Context = None,
+    threads: options.Threads = None,
+    gpu_layers: options.GpuLayers = None,
 ) -> None:
     """Say how well the model predicts a text: 1 is certainty, the vocabulary's size is a blind guess."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, ValueError) as error:
         raise InvalidArgument("file", f"{file} cannot be read: {error}") from None
-    chosen = settings(model=model, context=context, threads=threads, gpu_layers=gpu_layers)
-    with open_model(chosen, Console(stderr=True)) as loaded:
+    with open_model(settings_of(command), Console(stderr=True)) as loaded:
         score = loaded.logprobs(text)
     print(f"{score.perplexity:.4f} over {len(score.tokens):,} tokens in {score.windows} windows")

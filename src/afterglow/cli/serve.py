@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from socket import socket
 
 import typer
 from rich.console import Console
 
-from afterglow.cli import chat
+from afterglow.cli import options
 from afterglow.cli.opening import local_path, template_text
-from afterglow.cli.settings import Settings, settings
+from afterglow.cli.settings import Settings, settings_of
 from afterglow.engine.recipe import Draft
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
@@ -24,120 +24,66 @@ from afterglow.server.run import serve as run_server
 from afterglow.server.service import Service
 from afterglow.serving import ServedSettings
 
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Names from `afterglow models`, or paths. NAME=MODEL serves it under that name.",
-        show_default=False,
-    ),
-]
-Keys = Annotated[
-    list[str] | None,
-    typer.Option("--api-key", help="Only who has this key may ask. Can be given several times.", show_default=False),
-]
-KeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", help="A file with one key in each line.", show_default=False)
-]
-Origins = Annotated[
-    list[str] | None,
-    typer.Option("--allow-origin", help="Web pages of this origin may ask; `*`: all.", show_default=False),
-]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--draft",
-        help="What guesses ahead: `mtp`, or a smaller model; NAME=DRAFT for one model. Can be given several times.",
-        show_default=False,
-    ),
-]
-
-MediaHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--media-host",
-        help="Pictures and sounds may be fetched from this host; `*`: from any. Can be given several times.",
-        show_default=False,
-    ),
-]
-MediaDirectory = Annotated[
-    Path | None,
-    typer.Option("--media-directory", help="Pictures and sounds in it may be named.", show_default=False),
-]
-
 
 def serve(
-    models: Models = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, this machine only.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8080; 0: any that is free.")] = None,
-    api_key: Keys = None,
-    api_key_file: KeyFile = None,
-    allow_origin: Origins = None,
-    sequences: Annotated[int | None, typer.Option(min=1, max=255, help="Answers that are made at once.")] = None,
-    queue: Annotated[int | None, typer.Option(min=0, help="Answers that may wait; more get 429.")] = None,
-    lazy: Annotated[bool | None, typer.Option("--lazy", help="Load a model when it is first asked for.")] = None,
-    shutdown_seconds: Annotated[
-        float | None, typer.Option(min=0, help="For running answers, once told to end.")
-    ] = None,
-    media_host: MediaHosts = None,
-    media_directory: MediaDirectory = None,
-    max_media_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Of a picture or a sound. Default: 20 MiB.")
-    ] = None,
-    max_pixels: Annotated[int | None, typer.Option(min=1, help="Of a picture. Default: 32 million.")] = None,
-    context: chat.Context = None,
-    threads: chat.Threads = None,
-    gpu_layers: chat.GpuLayers = None,
-    chat_template: chat.Template = None,
-    draft: Drafts = None,
-    projector: chat.Projector = None,
-    strip_media: chat.StripMedia = None,
-    pin_system: Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")] = None,
+    command: typer.Context,
+    models: options.Models = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    api_key: options.Keys = None,
+    api_key_file: options.KeyFile = None,
+    allow_origin: options.Origins = None,
+    sequences: options.Sequences = None,
+    queue: options.Queue = None,
+    lazy: options.Lazy = None,
+    shutdown_seconds: options.ShutdownSeconds = None,
+    media_host: options.MediaHosts = None,
+    media_directory: options.MediaDirectory = None,
+    max_media_bytes: options.MaxMediaBytes = None,
+    max_pixels: options.MaxPixels = None,
+    context: options.Context = None,
+    threads: options.Threads = None,
+    gpu_layers: options.GpuLayers = None,
+    chat_template: options.Template = None,
+    draft: options.Drafts = None,
+    projector: options.Projector = None,
+    strip_media: options.StripMedia = None,
+    pin_system: options.PinSystem = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
     Each has an engine in a process of its own. Ctrl-C ends it: running answers are finished, a second one ends them.
     """
-    keys = (*(api_key or ()), *keys_in(api_key_file)) or None
-    chosen = settings(
-        sequences=sequences,
-        context=context,
-        threads=threads,
-        gpu_layers=gpu_layers,
-        chat_template=chat_template,
-        draft=",".join(draft) if draft else None,
-        projector=projector,
-        strip_media=strip_media,
-        pin_system=pin_system,
-        server={
-            "host": host,
-            "port": port,
-            "api_keys": keys,
-            "allow_origins": tuple(allow_origin) if allow_origin else None,
-            "queue": queue,
-            "lazy": lazy,
-            "shutdown_seconds": shutdown_seconds,
-            "media_hosts": tuple(media_host) if media_host else None,
-            "media_directory": media_directory,
-            "max_media_bytes": max_media_bytes,
-            "max_pixels": max_pixels,
-        },
+    chosen = settings_of(
+        command,
+        draft=",".join(draft or ()) or None,
+        api_keys=(*(api_key or ()), *keys_in(api_key_file)) or None,
+        allow_origins=allow_origin or None,
+        media_hosts=media_host or None,
     )
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
+    serve_models(dict(map(named, models or [chosen.model])), chosen)
+
+
+def serve_models(models: Mapping[str, str], chosen: Settings) -> None:
+    """Serve models, each under its name, until told to end."""
     console = Console(stderr=True, highlight=False)
-    paths = {name: local_path(model) for name, model in map(named, models or [chosen.model])}
+    paths = {name: local_path(model) for name, model in models.items()}
     if chosen.projector is not None and len(paths) > 1:
         raise InvalidArgument("--projector", "is for one model: put each model's projector beside its file")
-    listener = bind(chosen.server)
-    common = served_settings(chosen)
-    own = {name: replace(common, draft=what) for name, what in drafts(chosen.draft, paths).items()}
-    with listener, Service(Roster(paths, common, own), chosen.server) as service:
+    with bind(chosen.server) as listener, Service(roster_of(paths, chosen), chosen.server) as service:
         if not chosen.server.lazy:
             with console.status(f"loading {', '.join(paths)}"):
                 service.roster.load_all()
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        address = address_of(listener)
         run_server(service, listener, lambda: announce(console, address, list(paths), bool(chosen.server.api_keys)))
+
+
+def roster_of(paths: Mapping[str, Path], chosen: Settings) -> Roster:
+    """The models, loaded alike but for what guesses for each."""
+    common = served_settings(chosen)
+    own = {name: replace(common, draft=draft) for name, draft in drafts(chosen.draft, paths).items()}
+    return Roster(paths, common, own)
 
 
 def served_settings(chosen: Settings) -> ServedSettings:
@@ -199,6 +145,12 @@ def keys_in(path: Path | None) -> list[str]:
     if not keys:
         raise InvalidArgument("--api-key-file", f"{path} has no keys")
     return keys
+
+
+def address_of(listener: socket) -> str:
+    """Where a socket listens, as clients write it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def announce(console: Console, address: str, names: list[str], locked: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import platformdirs
 import pydantic
+import typer
 
 from afterglow import registry
 from afterglow.errors import InvalidArgument
@@ -61,6 +62,16 @@ def settings_path() -> Path:
     """Where the file is, or would be; `AFTERGLOW_SETTINGS` names another."""
     chosen = os.environ.get("AFTERGLOW_SETTINGS")
     return Path(chosen).expanduser() if chosen else platformdirs.user_config_path("afterglow") / "settings.toml"
+
+
+def settings_of(command: typer.Context, **others: Any) -> Settings:
+    """The settings that hold for a command: each of its flags that is named like a setting is that setting.
+
+    `others` are those that are not written on a command line as they are in the settings.
+    """
+    flags = command.params | others
+    server = {name: value for name, value in flags.items() if name in ServerSettings.model_fields}
+    return settings(server=server, **{name: value for name, value in flags.items() if name in Settings.model_fields})
 
 
 def settings(**flags: Any) -> Settings:
