@@ -37,6 +37,7 @@ from afterglow.prompting import Item, Measuring, is_mixed, mixed_entries
 GREEDY = Sampling(temperature=0)
 Promptable: TypeAlias = str | Sequence[int] | Sequence[Item] | Prompt
 Talk: TypeAlias = str | Sequence[Writable]
+Entries: TypeAlias = Sequence[Entry] | NDArray[np.int64]
 CHAT_OPTIONS = frozenset(ChatOptions.__dataclass_fields__)
 T = TypeVar("T")
 
@@ -282,14 +283,11 @@ class Answering(Closing):
         the model's own end tokens. Requests with different `salt`s share nothing that was computed.
         """
         entries, contents = self._entries(prompt)
-        if not len(entries):
-            raise InvalidArgument("prompt", "must have at least one token")
-        chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
         return Request(
             id=str(next(self._numbers)),
             entries=entries,
             contents=contents,
-            sampling=chosen if seed is None else replace(chosen, seed=seed),
+            sampling=sampling_of(sampling, temperature, seed),
             max_tokens=None if max_tokens is None else integer("max_tokens", max_tokens, 0),
             stop=stop_bytes(stop),
             logprobs=None if logprobs is None else integer("logprobs", logprobs, 0, 1000),
@@ -329,12 +327,19 @@ class Answering(Closing):
     def _piece(self, token: int) -> bytes:
         return self.vocabulary.piece(token, special=False)
 
-    def _entries(self, prompt: Promptable) -> tuple[Sequence[Entry] | NDArray[np.int64], Mapping[bytes, Part]]:
+    def _entries(self, prompt: Promptable) -> tuple[Entries, Mapping[bytes, Part]]:
+        """What a prompt is to the engine, and what its pictures and sounds hold."""
+        entries: Entries
+        contents: Mapping[bytes, Part] = {}
         if isinstance(prompt, Prompt) and prompt.contents:
-            return prompt.entries, prompt.contents
-        if is_mixed(prompt):
-            return mixed_entries(prompt, self.vocabulary, self._measuring)  # type: ignore[arg-type]
-        return self._prompt(prompt).astype(np.int64), {}
+            entries, contents = prompt.entries, prompt.contents
+        elif is_mixed(prompt):
+            entries, contents = mixed_entries(prompt, self.vocabulary, self._measuring)  # type: ignore[arg-type]
+        else:
+            entries = self._prompt(prompt).astype(np.int64)
+        if not len(entries):
+            raise InvalidArgument("prompt", "must have at least one token")
+        return entries, contents
 
     def _prompt(self, prompt: Promptable) -> NDArray[np.int32]:
         """A prompt that is text or tokens."""
@@ -342,6 +347,16 @@ class Answering(Closing):
             prompt = prompt.tokens
         tokens = self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt
         return self.vocabulary.check_all(tokens)  # type: ignore[arg-type]
+
+
+def sampling_of(sampling: Sampling | None, temperature: float, seed: int | None) -> Sampling:
+    """How tokens are chosen: as `sampling` says, or by the temperature alone; with the seed where there is one.
+
+    >>> sampling_of(None, temperature=0.5, seed=3).seed
+    3
+    """
+    chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
+    return chosen if seed is None else replace(chosen, seed=seed)
 
 
 def stop_bytes(stop: Sequence[str]) -> tuple[bytes, ...]:

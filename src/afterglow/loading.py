@@ -12,7 +12,7 @@ import psutil
 
 from afterglow import registry
 from afterglow.engine.lifecycle import Lifecycle, LoadHook, Stage
-from afterglow.engine.recipe import Draft, beside
+from afterglow.engine.recipe import Draft, LlamaEngine, beside
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.arguments import integer
 from afterglow.llama.devices import free_memory
@@ -26,6 +26,7 @@ from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.model import Model
 from afterglow.paths import cache_directory
 
+SCORING = 1  # sequence that answers leave alone, for scoring texts beside them
 SNAPSHOTS = 4  # of recurrent states, where something guesses ahead
 
 
@@ -64,59 +65,107 @@ def load(
     take pictures or sound; without one, a `*mmproj*.gguf` beside the model is taken where there is exactly one (False:
     none). One that cannot be used leaves text working: `media_trouble` says why. `media` says where pictures and sounds
     may come from and how large they may be; by default messages contain them. With `strip_media`, those that the model
-    cannot take are left out with a warning, and not refused. What was computed is kept on
-    `disk` for the next time, unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known
-    model that is not here yet is downloaded.
+    cannot take are left out with a warning, and not refused. What was computed is kept on `disk` for the next time,
+    unless that is False or the variable AFTERGLOW_DISK says `off`. With `fetch`, a known model that is not here yet is
+    downloaded.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
     6
     """
-    path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
-    ensure_safe(path)
-    engine = kept(engine or EngineSettings(), str(path), disk)
-    drafting = _draft(draft, fetch=fetch)
-    slots = integer("sequences", sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
-    context_settings = ContextSettings(
-        cells=slots * integer("context", context, 1, 2**31 // 256),
-        sequences=slots,
-        outputs=max(64, slots),
-        threads=usable_cores() if threads is None else threads,
+    path, drafting = safe_path(model, fetch=fetch), _draft(draft, fetch=fetch)
+    memory = replace(
+        memory_for(context, sequences, threads),
         key_type=key_type,
         value_type=value_type,
         flash_attention=flash_attention,
         unified=unified,
-        rollback=needed_rollback(drafting, engine),
     )
-    layers = fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
-    model_settings = ModelSettings(gpu_layers=layers, mmap=mmap, mlock=mlock, mtp=drafting == "mtp")
-    lifecycle = Lifecycle(
+    recipe = recipe_for(
         path,
-        model_settings,
-        context_settings,
-        hooks=hooks,
-        projector=projector_of(path, projector),
-        projecting=projecting or ProjectorSettings(gpu=layers != 0, threads=context_settings.threads),
+        ModelSettings(mmap=mmap, mlock=mlock),
+        memory,
+        kept(engine or EngineSettings(), str(path), disk),
+        gpu_layers=gpu_layers,
+        draft=drafting,
+        projector=projector,
+        projecting=projecting,
     )
-    match Stage(state):
-        case Stage.WARM:
-            lifecycle.warm(progress)
-        case Stage.ACTIVE:
-            lifecycle.activate(progress)
-    try:
-        return Model(lifecycle, str(model), engine, chat_template, drafting, media, strip_media=strip_media)
-    except BaseException:  # also where what should guess for it does not fit
+    lifecycle = lifecycle_of(recipe, hooks)
+    try:  # what guesses for it may not fit where the model itself did
+        raise_to(Stage(state), lifecycle, progress)
+        return Model(lifecycle, str(model), recipe.engine, chat_template, drafting, media, strip_media=strip_media)
+    except BaseException:
         lifecycle.close()
         raise
 
 
-def _draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft | None:
-    """What guesses: the model's heads, or the file of a model that can safely be loaded."""
-    if draft is None or draft == "mtp":
-        return None if draft is None else "mtp"
-    path = registry.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, fetch=fetch)
+# --- which files
+
+
+def safe_path(model: str | os.PathLike[str], *, fetch: bool) -> Path:
+    """The file of a model, once it is known that loading it cannot end the program."""
+    path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
     ensure_safe(path)
     return path
+
+
+def _draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft | None:
+    """What guesses: the model's heads, or the file of a smaller model."""
+    if draft is None or draft == "mtp":
+        return None if draft is None else "mtp"
+    return safe_path(draft, fetch=fetch)
+
+
+def projector_of(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
+    """The file that lets a model see or hear: the one that was named, or the only one beside the model's."""
+    if projector is None or projector is False:
+        return beside(model) if projector is None else None
+    return Path(projector).expanduser()
+
+
+# --- how they are loaded
+
+
+def memory_for(context: int, sequences: int, threads: int | None) -> ContextSettings:
+    """Memory for so many requests at once of so many tokens each, and for scoring texts beside them.
+
+    >>> memory_for(1024, sequences=3, threads=1).cells
+    4096
+    """
+    slots = integer("sequences", sequences, 1, 255) + SCORING
+    return ContextSettings(
+        cells=slots * integer("context", context, 1, 2**31 // 256),
+        sequences=slots,
+        outputs=max(64, slots),
+        threads=usable_cores() if threads is None else threads,
+    )
+
+
+def recipe_for(
+    path: Path,
+    model: ModelSettings,
+    memory: ContextSettings,
+    engine: EngineSettings,
+    *,
+    gpu_layers: int | None,
+    draft: Draft | None,
+    projector: str | os.PathLike[str] | Literal[False] | None,
+    projecting: ProjectorSettings | None = None,
+) -> LlamaEngine:
+    """How an engine is made on a file, with everything decided that was left open."""
+    memory = replace(memory, rollback=needed_rollback(draft, engine))
+    layers = fitting_layers(path, memory) if gpu_layers is None else gpu_layers
+    return LlamaEngine(
+        path=path,
+        model=replace(model, gpu_layers=layers, mtp=draft == "mtp"),
+        context=memory,
+        engine=engine,
+        reserved=SCORING,
+        draft=draft,
+        projector=projector_of(path, projector),
+        projecting=projecting or ProjectorSettings(gpu=layers != 0, threads=memory.threads),
+    )
 
 
 def needed_rollback(draft: Draft | None, settings: EngineSettings) -> int:
@@ -127,13 +176,6 @@ def needed_rollback(draft: Draft | None, settings: EngineSettings) -> int:
     if isinstance(settings.speculation, int):
         return settings.speculation
     return 0 if draft is None else SNAPSHOTS
-
-
-def projector_of(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
-    """The file that lets a model see or hear: the one that was named, or the only one beside the model's."""
-    if projector is None or projector is False:
-        return beside(model) if projector is None else None
-    return Path(projector).expanduser()
 
 
 def kept(settings: EngineSettings, name: str, disk: bool | None = None) -> EngineSettings:
@@ -158,3 +200,27 @@ def fitting_layers(path: Path, settings: ContextSettings) -> int:
     """How many layers to put on the GPUs of this machine; 0 where there is none."""
     free = free_memory(gpu=True)
     return layers_that_fit(read_header(path), settings, free) if free else 0
+
+
+# --- how far
+
+
+def lifecycle_of(recipe: LlamaEngine, hooks: Sequence[LoadHook]) -> Lifecycle:
+    """The way of a model from its file to a context, not yet begun."""
+    return Lifecycle(
+        recipe.path,
+        recipe.model,
+        recipe.context,
+        hooks=hooks,
+        projector=recipe.projector,
+        projecting=recipe.projecting,
+    )
+
+
+def raise_to(stage: Stage, lifecycle: Lifecycle, progress: Progress | None) -> None:
+    """Bring a model that is COLD to where it should be."""
+    match stage:
+        case Stage.WARM:
+            lifecycle.warm(progress)
+        case Stage.ACTIVE:
+            lifecycle.activate(progress)

@@ -27,13 +27,10 @@ from afterglow.engine.services import Facts, Held, Numbers
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stream import Stream
 from afterglow.errors import AfterglowError, InvalidArgument, PromptTooLong, UnsupportedOption
-from afterglow.llama.arguments import integer
 from afterglow.llama.library import library
 from afterglow.llama.model import Model, ModelInfo, ModelSettings
-from afterglow.llama.projector import ProjectorSettings
-from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.loading import fitting_layers, kept, needed_rollback, projector_of, usable_cores
+from afterglow.loading import kept, memory_for, recipe_for
 from afterglow.media.policy import CLOSED, MediaPolicy
 from afterglow.version import __version__
 
@@ -57,27 +54,16 @@ class ServedSettings:
     draft: Draft | None = None  # what guesses beside what was said before: "mtp", or the file of a smaller model
     engine: EngineSettings = field(default_factory=EngineSettings)
 
-    def recipe(self, name: str, path: Path) -> LlamaEngine:
+    def recipe(self, path: Path) -> LlamaEngine:
         """What makes the engine, in its process."""
-        slots = integer("sequences", self.sequences, 1, 255) + 1  # one more, for scoring texts beside the answers
-        context = ContextSettings(
-            cells=slots * integer("context", self.context, 1, 2**31 // 256),
-            sequences=slots,
-            outputs=max(64, slots),
-            threads=usable_cores() if self.threads is None else self.threads,
-            rollback=needed_rollback(self.draft, self.engine),
-        )
-        layers = fitting_layers(path, context) if self.gpu_layers is None else self.gpu_layers
-        engine = kept(self.engine, str(path), self.disk)
-        return LlamaEngine(
-            path=path,
-            model=ModelSettings(gpu_layers=layers),
-            context=context,
-            engine=engine,
-            reserved=1,
+        return recipe_for(
+            path,
+            ModelSettings(),
+            memory_for(self.context, self.sequences, self.threads),
+            kept(self.engine, str(path), self.disk),
+            gpu_layers=self.gpu_layers,
             draft=self.draft,
-            projector=projector_of(path, self.projector),
-            projecting=ProjectorSettings(gpu=layers != 0, threads=context.threads),
+            projector=self.projector,
         )
 
 
@@ -98,7 +84,7 @@ class ServedModel(Answering):
         self._building = threading.Lock()
         self._chat: Chat | None = None
         try:
-            self._process = EngineProcess(self.settings.recipe(name, path))
+            self._process = EngineProcess(self.settings.recipe(path))
         except BaseException:
             self._model.close()
             raise

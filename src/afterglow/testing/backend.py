@@ -34,13 +34,32 @@ from afterglow.testing.sampler import FakeSampler, FakeWords
 GUESSES = 16  # that one decode can verify
 
 
+def fake_capabilities(
+    memory: Kind, sequences: int, cells: int, batch_cells: int, rollback: int, *, shared: bool, replays: bool
+) -> Capabilities:
+    """What a memory of this kind can do, as llama.cpp would say of it."""
+    return Capabilities(
+        memory=memory,
+        sequences=sequences,
+        cells=cells,
+        batch_cells=batch_cells,
+        ubatch_cells=batch_cells,
+        outputs=sequences + GUESSES,
+        shared=shared,
+        interruptible=True,
+        media=frozenset({"image", "audio"}),
+        max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
+        replays=replays and memory in ("recurrent", "hybrid"),
+    )
+
+
 class FakeBackend:
     """A backend of any memory kind in a few hundred lines of arithmetic.
 
     `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`, and `replays` whether it
-    can go back to a saved one. With `rounding` the
-    shape of a decode moves what its rows come to, as floating point does. Prompts may hold media once `ledger` is the
-    engine's; with a `projector` (`FakeProjector`) what is computed of them is what it encoded.
+    can go back to a saved one. With `rounding` the shape of a decode moves what its rows come to, as floating point
+    does. Prompts may hold media once `ledger` is the engine's; with a `projector` (`FakeProjector`) what is computed of
+    them is what it encoded.
 
     >>> backend = FakeBackend("hybrid", sequences=2)
     >>> backend.decode([Span(0, [1, 2, 3], position=0, outputs=1)])
@@ -64,21 +83,11 @@ class FakeBackend:
         identity: str = "fake",
         projector: Encodes | None = None,
     ) -> None:
-        self.projector = projector
-        self.identity = identity  # of the model: states of another one mean nothing here
-        self.capabilities = Capabilities(
-            memory=memory,
-            sequences=sequences,
-            cells=cells,
-            batch_cells=batch_cells,
-            ubatch_cells=batch_cells,
-            outputs=sequences + GUESSES,
-            shared=shared,
-            interruptible=True,
-            media=frozenset({"image", "audio"}),
-            max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
-            replays=replays and memory in ("recurrent", "hybrid"),
+        self.capabilities = fake_capabilities(
+            memory, sequences, cells, batch_cells, rollback, shared=shared, replays=replays
         )
+        self.identity = identity  # of the model: states of another one mean nothing here
+        self.projector = projector
         self.ends = frozenset({0})
         self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
         self.vocabulary = vocabulary
