@@ -1,5 +1,5 @@
 # The two commands a new user needs are `make chat` and `make test`; the other words are their parts.
-.PHONY: chat test test-full unit check setup bench bench-quick bench-pages lock declarations clean
+.PHONY: help chat test test-full unit check setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3

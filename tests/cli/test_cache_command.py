@@ -70,6 +70,7 @@ def test_it_shows_what_is_kept_by_its_first_words(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Tell me about the sea" in done.stdout
     assert "Something else" in done.stdout
+    assert "<|" not in done.stdout  # no marks of the template
     found = values(root)
     assert [one["file"] for one in found["models"]] == [MODEL]
     assert all(one["entries"] > 30 for one in found["conversations"])

@@ -28,6 +28,7 @@ HEADER = re.compile(
     r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|start_of_role\|>|<\|start\|>|<\|turn>|<start_of_turn>|<\||\[|### )\s*"
     r"(system|user|assistant|tool|" + "|".join(ROLES) + r")\b"
 )
+END = re.compile(r"<\|[a-z_]+\|>|<turn\|>|<end_of_turn>|</s>|\[/INST\]")  # of a message
 DEFINITION = re.compile(r'"(?:parameters|function)"\s*:|<tools>|AVAILABLE_TOOLS')
 TOOL_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
 MONTH = "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:tember)?|oct(?:ober)?"
@@ -174,11 +175,12 @@ def first_words(text: str) -> str:
     """What the first message of a person says; where there is none, all of the text.
 
     >>> first_words("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nHello<|im_end|>")
-    'Hello<|im_end|>'
+    'Hello'
     """
     for header in HEADER.finditer(text):
         if ROLES.get(header[1], header[1]) == "user":
-            return re.sub(r"^(?:\s|\]|<\|[a-z_]+\|>)+", "", text[header.end() :]) or text
+            said = re.sub(r"^(?:\s|\]|<\|[a-z_]+\|>)+", "", text[header.end() :])
+            return END.split(said, maxsplit=1)[0].strip() or text
     return text
 
 

@@ -19,6 +19,8 @@ from afterglow.conversation import Conversation
 from afterglow.errors import InvalidArgument
 from afterglow.model import Model
 
+TALKING = ("schema", "system", "reasoning", "chat_template", "projector", "strip_media", "image", "audio", "stats")
+
 
 def run(
     command: typer.Context,
@@ -45,8 +47,8 @@ def run(
     chosen = settings_of(command)
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt
-    if raw and (image or audio):
-        raise InvalidArgument("--image" if image else "--audio", "needs the chat template: leave --raw out")
+    if raw:
+        refuse_talking(command)
     asked = answer_options(chosen) | ({} if schema is None else {"response_format": schema_format(schema)})
     with open_model(chosen, console) as loaded:
         if raw:
@@ -57,9 +59,16 @@ def run(
             console.print(statistics(conversation.last), highlight=False, soft_wrap=True)
 
 
+def refuse_talking(command: typer.Context) -> None:
+    """Flags that say something about a conversation: a text that is continued is none."""
+    for name in TALKING:
+        if command.params[name] not in (None, False, [], ()):
+            raise InvalidArgument(f"--{name.replace('_', '-')}", "is about conversations: leave it or --raw out")
+
+
 def continue_text(model: Model, text: str, asked: dict[str, Any]) -> None:
-    """Write what follows `text`, without the chat template and what needs it."""
-    plain = {name: value for name, value in asked.items() if name not in ("reasoning", "response_format")}
+    """Write what follows `text`, without the chat template."""
+    plain = {name: value for name, value in asked.items() if name != "reasoning"}
     for piece in model.stream(text, **plain):
         print(piece, end="", flush=True)
     print()
@@ -89,4 +98,5 @@ def perplexity(
         raise InvalidArgument("file", f"{file} cannot be read: {error}") from None
     with open_model(settings_of(command), Console(stderr=True)) as loaded:
         score = loaded.logprobs(text)
-    print(f"{score.perplexity:.4f} over {len(score.tokens):,} tokens in {score.windows} windows")
+    windows = "1 window" if score.windows == 1 else f"{score.windows} windows"
+    print(f"{score.perplexity:.4f} over {len(score.tokens):,} tokens in {windows}")
