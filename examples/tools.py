@@ -1,4 +1,6 @@
-"""Functions as tools, called by the model and by nobody else: what it may write is enforced."""
+"""Functions as tools: the model can only write calls that fit them. One whole, one as it is written."""
+
+import json
 
 import afterglow
 
@@ -23,17 +25,14 @@ with afterglow.load("smollm2", fetch=True) as model:
         max_tokens=80,
     )
     (call,) = turn.calls
-    print(call.name, call.arguments)
-    print(
-        [
-            part.arguments
-            for part in model.chat(
-                "How many pears are in stock?",
-                tools=[in_stock],
-                tool_choice={"type": "function", "function": {"name": "in_stock"}},
-                parallel_tool_calls=False,
-                max_tokens=80,
-                stream=True,
-            )
-        ]
+    print(call.name, call.arguments, "gives", in_stock(**json.loads(call.arguments)))
+
+    parts = model.chat(
+        "How many pears are in stock?",
+        tools=[in_stock],
+        tool_choice={"type": "function", "function": {"name": "in_stock"}},
+        parallel_tool_calls=False,
+        max_tokens=80,
+        stream=True,
     )
+    print([part.arguments for part in parts])

@@ -15,10 +15,10 @@ LAYERS = {
     "engine": 2,
     "chat": 3, "completion": 3, "testing": 3,
     "answers": 4, "answering": 4, "prompting": 4, "conversation": 4, "model": 4, "loading": 4, "serving": 4,
-    "server": 5, "agent": 5,
+    "server": 5,
     "cli": 6,
 }  # fmt: skip
-APART = ({"server", "agent"}, {"registry", "llama"}, {"tiny", "llama"}, {"tiny", "registry"})
+APART = ({"registry", "llama"}, {"tiny", "llama"}, {"tiny", "registry"}, {"media", "registry"}, {"media", "tiny"})
 # Optional packages are imported where they are used, so that afterglow works without them.
 OPTIONAL = {"huggingface_hub"}
 
