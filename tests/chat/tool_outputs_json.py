@@ -6,6 +6,11 @@ from tool_records import NESTED, NOW, PARIS, ZURICH, Recorded, item, tag
 
 
 def hermes(family: str) -> list[Recorded]:
+    return [*hermes_calls(family), *hermes_forms(family), *hermes_mistakes(family)]
+
+
+def hermes_calls(family: str) -> list[Recorded]:
+    """Calls as the template asks for them, and words around them."""
     return [
         Recorded(family, "one call", tag(PARIS), calls=(PARIS,), enforced=True),
         Recorded(family, "several", f"{tag(PARIS)}\n{tag(NESTED)}\n", calls=(PARIS, NESTED), enforced=False),
@@ -20,6 +25,26 @@ def hermes(family: str) -> list[Recorded]:
             calls=(("get_weather", '{"city":"Paris"}'),),
             enforced=True,
         ),
+        Recorded(
+            family,
+            "tags inside arguments",
+            tag(("get_weather", '{"city": "</tool_call> {\\"x\\": 1} <tool_call>"}')),
+            calls=(("get_weather", '{"city": "</tool_call> {\\"x\\": 1} <tool_call>"}'),),
+            enforced=True,
+        ),
+        Recorded(
+            family,
+            "prose about tags",
+            "Use <tool_call> tags, <tool_call>{}</tool_call>, a < b and <tool_c",
+            text="Use <tool_call> tags, <tool_call>{}</tool_call>, a < b and <tool_c",
+        ),
+        Recorded(family, "only words", " Hello, \n\n world! \n", text=" Hello, \n\n world! \n"),
+    ]
+
+
+def hermes_forms(family: str) -> list[Recorded]:
+    """Other ways to write the same."""
+    return [
         Recorded(
             family,
             "arguments as text",
@@ -37,17 +62,16 @@ def hermes(family: str) -> list[Recorded]:
         Recorded(family, "empty text for arguments", tag(("now", '""')), calls=(NOW,)),
         Recorded(
             family,
-            "tags inside arguments",
-            tag(("get_weather", '{"city": "</tool_call> {\\"x\\": 1} <tool_call>"}')),
-            calls=(("get_weather", '{"city": "</tool_call> {\\"x\\": 1} <tool_call>"}'),),
-            enforced=True,
-        ),
-        Recorded(
-            family,
             "as OpenAI writes it",
             f'<tool_call>{{"type": "function", "function": {item(PARIS)}}}</tool_call>',
             calls=(PARIS,),
         ),
+    ]
+
+
+def hermes_mistakes(family: str) -> list[Recorded]:
+    """What models get wrong."""
+    return [
         Recorded(family, "a tool nobody has", tag(("dance", "{}")), calls=(("dance", "{}"),)),
         Recorded(family, "a brace forgotten", tag(PARIS).replace("}}", "}"), calls=(PARIS,)),
         Recorded(family, "a brace too many", tag(PARIS).replace("}}", "}}}"), calls=(PARIS,)),
@@ -66,13 +90,6 @@ def hermes(family: str) -> list[Recorded]:
             text="Done.",
             calls=(("now", "{'a': 1}}"),),
         ),
-        Recorded(
-            family,
-            "prose about tags",
-            "Use <tool_call> tags, <tool_call>{}</tool_call>, a < b and <tool_c",
-            text="Use <tool_call> tags, <tool_call>{}</tool_call>, a < b and <tool_c",
-        ),
-        Recorded(family, "only words", " Hello, \n\n world! \n", text=" Hello, \n\n world! \n"),
     ]
 
 
