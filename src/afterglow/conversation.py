@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -65,8 +66,8 @@ class Conversation:
     ) -> Turn:
         """The same for asyncio."""
         history = [*self.messages, question(text, images, audio)]
-        for _ in range(MAX_ROUNDS):
-            turn = self.last = await self.model.chat_async(history, tools=self.tools, **{**self.options, **options})
+        for asked in self._rounds(options):
+            turn = self.last = await self.model.chat_async(history, tools=self.tools, **asked)
             history.append(turn.message)
             if not self._callable(turn):
                 break
@@ -130,8 +131,8 @@ class Conversation:
 
     def _answer(self, history: list[Message], options: dict[str, Any]) -> Turn:
         turn: Turn
-        for _ in range(MAX_ROUNDS):
-            turn = self.last = self.model.chat(history, tools=self.tools, **{**self.options, **options})
+        for asked in self._rounds(options):
+            turn = self.last = self.model.chat(history, tools=self.tools, **asked)
             history.append(turn.message)
             if not self._callable(turn):
                 break
@@ -140,8 +141,8 @@ class Conversation:
         return turn
 
     def _deltas(self, history: list[Message], options: dict[str, Any]) -> Iterator[Delta]:
-        for _ in range(MAX_ROUNDS):
-            stream: TurnStream = self.model.chat(history, stream=True, tools=self.tools, **{**self.options, **options})
+        for asked in self._rounds(options):
+            stream: TurnStream = self.model.chat(history, stream=True, tools=self.tools, **asked)
             yield from stream.deltas()
             self.last = stream.turn
             history.append(stream.turn.message)
@@ -157,6 +158,12 @@ class Conversation:
         raise InvalidArgument("messages", "have no question yet that could be answered again")
 
     # --- tools
+
+    def _rounds(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The options of each answer while tools are called; the last one can only be words."""
+        asked = {**self.options, **options}
+        yield from itertools.repeat(asked, MAX_ROUNDS)
+        yield {**asked, "tool_choice": "none"}
 
     def _callable(self, turn: Turn) -> bool:
         """Whether the model called tools, all of which can be called here."""

@@ -33,10 +33,6 @@ class Measuring:
         """What stands in a prompt for each."""
         return [entries_of(content, measured, key) for content in contents for key, measured in [self._one(content)]]
 
-    def forget(self) -> None:
-        """Another projector may say something else."""
-        self._known.clear()
-
     def _one(self, content: Content) -> tuple[bytes, Measured]:
         asked = measurable(content)
         if (known := self._known.get(asked)) is not None:

@@ -129,10 +129,6 @@ class ServedModel(Answering):
         """Whether there is an engine right now."""
         return self._process.pid is not None
 
-    @property
-    def process_id(self) -> int | None:
-        return self._process.pid
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """What decides about answers beside the request: our version, the native build and the weights."""
