@@ -12,6 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState, MemoryFull, UnsupportedOperation
+from afterglow.llama import pages
 from afterglow.llama.arguments import integer
 from afterglow.llama.files import write_whole
 from afterglow.llama.library import library
@@ -122,7 +123,8 @@ class States:
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted and wait for the next decode")
         symbols, pointer, flags = self._library.symbols, self._context.pointer, FLAGS[scope]
-        data: NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
+        # A partial state is kept as it is. A full one is soon cut into cells, and gone.
+        data = pages.zeros(size) if scope == "partial" else np.empty(size, dtype=np.uint8)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
         written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
         assert written == data.nbytes, f"llama.cpp wrote {written} of {data.nbytes} bytes"
