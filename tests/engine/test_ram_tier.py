@@ -277,6 +277,17 @@ def test_what_is_kept_lies_in_pages_and_is_counted_with_them(engines, tmp_path, 
         assert checkpoint.nbytes == pages.size(checkpoint.state.nbytes) + checkpoint.ids.nbytes
 
 
+def test_what_is_saved_for_one_decode_does_not_wait_for_pages(engines, monkeypatch):
+    """Replayed guesses save a state each; the heap has the room of the last one, pages have to be had anew."""
+    monkeypatch.setattr(pages, "SMALL", 1024)
+    engine = engines("hybrid")
+    ask(engine, ordinary(100, 1), max_tokens=1)
+    (slot,) = [one for one in engine.memory.slots if len(one)]
+    assert not pages_of(engine.backend.save(slot.number, "partial").data)
+    assert pages_of(engine.backend.save(slot.number, "partial", keep=True).data)
+    assert pages_of(slot.save().state.data), "a parked sequence stays"
+
+
 def test_of_what_had_to_go_only_so_many_entries_are_remembered(monkeypatch):
     """They are in no budget, and prompts may be long."""
     monkeypatch.setattr(memory, "REMEMBERED_BYTES", 250 * 8)

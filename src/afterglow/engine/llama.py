@@ -116,8 +116,8 @@ class LlamaBackend:
     def size(self, sequence: int, scope: Scope) -> int:
         return self.context.state.size(sequence, scope)
 
-    def save(self, sequence: int, scope: Scope) -> State:
-        return self.context.state.save(sequence, scope)
+    def save(self, sequence: int, scope: Scope, *, keep: bool = False) -> State:
+        return self.context.state.save(sequence, scope, keep=keep)
 
     def load(self, sequence: int, state: State) -> None:
         assert isinstance(state, llama_state.State)

@@ -265,7 +265,7 @@ class PrefixMemory:
 
     def _save_partial(self, sequence: Sequence) -> State:
         started = time.perf_counter()
-        state = self._backend.save(sequence.number, "partial")
+        state = self._backend.save(sequence.number, "partial", keep=True)
         self.costs.moved(state.nbytes, time.perf_counter() - started, 0)
         self._partial_bytes = state.nbytes
         return state
