@@ -77,6 +77,17 @@ def test_shared_bytes_are_shown_once(make):
     assert sum(one.nbytes for one in stored) == cache.usage(engine)["ram"].nbytes
 
 
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_the_disk_has_the_bytes_of_its_files(make, folder, kind):
+    engine = make(kind, sequences=1)
+    for number in range(3):
+        ask(engine, prompt(80, number))
+    flush(engine)
+    engine.memory.tiers.refresh()
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.suffix in (".cells", ".state")]
+    assert cache.usage(engine)["disk"].nbytes == sum(sizes) > 0
+
+
 def test_hits_and_seconds_are_counted(make):
     engine = make(sequences=1)
     for _ in range(3):

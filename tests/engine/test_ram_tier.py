@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -10,12 +11,14 @@ import pytest
 from play import KINDS, LAYOUTS, Answer, ask, fake, play, prompt, reference, request
 
 from afterglow import tiny
+from afterglow.engine import memory
 from afterglow.engine.backend import Span
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import Engine
 from afterglow.engine.recipe import LlamaEngine
 from afterglow.engine.segments import Segment
 from afterglow.engine.settings import EngineSettings
+from afterglow.llama import pages
 from afterglow.llama.settings import ContextSettings
 
 everywhere = pytest.mark.parametrize("shared", LAYOUTS, ids=["streams", "unified"])
@@ -241,6 +244,59 @@ def test_checkpoints_and_segments_share_the_budget(kind):
         ask(engine, prompt(60, number), boundaries=frozenset({10, 20, 30, 40}))
         ram = engine.memory.tiers.ram
         assert ram.used == ram.segment_bytes + engine.memory.marks.nbytes <= 3_000
+
+
+def pages_of(data: np.ndarray) -> bool:
+    """Whether bytes lie in pages of their own, which the system has back when they are let go."""
+    base: object = data
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return isinstance(base, mmap.mmap)
+
+
+@pytest.mark.parametrize("from_disk", [False, True], ids=["computed", "read"])
+def test_what_is_kept_lies_in_pages_and_is_counted_with_them(engines, tmp_path, monkeypatch, from_disk):
+    monkeypatch.setattr(pages, "SMALL", 1024)  # the states of tiny models are smaller than those of others
+    settings = EngineSettings(segment=512, ram_bytes=10**8, disk_directory=tmp_path / "prefix")
+    ids = ordinary(512 + 300, 1)
+    for _ in range(1 + from_disk):
+        engine = engines("hybrid", settings, sequences=1)
+        answer = ask(engine, ids, max_tokens=1, boundaries=frozenset({600}))
+        ask(engine, ordinary(40, 2), max_tokens=1)
+        engine.close()
+    assert (answer.cached > 800) == from_disk
+    segments = [segment for segment in held(engine) if segment.rows.nbytes >= pages.SMALL]
+    assert {segment.start for segment in segments} == {0, 512}
+    checkpoints = [one for one in engine.memory.checkpoints if one.state.nbytes >= pages.SMALL]
+    assert len(checkpoints) >= 1
+    for segment in segments:
+        assert pages_of(segment.rows)
+        assert segment.nbytes == pages.size(segment.rows.nbytes) + segment.ids.nbytes
+    for checkpoint in checkpoints:
+        assert pages_of(checkpoint.state.data)
+        assert checkpoint.nbytes == pages.size(checkpoint.state.nbytes) + checkpoint.ids.nbytes
+
+
+def test_what_is_saved_for_one_decode_does_not_wait_for_pages(engines, monkeypatch):
+    """Replayed guesses save a state each; the heap has the room of the last one, pages have to be had anew."""
+    monkeypatch.setattr(pages, "SMALL", 1024)
+    engine = engines("hybrid")
+    ask(engine, ordinary(100, 1), max_tokens=1)
+    (slot,) = [one for one in engine.memory.slots if len(one)]
+    assert not pages_of(engine.backend.save(slot.number, "partial").data)
+    assert pages_of(engine.backend.save(slot.number, "partial", keep=True).data)
+    assert pages_of(slot.save().state.data), "a parked sequence stays"
+
+
+def test_of_what_had_to_go_only_so_many_entries_are_remembered(monkeypatch):
+    """They are in no budget, and prompts may be long."""
+    monkeypatch.setattr(memory, "REMEMBERED_BYTES", 250 * 8)
+    engine = fake("attention", EngineSettings(ram_bytes=0), sequences=1)
+    in_turn(engine, [prompt(100, number) for number in range(9)])
+    assert [len(gone) for gone in engine.memory.gone("")] == [len(engine.memory.slots[0])] * 2
+    assert engine.explain(request("again", prompt(100, 7))).evicted == 100
+    in_turn(engine, [prompt(400, 20), prompt(10, 21)])
+    assert engine.explain(request("again", prompt(400, 20))).evicted == 400, "the last one, however long it is"
 
 
 def test_a_model_without_checkpoints_stores_nothing_that_it_could_not_use():

@@ -143,7 +143,9 @@ class Backend(Protocol):
     def size(self, sequence: int, scope: Scope) -> int:
         """The bytes that `save` would take."""
 
-    def save(self, sequence: int, scope: Scope) -> State: ...
+    def save(self, sequence: int, scope: Scope, *, keep: bool = False) -> State:
+        """What a sequence holds; to `keep`, or for a moment, which is faster."""
+
     def load(self, sequence: int, state: State) -> None: ...
     def cells(self, state: State, partial: State | None) -> Cells | None:
         """The cells in a full state, given the partial state of the same moment; None where they cannot be told."""

@@ -151,7 +151,7 @@ def usage(engine: Engine) -> dict[str, Usage]:
     found = {"ram": Usage(nbytes=tiers.ram.used, limit=tiers.ram.limit, counters=tiers.ram_counters)}
     if tiers.shelf is not None:
         disk = tiers.shelf.disk
-        nbytes = sum(segment.nbytes for segment in tiers.tree if segment.on_disk)
+        nbytes = sum(segment.file_bytes for segment in tiers.tree)
         nbytes += sum(shelved.nbytes for shelved in tiers.shelf.states())
         counters = tiers.disk_counters
         counters.saves, counters.saved_bytes = disk.counters.written, disk.counters.written_bytes

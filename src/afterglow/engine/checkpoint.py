@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from afterglow.engine.backend import State
 from afterglow.engine.entries import Ids
+from afterglow.llama import pages
 from afterglow.llama.arguments import integer
 
 NEAR_END = 4  # tokens before the end of a prompt: templates often rewrite just these
@@ -48,7 +49,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return self.state.nbytes + self.ids.nbytes
+        return pages.size(self.state.nbytes) + self.ids.nbytes
 
 
 def cut_points(

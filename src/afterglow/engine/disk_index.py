@@ -21,6 +21,7 @@ from afterglow.errors import InvalidArgument, InvalidState
 
 NAME = "index.sqlite3"
 PATIENCE = 10.0  # seconds to wait for another process
+CACHE = 512  # KiB of the table that a process holds; the system has the rest, and takes it back when it has to
 STALE = 3600.0  # seconds after which a half-written file of a process that lives is given up
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
@@ -78,6 +79,7 @@ class DiskIndex:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA cache_size = -{CACHE}")
             connection.executescript(SCHEMA)
             connection.execute(f"SELECT {COLUMNS} FROM items LIMIT 1").fetchall()
         except BaseException:

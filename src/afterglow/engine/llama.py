@@ -13,6 +13,7 @@ from afterglow.engine.constraint import Words
 from afterglow.engine.pictures import Encodes
 from afterglow.errors import InvalidState
 from afterglow.llama import layout as llama_layout
+from afterglow.llama import pages
 from afterglow.llama import state as llama_state
 from afterglow.llama.batch import EmbeddingBatch
 from afterglow.llama.context import Context
@@ -115,8 +116,8 @@ class LlamaBackend:
     def size(self, sequence: int, scope: Scope) -> int:
         return self.context.state.size(sequence, scope)
 
-    def save(self, sequence: int, scope: Scope) -> State:
-        return self.context.state.save(sequence, scope)
+    def save(self, sequence: int, scope: Scope, *, keep: bool = False) -> State:
+        return self.context.state.save(sequence, scope, keep=keep)
 
     def load(self, sequence: int, state: State) -> None:
         assert isinstance(state, llama_state.State)
@@ -143,7 +144,7 @@ class LlamaBackend:
         if len(data) < POSITIONS.size:
             raise InvalidState("a partial state is cut off")
         first, last = POSITIONS.unpack_from(data)
-        content = np.frombuffer(data[POSITIONS.size :], dtype=np.uint8).copy()
+        content = pages.copied(np.frombuffer(data[POSITIONS.size :], dtype=np.uint8))
         return llama_state.State(key=self.key, scope="partial", positions=(first, last), data=content)
 
     def clear(self, sequence: int) -> None:

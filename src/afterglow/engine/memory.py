@@ -25,6 +25,7 @@ from afterglow.errors import AfterglowError, MemoryFull
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
 CLOSING = 3.0  # seconds that an end waits for what is worth keeping
 REMEMBERED = 64  # evicted sequences whose entries are kept, so that `explain` can tell what is missing
+REMEMBERED_BYTES = 4 * 1024**2  # of all their entries; the last is kept however long it is
 
 
 class PrefixMemory:
@@ -264,7 +265,7 @@ class PrefixMemory:
 
     def _save_partial(self, sequence: Sequence) -> State:
         started = time.perf_counter()
-        state = self._backend.save(sequence.number, "partial")
+        state = self._backend.save(sequence.number, "partial", keep=True)
         self.costs.moved(state.nbytes, time.perf_counter() - started, 0)
         self._partial_bytes = state.nbytes
         return state
@@ -353,6 +354,8 @@ class PrefixMemory:
     def _remember(self, slot: Sequence) -> None:
         if len(slot):
             self._evicted.append((slot.salt, slot.ids.copy()))
+            while len(self._evicted) > 1 and sum(ids.nbytes for _, ids in self._evicted) > REMEMBERED_BYTES:
+                self._evicted.popleft()
 
     def _sources(self, ids: Ids, salt: str) -> Iterator[Source]:
         now = time.monotonic()

@@ -92,14 +92,14 @@ class MtpBackend(LlamaBackend):
         self.session.remember(target, end, self.session.row(source, end))
         return nbytes
 
-    def save(self, sequence: int, scope: Scope) -> State:
-        state = self.context.state.save(sequence, scope)
+    def save(self, sequence: int, scope: Scope, *, keep: bool = False) -> State:
+        state = self.context.state.save(sequence, scope, keep=keep)
         end = 0 if state.positions is None else state.positions[1] + 1
         # The heads' cells stay where attention cells do; only a state that is complete has to bring them along.
         heads = None
         if scope == "full":
             self.session.compute([sequence])
-            heads = self.heads.state.save(sequence)
+            heads = self.heads.state.save(sequence, keep=keep)
         return MtpState(
             key=state.key,
             scope=state.scope,

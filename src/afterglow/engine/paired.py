@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState
 from afterglow.llama import layout as llama_layout
+from afterglow.llama import pages
 from afterglow.llama.layout import Cells
 
 LENGTH = struct.Struct("<I")
@@ -33,7 +34,7 @@ class PairedCells:
         return len(self._own)
 
     def rows(self, start: int, stop: int) -> Rows:
-        rows = np.zeros((stop - start, self.width), dtype=np.uint8)
+        rows = pages.zeros(stop - start, self.width)
         own = self._own.width
         rows[:, :own] = self._own.rows(start, stop)
         if self._heads is not None:

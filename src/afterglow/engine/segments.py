@@ -27,13 +27,17 @@ class Segment:
     ids: Ids  # as every process writes them
     aligned: int  # leading entries that were computed on the deterministic grid
     cells: int
-    nbytes: int
+    nbytes: int  # in RAM; of one that never was there, of its file
     layout: bytes = b""
     rows: NDArray[np.uint8] | None = None
-    on_disk: bool = False
+    file_bytes: int = 0  # 0: it is not on disk
     pinned: bool = False
     hits: int = 0
     last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def on_disk(self) -> bool:
+        return self.file_bytes > 0
 
     @property
     def end(self) -> int:

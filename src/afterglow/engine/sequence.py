@@ -107,7 +107,8 @@ class Sequence:
         return self._backend.size(self.number, "full") + self.ids.nbytes
 
     def save(self) -> Saved:
-        return Saved(self.ids.copy(), self._backend.save(self.number, "full"), self.aligned, self.salt)
+        state = self._backend.save(self.number, "full", keep=True)
+        return Saved(self.ids.copy(), state, self.aligned, self.salt)
 
     def load(self, ids: Ids, state: State, aligned: int) -> None:
         """Become what `state` held when it was saved with these entries."""

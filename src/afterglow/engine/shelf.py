@@ -90,13 +90,13 @@ class Shelf:
     def _found(self, row: Row, tree: SegmentTree) -> None:
         known = tree.get(row.key)
         if known is not None:
-            known.on_disk = True
+            known.file_bytes = row.nbytes
         elif row.start == 0 or tree.get(row.parent) is not None:
             age = max(0.0, time.time() - row.used)
             tree.add(
                 Segment(
                     key=row.key, parent=row.parent, start=row.start, ids=row.ids, aligned=row.aligned, cells=row.cells,
-                    nbytes=row.nbytes, on_disk=True, pinned=bool(row.pinned), hits=row.hits,
+                    nbytes=row.nbytes, file_bytes=row.nbytes, pinned=bool(row.pinned), hits=row.hits,
                     last_used=time.monotonic() - age,
                 )
             )  # fmt: skip
@@ -105,7 +105,7 @@ class Shelf:
         segment = tree.get(key)
         if segment is None:
             return []
-        segment.on_disk = False
+        segment.file_bytes = 0
         return [] if segment.rows is not None else tree.remove(segment)
 
     def _put(self, shelved: Shelved) -> None:

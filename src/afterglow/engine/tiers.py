@@ -24,6 +24,7 @@ from afterglow.engine.sequence import Sequence
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.shelf import Shelved, open_shelf
 from afterglow.errors import InvalidState
+from afterglow.llama import pages
 
 
 class Tiers:
@@ -143,16 +144,16 @@ class Tiers:
         whole = [segment for segment in cover.segments if len(segment.ids) == block and segment.end <= cover.length]
         start = len(whole) * block
         at = self._ledger.cells(ids[:start])
-        needed = (len(cells) - at) * cells.width + (len(ids) - start) * ids.itemsize
+        stretches = [ids[first : first + block] for first in range(start, len(ids), block)]
+        counts = [self._ledger.cells(stretch) for stretch in stretches]
+        needed = sum(pages.size(count * cells.width) for count in counts) + (len(ids) - start) * ids.itemsize
         self._width = needed / max(len(ids) - start, 1)
         if not self.make_room(needed, {segment.key for segment in whole}):
             self.ram_counters.refused += 1
             return False
         parent = whole[-1].key if whole else self.chain.seed(sequence.salt)
         path = whole
-        for first in range(start, len(ids), block):
-            stretch = ids[first : first + block]
-            count = self._ledger.cells(stretch)
+        for first, stretch, count in zip(range(start, len(ids), block), stretches, counts, strict=True):
             rows = cells.rows(at, at + count)
             segment = self._segment(parent, first, stretch, rows, cells.layout, sequence)
             self._add(segment)
@@ -175,7 +176,7 @@ class Tiers:
             ids=written,
             aligned=min(max(sequence.aligned - start, 0), len(ids)),
             cells=len(rows),
-            nbytes=rows.nbytes + written.nbytes,
+            nbytes=pages.size(rows.nbytes) + written.nbytes,
             layout=layout,
             rows=rows,
             pinned=self.is_pinned(sequence.ids, sequence.salt, start),
@@ -299,9 +300,9 @@ class Tiers:
 
     def _promote(self, segment: Segment, rows: NDArray[np.uint8]) -> None:
         """Keep what was read in RAM, too, where nothing has to go for it."""
-        nbytes = rows.nbytes + segment.ids.nbytes
+        nbytes = pages.size(rows.nbytes) + segment.ids.nbytes
         if nbytes <= self.ram.free:
-            segment.rows, segment.nbytes = rows.copy(), nbytes
+            segment.rows, segment.nbytes = pages.copied(rows), nbytes
             self.ram.put(segment)
 
     def state(self, checkpoint: Checkpoint) -> State:

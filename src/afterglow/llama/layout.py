@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState
+from afterglow.llama import pages
 
 HEADER = 8  # magic and sequence
 MAGIC = 0xAF143CD8
@@ -86,8 +87,8 @@ class Cells:
         return written if self._order is None else written[self._order]
 
     def rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Cells [start, stop) as a copy, a row each."""
-        rows = np.empty((stop - start, self.width), dtype=np.uint8)
+        """Cells [start, stop) as a copy to be kept, a row each."""
+        rows = pages.zeros(stop - start, self.width)
         chosen = slice(start, stop) if self._order is None else self._order[start:stop]
         for part, offset in self._parts:
             taken = part[chosen]

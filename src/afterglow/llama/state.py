@@ -12,6 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState, MemoryFull, UnsupportedOperation
+from afterglow.llama import pages
 from afterglow.llama.arguments import integer
 from afterglow.llama.files import write_whole
 from afterglow.llama.library import library
@@ -115,14 +116,14 @@ class States:
         self._check_scope(scope)
         return int(self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, FLAGS[scope]))
 
-    def save(self, sequence: int, scope: Scope = "full") -> State:
-        """What the sequence holds, as a copy."""
+    def save(self, sequence: int, scope: Scope = "full", *, keep: bool = False) -> State:
+        """What the sequence holds, as a copy: to `keep`, or for a moment, which is faster."""
         memory = self._context.memory
         size = self.size(sequence, scope)
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted and wait for the next decode")
         symbols, pointer, flags = self._library.symbols, self._context.pointer, FLAGS[scope]
-        data: NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
+        data = pages.zeros(size) if keep else np.empty(size, dtype=np.uint8)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
         written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
         assert written == data.nbytes, f"llama.cpp wrote {written} of {data.nbytes} bytes"

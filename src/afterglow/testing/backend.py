@@ -281,7 +281,7 @@ class FakeBackend:
     def size(self, sequence: int, scope: Scope) -> int:
         return 64 if scope == "partial" else 64 + 100 * len(self._memory[sequence].cells)
 
-    def save(self, sequence: int, scope: Scope) -> FakeState:
+    def save(self, sequence: int, scope: Scope, *, keep: bool = False) -> FakeState:
         return FakeState(scope, duplicate(self._memory[sequence], fresh=False), self.size(sequence, scope))
 
     def load(self, sequence: int, state: State) -> None:

@@ -1,0 +1,41 @@
+"""Memory for bytes that are kept: whole pages of the system, which has them back as soon as nobody needs them.
+
+Bytes that stay would lie between those of states that are copied and soon gone again, in the heap of one thread. It
+would have holes that nothing fits into, and the process more memory than it may keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMALL = 16 * 1024  # bytes that are not worth pages of their own
+FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # they are filled at once
+
+
+def size(nbytes: int) -> int:
+    """What so many bytes take.
+
+    >>> size(1000), size(8 * mmap.PAGESIZE - 5) == 8 * mmap.PAGESIZE
+    (1000, True)
+    """
+    return nbytes if nbytes < SMALL else -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def zeros(*shape: int) -> NDArray[np.uint8]:
+    """Bytes to be filled and kept."""
+    nbytes = int(np.prod(shape))
+    if nbytes >= SMALL:
+        with contextlib.suppress(OSError):  # there are too many such already: the heap has to do
+            return np.frombuffer(mmap.mmap(-1, nbytes, flags=FLAGS), dtype=np.uint8).reshape(shape)
+    return np.zeros(shape, dtype=np.uint8)
+
+
+def copied(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A copy to be kept."""
+    kept = zeros(*data.shape)
+    kept[...] = data
+    return kept
