@@ -115,7 +115,7 @@ def measured(quick: bool, threads: int) -> list[Row]:
     with Model.load(path, ModelSettings(vocabulary_only=True)) as model:
         ends = model.vocabulary.ends
     shape = Shape(model=path, threads=threads, slots=SLOTS, context=CONTEXT, ends=ends)
-    pairs, length = (3, 24) if quick else (5, 128)
+    pairs, length = (3, 24) if quick else (7, 128)
     with started(shape) as (ours, theirs):
         return [
             compared("one stream", "tok/s", 0.97, lambda s, t: tokens_per_second(s, length, t), ours, theirs, pairs),

@@ -90,7 +90,7 @@ def choose_length(
     8
     >>> choose_length(0.8, 8, lambda rows: 1.0 * rows).length           # every row costs a decode: do not
     0
-    >>> choose_length(0.9, 8, lambda rows: 1.0 + 0.01 * rows, saving=2.0).length    # more than it brings
+    >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows, saving=2.0).length    # more than it brings
     0
     """
     plain = rows / seconds(rows)
