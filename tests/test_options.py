@@ -199,7 +199,7 @@ FORMATS = dict.fromkeys(KEYS, "test_a_format_lets_exactly_its_texts_through") | 
 
 
 def parameters(function: object) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "command")]
 
 
 def fields(kind: type) -> list[str]:

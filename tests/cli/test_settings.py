@@ -17,6 +17,7 @@ from afterglow.cli.chat import answer_options, switch
 from afterglow.cli.main import app
 from afterglow.cli.serve import drafts, served_settings
 from afterglow.cli.settings import Settings, settings, settings_of
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 
 
@@ -94,6 +95,10 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         max_tokens=9,
         reasoning="off",
         pin_system=True,
+        disk_bytes="3GiB",
+        ram_bytes="5MiB",
+        gap=0.5,
+        deterministic=True,
         projector=tmp_path / "mmproj.gguf",
         strip_media=True,
     )
@@ -105,11 +110,11 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
     expected |= {"projector": tmp_path / "mmproj.gguf", "strip_media": True}
     assert {name: told[name] for name in expected} == expected
     assert told["chat_template"] == "{{ messages[0].content }}"
-    assert told["engine"].pin_system
-    assert served_settings(chosen).engine.pin_system
+    engine = EngineSettings(pin_system=True, disk_bytes=3 * 1024**3, ram_bytes=5 * 1024**2, gap=0.5, deterministic=True)
+    assert told["engine"] == served_settings(chosen).engine == engine
     assert served_settings(chosen).projector == tmp_path / "mmproj.gguf"
     assert served_settings(chosen).strip_media
-    assert not served_settings(settings()).engine.pin_system
+    assert served_settings(settings()).engine == EngineSettings()
     assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 
 
@@ -147,7 +152,11 @@ def test_every_flag_of_serve_becomes_its_setting(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("c\n\nd\n")
     several = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
     several += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys")]
-    flags = LOADING | TALKING | {"sequences": 3, "pin_system": True}
+    flags = (
+        LOADING
+        | TALKING
+        | {"sequences": 3, "pin_system": True, "gap": 0.5, "deterministic": True, "ram_bytes": 5, "disk_bytes": 7}
+    )
     CliRunner().invoke(app, ["serve", *written(flags | SERVING | MEDIA), *several, "big=large", "/x/other.gguf"])
     models, chosen = served[0]
     assert models == {"big": "large", "other": "/x/other.gguf"}

@@ -11,7 +11,6 @@ from rich.progress import Progress as Bar
 from afterglow import registry
 from afterglow.cli.models import progress_shown
 from afterglow.cli.settings import Settings
-from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument, ModelNotFound
 from afterglow.loading import load
 from afterglow.model import Model
@@ -39,7 +38,7 @@ def open_model(settings: Settings, console: Console) -> Model:
             draft=settings.draft,
             projector=settings.projector,
             strip_media=settings.strip_media,
-            engine=EngineSettings(pin_system=settings.pin_system),
+            engine=settings.engine,
             progress=show,
         )
 

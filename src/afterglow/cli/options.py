@@ -41,6 +41,12 @@ Drafts = Annotated[
     ),
 ]
 PinSystem = Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")]
+RamBytes = Annotated[str | None, typer.Option(help="Of what is kept in RAM outside of memory, such as 4GiB.")]
+DiskBytes = Annotated[str | None, typer.Option(help="Of all that is kept on disk, such as 20GiB.")]
+Gap = Annotated[float | None, typer.Option(help="Seconds between tokens that other prompts should not exceed.")]
+Deterministic = Annotated[
+    bool | None, typer.Option("--deterministic", help="Same answers whatever else runs; slower in company.")
+]
 
 # --- what is asked
 

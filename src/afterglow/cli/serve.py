@@ -16,7 +16,6 @@ from afterglow.cli import options
 from afterglow.cli.opening import local_path, template_text
 from afterglow.cli.settings import Settings, settings_of
 from afterglow.engine.recipe import Draft
-from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.server.roster import Roster
 from afterglow.server.run import bind
@@ -49,6 +48,10 @@ def serve(
     projector: options.Projector = None,
     strip_media: options.StripMedia = None,
     pin_system: options.PinSystem = None,
+    ram_bytes: options.RamBytes = None,
+    disk_bytes: options.DiskBytes = None,
+    gap: options.Gap = None,
+    deterministic: options.Deterministic = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
@@ -98,7 +101,7 @@ def served_settings(chosen: Settings) -> ServedSettings:
         projector=chosen.projector,
         media=chosen.server.media,
         strip_media=chosen.strip_media,
-        engine=EngineSettings(pin_system=chosen.pin_system),
+        engine=chosen.engine,
     )
 
 

@@ -17,6 +17,7 @@ import pydantic
 import typer
 
 from afterglow import registry
+from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
 
@@ -41,7 +42,15 @@ class Settings(pydantic.BaseModel):
     threads: int | None = pydantic.Field(None, ge=1, description="None: the processor's cores.")
     gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
     disk: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
+    disk_bytes: pydantic.ByteSize = pydantic.Field(
+        pydantic.ByteSize(10 * 1024**3), description="Of all that is kept on disk, such as 20GiB."
+    )
+    ram_bytes: pydantic.ByteSize | None = pydantic.Field(
+        None, description="Of what is kept in RAM outside of memory. None: a quarter of what is free, 2 GiB at most."
+    )
     pin_system: bool = pydantic.Field(False, description="Never let go of what system prompts and tools come to.")
+    gap: float = pydantic.Field(0.1, ge=0, description="Seconds between tokens that other prompts should not exceed.")
+    deterministic: bool = pydantic.Field(False, description="Same answers whatever else runs; slower in company.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
     projector: Path | None = pydantic.Field(
         None, description="The file that lets the model see or hear. None: the only one beside it."
@@ -56,6 +65,17 @@ class Settings(pydantic.BaseModel):
     markdown: bool = True
     stats: bool = True
     server: ServerSettings = pydantic.Field(default_factory=lambda: ServerSettings())  # type: ignore[call-arg]
+
+    @property
+    def engine(self) -> EngineSettings:
+        """What an engine is told."""
+        return EngineSettings(
+            disk_bytes=self.disk_bytes,
+            ram_bytes=self.ram_bytes,
+            pin_system=self.pin_system,
+            gap=self.gap,
+            deterministic=self.deterministic,
+        )
 
 
 def settings_path() -> Path:
