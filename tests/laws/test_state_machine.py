@@ -30,7 +30,19 @@ from hypothesis.stateful import (
 from play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
 from truth import Damaged, check_all
 
-from afterglow.engine import checkpoint, engine, job, marks, memory, segments, sequence, snapshots, tiers
+from afterglow.engine import (
+    checkpoint,
+    drafting,
+    engine,
+    job,
+    marks,
+    memory,
+    replay,
+    segments,
+    sequence,
+    snapshots,
+    tiers,
+)
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import MAX_ATTEMPTS
 from afterglow.engine.entries import Entry, Media
@@ -416,7 +428,7 @@ class Life(RuleBasedStateMachine):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (checkpoint, engine, job, marks, memory, segments, sequence, tiers):
+    for module in (checkpoint, drafting, engine, job, marks, memory, replay, segments, sequence, tiers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
