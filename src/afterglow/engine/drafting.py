@@ -279,11 +279,11 @@ class Drafting:
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()
-        step = costs.steps.of(jobs, costs.per_entry)
         if rows == jobs:
             self._guessed = 0
             self.account.plain(seconds)
         else:
+            step = costs.steps.of(jobs, costs.per_entry)
             self._guessed += 1
             spent = step if first else seconds  # what it took to prepare such decodes is not taken again
             won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
