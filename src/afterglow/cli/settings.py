@@ -49,7 +49,7 @@ class Settings(pydantic.BaseModel):
         None, description="Of what is kept in RAM outside of memory. None: a quarter of what is free, 2 GiB at most."
     )
     pin_system: bool = pydantic.Field(False, description="Never let go of what system prompts and tools come to.")
-    gap: float = pydantic.Field(0.1, ge=0, description="Seconds between tokens that other prompts should not exceed.")
+    gap: float = pydantic.Field(0.2, ge=0, description="Seconds between tokens that other prompts should not exceed.")
     deterministic: bool = pydantic.Field(False, description="Same answers whatever else runs; slower in company.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
     projector: Path | None = pydantic.Field(

@@ -22,7 +22,7 @@ class EngineSettings:
     64
     """
 
-    gap: float = 0.1  # seconds between the tokens of running answers that long prompts should not exceed
+    gap: float = 0.2  # seconds between tokens of running answers that prompts should not exceed: people read so fast
     deterministic: bool = False
     grid: int = 64  # entries in a chunk, in deterministic mode
     parked_bytes: int = 1024**3  # for sequences of jobs that had to make room

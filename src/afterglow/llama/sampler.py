@@ -47,6 +47,7 @@ class SamplerChain(Handle):
         self._plain = sampling.greedy and stages == 1 + bool(sampling.logit_bias)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.intp)
         self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+        self._lowering = bool(self._biases.size) and float(self._biases.max()) <= 0
         self._candidates: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._array = library().ffi.new("llama_token_data_array *")
 
@@ -64,10 +65,7 @@ class SamplerChain(Handle):
             raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
         if self._plain and self._grammar is None:
             assert self.pointer
-            if self._biases.size:
-                logits = logits.copy()
-                logits[self._biased] += self._biases
-            return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
+            return self._likeliest(logits, allowed)
         self._fill(logits, allowed)
         if self._grammar is not None:
             self._constrain()
@@ -75,6 +73,17 @@ class SamplerChain(Handle):
         chosen = self._array.selected
         assert 0 <= chosen < self._array.size, "a chain always ends in a sampler that selects"
         return int(self._array.data[chosen].id)
+
+    def _likeliest(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> int:
+        """The first of those with the largest logit."""
+        if self._lowering and allowed is None:
+            top = int(logits.argmax())
+            if top not in self.sampling.logit_bias:  # nobody can overtake it: a copy of all logits is saved
+                return top
+        if self._biases.size:
+            logits = logits.copy()
+            logits[self._biased] += self._biases
+        return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
 
     def accept(self, token: int) -> None:
         """Note that `token` was kept. `InvalidArgument` where the grammar forbids it: llama.cpp would abort."""
