@@ -33,7 +33,7 @@ from afterglow.llama.model import Model, ModelSettings
 
 MODELS = {"smollm2": lambda: registry.resolve("smollm2", fetch=True), "hybrid": hybrid.path}
 PROJECTORS = {"hybrid": hybrid.projector}
-PAIRS, FEW = {"smollm2": 5, "hybrid": 3}, 2  # an hour has no room for more
+PAIRS, FEW = 5, 2  # an hour has no room for more
 QUICK_SLOTS, QUICK_CONTEXT = 9, 2048  # one pair of servers for all
 SHOWN = ("total", "first_median", "first_p95", "gap_median", "gap_p95", "gap_largest")
 
@@ -157,7 +157,7 @@ def main() -> int:
     letters = [letter for letter in chosen.only if letter in WORKLOADS]
     results: list[Result] = []
     for model in MODELS if chosen.model == "both" else [chosen.model]:
-        pairs = chosen.pairs or (1 if chosen.quick else PAIRS[model])
+        pairs = chosen.pairs or (1 if chosen.quick else PAIRS)
         bench = Bench(model, MODELS[model](), quick=chosen.quick, threads=chosen.threads, pairs=pairs)
         bench.projector = PROJECTORS.get(model)
         for result in bench.results(letters):
