@@ -53,3 +53,11 @@ def test_where_the_system_has_no_more_pages_the_heap_has_to_do(monkeypatch):
 
     monkeypatch.setattr(mmap, "mmap", refused)
     assert pages.zeros(100, 1000).shape == (100, 1000)
+
+
+def test_the_system_s_pieces_are_not_used_up(monkeypatch):
+    monkeypatch.setattr(pages, "MOST", len(pages._held) + 2)
+    blocks = [pages.zeros(BLOCK) for _ in range(4)]
+    assert len(pages._held) == pages.MOST
+    del blocks
+    assert len(pages._held) == pages.MOST - 2

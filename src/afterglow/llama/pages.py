@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 
 import numpy as np
 from numpy.typing import NDArray
 
 SMALL = 16 * 1024  # bytes that are not worth pages of their own
+MOST = 16_384  # pieces at a time: Linux lets a process have 65,530, and llama.cpp needs some of them itself
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # they are filled at once
+_held: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def size(nbytes: int) -> int:
@@ -28,9 +31,11 @@ def size(nbytes: int) -> int:
 def zeros(*shape: int) -> NDArray[np.uint8]:
     """Bytes to be filled and kept."""
     nbytes = int(np.prod(shape))
-    if nbytes >= SMALL:
-        with contextlib.suppress(OSError):  # there are too many such already: the heap has to do
-            return np.frombuffer(mmap.mmap(-1, nbytes, flags=FLAGS), dtype=np.uint8).reshape(shape)
+    if nbytes >= SMALL and len(_held) < MOST:
+        with contextlib.suppress(OSError):  # the system has no more: the heap has to do
+            piece = mmap.mmap(-1, nbytes, flags=FLAGS)
+            _held.add(piece)
+            return np.frombuffer(piece, dtype=np.uint8).reshape(shape)
     return np.zeros(shape, dtype=np.uint8)
 
 
