@@ -6,6 +6,7 @@ and in any other. Only the last of a conversation may be shorter.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from afterglow.engine.entries import Ids, Ledger, common_prefix
+
+REMEMBERED = 1024  # names of stretches, about a megabyte with what they are the names of
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class Chain:
         self.block = block  # entries in a whole segment
         self.model = model  # names everything that decides what stored bytes mean
         self._ledger = ledger
+        self._known = functools.lru_cache(REMEMBERED)(self._link)  # a plan asks for the same names several times
 
     def seed(self, salt: str) -> bytes:
         """Where the chain of a salt begins."""
@@ -73,7 +77,10 @@ class Chain:
 
     def link(self, parent: bytes, ids: Ids) -> bytes:
         """The name of these entries after `parent`."""
-        return blake3(parent + self._ledger.spelled(ids)).digest()
+        return self._known(parent, ids.tobytes())
+
+    def _link(self, parent: bytes, written: bytes) -> bytes:
+        return blake3(parent + self._ledger.spelled(np.frombuffer(written, dtype=np.int64))).digest()
 
     def names(self, ids: Ids, salt: str) -> list[bytes]:
         """The names of all beginnings of `ids` in whole segments, the empty one first."""
