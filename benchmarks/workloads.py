@@ -138,7 +138,7 @@ def interleaved(seed: str, quick: bool) -> Workload:
 
 def restarted(seed: str, quick: bool) -> Workload:
     """(e) The server is restarted in the middle of a conversation."""
-    words, question, answer = (150, 8, 3) if quick else (1200, 20, 8)
+    words, question, answer = (150, 8, 3) if quick else (2000, 8, 8)
     first = (system(text(seed, words)), user(text(f"{seed} 0", question)))
     steps = (
         Ask(talk="talk", says=first, answer=answer),

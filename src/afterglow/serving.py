@@ -140,6 +140,17 @@ class ServedModel(Answering):
         """Begin `n` answers to a request; their events."""
         return self._submit_answers(request, n)
 
+    def announce(self) -> Callable[[], None]:
+        """Say that a request is being prepared; what this returns says, once, that it is there, or will not come."""
+        self._process.expect(1)
+        changes = [-1]
+
+        def arrived() -> None:
+            with contextlib.suppress(IndexError):
+                self._process.expect(changes.pop())
+
+        return arrived
+
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function of a module on the engine; waits for its answer."""
         return self._process.call(function)

@@ -45,21 +45,26 @@ class Service:
                 kind, key, content = self._connection.recv()
             except (EOFError, OSError):
                 vanish()
-            match kind:
-                case "ping":
-                    self._send("pong")
-                case "make":
-                    self._recipe.put(content)
-                case "submit":
-                    self._submit(key, content)
-                case "together":
-                    self._loop.submit(*unpack("requests", content))
-                case "cancel":
-                    self._loop.cancel(key)
-                case "call":
-                    self._loop.do(functools.partial(self._call, key, content))
-                case "close":
-                    self._loop.close()
+            self._take(kind, key, content)
+
+    def _take(self, kind: str, key: Any, content: bytes) -> None:
+        match kind:
+            case "ping":
+                self._send("pong")
+            case "make":
+                self._recipe.put(content)
+            case "submit":
+                self._submit(key, content)
+            case "together":
+                self._loop.submit(*unpack("requests", content))
+            case "coming":
+                self._loop.expect(key)
+            case "cancel":
+                self._loop.cancel(key)
+            case "call":
+                self._loop.do(functools.partial(self._call, key, content))
+            case "close":
+                self._loop.close()
 
     def serve(self) -> None:
         """Make the engine and run it until closed. One that crashed is not closed: who knows what it would do."""

@@ -65,13 +65,17 @@ class Engine:
         self._running: list[Job] = []
         self._events: list[Event] = []
         self._whole = True  # False after a step that crashed: nobody knows what memory holds then
-        self._guard = threading.RLock()  # over the two below: cancel may come from another thread
-        self._decoding: list[Job] = []
-        self._cancelling: set[str] = set()
+        self._guard = threading.RLock()  # over these two: cancel may come from another thread
+        self._decoding, self._cancelling = list[Job](), set[str]()
 
     @property
     def busy(self) -> bool:
         return bool(self._jobs)
+
+    @property
+    def running(self) -> bool:
+        """Whether anybody's prompt or answer is being computed."""
+        return bool(self._running)
 
     def submit(self, request: Request, guide: Guide | None = None) -> None:
         """Accept a request; its events come from `step`. A request that can never be served raises at once.
@@ -100,9 +104,8 @@ class Engine:
         with self._guard:
             self._cancelling.add(id)
             doomed = [job for job in self._decoding if job.request.id in self._cancelling]
-            alone = doomed and len(doomed) == len(self._decoding)
-            capabilities = self.backend.capabilities
-            if capabilities.interruptible and (alone or (doomed and capabilities.survives_abort)):
+            able = self.backend.capabilities
+            if doomed and able.interruptible and (able.survives_abort or len(doomed) == len(self._decoding)):
                 self.backend.interrupt()
 
     def step(self) -> list[Event]:

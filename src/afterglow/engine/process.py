@@ -86,6 +86,12 @@ class EngineProcess(Closing):
             self._post("together", requests[0].id, content)
         return streams
 
+    def expect(self, change: int) -> None:
+        """So many more requests are on their way, or, below 0, fewer: what begins waits a moment for its company."""
+        with self._waiting.lock:
+            if self._child is not None and self._child.ready:
+                self._child.send("coming", change)
+
     def cancel(self, id: str) -> None:
         """End a request now, also in the middle of a decode. One that is not there is no error."""
         with self._waiting.lock:

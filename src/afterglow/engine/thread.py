@@ -23,6 +23,7 @@ T = TypeVar("T")
 Command: TypeAlias = Callable[[Engine], None]
 Attempt: TypeAlias = tuple[Any, BaseException | None]  # what came of a call: a value or an error
 QUIET = 0.25  # seconds without work after which what can wait is done: an agent's next turn comes sooner
+COMPANY = 0.02  # seconds that prompts wait for others that are on their way, so that all are computed together
 logger = logging.getLogger("afterglow.engine")
 
 
@@ -34,6 +35,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._stepped = 0.0  # when there was work
+        self._coming = 0  # requests that are on their way; the engine's thread owns this
         self._live: set[str] = set()  # the requests that the engine has
         self._preparing: set[str] = set()  # those whose grammar is being compiled; the engine's thread owns this
         self._preparers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-grammar")  # threads come when needed
@@ -58,6 +60,14 @@ class EngineLoop:
         if (engine := self._engine) is not None:
             end(engine)
         self._commands.put(end_for_sure)
+
+    def expect(self, change: int) -> None:
+        """So many more requests are on their way, or, below 0, fewer."""
+
+        def note(engine: Engine) -> None:
+            self._coming = max(0, self._coming + change)
+
+        self._commands.put(note)
 
     def do(self, command: Command) -> None:
         """Run something between two steps. An error in it is an error of the engine."""
@@ -85,14 +95,23 @@ class EngineLoop:
 
     def _obey(self, engine: Engine) -> bool:
         """Do what was asked since the last step; wait for something where there is no work. False: the end."""
+        began = time.monotonic()
         while True:
             try:
-                command = self._commands.get_nowait() if engine.busy else self._wait(engine)
+                if engine.busy:
+                    command = self._commands.get(timeout=self._company(engine, began))
+                else:
+                    command = self._wait(engine)
+                    began = time.monotonic()
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(engine)
+
+    def _company(self, engine: Engine, began: float) -> float:
+        """Seconds that prompts wait for others. Not where an answer is being written, and not for long."""
+        return max(0.0, began + COMPANY - time.monotonic()) if self._coming and not engine.running else 0.0
 
     def _wait(self, engine: Engine) -> Command | None:
         """The next thing that is asked. Once it was quiet for a while, what can wait is done meanwhile."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,10 +55,13 @@ class Asked:
             max_tokens=self.max_tokens,
         )
 
-    def begin(self, model: ServedModel, deadline: float | None) -> tuple[list[TurnStream], Cut | None]:
-        """Have the engine begin."""
+    def begin(
+        self, model: ServedModel, deadline: float | None, arrived: Callable[[], None]
+    ) -> tuple[list[TurnStream], Cut | None]:
+        """Have the engine begin; `arrived` is called just before."""
         plan, cut = self.plan(model)
         sampling = sampling_of(self.fields, context_length=model.context_length, vocabulary=model.vocabulary.size)
+        arrived()
         streams = model.start(
             plan,
             n=self.n,
@@ -152,9 +155,13 @@ async def run(service: Service, name: str, asked: Asked) -> Running:
     cuts: list[Cut | None] = []
     try:
         whole = replace(asked, messages=await brought(service, model, asked.messages))
+        arrived = model.announce()
 
         def begin() -> list[TurnStream]:
-            streams, cut = whole.begin(model, deadline_of(asked.fields, service))
+            try:
+                streams, cut = whole.begin(model, deadline_of(asked.fields, service), arrived)
+            finally:
+                arrived()
             cuts.append(cut)
             return streams
 
