@@ -395,3 +395,8 @@ def test_a_factory_of_the_program_itself_is_refused_with_a_reason():
         code, output, errors = finish(running)
     assert (code, errors) == (0, "")
     assert "InvalidArgument `make` cannot travel between processes" in output
+
+
+def test_a_child_gives_way_to_whoever_writes_its_tokens_out():
+    with EngineProcess(Fake()) as engine:
+        assert psutil.Process(engine.pid).nice() > psutil.Process().nice()
