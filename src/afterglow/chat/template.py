@@ -160,7 +160,7 @@ class ChatTemplate(Closing):
                 child.communicate()
 
 
-def exchanged(child: subprocess.Popen[bytes], request: bytes, until: float) -> bytes:
+def exchanged(child: subprocess.Popen[bytes], request: bytes, until: float) -> bytes | bytearray:
     """The line that a child answers with; nothing where it does not until then, also where it does not even read."""
     assert child.stdin is not None
     assert child.stdout is not None
@@ -168,7 +168,7 @@ def exchanged(child: subprocess.Popen[bytes], request: bytes, until: float) -> b
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     poll.register(writing, select.POLLOUT)
-    line, unsent = b"", memoryview(request)
+    line, unsent = bytearray(), memoryview(request)
     while not line.endswith(b"\n"):
         ready = dict(poll.poll(1000 * max(0.0, until - time.monotonic())))
         if not ready:

@@ -150,7 +150,7 @@ class Engine:
         for id in cancelled:
             if job := self._jobs.get(id):
                 self._fail(job, Cancelled(f"request {id} was cancelled"))
-        for job in [job for job in self._jobs.values() if job.request.deadline is not None and job.deadline_passed]:
+        for job in [job for job in self._jobs.values() if job.deadline_passed]:
             self._finish(job, "deadline")
 
     def _admit(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from afterglow.tiny import vocabulary
+from afterglow.tiny.asking import write_head
 from afterglow.tiny.attention import Llama
 from afterglow.tiny.decoder import text_model
 from afterglow.tiny.projector import INNER, PATCH, Size, describe_projector
@@ -25,7 +26,6 @@ LETTERS = b"KBGCRMYW"
 NOTHING = b"N"
 WIDTH = 64
 SEEN, SAID, TEXT, PICTURE = 0, 3, 4, 5  # axes of the stream: three of colour, an answer was given, what a row is
-ATTENTION = 2.0  # makes the score of a picture's row about 24, that of text is 0: pictures outweigh any context
 LOGIT = 20.0
 IMAGE = 32  # pixels on a side
 
@@ -54,19 +54,6 @@ def _output() -> Array:
     return table
 
 
-def _look(writer: Writer, block: str, model: Llama) -> None:
-    """The one head: text asks, rows of pictures answer with their colours."""
-    last = model.head - 2  # the pair of a head that positions turn slowest
-    query, key = np.zeros((WIDTH, WIDTH), np.float32), np.zeros((model.key_heads * model.head, WIDTH), np.float32)
-    value, output = np.zeros_like(key), np.zeros((WIDTH, WIDTH), np.float32)
-    query[last, TEXT], key[last, PICTURE] = ATTENTION, 1.0
-    for colour in range(3):
-        value[colour, SEEN + colour] = 1.0
-        output[SEEN + colour, colour] = 4.0
-    for name, array in (("q", query), ("k", key), ("v", value), ("output", output)):
-        writer.given(f"{block}.attn_{name}.weight", array)
-
-
 def write_model(path: Path) -> None:
     """Write the text model."""
     model = Llama(layers=1)
@@ -77,7 +64,8 @@ def write_model(path: Path) -> None:
         block = "blk.0"
         writer.constant(f"{block}.attn_norm.weight", 1.0, WIDTH)
         writer.constant(f"{block}.ffn_norm.weight", 1.0, WIDTH)
-        _look(writer, block, model)
+        colours = range(SEEN, SEEN + 3)
+        write_head(writer, block, model, asks=TEXT, marks=range(PICTURE, PICTURE + 1), answer=colours)
         for name, rows, columns in (("gate", 128, WIDTH), ("up", 128, WIDTH), ("down", WIDTH, 128)):
             writer.constant(f"{block}.ffn_{name}.weight", 0.0, rows, columns)
 

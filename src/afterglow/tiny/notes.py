@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from afterglow.tiny import vocabulary
+from afterglow.tiny.asking import write_head
 from afterglow.tiny.attention import Llama
 from afterglow.tiny.decoder import text_model
 from afterglow.tiny.hearing import FRAME, write_wave
@@ -27,7 +28,6 @@ WIDTH = 64
 NOTES = len(LETTERS)
 WAVES, LOUD, SAID, TEXT = 0, 2 * NOTES, 3 * NOTES, 3 * NOTES + 1  # axes of the stream
 PURE = 8.0  # how loud a pure tone is on the axis of its note: the length that a norm gives a row
-ATTENTION = 2.0  # makes the score of a row with sound about 24, that of text is 0: sound outweighs any context
 LOGIT = 20.0
 
 
@@ -60,20 +60,6 @@ def _square(writer: Writer, block: str, inner: int) -> None:
         writer.given(f"{block}.ffn_{name}.weight", array)
 
 
-def _listen(writer: Writer, block: str, model: Llama) -> None:
-    """The one head: text asks, rows with sound answer with their notes."""
-    last = model.head - 2  # the pair of a head that positions turn slowest
-    query, key = np.zeros((WIDTH, WIDTH), np.float32), np.zeros((model.key_heads * model.head, WIDTH), np.float32)
-    value, output = np.zeros_like(key), np.zeros((WIDTH, WIDTH), np.float32)
-    query[last, TEXT] = ATTENTION
-    key[last, LOUD : LOUD + NOTES] = 1.0
-    for note in range(NOTES):
-        value[note, LOUD + note] = 1.0
-        output[LOUD + note, note] = 4.0
-    for name, array in (("q", query), ("k", key), ("v", value), ("output", output)):
-        writer.given(f"{block}.attn_{name}.weight", array)
-
-
 def write_model(path: Path) -> None:
     """Write the text model."""
     model = Llama(layers=2)
@@ -86,7 +72,8 @@ def write_model(path: Path) -> None:
             writer.constant(f"{block}.ffn_norm.weight", 1.0, WIDTH)
         _deaf(writer, "blk.0", model)
         _square(writer, "blk.0", model.feed_forward)
-        _listen(writer, "blk.1", model)
+        notes = range(LOUD, LOUD + NOTES)
+        write_head(writer, "blk.1", model, asks=TEXT, marks=notes, answer=notes)
         for name, rows, columns in (("gate", 128, WIDTH), ("up", 128, WIDTH), ("down", WIDTH, 128)):
             writer.constant(f"blk.1.ffn_{name}.weight", 0.0, rows, columns)
 
