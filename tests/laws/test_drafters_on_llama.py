@@ -74,8 +74,9 @@ def test_c10_heads_that_are_always_right_save_three_decodes_of_four(engines, uni
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
-def test_c10_heads_that_are_wrong_after_every_fourth_token_are_right_in_three_quarters(engines, unified):
-    engine = engines("successor-mtp-75", 4, "mtp", unified=unified)
+@pytest.mark.parametrize("name", ["successor-mtp-75", "successor-headed"])
+def test_c10_heads_that_are_wrong_after_every_fourth_token_are_right_in_three_quarters(engines, name, unified):
+    engine = engines(name, 4, "mtp", unified=unified)
     requests = cycles(engine)
     answers = play(engine, *requests)
     for one in requests:
@@ -106,7 +107,7 @@ def test_c10_heads_in_a_chain_guess_one_each(engines, unified, length):
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 def test_chained_heads_with_a_window_change_no_token_on_random_weights(engines, unified):
-    """Continued, restored behind the window, stored and recalled: the heads begin anew where theirs has passed."""
+    """Continued, restored behind the window, stored and recalled."""
     layout = {"unified": unified, "sequences": 2, "cells": 2048}
     cold, engine = (
         engines("window-chained", "off", **layout),
@@ -118,7 +119,7 @@ def test_chained_heads_with_a_window_change_no_token_on_random_weights(engines, 
         answer = ask(engine, entries, boundaries=frozenset({100, 150}), max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
         assert answer.end.usage.drafted > 0
-        assert number == 0 or answer.cached >= 100
+        assert number == 0 or answer.cached >= 99
         check(engine)
     assert engine.memory.tiers.ram_counters.saves > 0
 
@@ -135,8 +136,9 @@ def test_c14_a_seed_gives_the_same_tokens_with_heads_and_without(engines, seed):
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
-def test_noisy_heads_change_no_token_on_random_weights(engines, unified):
-    cold, engine = engines("hybrid-mtp", "off", unified=unified), engines("hybrid-mtp", 3, "mtp", unified=unified)
+@pytest.mark.parametrize("name", ["hybrid-mtp", "attention-mtp"])
+def test_noisy_heads_change_no_token_on_random_weights(engines, name, unified):
+    cold, engine = engines(name, "off", unified=unified), engines(name, 3, "mtp", unified=unified)
     boundaries = frozenset({100, 150})
     system = ordinary(150, 1)
     for number in range(4):  # cold, then with the beginning in memory
@@ -144,68 +146,80 @@ def test_noisy_heads_change_no_token_on_random_weights(engines, unified):
         answer = ask(engine, entries, boundaries=boundaries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
         assert answer.end.usage.drafted > 0
-        assert number == 0 or answer.cached >= 150
+        assert number == 0 or answer.cached >= 149
         check(engine)
 
 
+HEADED = ["hybrid-mtp", "attention-mtp", "window-chained", "window-chained-short"]
+
+
 @pytest.mark.parametrize("unified", LAYOUTS)
-def test_heads_know_after_a_hit_what_they_knew_before_it(engines, unified):
-    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here.)"""
-    engine = engines("hybrid-mtp", 2, "mtp", unified=unified)
+@pytest.mark.parametrize("name", HEADED)
+def test_heads_know_after_a_hit_what_they_knew_before_it(engines, name, unified):
+    """Restored, forked and continued: the heads' memory and the hidden state come along. (Nothing is stored here.)
+
+    Without checkpoints the hidden state comes from computing one entry more, which the heads know already."""
+    layout = {"unified": unified, "batch": 50, "ubatch": 50}
+    engine = engines(name, 2, "mtp", **layout)
     backend = engine.backend
     backend.cells = lambda state, partial: None
-    entries, boundaries = ordinary(150, 1), frozenset({100})
+    entries, boundaries = ordinary(500, 1), frozenset({100})  # long enough for every window to have passed
     ask(engine, entries, boundaries=boundaries, max_tokens=1)
-    cold = engines("hybrid-mtp", 2, "mtp", unified=unified)
+    cold = engines(name, 2, "mtp", **layout)
     for last in (ordinary(20, 2), ordinary(25, 3)):
         prompt = entries[:100] + last
-        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached >= 100
+        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached >= 99
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
         slot = next(one for one in engine.memory.slots if list(one.ids[: len(prompt)]) == prompt)
         other = next(one for one in cold.memory.slots if list(one.ids[: len(prompt)]) == prompt)
         guesses = backend.session.draft({slot.number: 30})[slot.number]
-        assert backend.heads.memory.positions(slot.number) == (0, len(prompt) - 1)
         assert guesses == cold.backend.session.draft({other.number: 30})[other.number]
+        assert backend.heads.memory.positions(slot.number)[1] == len(prompt) - 1
+        assert np.allclose(logits_of_heads(engine, slot.number), logits_of_heads(cold, other.number), atol=5e-3)
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("place", ["RAM", "disk"])
-def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp_path, unified, place):
-    """Segments hold the heads' cells, and checkpoints the hidden state: also in another process."""
+@pytest.mark.parametrize("name", HEADED)
+def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp_path, name, unified, place):
+    """Segments hold the heads' cells, checkpoints the hidden state and their window: also in another process."""
     settings = {"disk_directory": tmp_path / "prefix", "segment": 16}
-    layout = {"sequences": 1, "cells": 1024, "unified": unified}
-    engine = engines("hybrid-mtp", 2, "mtp", settings, **layout)
+    layout = {"sequences": 1, "cells": 1024, "unified": unified, "batch": 50, "ubatch": 50}
+    engine = engines(name, 2, "mtp", settings, **layout)
     entries, boundaries = ordinary(150, 1), frozenset({100})
     ask(engine, entries, boundaries=boundaries, max_tokens=1)
     ask(engine, ordinary(60, 9), max_tokens=1)  # takes the only sequence
     if place == "disk":
         engine.memory.close()
-        engine = engines("hybrid-mtp", 2, "mtp", settings, **layout)
-    cold = engines("hybrid-mtp", 2, "mtp", **layout)
+        engine = engines(name, 2, "mtp", settings, **layout)
+    cold = engines(name, 2, "mtp", **layout)
     for last in (ordinary(20, 2), ordinary(25, 3)):
         prompt = entries[:100] + last
         hits = engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits
-        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached == 100
+        cached = ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached
+        assert cached == (99 if name == "attention-mtp" else 100)
         assert engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits == hits + 1
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
         guesses = engine.backend.session.draft({0: 30})[0]
-        assert engine.backend.heads.memory.positions(0) == (0, len(prompt) - 1)
         assert guesses == cold.backend.session.draft({0: 30})[0]
-        assert np.array_equal(logits_of_heads(engine), logits_of_heads(cold))  # bit for bit
+        assert engine.backend.heads.memory.positions(0)[1] == len(prompt) - 1
+        assert np.allclose(logits_of_heads(engine), logits_of_heads(cold), atol=5e-3)
+        if name == "hybrid-mtp":
+            assert np.array_equal(logits_of_heads(engine), logits_of_heads(cold))  # computed alike: bit for bit
         check(engine)
         ask(engine, ordinary(60, 9), max_tokens=1)
 
 
-def logits_of_heads(engine: Engine) -> np.ndarray:
-    """What the heads say of one more token after all that sequence 0 holds."""
+def logits_of_heads(engine: Engine, sequence: int = 0) -> np.ndarray:
+    """What the first of the heads says of one more token after all that a sequence holds."""
     heads, session = engine.backend.heads, engine.backend.session
-    end = heads.memory.positions(0)[1] + 1
+    end = heads.memory.positions(sequence)[1] + 1
     heads.batch.clear()
-    heads.batch.add_one(30, position=end, sequence=0, output=True)
-    heads.batch.hidden[0] = session.row(0, end)
+    heads.batch.add_one(30, position=end, sequence=sequence, output=True)
+    heads.batch.hidden[0] = session.row(sequence, end)
     heads.decode()
     found = heads.logits(0).copy()
-    heads.memory.remove(0, start=end)
+    heads.memory.remove(sequence, start=end)
     return found
 
 

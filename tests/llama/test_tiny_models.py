@@ -24,7 +24,8 @@ from afterglow.errors import ModelNotFound
 from afterglow.llama.declarations import DECLARATIONS
 from afterglow.tiny import constructed, vocabulary
 
-RANDOM = ["attention", "draft", "window", "recurrent", "hybrid", "hybrid-mtp", "window-chained"]
+HEADED = ["attention-mtp", "window-chained", "window-chained-short", "hybrid-mtp"]
+RANDOM = ["attention", "draft", "window", "recurrent", "hybrid", *HEADED]
 SUCCESSORS = [name for name in tiny.names() if name.startswith("successor-")]
 TEXT = [*RANDOM, *SUCCESSORS]
 
@@ -137,7 +138,7 @@ def test_every_promised_name_is_offered() -> None:
     pairs = {"colours", "projector-colours", "notes", "projector-notes"}
     hearing = {"projector-wave", "projector-ultravox", "projector-both"}
     assert set(tiny.names()) == {*TEXT, *PROJECTORS, *pairs, *hearing, "embedding", "adapter"}
-    assert len(SUCCESSORS) == 7
+    assert len(SUCCESSORS) == 8
 
 
 def test_an_unknown_name_is_a_model_not_found() -> None:
@@ -187,9 +188,9 @@ def test_a_model_has_the_memory_its_name_says(name: str, load: Load) -> None:
     with load(name) as session:
         lib, model = session.lib, session.model
         assert lib.llama_model_is_recurrent(model) == ("recurrent" in name)
-        assert lib.llama_model_is_hybrid(model) == ("hybrid" in name or "mtp" in name)
+        assert lib.llama_model_is_hybrid(model) == ("hybrid" in name or "successor-mtp" in name)
         assert lib.llama_model_n_swa(model) == (32 if "window" in name or "chained" in name else 0)
-        assert lib.llama_model_n_layer_nextn(model) == ("mtp" in name) + 2 * ("chained" in name)
+        assert lib.llama_model_n_layer_nextn(model) == ("mtp" in name or "headed" in name) + 2 * ("chained" in name)
 
 
 @pytest.mark.parametrize("name", TEXT)

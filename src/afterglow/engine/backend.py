@@ -137,6 +137,10 @@ class Backend(Protocol):
     def truncate(self, sequence: int, position: int) -> None:
         """Drop everything from `position` on. Only where `resumable`."""
 
+    def rewind(self, sequence: int, position: int) -> bool:
+        """Drop the entry before `position`, where whatever guesses has to see it computed once more to go on from
+        there; whether it did."""
+
     def copy(self, source: int, target: int, stop: int) -> int:
         """Give the empty `target` the positions before `stop` of `source`; the bytes that were moved."""
 

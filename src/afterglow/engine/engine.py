@@ -174,7 +174,7 @@ class Engine:
         if self._find_leader(job, reuse.keep) or (self._running and self.memory.reading(reuse)):
             return True  # it waits for somebody else, or for the disk, and the others go on
         sequence, kept = self.memory.begin(reuse, request.salt)
-        if kept < reuse.keep and not job.disappointed:  # a stored state did not load, and is gone now: plan again
+        if reuse.keep and not kept and not job.disappointed:  # a stored state did not load, and is gone now: plan again
             job.disappointed = True
             self.memory.release(sequence)
             return self._begin(job)

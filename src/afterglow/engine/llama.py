@@ -110,6 +110,9 @@ class LlamaBackend:
         removed = self.context.memory.remove(sequence, start=position)
         assert removed, f"sequence {sequence} was not resumable at {position}"
 
+    def rewind(self, sequence: int, position: int) -> bool:
+        return False  # nobody guesses here
+
     def copy(self, source: int, target: int, stop: int) -> int:
         return self.context.memory.copy(source, target, stop=stop if self.capabilities.forks_anywhere else None)
 

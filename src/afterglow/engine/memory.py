@@ -123,6 +123,8 @@ class PrefixMemory:
         target.salt = salt
         try:
             self._carry_out(reuse)
+            if not self._grid:  # nobody guesses on the grid
+                target.rewind()
         except AfterglowError:  # a state that does not load is a miss: begin at the beginning
             target.clear()
         self.tiers.release()
@@ -309,10 +311,8 @@ class PrefixMemory:
     def _worth_storing(self, slot: Sequence, remaining: int) -> bool:
         """Whether storing a sequence costs less than computing again what would be lost is expected to."""
         lost = len(slot) - max(self._recoverable(slot), remaining)
-        if lost <= 0:
-            return False
-        if self.tiers.is_pinned(slot.ids, slot.salt, 0):
-            return True
+        if lost <= 0 or self.tiers.is_pinned(slot.ids, slot.salt, 0):
+            return lost > 0
         idle_time = time.monotonic() - slot.last_used
         moving = self._backend.size(slot.number, "full") * self.costs.per_byte
         return loss(lost, idle_time, self.costs, moving) < loss(lost, idle_time, self.costs)

@@ -122,6 +122,7 @@ class MtpSession:
         self._rows: list[dict[int, Row]] = [{} for _ in range(sequences)]
         self._waiting = [Waiting() for _ in range(sequences)]
         self._pending: dict[int, int] = {}  # sequences with guesses that were not accepted or rejected yet
+        self._repeated: dict[int, int] = {}  # the position that a sequence computes again though the heads know it
         self._processed = target.decodes
         target.keep_hidden(every_row=True)
         draft.keep_hidden(every_row=False)
@@ -133,6 +134,7 @@ class MtpSession:
         self._rows[sequence] = {}
         self._waiting[sequence] = Waiting()
         self._pending.pop(sequence, None)
+        self._repeated.pop(sequence, None)
 
     def process(self) -> None:
         """Show the heads the rows that the target has just decoded. Once after every decode of the target."""
@@ -143,14 +145,12 @@ class MtpSession:
         batch = self.target.batch
         for sequence, start, stop in self._runs(len(hidden)):
             first, rows = int(batch.positions[start]), self._rows[sequence]
-            skipped = max(0, stop - start - WAITING)
-            states = list(hidden[start + skipped : stop].copy())
-            before = hidden[start + skipped - 1].copy() if skipped else rows.get(first, self._nothing)
-            tokens = batch.tokens[start + skipped : stop].tolist()
-            self._waiting[sequence].add(first + skipped, tokens, [before, *states[:-1]])
-            end = first + stop - start
-            for back, state in enumerate(reversed(states[-self.settings.n_draft_max - 1 :])):
-                rows[end - back] = state.copy()  # a view would keep them all
+            skipped = max(stop - start - WAITING, int(self._repeated.pop(sequence, -1) == first), 0)
+            states = list(hidden[start + max(skipped - 1, 0) : stop - 1].copy())
+            before = states if skipped else [rows.get(first, self._nothing), *states]
+            self._waiting[sequence].add(first + skipped, batch.tokens[start + skipped : stop].tolist(), before)
+            for back in range(min(stop - start, self.settings.n_draft_max + 1)):
+                rows[first + stop - start - back] = hidden[stop - 1 - back].copy()  # a view would keep them all
             while len(rows) > KEPT_ROWS:
                 del rows[next(iter(rows))]
 
@@ -194,9 +194,15 @@ class MtpSession:
 
     def truncated(self, sequence: int, position: int) -> None:
         """The target has dropped everything from `position` on."""
+        self._repeated.pop(sequence, None)
         self._cut(sequence, position)
         self._waiting[sequence].truncate(position)
         self._rows[sequence] = {end: row for end, row in self._rows[sequence].items() if end <= position}
+
+    def repeats(self, sequence: int, position: int) -> None:
+        """The target has dropped its last entry, at `position`, to compute it again: the heads know it already, and
+        get to see the hidden state after it."""
+        self._repeated[sequence] = position
 
     def row(self, sequence: int, position: int) -> Row | None:
         """The hidden state before `position`, where it is known: the first guess after it needs it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,13 @@ from afterglow.llama.context import Context
 from afterglow.llama.projector import Projector
 
 FEW = 16  # entries that are computed along with a guess
-ROW = struct.Struct("<I")  # bytes of the hidden state that comes with a partial one
+BESIDE = struct.Struct("<II")  # bytes of the hidden state and of the heads' window that come with a partial state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpState(llama_state.State):
-    """A saved sequence, what the heads know of it, and the hidden state at its end.
+    """A saved sequence, what the heads know of it (of a partial one: the window of heads that have one), and the
+    hidden state at its end.
 
     In a file of a snapshot only the first part goes: the heads then begin anew, and guess worse for a while.
     """
@@ -60,6 +61,7 @@ class MtpBackend(LlamaBackend):
         self.heads = heads
         # How the heads' cells are written, once some were saved; empty where they cannot be told from their state.
         self._heads_layout: bytes | None = None
+        self._windowed = heads.memory.kind == "window"  # the heads forget: a checkpoint has to bring what they see
         self.session = MtpSession(
             context,
             heads,
@@ -82,6 +84,15 @@ class MtpBackend(LlamaBackend):
         super().truncate(sequence, position)
         self.session.truncated(sequence, position)
 
+    def rewind(self, sequence: int, position: int) -> bool:
+        """The first of the heads' cells behind a hit needs the hidden state before it, which is not kept for every
+        entry of a sequence: one entry more is computed. The heads keep what they know of it."""
+        if self.session.row(sequence, position) is not None or not self.resumable(sequence, position - 1):
+            return False
+        super().truncate(sequence, position - 1)
+        self.session.repeats(sequence, position - 1)
+        return True
+
     def copy(self, source: int, target: int, stop: int) -> int:
         nbytes = super().copy(source, target, stop)
         self.session.begin(target)
@@ -97,9 +108,9 @@ class MtpBackend(LlamaBackend):
         end = 0 if state.positions is None else state.positions[1] + 1
         # The heads' cells stay where attention cells do; only a state that is complete has to bring them along.
         heads = None
-        if scope == "full":
+        if scope == "full" or self._windowed:
             self.session.compute([sequence])
-            heads = self.heads.state.save(sequence, keep=keep)
+            heads = self.heads.state.save(sequence, scope, keep=keep)
         return MtpState(
             key=state.key,
             scope=state.scope,
@@ -113,52 +124,70 @@ class MtpBackend(LlamaBackend):
         assert isinstance(state, llama_state.State)
         super().load(sequence, _plain(state))
         end = 0 if state.positions is None else state.positions[1] + 1
-        if state.scope == "partial":
-            self.session.truncated(sequence, end)
-        else:
+        heads = state.heads if isinstance(state, MtpState) else None
+        if state.scope == "full":
             self.session.begin(sequence)
+            self._load_heads(sequence, heads)
+        else:
+            self._take_back(sequence, end, heads)
         if isinstance(state, MtpState):
-            if state.heads is not None:
-                self._load_heads(sequence, state.heads)
             self.session.remember(sequence, end, state.row)
 
-    def _load_heads(self, sequence: int, state: llama_state.State) -> None:
+    def _take_back(self, sequence: int, end: int, window: llama_state.State | None) -> None:
+        """Make the heads know what they knew at `end`. Their cells are still there; what is not, a `window` brings."""
+        if window is not None:
+            self.session.compute([sequence])
+            held = self.heads.memory.positions(sequence)
+            if held is not None and held[1] + 1 >= end:
+                self._load_heads(sequence, window)
+        self.session.truncated(sequence, end)
+
+    def _load_heads(self, sequence: int, state: llama_state.State | None) -> None:
         try:
-            self.heads.state.load(sequence, state)
+            if state is not None:
+                self.heads.state.load(sequence, state)
         except AfterglowError:  # the heads only guess: what they do not know they learn again
             self.session.begin(sequence)
 
     def size(self, sequence: int, scope: Scope) -> int:
         heads = 0
-        if scope == "full":
+        if scope == "full" or self._windowed:
             self.session.compute([sequence])
-            heads = self.heads.state.size(sequence, "full")
+            heads = self.heads.state.size(sequence, scope)
         return super().size(sequence, scope) + heads + 4 * self.context.model.embedding_width
 
-    # --- what is stored: the heads' cells lie beside the model's, and a checkpoint brings the hidden state at its end
+    # --- what is stored: the heads' cells lie beside the model's; a checkpoint brings the hidden state at its end, and
+    # --- the window of heads that have one
 
     @property
     def key(self) -> bytes:
-        return self.context.state.key + b" with heads " + self.heads.state.key
+        return self.context.state.key + b" with heads and window " + self.heads.state.key
 
     def cells(self, state: State, partial: State | None) -> Cells | None:
         assert isinstance(state, MtpState)
         assert partial is None or isinstance(partial, llama_state.State)
         own = llama_layout.cut(state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER)
         known = state.heads is not None and state.heads.positions is not None
-        heads = llama_layout.cut(state.heads.data, 0) if state.heads is not None and known else None
+        heads = llama_layout.cut(state.heads.data, self._rest(partial)) if state.heads is not None and known else None
         if self._heads_layout is None and known:
             self._heads_layout = b"" if heads is None else heads.layout
         return None if own is None or self._heads_layout is None else PairedCells(own, heads, self._heads_layout)
+
+    def _rest(self, partial: llama_state.State | None) -> int:
+        """Bytes of the heads' full state that are their window."""
+        window = partial.heads if isinstance(partial, MtpState) else None
+        return 0 if window is None else len(window.data) - llama_layout.HEADER
 
     def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
         assert partial is None or isinstance(partial, llama_state.State)
         own, cells, beside, rows = divide(layout, blocks)
         state = super().join(own, cells, None if partial is None else _plain(partial), position)
         assert isinstance(state, llama_state.State)
+        window = partial.heads if isinstance(partial, MtpState) else None
         heads = None
-        if rows:
-            data = llama_layout.join(llama_layout.Layout.unpack(beside), rows, None)
+        if rows and (window is not None or not self._windowed):
+            rest = None if window is None else window.data
+            data = llama_layout.join(llama_layout.Layout.unpack(beside), rows, rest)
             span = first_position(rows[0]), position - 1
             heads = llama_state.State(key=self.heads.state.key, scope="full", positions=span, data=data)
         return MtpState(
@@ -172,18 +201,27 @@ class MtpBackend(LlamaBackend):
 
     def pack(self, partial: State) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.State)
-        row = partial.row if isinstance(partial, MtpState) else None
-        packed = b"" if row is None else row.tobytes()
-        return [ROW.pack(len(packed)), packed, *super().pack(_plain(partial))]
+        row = partial.row.tobytes() if isinstance(partial, MtpState) and partial.row is not None else b""
+        window = super().pack(partial.heads) if isinstance(partial, MtpState) and partial.heads is not None else []
+        sizes = BESIDE.pack(len(row), sum(map(len, window)))
+        return [sizes, row, *window, *super().pack(_plain(partial))]
 
     def unpack(self, data: memoryview) -> State:
-        if len(data) < ROW.size or len(data) < ROW.size + (size := ROW.unpack_from(data)[0]) or size % 4:
+        row, window = BESIDE.unpack_from(data) if len(data) >= BESIDE.size else (0, 0)
+        end = BESIDE.size + row
+        if len(data) < end + window or row % 4:
             raise InvalidState("a partial state is cut off")
-        row = np.frombuffer(data[ROW.size : ROW.size + size], dtype=np.float32).copy() if size else None
-        state = super().unpack(data[ROW.size + size :])
+        state = super().unpack(data[end + window :])
+        heads = super().unpack(data[end : end + window]) if window else None
         assert isinstance(state, llama_state.State)
+        assert isinstance(heads, llama_state.State | None)
         return MtpState(
-            key=self.context.state.key, scope="partial", positions=state.positions, data=state.data, row=row
+            key=self.context.state.key,
+            scope="partial",
+            positions=state.positions,
+            data=state.data,
+            heads=None if heads is None else replace(heads, key=self.heads.state.key),
+            row=np.frombuffer(data[BESIDE.size : end], dtype=np.float32).copy() if row else None,
         )
 
     def clear(self, sequence: int) -> None:

@@ -89,6 +89,11 @@ class Sequence:
             self._backend.truncate(self.number, self.position_at(length))
             self._note(length)
 
+    def rewind(self) -> None:
+        """Let the last entry be computed again, where whatever guesses has to see that."""
+        if len(self) > 1 and self.ids[-1] >= 0 and self._backend.rewind(self.number, self.position):
+            self._note(len(self) - 1)
+
     def clear(self) -> None:
         self._backend.clear(self.number)
         self._note(0)

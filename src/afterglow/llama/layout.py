@@ -119,10 +119,10 @@ def _cut(data: NDArray[np.uint8], rest: int, notes: int, flags: int) -> Cells:
     written, order = _notes(data, at + 4, count, notes)
     at += 4 + count * notes
     transposed, layers = struct.unpack_from("<II", data.data, at)
-    _expect(transposed in (0, 1) and 0 < layers <= MOST_LAYERS)
+    _expect(transposed in (0, 1) and layers <= MOST_LAYERS)  # none: every layer has a window
     kept = data[at + 8 : at + 8 + flags].tobytes()
     keys, at = _matrices(data, at + 8 + flags, layers, count)
-    element = struct.unpack_from("<iI", data.data, at)[1] if transposed else 0
+    element = (struct.unpack_from("<iI", data.data, at)[1] if layers else 1) if transposed else 0
     values, at = (_transposed if transposed else _matrices)(data, at, layers, count)
     _expect(at + 4 * (streams - counts) + rest == len(data))
     parts, offset = [(written, 0)], notes

@@ -256,6 +256,9 @@ class FakeBackend:
             return memory.window[0].position <= max(0, position - WINDOW)
         return True
 
+    def rewind(self, sequence: int, position: int) -> bool:
+        return False
+
     def truncate(self, sequence: int, position: int) -> None:
         if position == 0:
             self._memory[sequence] = FakeMemory()

@@ -1,12 +1,13 @@
-"""A model with several MTP heads that are asked one after the other: step35, with a sliding window.
+"""Models with MTP heads on plain attention (hy_v3), and with several on a sliding window (step35), which are asked one
+after the other.
 
-It knows the architecture's settings and tensors, not what the model or its heads say.
+It knows the architectures' settings and tensors, not what the models or their heads say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +20,7 @@ from afterglow.tiny.writer import Value, Writer, noise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step35:
-    """Every second layer sees only a window; each of the heads is a layer more, and sees everything."""
+    """Every second layer sees only a window; each of the heads is a layer more."""
 
     architecture: ClassVar[str] = "step35"
     embedding: int = 64
@@ -30,10 +31,18 @@ class Step35:
     feed_forward: int = 128
     window: int = 32
     drafts: tuple[DraftHead, ...] = ()
+    drafts_windowed: bool = False  # or they see everything
     embedding_gain: float = 1.0
 
     def settings(self) -> Mapping[str, Value]:
-        pattern = tuple(layer % 2 == 0 for layer in range(self.layers)) + (False,) * len(self.drafts)
+        pattern = [layer % 2 == 0 for layer in range(self.layers)] + [self.drafts_windowed] * len(self.drafts)
+        windows: dict[str, Value] = {
+            "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": tuple(pattern),
+        }
+        return {**self._plain(), **windows}
+
+    def _plain(self) -> dict[str, Value]:
         return {
             "block_count": self.layers + len(self.drafts),
             "nextn_predict_layers": len(self.drafts),
@@ -44,8 +53,6 @@ class Step35:
             "attention.key_length": self.head,
             "attention.value_length": self.head,
             "attention.layer_norm_rms_epsilon": 1e-6,
-            "attention.sliding_window": self.window,
-            "attention.sliding_window_pattern": pattern,
             "rope.dimension_count": self.head,
             "rope.freq_base": 10_000.0,
         }
@@ -70,11 +77,25 @@ class Step35:
         feed_forward(writer, block, self.embedding, self.feed_forward, gain=gain)
 
 
-def write_chained(path: Path, *, heads: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyV3(Step35):
+    """The same blocks, and every layer sees everything."""
+
+    architecture: ClassVar[str] = "hy_v3"
+
+    def settings(self) -> Mapping[str, Value]:
+        return self._plain()
+
+
+def write_headed(path: Path, decoder: Step35, *, heads: int) -> None:
     """Write a random model with so many heads."""
-    seed, width = 9, Step35().embedding
+    seed, width = 9, decoder.embedding
     drafts = [DraftHead(noise(seed, f"fusion {n}", width, 2 * width, scale=(2 * width) ** -0.5)) for n in range(heads)]
-    write_random(path, Step35(drafts=tuple(drafts)), seed=seed)
+    write_random(path, replace(decoder, drafts=tuple(drafts)), seed=seed)
 
 
-RECIPES: dict[str, Callable[[Path], None]] = {"window-chained": partial(write_chained, heads=2)}
+RECIPES: dict[str, Callable[[Path], None]] = {
+    "attention-mtp": partial(write_headed, decoder=HyV3(), heads=1),
+    "window-chained": partial(write_headed, decoder=Step35(), heads=2),
+    "window-chained-short": partial(write_headed, decoder=Step35(drafts_windowed=True), heads=2),
+}

@@ -15,7 +15,7 @@ import numpy as np
 
 from afterglow.tiny import vocabulary
 from afterglow.tiny.attention import Gemma3, Llama
-from afterglow.tiny.chained import Step35
+from afterglow.tiny.chained import HyV3, Step35
 from afterglow.tiny.decoder import Decoder, text_model
 from afterglow.tiny.hybrid import DraftHead, Qwen35
 from afterglow.tiny.recurrent import Mamba
@@ -93,15 +93,12 @@ def write_successor(path: Path, decoder: Decoder) -> None:
         decoder.blocks(writer, gain=0.0)
 
 
-def write_drafting_successor(path: Path, *, misdrafted: frozenset[int]) -> None:
-    """Write a hybrid model that follows the cycle, with an MTP head that errs after the `misdrafted` tokens."""
-    write_successor(path, Qwen35(draft=_draft_head(misdrafted)))
+def _right() -> DraftHead:
+    return _draft_head(frozenset())
 
 
-def write_chained_successor(path: Path) -> None:
-    """Write a model that follows the cycle, with two heads in a chain: the first is always right, the second errs after
-    the misdrafted tokens."""
-    write_successor(path, Step35(drafts=(_draft_head(frozenset()), _draft_head(MISDRAFTED))))
+def _mostly_right() -> DraftHead:
+    return _draft_head(MISDRAFTED)
 
 
 RECIPES: dict[str, Callable[[Path], None]] = {
@@ -109,7 +106,8 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "successor-window": partial(write_successor, decoder=Gemma3()),
     "successor-recurrent": partial(write_successor, decoder=Mamba()),
     "successor-hybrid": partial(write_successor, decoder=Qwen35()),
-    "successor-mtp": partial(write_drafting_successor, misdrafted=frozenset()),
-    "successor-mtp-75": partial(write_drafting_successor, misdrafted=MISDRAFTED),
-    "successor-chained": write_chained_successor,
+    "successor-mtp": lambda path: write_successor(path, Qwen35(draft=_right())),
+    "successor-mtp-75": lambda path: write_successor(path, Qwen35(draft=_mostly_right())),
+    "successor-headed": lambda path: write_successor(path, HyV3(drafts=(_mostly_right(),))),
+    "successor-chained": lambda path: write_successor(path, Step35(drafts=(_right(), _mostly_right()))),
 }
