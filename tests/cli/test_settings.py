@@ -98,6 +98,7 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         disk_bytes="3GiB",
         ram_bytes="5MiB",
         gap=0.5,
+        speculation=4,
         deterministic=True,
         projector=tmp_path / "mmproj.gguf",
         strip_media=True,
@@ -110,7 +111,8 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
     expected |= {"projector": tmp_path / "mmproj.gguf", "strip_media": True}
     assert {name: told[name] for name in expected} == expected
     assert told["chat_template"] == "{{ messages[0].content }}"
-    engine = EngineSettings(pin_system=True, disk_bytes=3 * 1024**3, ram_bytes=5 * 1024**2, gap=0.5, deterministic=True)
+    sizes = {"disk_bytes": 3 * 1024**3, "ram_bytes": 5 * 1024**2}
+    engine = EngineSettings(pin_system=True, gap=0.5, speculation=4, deterministic=True, **sizes)
     assert told["engine"] == served_settings(chosen).engine == engine
     assert served_settings(chosen).projector == tmp_path / "mmproj.gguf"
     assert served_settings(chosen).strip_media
@@ -156,6 +158,7 @@ def test_every_flag_of_serve_becomes_its_setting(monkeypatch, tmp_path):
         LOADING
         | TALKING
         | {"sequences": 3, "pin_system": True, "gap": 0.5, "deterministic": True, "ram_bytes": 5, "disk_bytes": 7}
+        | {"speculation": 4}
     )
     CliRunner().invoke(app, ["serve", *written(flags | SERVING | MEDIA), *several, "big=large", "/x/other.gguf"])
     models, chosen = served[0]

@@ -40,6 +40,7 @@ Drafts = Annotated[
         show_default=False,
     ),
 ]
+Speculation = Annotated[str | None, typer.Option(help="auto: guess ahead as far as it pays; off; or so many tokens.")]
 PinSystem = Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")]
 RamBytes = Annotated[str | None, typer.Option(help="Of what is kept in RAM outside of memory, such as 4GiB.")]
 DiskBytes = Annotated[str | None, typer.Option(help="Of all that is kept on disk, such as 20GiB.")]

@@ -45,6 +45,7 @@ def serve(
     gpu_layers: options.GpuLayers = None,
     chat_template: options.Template = None,
     draft: options.Drafts = None,
+    speculation: options.Speculation = None,
     projector: options.Projector = None,
     strip_media: options.StripMedia = None,
     pin_system: options.PinSystem = None,

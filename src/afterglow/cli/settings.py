@@ -10,7 +10,7 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import platformdirs
 import pydantic
@@ -57,6 +57,9 @@ class Settings(pydantic.BaseModel):
     )
     strip_media: bool = pydantic.Field(False, description="Leave out pictures that the model cannot take.")
     draft: str | None = pydantic.Field(None, description='What guesses ahead: "mtp", or the name or path of a model.')
+    speculation: Literal["auto", "off"] | int = pydantic.Field(
+        "auto", description="How far to guess ahead: as it pays, never, or always so many tokens."
+    )
     system: str = "You are a helpful assistant."
     max_tokens: int | None = pydantic.Field(None, ge=1, description="None: until the model ends.")
     temperature: float = pydantic.Field(0.0, ge=0, le=100)
@@ -74,6 +77,7 @@ class Settings(pydantic.BaseModel):
             ram_bytes=self.ram_bytes,
             pin_system=self.pin_system,
             gap=self.gap,
+            speculation=self.speculation,
             deterministic=self.deterministic,
         )
 
@@ -104,8 +108,18 @@ def settings(**flags: Any) -> Settings:
     try:
         return Settings(**values)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidArgument(".".join(map(str, first["loc"])), f"in the settings: {first['msg']}") from None
+        raise _as_argument(error) from None
+
+
+def _as_argument(error: pydantic.ValidationError) -> InvalidArgument:
+    """The first setting that is wrong, with everything that it could have been."""
+
+    def place(one: Any) -> str:  # without the names of alternatives, such as `int`
+        return ".".join(one["loc"][: 2 if one["loc"][0] == "server" else 1])
+
+    first, *others = error.errors()
+    reasons = [first["msg"], *(other["msg"] for other in others if place(other) == place(first))]
+    return InvalidArgument(place(first), f"in the settings: {', or '.join(reasons)}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -30,11 +30,11 @@ NICE = 2  # computing gives way to whoever writes the tokens out: on a busy core
 
 
 class Service:
-    """Reads messages on one thread, steps the engine on another, and writes back."""
+    """Reads messages on one thread, steps the engine on another, and writes back on a third."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
+        self._outgoing: queue.SimpleQueue[tuple[str, object, object] | None] = queue.SimpleQueue()
         self._recipe: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._loop = EngineLoop(self._deliver)
 
@@ -47,6 +47,19 @@ class Service:
             except (EOFError, OSError):
                 vanish()
             self._take(kind, key, content)
+
+    def write(self) -> None:
+        """Send what there is to send. Whoever reads it takes a processor at once, so the engine does not wait for it:
+        with eight streams it computed a millisecond of 36 later."""
+        while (message := self._outgoing.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                vanish()
+
+    def end(self) -> None:
+        """Let `write` return when everything is sent."""
+        self._outgoing.put(None)
 
     def _take(self, kind: str, key: Any, content: bytes) -> None:
         match kind:
@@ -67,19 +80,21 @@ class Service:
             case "close":
                 self._loop.close()
 
-    def serve(self) -> None:
-        """Make the engine and run it until closed. One that crashed is not closed: who knows what it would do."""
+    def serve(self) -> bool:
+        """Make the engine and run it until closed. False: it crashed, and is not closed: who knows what it would do."""
         try:
             engine: Engine = unpack("make", self._recipe.get())()
         except BaseException as error:
-            return self._send("failed", content=portable(error))
+            self._send("failed", content=portable(error))
+            return True
         self._send("ready")
         try:
             self._loop.run(engine)
         except BaseException as error:
             self._send("crashed", describe(error), traceback.format_exc())
-            os._exit(1)
+            return False
         shut(engine)
+        return True
 
     def _submit(self, id: str, content: bytes) -> None:
         try:
@@ -99,11 +114,7 @@ class Service:
         self._send("events", content=[sendable(event) for event in events])
 
     def _send(self, kind: str, key: object = None, content: object = None) -> None:
-        with self._sending:
-            try:
-                self._connection.send((kind, key, content))
-            except OSError:
-                vanish()
+        self._outgoing.put((kind, key, content))
 
 
 def pack(name: str, value: object) -> bytes:
@@ -159,8 +170,14 @@ def main() -> None:
     """Called with a file descriptor to speak through and the parent's process id."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    os.nice(NICE)
     os.set_inheritable(descriptor, False)
     service = Service(Connection(descriptor))
+    writer = threading.Thread(target=service.write, name="afterglow-writer", daemon=True)
+    writer.start()
     threading.Thread(target=service.read, name="afterglow-reader", daemon=True).start()
-    service.serve()
+    os.nice(NICE)  # on Linux of this thread, which computes, and of those that llama.cpp starts from it
+    whole = service.serve()
+    service.end()
+    writer.join()
+    if not whole:
+        os._exit(1)
