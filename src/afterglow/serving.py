@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import threading
@@ -150,6 +151,10 @@ class ServedModel(Answering):
                 self._process.expect(changes.pop())
 
         return arrived
+
+    def listen_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say which event loop will read the answers."""
+        self._process.listen_in(loop)
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function of a module on the engine; waits for its answer."""

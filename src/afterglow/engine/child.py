@@ -13,16 +13,17 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.request import Event, Failed, Usage
 from afterglow.engine.thread import Attempt, EngineLoop, attempt, describe, shut
+from afterglow.engine.wire import Wire
 from afterglow.errors import AfterglowError, EngineError, InvalidArgument
 
 PR_SET_PDEATHSIG = 1
@@ -32,8 +33,8 @@ NICE = 2  # computing gives way to whoever writes the tokens out: on a busy core
 class Service:
     """Reads messages on one thread, steps the engine on another, and writes back on a third."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._outgoing: queue.SimpleQueue[tuple[str, object, object] | None] = queue.SimpleQueue()
         self._recipe: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._loop = EngineLoop(self._deliver)
@@ -43,17 +44,18 @@ class Service:
         self._send("pong")
         while True:
             try:
-                kind, key, content = self._connection.recv()
+                messages = self._wire.receive()
             except (EOFError, OSError):
                 vanish()
-            self._take(kind, key, content)
+            for message in messages:
+                self._take(*message)
 
     def write(self) -> None:
         """Send what there is to send. Whoever reads it takes a processor at once, so the engine does not wait for it:
         with eight streams it computed a millisecond of 36 later."""
         while (message := self._outgoing.get()) is not None:
             try:
-                self._connection.send(message)
+                self._wire.send(message)
             except OSError:
                 vanish()
 
@@ -171,7 +173,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     os.set_inheritable(descriptor, False)
-    service = Service(Connection(descriptor))
+    service = Service(Wire(socket.socket(fileno=descriptor)))
     writer = threading.Thread(target=service.write, name="afterglow-writer", daemon=True)
     writer.start()
     threading.Thread(target=service.read, name="afterglow-reader", daemon=True).start()

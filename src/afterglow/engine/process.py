@@ -5,8 +5,8 @@ The same interface as `EngineThread`. A busy Python thread beside the engine wou
 
 from __future__ import annotations
 
+import asyncio
 import atexit
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +50,7 @@ class EngineProcess(Closing):
         self._waiting = Waiting(self.cancel)  # its lock is over what follows, too; nothing under it ever blocks
         self._child: Child | None = None
         self._unsent: dict[tuple[str, str | int], bytes] = {}  # what waits until a child is ready, by kind and key
+        self._loop: asyncio.AbstractEventLoop | None = None  # where what the child sends is read
         self._closing = threading.Event()
         self._started: Future[None] = Future()
         self._keeper = threading.Thread(target=self._keep, name="afterglow-keeper", daemon=True)
@@ -118,9 +119,21 @@ class EngineProcess(Closing):
             if self._child is not None and not self._closing.is_set():
                 self._child.dismiss()
             self._closing.set()
+            self._listen_in(None)
         if threading.current_thread() is not self._keeper:
             self._keeper.join()
         atexit.unregister(self.close)
+
+    def listen_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read what the child sends in this event loop, where its readers are: tokens come with less to be woken."""
+        with self._waiting.lock:
+            if loop is not self._loop and not self._closing.is_set():
+                self._listen_in(loop)
+
+    def _listen_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._loop = loop
+        if self._child is not None:
+            self._child.listener.move(loop)
 
     def _post(self, kind: str, key: str | int, content: bytes) -> None:
         """Hand a message to the child, or keep it until there is one that is ready."""
@@ -162,11 +175,12 @@ class EngineProcess(Closing):
     def _raise_child(self) -> tuple[BaseException, bool]:
         """One child from its start to its end: what ended it, and whether it was ever ready."""
         try:
-            child = Child(self._make, start_timeout=self._start_timeout, silence=self._silence)
+            child = Child(self._make, self._receive, start_timeout=self._start_timeout)
         except OSError as error:
             return EngineCrashed(f"no process could be started: {error}"), False
         with self._waiting.lock:
             self._child = child
+            child.listener.move(self._loop)
             if self._closing.is_set():
                 child.dismiss()
         try:
@@ -186,19 +200,14 @@ class EngineProcess(Closing):
         What is counted are missed answers and not seconds: a computer that slept missed one.
         """
         missed = 0
-        poll = select.poll()  # one for all: `Connection.poll` makes one each time, for every token
-        poll.register(child.connection, select.POLLIN)
         while missed * self._heartbeat < self._silence:
             if child.overdue:
                 child.kill()
                 return "it took too long"
             try:
-                if poll.poll(1000 * self._heartbeat):
-                    self._receive(child, *child.connection.recv())
+                if child.listener.wait(self._heartbeat):
                     missed = 0
                     continue
-            except BlockingIOError:  # it stopped in the middle of a message
-                break
             except (EOFError, OSError):
                 return "it ended"
             except Exception as error:

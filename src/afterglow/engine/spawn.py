@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import TypeAlias
+
+from afterglow.engine.listening import Listener
+from afterglow.engine.wire import Wire
 
 Message: TypeAlias = tuple[str, str | int | None, bytes | None]  # kind, key, content
 ENTRY = "from afterglow.engine.child import main; main()"
@@ -25,23 +28,22 @@ KILL_TIMEOUT = 10.0  # a process that waits for a device may outlive its own dea
 class Child:
     """One child process and the pipe to it. `send`, `kill` and `dismiss` are for any thread and never block."""
 
-    def __init__(self, make: bytes, *, start_timeout: float, silence: float) -> None:
+    def __init__(self, make: bytes, receive: Callable[..., None], *, start_timeout: float) -> None:
+        """What it sends is given to `receive`, after the child itself."""
         self.heard = self.ready = False
         self.failure: BaseException | None = None  # why it could not make its engine
         self.last_words = ""  # why its engine crashed
         self.deadline: float | None = time.monotonic() + start_timeout  # for whatever it has to do now
         self._socket, theirs = socket.socketpair()
         try:
-            # A read that stops in the middle of a message is silence, too.
-            timeout = struct.pack("ll", int(silence), int(silence % 1 * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self.process = start(theirs)
         except BaseException:
             self._socket.close()
             raise
         finally:
             theirs.close()
-        self.connection = Connection(self._socket.fileno())
+        self._wire = Wire(self._socket)
+        self.listener = Listener(self._wire, functools.partial(receive, self))
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self.send("make", None, make)
         self._writer = threading.Thread(target=self._write, name="afterglow-writer", daemon=True)
@@ -83,14 +85,13 @@ class Child:
         with contextlib.suppress(OSError):  # wakes the writer, should it be stuck
             self._socket.shutdown(socket.SHUT_RDWR)
         self._writer.join()
-        self._socket.detach()
-        self.connection.close()
+        self._socket.close()
         return manner(self.process.returncode)
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                self.connection.send(message)
+                self._wire.send(message)
             except OSError:
                 return
 

@@ -181,11 +181,22 @@ def hand_out(deliveries: Iterable[tuple[Stream, Event]]) -> None:
         if (loop := stream.put(event)) is not None:
             woken.setdefault(loop, []).append(stream)
     for loop, streams in woken.items():
+        if is_running(loop):
+            _wake(streams)
+            continue
         try:
             loop.call_soon_threadsafe(_wake, streams)
         except RuntimeError:
             for stream in streams:
                 stream.lost()
+
+
+def is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether we are in this event loop."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def _wake(streams: Iterable[Stream]) -> None:

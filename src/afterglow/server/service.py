@@ -47,7 +47,9 @@ class Service(Closing):
     async def model(self, name: str | None) -> ServedModel:
         """A model by its name, loaded where it was not."""
         place = self.roster.place(name)
-        return await self.waiting(place.load) if place.model is None else place.model
+        model = await self.waiting(place.load) if place.model is None else place.model
+        model.listen_in(asyncio.get_running_loop())
+        return model
 
     def gate(self, model: ServedModel) -> Gate:
         """The queue before a model."""
