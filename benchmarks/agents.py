@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class Bench:
             self._stack.callback(reader.close)
             servers = self._stack.enter_context(contextlib.ExitStack())
             for letter in letters:
+                began = time.perf_counter()
                 workload = WORKLOADS[letter]("example", self.quick)
                 result = Result(letter, workload.name, self.model, skipped=self._lacks(workload))
                 if not result.skipped:
@@ -62,6 +64,7 @@ class Bench:
                     result.runs = alternating(self._pairs_of(letter), list(self._players), self._runner(letter))
                 if letter == "d" and not self.quick:
                     result.runs[KeepingLlamaServer.name] = [self._keeping(workload, model, reader)]
+                result.seconds = time.perf_counter() - began
                 yield result
 
     def _pairs_of(self, letter: str) -> int:
@@ -122,6 +125,7 @@ def show(result: Result, quick: bool) -> None:
         print(f"    {'':13} {counts}  {sizes}  {rest}")
     for judged in result.judged(quick):
         print(f"      {judged}")
+    print(f"      {len(result.runs['afterglow'])} pairs in {result.seconds:.0f} s")
     sys.stdout.flush()
 
 

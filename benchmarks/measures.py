@@ -124,6 +124,7 @@ class Result:
     model: str
     runs: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by server, in the order of the pairs
     skipped: str = ""
+    seconds: float = 0.0  # that all of them took
 
     def median(self, peer: str, measure: str) -> float:
         return statistics.median(run[measure] for run in self.runs[peer])

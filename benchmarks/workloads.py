@@ -126,7 +126,7 @@ def delegation(seed: str, quick: bool) -> Workload:
 
 def interleaved(seed: str, quick: bool) -> Workload:
     """(d) Thirty-two conversations over one system prompt take turns."""
-    words, count, question, answer = (120, 8, 8, 2) if quick else (2000, 32, 12, 4)
+    words, count, question, answer = (120, 8, 8, 2) if quick else (1850, 32, 12, 4)
     opening = system(text(seed, words))
     steps = []
     for turn in range(2):
@@ -138,7 +138,7 @@ def interleaved(seed: str, quick: bool) -> Workload:
 
 def restarted(seed: str, quick: bool) -> Workload:
     """(e) The server is restarted in the middle of a conversation."""
-    words, question, answer = (150, 8, 3) if quick else (2000, 8, 8)
+    words, question, answer = (150, 8, 3) if quick else (2400, 8, 8)
     first = (system(text(seed, words)), user(text(f"{seed} 0", question)))
     steps = (
         Ask(talk="talk", says=first, answer=answer),
@@ -151,7 +151,7 @@ def restarted(seed: str, quick: bool) -> Workload:
 
 def crowd(seed: str, quick: bool) -> Workload:
     """(f) Eight answers are being written: alone, and then with a long prompt that comes among them."""
-    words, answer, arrives, long = (15, 6, 2, 150) if quick else (60, 32, 8, 3000)
+    words, answer, arrives, long = (15, 6, 2, 150) if quick else (60, 32, 8, 2740)
 
     def streams(name: str) -> tuple[Ask, ...]:
         return tuple(
@@ -166,13 +166,10 @@ def crowd(seed: str, quick: bool) -> Workload:
 
 def hangups(seed: str, quick: bool) -> Workload:
     """(g) A client goes away while its long prompt is being computed, and another one asks."""
-    words, seconds = (400, 0.2) if quick else (3000, 1.0)
-    steps = []
-    for number in range(1 if quick else 2):
-        given_up = Ask(talk=f"gone {number}", says=(user(text(f"{seed} gone {number}", words)),), answer=4)
-        other = Ask(talk=f"other {number}", says=(user(text(f"{seed} other {number}", 8)),), answer=2)
-        steps.append(HangUp(given_up, seconds, other))
-    return Workload("g", "a disconnect in a long prompt", tuple(steps))
+    words, seconds = (400, 0.2) if quick else (2740, 1.0)
+    given_up = Ask(talk="gone", says=(user(text(f"{seed} gone", words)),), answer=4)
+    other = Ask(talk="other", says=(user(text(f"{seed} other", 8)),), answer=2)
+    return Workload("g", "a disconnect in a long prompt", (HangUp(given_up, seconds, other),))
 
 
 def document(seed: str, quick: bool) -> Workload:
