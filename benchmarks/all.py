@@ -22,11 +22,11 @@ RESULTS = HERE / "results"
 BENCHMARKS = {
     "engine": (90, 25),
     "deterministic": (120, 25),
-    "speculation": (300, 60),
-    "server": (300, 60),
+    "speculation": (380, 60),
+    "server": (180, 60),
     "memory": (240, 60),
     "images": (90, 45),
-    "agents": (2400, 80),
+    "agents": (2750, 80),
 }
 
 

@@ -27,6 +27,7 @@ from afterglow.model import Model
 from afterglow.paths import cache_directory
 
 SCORING = 1  # sequence that answers leave alone, for scoring texts beside them
+GPU_BATCH = 16_384  # rows of a decode: between two of them a GPU has nothing to do
 SNAPSHOTS = 4  # of recurrent states, where something guesses ahead
 
 
@@ -156,6 +157,8 @@ def recipe_for(
     """How an engine is made on a file, with everything decided that was left open."""
     memory = replace(memory, rollback=needed_rollback(draft, engine))
     layers = fitting_layers(path, memory) if gpu_layers is None else gpu_layers
+    if layers and draft != "mtp":  # heads want a hidden state of every row, which is as much again as the batch
+        memory = replace(memory, batch=max(memory.batch, GPU_BATCH))
     return LlamaEngine(
         path=path,
         model=replace(model, gpu_layers=layers, mtp=draft == "mtp"),

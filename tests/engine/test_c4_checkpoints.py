@@ -120,3 +120,32 @@ def test_c2_without_any_checkpoint_a_pure_extension_still_works(kind):
     first = ask(engine, prompt(40, 1))
     assert ask(engine, prompt(40, 1) + first.tokens + [5, 6]).cached == 40 + len(first.tokens) - 1
     assert ask(engine, prompt(30, 1)).cached == 0  # and a cut back starts over, correctly
+
+
+def test_c4_a_stop_right_behind_where_a_sequence_stands_is_taken_there_without_a_decode_more():
+    engine = fake("hybrid")
+    first = prompt(200)
+    answer = ask(engine, first, max_tokens=8)
+    turn = [*first, *answer.tokens, *prompt(60, seed=1)]
+    held = len(next(slot for slot in engine.memory.slots if len(slot)))
+    before = engine.counters.decodes
+    assert ask(engine, turn, boundaries=frozenset({held + 5}), max_tokens=1).cached == held
+    assert engine.counters.decodes - before == 1  # none for the edge of the message
+    assert held in {one.depth for one in engine.memory.checkpoints}
+    edited = [*turn[: held + 5], *prompt(40, seed=2)]
+    assert ask(engine, edited, max_tokens=1).cached == held
+
+
+def test_checkpoints_are_looked_through_only_where_something_was_lost(monkeypatch):
+    engine = fake("hybrid", sequences=2)
+    looks = []
+    covered = engine.memory._covered
+    monkeypatch.setattr(engine.memory, "_covered", lambda one: looks.append(one) or covered(one))
+    first = prompt(200)
+    answer = ask(engine, first, boundaries=frozenset({100}), max_tokens=8)
+    assert engine.memory.checkpoints
+    ask(engine, [*first, *answer.tokens, *prompt(30, seed=1)], max_tokens=1)
+    assert looks == []  # the conversation only grew
+    engine.memory.forget(next(slot for slot in engine.memory.slots if len(slot)))
+    assert looks
+    assert engine.memory.checkpoints == []

@@ -11,7 +11,7 @@ import pytest
 from play import KINDS, LAYOUTS, Answer, ask, fake, play, prompt, reference, request
 
 from afterglow import tiny
-from afterglow.engine import memory
+from afterglow.engine import explanation
 from afterglow.engine.backend import Span
 from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import Engine
@@ -290,10 +290,10 @@ def test_what_is_saved_for_one_decode_does_not_wait_for_pages(engines, monkeypat
 
 def test_of_what_had_to_go_only_so_many_entries_are_remembered(monkeypatch):
     """They are in no budget, and prompts may be long."""
-    monkeypatch.setattr(memory, "REMEMBERED_BYTES", 250 * 8)
+    monkeypatch.setattr(explanation, "REMEMBERED_BYTES", 250 * 8)
     engine = fake("attention", EngineSettings(ram_bytes=0), sequences=1)
     in_turn(engine, [prompt(100, number) for number in range(9)])
-    assert [len(gone) for gone in engine.memory.gone("")] == [len(engine.memory.slots[0])] * 2
+    assert [len(gone) for gone in engine.memory.evicted.of("")] == [len(engine.memory.slots[0])] * 2
     assert engine.explain(request("again", prompt(100, 7))).evicted == 100
     in_turn(engine, [prompt(400, 20), prompt(10, 21)])
     assert engine.explain(request("again", prompt(400, 20))).evicted == 400, "the last one, however long it is"

@@ -8,7 +8,7 @@ import pytest
 from play import Answer, collect, fake, play, prompt, request
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.scheduler import SMALLEST_CHUNK, prompt_budget
+from afterglow.engine.scheduler import SMALLEST_CHUNK, largest_decode, prompt_budget
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
 from afterglow.errors import InvalidArgument
@@ -23,6 +23,15 @@ def test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves():
     assert prompt_budget(3, gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 80
     assert prompt_budget(3, gap=0.1, per_step=0.2, per_entry=0.001, cells=512) == SMALLEST_CHUNK
     assert prompt_budget(3, gap=10, per_step=0.2, per_entry=0.001, cells=512) == 512
+
+
+def test_a_decode_that_nothing_can_stop_takes_half_a_second_at_most():
+    able = replace(fake(batch_cells=16_384).backend.capabilities, ubatch_cells=512)
+    assert largest_decode(able, per_entry=0.01) == 16_384  # this one can be stopped
+    gpu = replace(able, interruptible=False)
+    assert largest_decode(gpu, per_entry=0.000_01) == 16_384
+    assert largest_decode(gpu, per_entry=0.000_1) == 5000
+    assert largest_decode(gpu, per_entry=0.01) == 512
 
 
 def test_a_long_prompt_does_not_stop_running_answers():

@@ -61,6 +61,7 @@ class PromptBuilder:
         self._control = vocabulary.control_texts
         texts = sorted(self._control, key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._strips = functools.cache(vocabulary.strips)
         self._stretches: OrderedDict[str, list[int]] = OrderedDict()
 
     def build(
@@ -131,7 +132,7 @@ class PromptBuilder:
         start, strip = 0, False
         for match in self._cut.finditer(text):
             token = self._control[match[0]]
-            before, after = self._vocabulary.strips(token)
+            before, after = self._strips(token)
             stretch = text[start : match.start()]
             stretch = stretch.lstrip() if strip else stretch
             tokens += self._stretch(stretch.rstrip() if before else stretch, mark)
@@ -158,6 +159,9 @@ class PromptBuilder:
 
     def _shield(self, message: Message, mark: str) -> Message:
         """Break up the texts of control tokens in what people and tools wrote, so that they stay text."""
+        written = (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls))
+        if not any(map(self._cut.search, written)):
+            return message
         return replace(
             message,
             content=self._broken(message.content, mark),

@@ -14,6 +14,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.per_entry = 1e-3  # to compute one prompt entry
+        self.per_entry_lately = 1e-3  # the same, of the newest decode alone
         self.per_byte = 2e-10  # to move one byte of memory
         self.bytes_per_entry = 20_000.0  # of a whole state
         self.per_disk_byte = 1e-9  # to read one byte of a file, and to check it
@@ -24,7 +25,7 @@ class Costs:
 
     def computed(self, entries: int, seconds: float) -> None:
         """A decode of prompt entries took so long."""
-        measured = seconds / entries
+        self.per_entry_lately = measured = max(seconds / entries, 1e-9)
         # A machine that is slower than was guessed is believed at once: what is too cheap to compute is not kept.
         weight = 1.0 if not self._timed and measured > self.per_entry else WEIGHT
         self.per_entry += weight * (measured - self.per_entry)

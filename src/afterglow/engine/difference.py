@@ -46,7 +46,7 @@ def _kept(memory: PrefixMemory, ids: Ids, salt: str) -> Iterator[Ids]:
     for checkpoint in memory.checkpoints:
         if checkpoint.salt == salt:
             yield checkpoint.ids
-    yield from memory.gone(salt)
+    yield from memory.evicted.of(salt)
 
 
 def _stored(memory: PrefixMemory, ids: Ids, salt: str) -> Ids:

@@ -162,8 +162,8 @@ class DraftModel:
             reuse = self.memory.plan(known, salt=salt)
         if reuse is None:
             return None
-        slot, kept = self.memory.begin(reuse, salt)
-        mirror = self._mirrors[job] = Mirror(slot, self.memory.cuts(job.prompt, job.request.boundaries, kept, salt))
+        slot, _ = self.memory.begin(reuse, salt)
+        mirror = self._mirrors[job] = Mirror(slot, self.memory.cuts(slot, job.prompt, job.request.boundaries))
         return mirror
 
     def _guess(self, wishes: Sequence[Wish], ready: list[int], drafts: list[list[int]]) -> None:

@@ -24,7 +24,7 @@ from afterglow.engine.memory import PrefixMemory
 from afterglow.engine.replay import Replay
 from afterglow.engine.request import Event, Failed, Finished, Progress, Reason, Request
 from afterglow.engine.sampling import Ending, continue_answer, drop_wrong
-from afterglow.engine.scheduler import Budget, first_of, grid_step, prompt_budget, schedule, sorted_out
+from afterglow.engine.scheduler import Budget, first_of, grid_step, largest_decode, prompt_budget, schedule, sorted_out
 from afterglow.engine.sequence import Sequence as Slot
 from afterglow.engine.settings import EngineSettings
 from afterglow.engine.stops import StopMatcher
@@ -181,7 +181,7 @@ class Engine:
         if not job.admitted:
             self.looking.reused(job, min(kept, len(job.prompt)))
             self.counters.reused_entries += min(kept, len(job.prompt))
-        job.cuts = self.memory.cuts(job.prompt, request.boundaries, kept, request.salt)
+        job.cuts = self.memory.cuts(sequence, job.prompt, request.boundaries)
         self._run(job, sequence)
         return True
 
@@ -238,7 +238,7 @@ class Engine:
         ready = [job for job in self._running[:] if not job.media or self._seen(job)]
         if self.settings.deterministic:
             return grid_step(ready, self.settings.grid, now)
-        cells = self.backend.capabilities.batch_cells
+        cells = largest_decode(self.backend.capabilities, costs.per_entry_lately)
         generating, prompts, pictures = sorted_out(ready)
         entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
         if self.looking.is_turn(pictures, others=bool(generating or prompts)):
@@ -278,32 +278,28 @@ class Engine:
 
     def _apply(self, jobs: list[Job], spans: list[Span], started: float) -> None:
         tokens = replayed = 0
-        for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
-            job.decoded_at = started
-            if not span.ends:  # rows of a picture, and more of them come
-                self._held(job).ahead += span.rows
-                continue
-            self._held(job).decoded(span.ids)
-            if job.replay:
-                replayed += min(job.replay, len(span.ids) - 1)
-                job.replay = max(0, job.missing - 1)
-            if job.media:
+        for job, span in zip(jobs, spans, strict=True):  # all that needs no logits: a GPU still computes them
+            replayed += job.computed(span, started)
+            if job.media and span.ends:
                 self.looking.decoded(job)
-            if self.settings.deterministic:
+            if self.settings.deterministic and span.ends:
                 job.note_chunk(len(span.ids), self.settings.grid)
+        rows, guesses = self.counters.decoded(spans, replayed)
+        for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
                 tokens += self._sample(job, index, len(span.ids) - span.outputs)
-            else:
+            elif span.ends:
                 self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
                 self._at_cut(job)
-        self._measure(spans, tokens, replayed, time.perf_counter() - started)
+        answers = len(spans) if rows - guesses - replayed == len(spans) else 0
+        self._measure(rows, answers, tokens, time.perf_counter() - started)
 
-    def _measure(self, spans: list[Span], tokens: int, replayed: int, seconds: float) -> None:
-        rows, guesses = self.counters.decoded(spans, replayed)
+    def _measure(self, rows: int, answers: int, tokens: int, seconds: float) -> None:
+        """A decode took so long: of so many `answers` and nothing else, or with prompts in it."""
         self.counters.encoded = self.looking.pictures.encoded
-        if rows - guesses - replayed == len(spans):
+        if answers:
             self.memory.costs.stepped(seconds)
-            self.drafting.measured(rows, len(spans), tokens, seconds)
+            self.drafting.measured(rows, answers, tokens, seconds)
         else:
             self.counters.prompt_entries += rows
             self.drafting.account.passed += seconds

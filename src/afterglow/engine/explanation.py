@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from afterglow.engine.entries import Ids
+
+REMEMBERED = 64  # evicted sequences whose entries are kept, so that it can be told what is missing
+REMEMBERED_BYTES = 4 * 1024**2  # of all their entries; the last is kept however long it is
 Cause: TypeAlias = Literal["nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "evicted"]
 
 
@@ -29,6 +34,24 @@ class Explanation:
     def lost(self) -> int:
         """Entries that have to be computed again for that cause."""
         return max(0, min(max(self.shared, self.evicted), self.prompt - 1) - self.reused)
+
+
+class Evicted:
+    """What sequences held that had to go."""
+
+    def __init__(self) -> None:
+        self._gone: deque[tuple[str, Ids]] = deque(maxlen=REMEMBERED)
+
+    def remember(self, ids: Ids, salt: str) -> None:
+        """These entries go."""
+        if len(ids):
+            self._gone.append((salt, ids.copy()))
+            while len(self._gone) > 1 and sum(gone.nbytes for _, gone in self._gone) > REMEMBERED_BYTES:
+                self._gone.popleft()
+
+    def of(self, salt: str) -> list[Ids]:
+        """What went of a salt, the last first."""
+        return [ids for whose, ids in reversed(self._gone) if whose == salt]
 
 
 def cause_of(*, shared: int, reused: int, length: int, evicted: int, edge: int | None, window: bool) -> Cause:

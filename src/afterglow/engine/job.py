@@ -120,6 +120,20 @@ class Job:
         span.ends = whole.whole or start + rows >= len(whole.rows)
         span.outputs = span.outputs if span.ends else 0
 
+    def computed(self, span: Span, started: float) -> int:
+        """Note that memory took a span; how many of its entries were replayed."""
+        assert self.sequence is not None
+        self.decoded_at = started
+        if not span.ends:  # rows of a picture, and more of them come
+            self.sequence.ahead += span.rows
+            return 0
+        self.sequence.decoded(span.ids)
+        if not self.replay:
+            return 0
+        replayed = min(self.replay, len(span.ids) - 1)
+        self.replay = max(0, self.missing - 1)
+        return replayed
+
     def next_stop(self) -> int:
         """How many entries can be decoded before memory has to stand still. A picture goes alone."""
         assert self.sequence is not None

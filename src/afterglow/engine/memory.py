@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterator
 
 from afterglow.engine.backend import Backend, State
 from afterglow.engine.checkpoint import Checkpoint, cut_points
 from afterglow.engine.costs import Costs
 from afterglow.engine.entries import Ids, Ledger, common_prefix, last_edge
-from afterglow.engine.explanation import Explanation, cause_of
+from afterglow.engine.explanation import Evicted, Explanation, cause_of
 from afterglow.engine.marks import Marks
 from afterglow.engine.prefix import PrefixTree
 from afterglow.engine.reuse import Continue, Fork, Fresh, Recall, Restore, Reuse, Situation, Source, loss, plan
@@ -22,10 +21,9 @@ from afterglow.engine.settings import EngineSettings
 from afterglow.engine.tiers import Tiers
 from afterglow.errors import AfterglowError, MemoryFull
 
+AT_HAND = 16  # entries that are sooner computed again than they are worth a stop
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
 CLOSING = 3.0  # seconds that an end waits for what is worth keeping
-REMEMBERED = 64  # evicted sequences whose entries are kept, so that `explain` can tell what is missing
-REMEMBERED_BYTES = 4 * 1024**2  # of all their entries; the last is kept however long it is
 
 
 class PrefixMemory:
@@ -44,7 +42,8 @@ class PrefixMemory:
         self.slots = [Sequence(number, backend, ledger) for number in range(backend.capabilities.sequences)]
         self._unused = dict.fromkeys(self.slots)  # idle sequences, the longest idle first
         self._untidy: dict[Sequence, None] = {}  # idle sequences that are not on disk yet, the newest last
-        self._evicted: deque[tuple[str, Ids]] = deque(maxlen=REMEMBERED)
+        self._losses = 0  # of sequences and stored segments, when checkpoints were last looked through
+        self.evicted = Evicted()
         self.tiers = Tiers(
             backend,
             ledger,
@@ -203,7 +202,7 @@ class PrefixMemory:
         """Empty an idle sequence; nothing of it is stored."""
         if slot in self._idle:
             self._idle.remove(slot)
-        self._remember(slot)
+        self.evicted.remember(slot.ids, slot.salt)
         slot.clear()
         self._drop_uncovered()
 
@@ -246,8 +245,9 @@ class PrefixMemory:
         """A parked sequence is needed no more."""
         self.parked_bytes -= saved.nbytes
 
-    def cuts(self, ids: Ids, boundaries: frozenset[int], start: int, salt: str = "") -> list[int]:
-        """Where the prefill of this prompt from `start` on has to stand still for checkpoints."""
+    def cuts(self, sequence: Sequence, ids: Ids, boundaries: frozenset[int]) -> list[int]:
+        """Where the rest of a prompt that this sequence has begun has to stand still for checkpoints."""
+        start, salt = len(sequence), sequence.salt
         if not self._backend.capabilities.partial_state:
             return []
         taken = [checkpoint.depth for checkpoint in self.marks.along(ids, salt)]
@@ -255,7 +255,12 @@ class PrefixMemory:
         after_pictures = (int(place) + 1 for place in (ids < 0).nonzero()[0])
         wanted = boundaries.union(after_pictures, self.tiers.pinning.pins.depths(ids, salt))
         points = cut_points(len(ids), wanted, taken, ubatch, self._settings)
-        return sorted({edge for point in points if (edge := self.round_down(point, ids)) > start} - set(taken))
+        edges = sorted({edge for point in points if (edge := self.round_down(point, ids)) > start} - set(taken))
+        near = [edge for edge in edges if edge <= start + AT_HAND and (ids[start:edge] >= 0).all()]
+        if start and near and not self._grid:
+            self.take_checkpoint(sequence)  # here, where it stands still already: another stop is another decode
+            edges = edges[len(near) :]
+        return edges
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the partial state of the sequence as it stands, within the limits."""
@@ -286,7 +291,7 @@ class PrefixMemory:
         """All but the first `remaining` entries of a sequence are about to go: store them if that is worth it."""
         self._store(slot, remaining)
         if self._recoverable(slot) < len(slot) > remaining:
-            self._remember(slot)
+            self.evicted.remember(slot.ids, slot.salt)
 
     def _store(self, slot: Sequence, remaining: int = 0) -> None:
         """Keep a copy of a sequence outside of memory, if that is worth it."""
@@ -334,7 +339,7 @@ class PrefixMemory:
         cover = self.tiers.cover(ids, salt)
         if cover.length > shared:
             shared, theirs = cover.length, cover.next
-        evicted = max((common_prefix(gone, ids) for gone in self.gone(salt)), default=0)
+        evicted = max((common_prefix(gone, ids) for gone in self.evicted.of(salt)), default=0)
         edge = self.round_down(min(shared, len(ids) - 1), ids) if self._grid else None
         window = self._backend.capabilities.memory == "window"
         return Explanation(
@@ -346,16 +351,6 @@ class PrefixMemory:
             cause=cause_of(shared=shared, reused=reused, length=len(ids), evicted=evicted, edge=edge, window=window),
             evicted=evicted,
         )
-
-    def gone(self, salt: str) -> list[Ids]:
-        """What of a salt had to go, the last first."""
-        return [ids for whose, ids in reversed(self._evicted) if whose == salt]
-
-    def _remember(self, slot: Sequence) -> None:
-        if len(slot):
-            self._evicted.append((slot.salt, slot.ids.copy()))
-            while len(self._evicted) > 1 and sum(ids.nbytes for _, ids in self._evicted) > REMEMBERED_BYTES:
-                self._evicted.popleft()
 
     def _sources(self, ids: Ids, salt: str) -> Iterator[Source]:
         now = time.monotonic()
@@ -383,10 +378,12 @@ class PrefixMemory:
     def _drop_uncovered(self, *, complete: bool = False) -> None:
         """Let go of checkpoints whose cells are gone: nothing can be made of them any more. With `complete`, also
         of those that need no cells."""
-        if complete or self._backend.capabilities.checkpoints_need_cells:
+        losses = sum([slot.losses for slot in self.slots]) + self.tiers.tree.losses
+        if complete or (losses != self._losses and self._backend.capabilities.checkpoints_need_cells):
             for checkpoint in self.checkpoints[:]:
                 if not self._covered(checkpoint):
                     self.marks.drop(checkpoint)
+        self._losses = losses
 
     def _covered(self, checkpoint: Checkpoint) -> bool:
         """Whether all cells before a checkpoint are in memory, or stored."""

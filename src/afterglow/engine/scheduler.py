@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from afterglow.engine.backend import Capabilities
 from afterglow.engine.job import Job
 
 AGING = 64  # entries that a job may be longer for each second it has waited, and still go first
 SMALLEST_CHUNK = 16  # a prompt always moves on, however little time there is
+LONGEST = 0.5  # seconds that a decode may take which nothing can stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,13 @@ def sorted_out(jobs: Iterable[Job]) -> tuple[list[Job], list[Job], list[Job]]:
 def first_of(jobs: Sequence[Job], now: float) -> Job:
     """Whose turn it is among those who cannot go together."""
     return min(jobs, key=lambda job: (-job.request.priority, urgency(job, now)))
+
+
+def largest_decode(able: Capabilities, per_entry: float) -> int:
+    """Rows that one decode may hold. A GPU wants many at once, but nothing stops it before it is through with them."""
+    if able.interruptible:
+        return able.batch_cells
+    return min(able.batch_cells, max(able.ubatch_cells, int(LONGEST / per_entry)))
 
 
 def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float, cells: int) -> int:

@@ -102,6 +102,7 @@ class SegmentTree:
         self._ledger = ledger
         self._by_key: dict[bytes, Segment] = {}
         self._children: dict[bytes, list[Segment]] = {}  # by the name of their parent
+        self.losses = 0  # segments that went
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -184,6 +185,7 @@ class SegmentTree:
         return gone
 
     def _forget(self, segment: Segment) -> None:
+        self.losses += 1
         del self._by_key[segment.key]
         siblings = self._children[segment.parent]
         siblings.remove(segment)

@@ -37,6 +37,7 @@ class Sequence:
         self._ledger = ledger
         self.position = 0  # of the next entry; with media not the number of entries
         self.cells = 0  # that its entries fill
+        self.losses = 0  # how often it held more than afterwards
         self.ahead = 0  # rows of the next entry, a picture, that memory holds already and the record does not
 
     def __len__(self) -> int:
@@ -129,6 +130,7 @@ class Sequence:
         self.aligned = min(aligned, length)
 
     def _note(self, length: int) -> None:
+        self.losses += length < len(self)
         self.ahead = 0
         self.record.truncate(length)
         self.position = self._ledger.positions(self.record.ids)
