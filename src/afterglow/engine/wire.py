@@ -15,9 +15,10 @@ PIECE = 64 * 1024  # bytes that are read at once: one system call for most of wh
 class Wire:
     """One end. One thread may send while another receives.
 
-    >>> ours, theirs = map(Wire, socket.socketpair())
-    >>> ours.send(("ping", 1))
-    >>> theirs.receive()
+    >>> here, there = socket.socketpair()
+    >>> with here, there:
+    ...     Wire(here).send(("ping", 1))
+    ...     Wire(there).receive()
     [('ping', 1)]
     """
 
