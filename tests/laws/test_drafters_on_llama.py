@@ -146,7 +146,7 @@ def test_noisy_heads_change_no_token_on_random_weights(engines, name, unified):
         answer = ask(engine, entries, boundaries=boundaries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
         assert answer.end.usage.drafted > 0
-        assert number == 0 or answer.cached >= 149
+        assert number == 0 or answer.cached >= (149 if name == "attention-mtp" else 150)
         check(engine)
 
 
@@ -168,13 +168,16 @@ def test_heads_know_after_a_hit_what_they_knew_before_it(engines, name, unified)
     cold = engines(name, 2, "mtp", **layout)
     for last in (ordinary(20, 2), ordinary(25, 3)):
         prompt = entries[:100] + last
-        assert ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached >= 99
+        cached = ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached
+        assert cached >= (99 if name == "attention-mtp" else 100)
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
         slot = next(one for one in engine.memory.slots if list(one.ids[: len(prompt)]) == prompt)
         other = next(one for one in cold.memory.slots if list(one.ids[: len(prompt)]) == prompt)
         guesses = backend.session.draft({slot.number: 30})[slot.number]
         assert guesses == cold.backend.session.draft({other.number: 30})[other.number]
-        assert backend.heads.memory.positions(slot.number)[1] == len(prompt) - 1
+        first, last = backend.heads.memory.positions(slot.number)
+        assert last == len(prompt) - 1
+        assert first == 0 or "window" in name
         assert np.allclose(logits_of_heads(engine, slot.number), logits_of_heads(cold, other.number), atol=5e-3)
 
 
@@ -202,7 +205,9 @@ def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
         guesses = engine.backend.session.draft({0: 30})[0]
         assert guesses == cold.backend.session.draft({0: 30})[0]
-        assert engine.backend.heads.memory.positions(0)[1] == len(prompt) - 1
+        first, last = engine.backend.heads.memory.positions(0)
+        assert last == len(prompt) - 1
+        assert first == 0 or "window" in name
         assert np.allclose(logits_of_heads(engine), logits_of_heads(cold), atol=5e-3)
         if name == "hybrid-mtp":
             assert np.array_equal(logits_of_heads(engine), logits_of_heads(cold))  # computed alike: bit for bit

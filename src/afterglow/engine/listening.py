@@ -29,8 +29,9 @@ class Listener:
         """Read in this loop from now on, or, without one, on the thread that waits. From any thread."""
         self._loop = loop
         if loop is not None:
+            number = self._wire.fileno()
             with contextlib.suppress(RuntimeError):  # it is closed
-                loop.call_soon_threadsafe(loop.add_reader, self._wire.fileno(), self._arrived, loop)
+                loop.call_soon_threadsafe(loop.add_reader, number, self._arrived, loop, number)
         self._trouble.put(None)
 
     def wait(self, seconds: float) -> bool:
@@ -54,12 +55,12 @@ class Listener:
                 self._take(*message)
         return bool(messages)
 
-    def _arrived(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called in the loop."""
+    def _arrived(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Called in the loop, for the socket of this number: it may be closed by now, and have none."""
         try:
             if self._loop is loop:
                 self._heard = self._read() or self._heard
                 return
         except BaseException as trouble:  # the thread that waits decides what becomes of it
             self._trouble.put(trouble)
-        loop.remove_reader(self._wire.fileno())
+        loop.remove_reader(number)

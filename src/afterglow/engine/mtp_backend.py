@@ -124,14 +124,13 @@ class MtpBackend(LlamaBackend):
         assert isinstance(state, llama_state.State)
         super().load(sequence, _plain(state))
         end = 0 if state.positions is None else state.positions[1] + 1
-        heads = state.heads if isinstance(state, MtpState) else None
+        heads, row = _beside(state)
         if state.scope == "full":
             self.session.begin(sequence)
             self._load_heads(sequence, heads)
         else:
             self._take_back(sequence, end, heads)
-        if isinstance(state, MtpState):
-            self.session.remember(sequence, end, state.row)
+        self.session.remember(sequence, end, row)
 
     def _take_back(self, sequence: int, end: int, window: llama_state.State | None) -> None:
         """Make the heads know what they knew at `end`. Their cells are still there; what is not, a `window` brings."""
@@ -168,22 +167,19 @@ class MtpBackend(LlamaBackend):
         assert partial is None or isinstance(partial, llama_state.State)
         own = llama_layout.cut(state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER)
         known = state.heads is not None and state.heads.positions is not None
-        heads = llama_layout.cut(state.heads.data, self._rest(partial)) if state.heads is not None and known else None
+        window, _ = _beside(partial)
+        rest = 0 if window is None else len(window.data) - llama_layout.HEADER
+        heads = llama_layout.cut(state.heads.data, rest) if state.heads is not None and known else None
         if self._heads_layout is None and known:
             self._heads_layout = b"" if heads is None else heads.layout
         return None if own is None or self._heads_layout is None else PairedCells(own, heads, self._heads_layout)
-
-    def _rest(self, partial: llama_state.State | None) -> int:
-        """Bytes of the heads' full state that are their window."""
-        window = partial.heads if isinstance(partial, MtpState) else None
-        return 0 if window is None else len(window.data) - llama_layout.HEADER
 
     def join(self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int) -> State:
         assert partial is None or isinstance(partial, llama_state.State)
         own, cells, beside, rows = divide(layout, blocks)
         state = super().join(own, cells, None if partial is None else _plain(partial), position)
         assert isinstance(state, llama_state.State)
-        window = partial.heads if isinstance(partial, MtpState) else None
+        window, row = _beside(partial)
         heads = None
         if rows and (window is not None or not self._windowed):
             rest = None if window is None else window.data
@@ -196,15 +192,15 @@ class MtpBackend(LlamaBackend):
             positions=state.positions,
             data=state.data,
             heads=heads,
-            row=partial.row if isinstance(partial, MtpState) else None,
+            row=row,
         )
 
     def pack(self, partial: State) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.State)
-        row = partial.row.tobytes() if isinstance(partial, MtpState) and partial.row is not None else b""
-        window = super().pack(partial.heads) if isinstance(partial, MtpState) and partial.heads is not None else []
-        sizes = BESIDE.pack(len(row), sum(map(len, window)))
-        return [sizes, row, *window, *super().pack(_plain(partial))]
+        heads, row = _beside(partial)
+        packed = b"" if row is None else row.tobytes()
+        window = [] if heads is None else super().pack(heads)
+        return [BESIDE.pack(len(packed), sum(map(len, window))), packed, *window, *super().pack(_plain(partial))]
 
     def unpack(self, data: memoryview) -> State:
         row, window = BESIDE.unpack_from(data) if len(data) >= BESIDE.size else (0, 0)
@@ -232,6 +228,11 @@ class MtpBackend(LlamaBackend):
 def _plain(state: llama_state.State) -> llama_state.State:
     """The part of a state that the target's context saved."""
     return llama_state.State(key=state.key, scope=state.scope, positions=state.positions, data=state.data)
+
+
+def _beside(state: llama_state.State | None) -> tuple[llama_state.State | None, NDArray[np.float32] | None]:
+    """What a state brings for the heads, and the hidden state at its end; one out of a file has neither."""
+    return (state.heads, state.row) if isinstance(state, MtpState) else (None, None)
 
 
 class MtpDrafter:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias
 
 from afterglow.engine.listening import Listener
-from afterglow.engine.wire import Wire
+from afterglow.engine.wire import Outbox, Wire
 
-Message: TypeAlias = tuple[str, str | int | None, bytes | None]  # kind, key, content
 ENTRY = "from afterglow.engine.child import main; main()"
 CLOSE_TIMEOUT = 5.0  # to end in order, when asked to
 GRACE = 1.0  # to be gone, once it hung up
@@ -42,12 +38,10 @@ class Child:
             raise
         finally:
             theirs.close()
-        self._wire = Wire(self._socket)
-        self.listener = Listener(self._wire, functools.partial(receive, self))
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        wire = Wire(self._socket)
+        self.listener = Listener(wire, functools.partial(receive, self))
+        self._outbox = Outbox(wire, gone=lambda: None)  # whoever listens will notice
         self.send("make", None, make)
-        self._writer = threading.Thread(target=self._write, name="afterglow-writer", daemon=True)
-        self._writer.start()
 
     @property
     def overdue(self) -> bool:
@@ -81,19 +75,12 @@ class Child:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_TIMEOUT)
-        self._outbox.put(None)
+        self._outbox.close()
         with contextlib.suppress(OSError):  # wakes the writer, should it be stuck
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._writer.join()
+        self._outbox.join()
         self._socket.close()
         return manner(self.process.returncode)
-
-    def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                self._wire.send(message)
-            except OSError:
-                return
 
 
 def start(theirs: socket.socket) -> subprocess.Popen[bytes]:

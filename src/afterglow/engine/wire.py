@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import select
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
@@ -42,9 +45,9 @@ class Wire:
             except BlockingIOError:  # event loops make the sockets that they read from ones that do not wait
                 self._writable.poll()
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait so long for something to come; whether it did."""
-        return bool(self._readable.poll(None if seconds is None else 1000 * seconds))
+        return bool(self._readable.poll(1000 * seconds))
 
     def receive(self, *, wait: bool = True) -> list[Any]:
         """The messages that are complete by now; waits at most for something to come. `EOFError` at the end."""
@@ -64,3 +67,43 @@ class Wire:
             at = end
         del self._arrived[:at]
         return messages
+
+
+class Outbox:
+    """Sends messages on a thread of its own, in order: whoever has one to send never waits.
+
+    >>> here, there = socket.socketpair()
+    >>> with here, there:
+    ...     outbox = Outbox(Wire(here), lambda: None)
+    ...     outbox.put(("ping", 1))
+    ...     outbox.close()
+    ...     outbox.join()
+    ...     Wire(there).receive()
+    [('ping', 1)]
+    """
+
+    def __init__(self, wire: Wire, gone: Callable[[], None]) -> None:
+        """`gone` is called, on that thread, where nobody is there any more; then it ends."""
+        self._wire, self._gone = wire, gone
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="afterglow-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, message: object) -> None:
+        """Have something sent."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """This was all."""
+        self._messages.put(None)
+
+    def join(self) -> None:
+        """Wait until everything is sent, or nobody is there."""
+        self._thread.join()
+
+    def _send(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._wire.send(message)
+            except OSError:
+                return self._gone()

@@ -19,30 +19,20 @@ from afterglow.tiny.writer import Value, Writer, noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step35:
-    """Every second layer sees only a window; each of the heads is a layer more."""
+class HyV3:
+    """Every layer sees everything; each of the heads is a layer more."""
 
-    architecture: ClassVar[str] = "step35"
+    architecture: ClassVar[str] = "hy_v3"
     embedding: int = 64
     layers: int = 4
     heads: int = 4
     key_heads: int = 2
     head: int = 16
     feed_forward: int = 128
-    window: int = 32
     drafts: tuple[DraftHead, ...] = ()
-    drafts_windowed: bool = False  # or they see everything
     embedding_gain: float = 1.0
 
     def settings(self) -> Mapping[str, Value]:
-        pattern = [layer % 2 == 0 for layer in range(self.layers)] + [self.drafts_windowed] * len(self.drafts)
-        windows: dict[str, Value] = {
-            "attention.sliding_window": self.window,
-            "attention.sliding_window_pattern": tuple(pattern),
-        }
-        return {**self._plain(), **windows}
-
-    def _plain(self) -> dict[str, Value]:
         return {
             "block_count": self.layers + len(self.drafts),
             "nextn_predict_layers": len(self.drafts),
@@ -78,16 +68,23 @@ class Step35:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HyV3(Step35):
-    """The same blocks, and every layer sees everything."""
+class Step35(HyV3):
+    """The same blocks, but every second layer sees only a window."""
 
-    architecture: ClassVar[str] = "hy_v3"
+    architecture: ClassVar[str] = "step35"
+    window: int = 32
+    drafts_windowed: bool = False  # or they see everything
 
     def settings(self) -> Mapping[str, Value]:
-        return self._plain()
+        pattern = [layer % 2 == 0 for layer in range(self.layers)] + [self.drafts_windowed] * len(self.drafts)
+        windows: dict[str, Value] = {
+            "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": tuple(pattern),
+        }
+        return {**HyV3.settings(self), **windows}
 
 
-def write_headed(path: Path, decoder: Step35, *, heads: int) -> None:
+def write_headed(path: Path, decoder: HyV3, *, heads: int) -> None:
     """Write a random model with so many heads."""
     seed, width = 9, decoder.embedding
     drafts = [DraftHead(noise(seed, f"fusion {n}", width, 2 * width, scale=(2 * width) ** -0.5)) for n in range(heads)]
