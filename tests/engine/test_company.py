@@ -68,6 +68,21 @@ def test_a_prompt_waits_for_those_that_are_on_their_way(running, monkeypatch):
     assert len(running.backend.history[0]) == 2
 
 
+def test_it_is_given_memory_meanwhile(running, monkeypatch):
+    """Storing what a sequence held before takes a while, too."""
+    monkeypatch.setattr(thread, "COMPANY", 60.0)
+    running.loop.expect(1)
+    running.ask("first")
+    running.loop.expect(1)
+    deadline = time.monotonic() + 5
+    while not any(slot.busy for slot in running.engine.memory.slots):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not running.backend.history
+    running.loop.expect(-2)
+    running.wait_for("first")
+
+
 def test_one_that_does_not_come_is_not_waited_for(running, monkeypatch):
     monkeypatch.setattr(thread, "COMPANY", 60.0)
     running.loop.expect(1)

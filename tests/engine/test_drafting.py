@@ -87,6 +87,18 @@ def test_where_rows_cost_what_they_bring_it_soon_stops(machine):
     assert 0 < drafted < 40
 
 
+def test_the_first_decode_of_a_number_of_rows_is_charged_for_its_rows(machine):
+    """Not for what it prepared; but eight answers have many numbers of rows, each of which comes a first time."""
+    engine, _ = machine(float, 0)
+    guessing = engine.drafting
+    for rows in (1, 2):
+        for _ in range(4):
+            guessing.measured(rows, rows, rows, float(rows))
+    before = guessing.account.won
+    guessing.measured(5, 1, 1, 50.0)
+    assert guessing.account.won - before == pytest.approx(1 - 5)
+
+
 def test_where_every_guess_is_wrong_it_soon_stops(machine):
     for cost in (memory_bound, compute_bound):
         engine, clock = machine(cost, 1)

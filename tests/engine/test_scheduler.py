@@ -16,13 +16,32 @@ from afterglow.testing import FakeBackend
 
 
 def test_a_prompt_alone_gets_the_whole_batch():
-    assert prompt_budget(0, gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 512
+    assert prompt_budget(0, [], gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 512
 
 
 def test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves():
-    assert prompt_budget(3, gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 80
-    assert prompt_budget(3, gap=0.1, per_step=0.2, per_entry=0.001, cells=512) == SMALLEST_CHUNK
-    assert prompt_budget(3, gap=10, per_step=0.2, per_entry=0.001, cells=512) == 512
+    assert prompt_budget(3, [], gap=0.1, per_step=0.02, per_entry=0.001, cells=512) == 80
+    assert prompt_budget(3, [], gap=0.1, per_step=0.2, per_entry=0.001, cells=512) == SMALLEST_CHUNK
+    assert prompt_budget(3, [], gap=10, per_step=0.2, per_entry=0.001, cells=512) == 512
+
+
+def test_more_short_prompts_than_answers_are_computed_together():
+    costs = {"gap": 0.1, "per_step": 0.02, "per_entry": 0.001, "cells": 512}
+    assert prompt_budget(2, [40] * 6, **costs) == 512  # 0.26 s, of 0.3 s that six take in turn beside two
+    assert prompt_budget(2, [80] * 6, **costs) == 80  # it would not end them
+    assert prompt_budget(6, [40] * 6, **costs) == 80  # no more of them than answers
+
+
+def test_a_late_crowd_of_short_prompts_takes_one_decode():
+    engine = fake(sequences=8, batch_cells=512, settings=EngineSettings(gap=0.05), cells=512)
+    engine.submit(request("early", prompt(10, 9), max_tokens=60, ignore_ends=True))
+    for _ in range(3):
+        engine.step()
+    engine.memory.costs.per_entry, engine.memory.costs.per_step = 0.002, 0.001
+    for seed in range(7):
+        engine.submit(request(f"late {seed}", prompt(20, seed)))
+    engine.step()
+    assert sorted(count for _, count in engine.backend.history[-1]) == [1, *[20] * 7]
 
 
 def test_a_decode_that_nothing_can_stop_takes_half_a_second_at_most():

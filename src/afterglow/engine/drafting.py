@@ -149,8 +149,14 @@ class Drafting:
         return self.account.solvent and self._guessed < REFRESH and self._costs.steps.known(rows)
 
     def _spare(self, running: int, generating: int) -> int:
-        """Guesses that one decode has room for: everybody needs a row, and an output at its end."""
-        return min(self._capabilities.outputs - running, self._capabilities.batch_cells - generating)
+        """Guesses that one decode has room for: everybody needs a row, and an output at its end. What was never
+        measured is approached step by step: twice as far as before, and no further."""
+        room = min(self._capabilities.outputs - running, self._capabilities.batch_cells - generating)
+        return (
+            room
+            if self._fixed is not None
+            else min(room, max(TRIAL * generating, 2 * (self._costs.steps.longest - generating)))
+        )
 
     def _limit(self, job: Job, spare: int) -> int:
         """Guesses that could be right, could be computed, and could be dropped again."""
@@ -177,8 +183,6 @@ class Drafting:
     def _choose(self, job: Job, drafter: Drafter, rows: int, limit: int) -> Choice:
         name = drafter.name
         rate = round(job.guessing.rate(name, self._usual[name].rate(FIRST_ESTIMATE)), 2)
-        # What was never measured is approached step by step: twice as far as before, and no further.
-        limit = min(limit, max(TRIAL, 2 * (self._costs.steps.longest - rows)))
         key = name, rate, limit, rows
         choice = self._choices_made.get(key)
         if choice is None:
@@ -196,20 +200,23 @@ class Drafting:
         if not behind:
             return True
         most = USUAL_ANSWER if job.request.max_tokens is None else min(USUAL_ANSWER, job.request.max_tokens)
-        step = self._costs.steps.of(rows, self._costs.per_entry)
+        step = self._expected(rows)
         saved = max(0, most - len(job.generated)) * step * (1 - 1 / gain) if gain > 1 else behind
         return behind <= saved and self.account.affords(behind, step)
 
     def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
-        steps, per_row = self._costs.steps, min(self._costs.per_entry, self._costs.per_step)
         return choose_length(
             rate,
             limit,
-            lambda count: steps.of(count, per_row),
+            self._expected,
             rows=rows,
             guessing=self._per_guess[name].seconds,
             saving=None if self.replay is None else self.replay.seconds,
         )
+
+    def _expected(self, rows: int) -> float:
+        """Seconds that a decode of so many generating rows is expected to take."""
+        return self._costs.steps.of(rows, min(self._costs.per_entry, self._costs.per_step))
 
     def _wishes(
         self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare: int
@@ -283,9 +290,10 @@ class Drafting:
             self._guessed = 0
             self.account.plain(seconds)
         else:
-            step = costs.steps.of(jobs, costs.per_entry)
+            step = self._expected(jobs)
             self._guessed += 1
-            spent = step if first else seconds  # what it took to prepare such decodes is not taken again
+            # What it took to prepare such decodes is not taken again; their rows are.
+            spent = min(seconds, self._expected(rows)) if first else seconds
             won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
             for job in self._verified:
                 job.seconds_saved += won / len(self._verified)

@@ -73,9 +73,9 @@ class Engine:
         return bool(self._jobs)
 
     @property
-    def running(self) -> bool:
-        """Whether anybody's prompt or answer is being computed."""
-        return bool(self._running)
+    def underway(self) -> bool:
+        """Whether anything of anybody's prompt or answer was computed."""
+        return any(job.decoded_at for job in self._running)
 
     def submit(self, request: Request, guide: Guide | None = None) -> None:
         """Accept a request; its events come from `step`. A request that can never be served raises at once.
@@ -110,7 +110,6 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Do one decode's worth of work; what came of it."""
-        self._events = []
         self._whole = False
         self._end_unwanted()
         self._admit()
@@ -119,7 +118,14 @@ class Engine:
         elif self._running and not self._events:
             self.looking.wait()
         self._whole = True
-        return self._events
+        events, self._events = self._events, []
+        return events
+
+    def admit(self) -> None:
+        """Give memory to those who wait, as far as there is some. `step` does that, too; here there is more time."""
+        self._whole = False
+        self._admit()
+        self._whole = True
 
     def explain(self, request: Request) -> Explanation:
         """What of this request's prompt is in memory now, and why not more of it could be used."""
@@ -195,10 +201,6 @@ class Engine:
         self.counters.coalesced += 1
         return True
 
-    def _held(self, job: Job) -> Slot:
-        assert job.sequence is not None
-        return job.sequence
-
     def _run(self, job: Job, sequence: Slot) -> None:
         job.sequence, job.aside, job.regular = sequence, False, sequence.aligned
         job.admitted = job.admitted or time.monotonic()
@@ -227,7 +229,7 @@ class Engine:
 
     def _stop_running(self, job: Job) -> None:
         self._running.remove(job)
-        sequence, job.sequence, job.replay = self._held(job), None, 0
+        sequence, job.sequence, job.replay = job.held, None, 0
         sequence.drop_ahead()
         self.memory.release(sequence)
 
@@ -240,7 +242,8 @@ class Engine:
             return grid_step(ready, self.settings.grid, now)
         cells = largest_decode(self.backend.capabilities, costs.per_entry_lately)
         generating, prompts, pictures = sorted_out(ready)
-        entries = prompt_budget(len(generating), self.settings.gap, costs.per_step, costs.per_entry, cells)
+        backlogs = [job.backlog for job in prompts]
+        entries = prompt_budget(len(generating), backlogs, self.settings.gap, costs.per_step, costs.per_entry, cells)
         if self.looking.is_turn(pictures, others=bool(generating or prompts)):
             self._rows = entries
             return [(first_of(pictures, now), 1)]
@@ -289,7 +292,7 @@ class Engine:
             if span.outputs:
                 tokens += self._sample(job, index, len(span.ids) - span.outputs)
             elif span.ends:
-                self._events.append(Progress(job.request.id, len(self._held(job)), len(job.prompt)))
+                self._events.append(Progress(job.request.id, len(job.held), len(job.prompt)))
                 self._at_cut(job)
         answers = len(spans) if rows - guesses - replayed == len(spans) else 0
         self._measure(rows, answers, tokens, time.perf_counter() - started)
@@ -306,8 +309,8 @@ class Engine:
             self.memory.costs.computed(rows, seconds)
 
     def _at_cut(self, job: Job) -> None:
-        if len(self._held(job)) in job.cuts and self.backend.capabilities.partial_state:
-            self.memory.take_checkpoint(self._held(job))
+        if len(job.held) in job.cuts and self.backend.capabilities.partial_state:
+            self.memory.take_checkpoint(job.held)
 
     def _sample(self, job: Job, span: int, row: int) -> int:
         """Draw the job's next tokens, `row` being its last known entry; how many there are."""
@@ -353,7 +356,7 @@ class Engine:
             self._fail(youngest, error)
 
     def _park(self, job: Job) -> None:
-        sequence = self._held(job)
+        sequence = job.held
         sequence.drop_ahead()
         job.parked = self.memory.park(sequence)
         sequence.clear()
@@ -381,7 +384,7 @@ class Engine:
         """Make every record true again after a decode that stopped in the middle."""
         self.counters.interrupted += isinstance(error, Cancelled)
         for job in jobs:
-            sequence = self._held(job)
+            sequence = job.held
             sequence.mend(whole=self.backend.capabilities.survives_abort)
             if not isinstance(error, Cancelled):
                 job.attempts += 1

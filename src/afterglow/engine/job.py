@@ -60,6 +60,12 @@ class Job:
     seconds_saved: float = 0.0  # by guesses
 
     @property
+    def held(self) -> Sequence:
+        """The sequence of a job that runs."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
     def known(self) -> int:
         return len(self.prompt) + len(self.generated)
 
@@ -81,9 +87,8 @@ class Job:
     @property
     def full(self) -> bool:
         """Whether all that is known but its newest token fills the room, whatever guesses memory holds beyond it."""
-        assert self.sequence is not None
-        cells = self.sequence.cells
-        return cells >= self.room and cells - (len(self.sequence) - self.known + 1) >= self.room
+        cells = self.held.cells
+        return cells >= self.room and cells - (len(self.held) - self.known + 1) >= self.room
 
     def pending(self, count: int) -> Ids | list[int]:
         """The next `count` entries that memory lacks."""
@@ -114,8 +119,7 @@ class Job:
         """Make it the span of a picture, or of a part of one."""
         embeddings = self.encodings[place].embeddings
         assert embeddings is not None
-        assert self.sequence is not None
-        whole, start = embeddings[self.parts[place].piece], self.sequence.ahead
+        whole, start = embeddings[self.parts[place].piece], self.held.ahead
         span.embedding = whole if whole.whole else whole.cut(start, start + rows)
         span.ends = whole.whole or start + rows >= len(whole.rows)
         span.outputs = span.outputs if span.ends else 0
@@ -136,8 +140,7 @@ class Job:
 
     def next_stop(self) -> int:
         """How many entries can be decoded before memory has to stand still. A picture goes alone."""
-        assert self.sequence is not None
-        length = len(self.sequence)
+        length = len(self.held)
         end = self.known if length >= len(self.prompt) else len(self.prompt)
         stop = min([cut for cut in self.cuts if cut > length], default=end)
         for place in self.media:
@@ -148,17 +151,15 @@ class Job:
     def note_chunk(self, count: int, grid: int) -> None:
         """In the deterministic mode: `count` entries were computed together. Up to where all chunks were the grid's,
         and one ends, its sequence can be used again."""
-        assert self.sequence is not None
-        length = len(self.sequence)
+        length = len(self.held)
         if length <= len(self.prompt) and length - count == self.regular:
             self.regular = length
             if last_edge(length, self.prompt, grid) == length:
-                self.sequence.aligned = length
+                self.held.aligned = length
 
     @property
     def next_is_media(self) -> bool:
-        assert self.sequence is not None
-        return len(self.sequence) in self.media
+        return len(self.held) in self.media
 
     @property
     def deadline_passed(self) -> bool:

@@ -73,9 +73,19 @@ def largest_decode(able: Capabilities, per_entry: float) -> int:
     return min(able.batch_cells, max(able.ubatch_cells, int(LONGEST / per_entry)))
 
 
-def prompt_budget(generating: int, gap: float, per_step: float, per_entry: float, cells: int) -> int:
-    """Prompt entries that fit into a decode without making `generating` jobs wait longer than `gap` seconds."""
+def prompt_budget(
+    generating: int, backlogs: Sequence[int], gap: float, per_step: float, per_entry: float, cells: int
+) -> int:
+    """Prompt entries that fit into a decode without making `generating` jobs wait longer than `gap` seconds;
+    `backlogs` are those of the prompts.
+
+    Where more wait for their first token than for their next, one longer decode is better for all of them together,
+    if it ends all of these prompts: then each that generates waits a gap for each of its share of them.
+    """
     if not generating:
+        return cells
+    crowd = gap * len(backlogs) / generating
+    if crowd > gap and per_step + per_entry * sum(backlogs) <= crowd:
         return cells
     return max(SMALLEST_CHUNK, min(cells, int((gap - per_step) / max(per_entry, 1e-9))))
 

@@ -111,7 +111,7 @@ class EngineLoop:
 
     def _company(self, engine: Engine, began: float) -> float:
         """Seconds that prompts wait for others. Not where an answer is being written, and not for long."""
-        return max(0.0, began + COMPANY - time.monotonic()) if self._coming and not engine.running else 0.0
+        return max(0.0, began + COMPANY - time.monotonic()) if self._coming and not engine.underway else 0.0
 
     def _wait(self, engine: Engine) -> Command | None:
         """The next thing that is asked. Once it was quiet for a while, what can wait is done meanwhile."""
@@ -154,6 +154,7 @@ class EngineLoop:
                 self._refuse(request.id, error)
             else:
                 self._live.add(request.id)
+        engine.admit()  # while others are on their way: storing what has to go takes a few milliseconds
 
     def _refuse(self, id: str, error: BaseException) -> None:
         if not isinstance(error, AfterglowError):
