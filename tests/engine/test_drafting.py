@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from guessing import Oracle, plain
-from play import ask, prompt, request
+from play import ask, play, prompt, request
 
 from afterglow.engine import drafting
 from afterglow.engine import engine as engine_module
@@ -31,8 +31,8 @@ class Clock:
 
 
 class Machine(FakeBackend):
-    def __init__(self, clock: Clock) -> None:
-        super().__init__("attention", batch_cells=256)
+    def __init__(self, clock: Clock, **options: int) -> None:
+        super().__init__("attention", batch_cells=256, **options)
         self.clock = clock
 
     def decode(self, spans) -> None:
@@ -97,6 +97,42 @@ def test_the_first_decode_of_a_number_of_rows_is_charged_for_its_rows(machine):
     before = guessing.account.won
     guessing.measured(5, 1, 1, 50.0)
     assert guessing.account.won - before == pytest.approx(1 - 5)
+
+
+class Streams(Machine):
+    """Computes rows of several sequences at once as far as all of them have as many, as llama.cpp does."""
+
+    def decode(self, spans) -> None:
+        FakeBackend.decode(self, spans)
+        left = [len(span.ids) for span in spans]
+        while left := [rows for rows in left if rows]:
+            self.clock.now += self.clock.cost(min(left) * len(left))
+            left = [rows - min(left) for rows in left]
+
+
+def eight(monkeypatch, guessed: int, settings: EngineSettings) -> tuple[float, Engine]:
+    """Seconds of eight answers, of which so many are known to a drafter, on a machine like two cores."""
+    clock = Clock(lambda rows: 8 + 4 * (rows - 1) if rows <= 8 else 36 + 3 * (rows - 8))
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(drafting, "time", clock)
+    prompts = {str(seed): prompt(20, seed) for seed in range(8)}
+    answers = {
+        id: ask(plain("attention"), entries, max_tokens=LONG, ignore_ends=True).tokens
+        for id, entries in list(prompts.items())[:guessed]
+    }
+    engine = Engine(Streams(clock, sequences=8), settings, [Oracle(answers)])
+    began = clock.now
+    play(engine, *(request(id, entries, max_tokens=LONG, ignore_ends=True) for id, entries in prompts.items()))
+    return clock.now - began, engine
+
+
+@pytest.mark.parametrize(("guessed", "faster"), [(8, 1.15), (2, 0.97)])
+def test_of_many_answers_all_guess_alike_or_none_does(monkeypatch, guessed, faster):
+    without, _ = eight(monkeypatch, guessed, EngineSettings(speculation="off"))
+    seconds, engine = eight(monkeypatch, guessed, EngineSettings(drafters=("oracle",)))
+    assert without / seconds > faster
+    assert (engine.counters.accepted > 1000) == (guessed == 8)
+    assert engine.counters.drafted > 0
 
 
 def test_where_every_guess_is_wrong_it_soon_stops(machine):

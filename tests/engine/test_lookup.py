@@ -52,6 +52,38 @@ def test_a_text_that_is_being_copied_is_followed_where_it_is():
     assert history.guess(3) == [8, 8, 9]
 
 
+def said(drafter: Lookup, one: Job, *tokens: int) -> tuple[str, float]:
+    """Let a job say something: what guesses about it are called then, and how likely they seem."""
+    one.generated += tokens
+    assert drafter.ready(one)
+    return drafter.kind(one), drafter.estimate(one)
+
+
+def test_a_guess_is_the_likelier_the_longer_a_text_was_followed():
+    drafter, copied = Lookup(), list(range(1, 31))
+    one = job([*copied, 99, 1, 2, 3])
+    kinds = [said(drafter, one, *([] if length == 0 else [3 + length])) for length in range(20)]
+    assert [name for name, _ in kinds] == [
+        "lookup",
+        *["lookup, again"] * 3,
+        *["lookup, following"] * 12,
+        *["lookup, copying"] * 4,
+    ]
+    assert kinds[0][1] < kinds[1][1] < kinds[4][1] < kinds[16][1]
+
+
+def test_every_token_shows_how_likely_guesses_are_without_one():
+    """Three tokens that stood there are always followed by others: nobody has to guess to see that."""
+    drafter = Lookup()
+    one = job([1, 2, 3, 4, 1, 2, 3])
+    _, before = said(drafter, one)
+    for other in range(10, 40):
+        name, after = said(drafter, one, other, 1, 2, 3)
+    assert name == "lookup"
+    assert after < 0.6 * before
+    assert one.drafted == 0
+
+
 def test_the_newest_place_is_taken_where_there_are_several():
     history = History()
     history.follow(ids(1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3))

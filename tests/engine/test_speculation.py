@@ -45,6 +45,13 @@ def test_company_makes_guesses_worth_less():
     assert choose_length(0.8, 7, costs, rows=8).length == 0
 
 
+def test_nobody_is_made_much_slower_for_the_luck_of_another():
+    """One of eight would be sixteen times as fast, all tokens together more, and seven answers half as fast."""
+    costs = lambda rows: 1.0 + max(0, rows - 8) / 16  # noqa: E731
+    assert choose_length(1.0, 16, costs, rows=8).length < 8
+    assert choose_length(1.0, 16, lambda rows: 2 * costs(rows + 7), rows=1).length == 16
+
+
 def test_a_plateau_is_used_to_its_end():
     """On a GPU eight rows and sixteen cost the same."""
     costs = lambda rows: 1.4 if rows == 1 else 2.0 if rows <= 8 else 4.0  # noqa: E731

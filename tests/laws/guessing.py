@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from play import reference, request
 
-from afterglow.engine.drafting import Wish
+from afterglow.engine.drafting import FIRST_ESTIMATE, Wish
 from afterglow.engine.engine import Engine
 from afterglow.engine.job import Job
 from afterglow.engine.settings import EngineSettings
@@ -28,6 +28,12 @@ class Oracle:
 
     def ready(self, job: Job) -> bool:
         return True
+
+    def kind(self, job: Job) -> str:
+        return self.name
+
+    def estimate(self, job: Job) -> float:
+        return FIRST_ESTIMATE
 
     def behind(self, job: Job) -> float:
         return 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from afterglow.engine.backend import Backend, Span, State
-from afterglow.engine.drafting import Wish
+from afterglow.engine.drafting import FIRST_ESTIMATE, Wish
 from afterglow.engine.entries import Ids, Ledger, common_prefix
 from afterglow.engine.job import Job
 from afterglow.engine.memory import PrefixMemory
@@ -70,6 +70,12 @@ class DraftModel:
 
     def ready(self, job: Job) -> bool:
         return not job.media  # it does not see
+
+    def kind(self, job: Job) -> str:
+        return self.name
+
+    def estimate(self, job: Job) -> float:
+        return FIRST_ESTIMATE
 
     def behind(self, job: Job) -> float:
         mirror = self._mirrors.get(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -20,7 +21,7 @@ Wish: TypeAlias = tuple[Job, int]
 RETRY = 16  # decodes without guesses after which they are tried again, where they lost; twice as many each time
 SELDOM = 1024
 TRIAL = 2  # guesses in a trial
-FIRST_ESTIMATE = 0.7  # of how many guesses are right: hopeful, so that they are tried
+FIRST_ESTIMATE = 0.7  # of how many guesses are right where nothing is known: hopeful, so that they are tried
 REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
 RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
 SLEEP = 8  # decodes for which all are left alone after nothing could be won for any of them
@@ -35,6 +36,12 @@ class Drafter(Protocol):
 
     def ready(self, job: Job) -> bool:
         """Whether it has anything to guess for this job now. Asked before every decode, so it has to be cheap."""
+
+    def kind(self, job: Job) -> str:
+        """What its guesses for a job that it is ready for are called now: those of one kind are judged together."""
+
+    def estimate(self, job: Job) -> float:
+        """How likely its next guess for such a job is right, as far as it can tell before any was verified."""
 
     def behind(self, job: Job) -> float:
         """What it has to compute before it can guess for this job at all, in entries of a prompt that take the model
@@ -96,9 +103,9 @@ class Drafting:
         self._capabilities = capabilities
         self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
         self._costs = costs
-        self._usual = {drafter.name: Acceptance() for drafter in drafters}
+        self._usual = defaultdict[str, Acceptance](Acceptance)  # by kind
+        self._retry = defaultdict[str, int](lambda: RETRY)
         self._per_guess = {drafter.name: Recent() for drafter in drafters}
-        self._retry = {drafter.name: RETRY for drafter in drafters}
         self._spent = 0.0  # seconds of guessing for the coming decode
         self._choices_made: dict[tuple[str, float, int, int], Choice] = {}
         self._measured = 0
@@ -134,7 +141,9 @@ class Drafting:
         if not ready:
             return
         spare = self._spare(rows + len(prompts), rows)
-        choices = {job: self._choices(job, able, rows, spare) for job, able in ready.items()}
+        choices = self._together(ready, rows, spare) or {
+            job: self._choices(job, able, rows, spare) for job, able in ready.items()
+        }
         if not any(choices.values()):
             self._next = self._decodes + SLEEP
             return
@@ -152,11 +161,8 @@ class Drafting:
         """Guesses that one decode has room for: everybody needs a row, and an output at its end. What was never
         measured is approached step by step: twice as far as before, and no further."""
         room = min(self._capabilities.outputs - running, self._capabilities.batch_cells - generating)
-        return (
-            room
-            if self._fixed is not None
-            else min(room, max(TRIAL * generating, 2 * (self._costs.steps.longest - generating)))
-        )
+        known = self._costs.steps.longest - (generating if self._capabilities.shared else 1)
+        return room if self._fixed is not None else min(room, max(TRIAL * generating, 2 * known))
 
     def _limit(self, job: Job, spare: int) -> int:
         """Guesses that could be right, could be computed, and could be dropped again."""
@@ -180,16 +186,33 @@ class Drafting:
                 found.append((-choice.gain, drafter, choice.length))
         return [(drafter, length) for _, drafter, length in sorted(found, key=lambda one: one[0])]
 
+    def _together(
+        self, ready: dict[Job, list[Drafter]], rows: int, spare: int
+    ) -> dict[Job, list[tuple[Drafter, int]]] | None:
+        """The same length for everybody, where that pays: guesses of all are computed at once then."""
+        drafter = next(iter(ready.values()))[0]
+        if rows == 1 or self._fixed is not None or any(drafter not in able for able in ready.values()):
+            return None
+        if len(ready) < rows or any(drafter.behind(job) for job in ready):
+            return None
+        limit = min(self._limit(job, spare // rows) for job in ready)
+        rate = sum(self._rate(job, drafter) for job in ready) / rows
+        choice = self._best(drafter.name, rate, limit, rows, sharing=rows)
+        return {job: [(drafter, choice.length)] for job in ready} if choice.length else None
+
+    def _rate(self, job: Job, drafter: Drafter) -> float:
+        kind = drafter.kind(job)
+        return round(job.guessing.rate(kind, self._usual[kind].rate(drafter.estimate(job))), 2)
+
     def _choose(self, job: Job, drafter: Drafter, rows: int, limit: int) -> Choice:
-        name = drafter.name
-        rate = round(job.guessing.rate(name, self._usual[name].rate(FIRST_ESTIMATE)), 2)
-        key = name, rate, limit, rows
+        kind, rate = drafter.kind(job), self._rate(job, drafter)
+        key = drafter.name, rate, limit, rows
         choice = self._choices_made.get(key)
         if choice is None:
-            choice = self._choices_made[key] = self._best(name, rate, limit, rows)
+            choice = self._choices_made[key] = self._best(drafter.name, rate, limit, rows)
         if choice.length:
-            self._retry[name] = RETRY
-        elif self._decodes - job.guessing.tried >= self._retry[name]:
+            self._retry[kind] = RETRY
+        elif self._decodes - job.guessing.tried >= self._retry[kind]:
             choice = Choice(min(TRIAL, limit), 0.0)
         return choice if choice.length and self._worth_catching_up(job, drafter, rows, choice.gain) else NOTHING
 
@@ -200,23 +223,35 @@ class Drafting:
         if not behind:
             return True
         most = USUAL_ANSWER if job.request.max_tokens is None else min(USUAL_ANSWER, job.request.max_tokens)
-        step = self._expected(rows)
+        step = self._expected(rows, rows)
         saved = max(0, most - len(job.generated)) * step * (1 - 1 / gain) if gain > 1 else behind
         return behind <= saved and self.account.affords(behind, step)
 
-    def _best(self, name: str, rate: float, limit: int, rows: int) -> Choice:
+    def _best(self, name: str, rate: float, limit: int, rows: int, sharing: int = 1) -> Choice:
         return choose_length(
             rate,
             limit,
-            self._expected,
+            lambda count: self._expected(count, rows, sharing),
             rows=rows,
+            sharing=sharing,
             guessing=self._per_guess[name].seconds,
             saving=None if self.replay is None else self.replay.seconds,
         )
 
-    def _expected(self, rows: int) -> float:
-        """Seconds that a decode of so many generating rows is expected to take."""
-        return self._costs.steps.of(rows, min(self._costs.per_entry, self._costs.per_step))
+    def _expected(self, rows: int, jobs: int, sharing: int = 1) -> float:
+        """Seconds that a decode of so many rows is expected to take: one for each of the jobs, and guesses for as many
+        as are `sharing` them.
+
+        Where sequences have their own memory, llama.cpp computes rows of several together as far as all of them have
+        as many; what some have more comes once more, by itself.
+        """
+        per_row = min(self._costs.per_entry, self._costs.per_step)
+        if self._at_once(rows, jobs, sharing):
+            return self._costs.steps.of(rows, per_row)
+        return self._costs.steps.of(jobs, per_row) + self._costs.steps.of(rows - jobs, per_row)
+
+    def _at_once(self, rows: int, jobs: int, sharing: int) -> bool:
+        return jobs in (1, rows, sharing) or self._capabilities.shared
 
     def _wishes(
         self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare: int
@@ -249,7 +284,7 @@ class Drafting:
                 guesses = guesses[: job.guide.permits(guesses)]
             job.draft = guesses
             self._given.append(job)
-            job.guessing.drafter = drafter.name
+            job.guessing.kind = drafter.kind(job)
             total += len(guesses)
         price = self._per_guess[drafter.name]
         if len(price):  # the first time is no loss: it prepares the others
@@ -266,14 +301,14 @@ class Drafting:
     def verified(self, job: Job, drafted: int, accepted: int) -> None:
         """So many of a job's guesses were computed, and so many of them were right."""
         guessing = job.guessing
-        name = guessing.drafter
+        kind = guessing.kind
         job.drafted += drafted
         job.drafts += 1
         self._verified.append(job)
         guessing.tried = self._decodes
-        guessing.verified(name, drafted, accepted)
-        self._usual[name].verified(drafted, accepted)
-        self._retry[name] = min(SELDOM, 2 * self._retry[name])
+        guessing.verified(kind, drafted, accepted)
+        self._usual[kind].verified(drafted, accepted)
+        self._retry[kind] = min(SELDOM, 2 * self._retry[kind])
 
     def measured(self, rows: int, jobs: int, tokens: int, seconds: float) -> None:
         """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
@@ -281,8 +316,12 @@ class Drafting:
             return
         costs = self._costs
         returning = 0.0 if self.replay is None else self.replay.settle()
-        first = costs.steps.first(rows)
-        costs.steps.measured(rows, seconds - returning)
+        lengths = {len(job.draft) for job in self._verified}
+        sharing = len(self._verified) if len(lengths) == 1 else 0  # who has more than others is computed by itself
+        first = False
+        if self._at_once(rows, jobs, sharing):
+            first = costs.steps.first(rows)
+            costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()
@@ -290,10 +329,10 @@ class Drafting:
             self._guessed = 0
             self.account.plain(seconds)
         else:
-            step = self._expected(jobs)
+            step = self._expected(jobs, jobs)
             self._guessed += 1
             # What it took to prepare such decodes is not taken again; their rows are.
-            spent = min(seconds, self._expected(rows)) if first else seconds
+            spent = min(seconds, self._expected(rows, jobs, sharing)) if first else seconds
             won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
             for job in self._verified:
                 job.seconds_saved += won / len(self._verified)

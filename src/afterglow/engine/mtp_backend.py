@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backend import Cells, Scope, Span, State
-from afterglow.engine.drafting import Wish
+from afterglow.engine.drafting import FIRST_ESTIMATE, Wish
 from afterglow.engine.job import Job
 from afterglow.engine.llama import LlamaBackend
 from afterglow.engine.mtp import MtpSession
@@ -245,6 +245,12 @@ class MtpDrafter:
 
     def ready(self, job: Job) -> bool:
         return True
+
+    def kind(self, job: Job) -> str:
+        return self.name
+
+    def estimate(self, job: Job) -> float:
+        return FIRST_ESTIMATE
 
     def behind(self, job: Job) -> float:
         assert job.sequence is not None

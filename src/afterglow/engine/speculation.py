@@ -35,18 +35,18 @@ class Acceptance:
 class Guessing:
     """What is known of the guesses about one answer."""
 
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by drafter
-    drafter: str = ""  # who guessed last
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by kind
+    kind: str = ""  # of the last guesses
     tried: int = 0  # the decode in which guesses were last verified, or first considered
     barred: bool = False  # its memory could not drop a wrong guess: never again
 
-    def rate(self, drafter: str, usual: float) -> float:
-        """How likely this drafter's guesses are right."""
-        known = self.acceptance.get(drafter)
+    def rate(self, kind: str, usual: float) -> float:
+        """How likely guesses of this kind are right."""
+        known = self.acceptance.get(kind)
         return usual if known is None else known.rate(usual)
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        self.acceptance.setdefault(drafter, Acceptance()).verified(drafted, accepted)
+    def verified(self, kind: str, drafted: int, accepted: int) -> None:
+        self.acceptance.setdefault(kind, Acceptance()).verified(drafted, accepted)
 
 
 def expected_tokens(rate: float, length: int) -> float:
@@ -77,14 +77,19 @@ def choose_length(
     seconds: Callable[[int], float],
     *,
     rows: int = 1,
+    sharing: int = 1,
     guessing: float = 0.0,
     saving: float | None = None,
 ) -> Choice:
     """The number of guesses that is expected to bring most tokens per second; 0 where none is.
 
     `seconds` says what a decode of so many rows takes, `rows` how many it has without these guesses, and `guessing`
-    what making one guess takes. Memory that cannot drop a wrong guess saves its state before, which takes `saving`,
-    puts it back where one was wrong, and computes the right ones again with the next token.
+    what making one guess takes. The other rows are answers that come later for this one's sake: what counts is the
+    geometric mean of all speeds, so that nobody is made much slower for somebody else's luck. `sharing` of them guess
+    as far, and as well.
+
+    Memory that cannot drop a wrong guess saves its state before, which takes `saving`, puts it back where one was
+    wrong, and computes the right ones again with the next token.
 
     >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows).length    # rows cost nothing: guess far
     8
@@ -92,16 +97,20 @@ def choose_length(
     0
     >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows, saving=2.0).length    # more than it brings
     0
+    >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8).length    # seven others would wait for it
+    0
+    >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8, sharing=8).length    # none of them does
+    8
     """
-    plain = rows / seconds(rows)
+    plain = seconds(rows)
     best = NOTHING
     for length in range(1, limit + 1):
-        tokens = rows - 1 + expected_tokens(rate, length)
-        cost = seconds(rows + length) + length * guessing
+        tokens = expected_tokens(rate, length)
+        cost = seconds(rows + sharing * length) + sharing * length * guessing
         if saving is not None:
-            again = seconds(rows + 1 + round(tokens - rows)) - seconds(rows)  # the token before the guesses, too
+            again = seconds(rows + sharing * round(tokens)) - plain  # the token before the guesses, too
             cost += saving + (1 - rate**length) * (saving + again)
-        gain = tokens / cost / plain
+        gain = tokens ** (sharing / rows) * plain / cost
         if gain > max(best.gain, WORTHWHILE):
             best = Choice(length, gain)
     return best
