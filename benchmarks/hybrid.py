@@ -1,4 +1,4 @@
-"""A hybrid model of 130 million parameters with random weights that says plain words.
+"""A hybrid model of 109 million parameters with random weights that says plain words.
 
 Recurrent and attention layers take turns, as in qwen35, with the shapes of a real model of that size in 4 bits. Its
 answers mean nothing, but they are words of the vocabulary and nothing else: what is said is read back as the same
@@ -25,7 +25,7 @@ from afterglow.tiny.writer import Writer, noise
 CONTEXT_LENGTH = 32_768
 SPACE = "Ġ"  # how byte-level vocabularies write it
 DECODER = Qwen35(
-    embedding=768, layers=16, interval=4, heads=6, key_heads=2, head=128, feed_forward=2304, state=128,
+    embedding=768, layers=13, interval=4, heads=6, key_heads=2, head=128, feed_forward=2304, state=128,
     state_key_heads=6, state_heads=6,
 )  # fmt: skip
 TINY = Qwen35()  # the same for tests, in milliseconds
@@ -52,7 +52,7 @@ def tokens() -> tuple[list[str], list[int]]:
 
 def path(decoder: Qwen35 = DECODER) -> Path:
     """The model's file; written where it is not there yet."""
-    file = cache_directory("benchmarks") / f"talking-hybrid-{decoder.embedding}.gguf"
+    file = cache_directory("benchmarks") / f"talking-hybrid-{decoder.embedding}x{decoder.layers}.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")

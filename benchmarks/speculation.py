@@ -142,7 +142,7 @@ def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
 
 
 def answer_small(pair: Pair, work: str, drafter: str, quick: bool) -> None:
-    rounds, tokens = (2, 48) if quick else (7, 160)
+    rounds, tokens = (2, 48) if quick else (7, 128)
     for number in range(rounds):
         number += 50 * (drafter == "draft")  # new to the one without guesses, too
         if work == "random":

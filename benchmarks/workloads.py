@@ -126,7 +126,7 @@ def delegation(seed: str, quick: bool) -> Workload:
 
 def interleaved(seed: str, quick: bool) -> Workload:
     """(d) Thirty-two conversations over one system prompt take turns."""
-    words, count, question, answer = (120, 8, 8, 2) if quick else (1850, 32, 12, 4)
+    words, count, question, answer = (120, 8, 8, 2) if quick else (1850, 32, 8, 4)
     opening = system(text(seed, words))
     steps = []
     for turn in range(2):
@@ -174,7 +174,7 @@ def hangups(seed: str, quick: bool) -> Workload:
 
 def document(seed: str, quick: bool) -> Workload:
     """(h) Twenty questions about one long text, each in a conversation of its own."""
-    words, questions, question, answer = (200, 5, 6, 2) if quick else (5500, 20, 12, 6)
+    words, questions, question, answer = (200, 5, 6, 2) if quick else (5500, 20, 8, 4)
     opening = system(text(seed, words))
     steps = tuple(
         Ask(talk=str(number), says=(opening, user(text(f"{seed} {number}", question))), answer=answer)
