@@ -48,8 +48,9 @@ def test_company_makes_guesses_worth_less():
 def test_nobody_is_made_much_slower_for_the_luck_of_another():
     """One of eight would be sixteen times as fast, all tokens together more, and seven answers half as fast."""
     costs = lambda rows: 1.0 + max(0, rows - 8) / 16  # noqa: E731
-    assert choose_length(1.0, 16, costs, rows=8).length < 8
-    assert choose_length(1.0, 16, lambda rows: 2 * costs(rows + 7), rows=1).length == 16
+    assert choose_length(1.0, 16, costs, rows=8).length == 16
+    assert choose_length(1.0, 16, costs, rows=8, sharing=1).length < 8
+    assert choose_length(1.0, 16, costs, rows=8, sharing=8).length == 16
 
 
 def test_a_plateau_is_used_to_its_end():

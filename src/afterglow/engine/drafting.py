@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from afterglow.engine.backend import Capabilities
@@ -12,7 +12,7 @@ from afterglow.engine.costs import Costs, Recent
 from afterglow.engine.job import Job
 from afterglow.engine.replay import Replay
 from afterglow.engine.settings import EngineSettings
-from afterglow.engine.speculation import LONGEST, NOTHING, Acceptance, Account, Choice, choose_length
+from afterglow.engine.speculation import LONGEST, Acceptance, Account, Choice, choose_length
 from afterglow.errors import UnsupportedOption
 
 Wish: TypeAlias = tuple[Job, int]
@@ -102,12 +102,15 @@ class Drafting:
         self._drafters = chosen if on and able else []
         self._capabilities = capabilities
         self._reach = LONGEST if replay is not None else min(LONGEST, capabilities.max_rollback)
+        # Where sequences have their own memory, llama.cpp computes rows of several together as far as all have as many;
+        # what some have more comes once more, by itself. On a processor that is most of what guesses cost.
+        self._passes = capabilities.interruptible and not capabilities.shared
         self._costs = costs
         self._usual = defaultdict[str, Acceptance](Acceptance)  # by kind
         self._retry = defaultdict[str, int](lambda: RETRY)
         self._per_guess = {drafter.name: Recent() for drafter in drafters}
         self._spent = 0.0  # seconds of guessing for the coming decode
-        self._choices_made: dict[tuple[str, float, int, int], Choice] = {}
+        self._choices_made: dict[tuple[str, float, int, int, int | None], Choice] = {}
         self._measured = 0
         self._decodes = 0
         self._next = 0  # the decode before which nobody is asked
@@ -141,9 +144,7 @@ class Drafting:
         if not ready:
             return
         spare = self._spare(rows + len(prompts), rows)
-        choices = self._together(ready, rows, spare) or {
-            job: self._choices(job, able, rows, spare) for job, able in ready.items()
-        }
+        choices = self._choices(ready, rows, spare)
         if not any(choices.values()):
             self._next = self._decodes + SLEEP
             return
@@ -161,7 +162,7 @@ class Drafting:
         """Guesses that one decode has room for: everybody needs a row, and an output at its end. What was never
         measured is approached step by step: twice as far as before, and no further."""
         room = min(self._capabilities.outputs - running, self._capabilities.batch_cells - generating)
-        known = self._costs.steps.longest - (generating if self._capabilities.shared else 1)
+        known = self._costs.steps.longest - (1 if self._passes else generating)
         return room if self._fixed is not None else min(room, max(TRIAL * generating, 2 * known))
 
     def _limit(self, job: Job, spare: int) -> int:
@@ -173,48 +174,49 @@ class Drafting:
         room = job.room - job.sequence.cells - 1
         return max(0, min(self._reach, left, room, spare))
 
-    def _choices(self, job: Job, able: Sequence[Drafter], rows: int, spare: int) -> list[tuple[Drafter, int]]:
-        """Those that would help this job, the most promising first, and how far each should guess."""
-        limit = self._limit(job, spare)
-        job.guessing.tried = job.guessing.tried or self._decodes
-        if self._fixed is not None:
-            return [(drafter, min(self._fixed, limit)) for drafter in able]
-        found: list[tuple[float, Drafter, int]] = []
-        for drafter in able:
-            choice = self._choose(job, drafter, rows, limit)
-            if choice.length:
-                found.append((-choice.gain, drafter, choice.length))
-        return [(drafter, length) for _, drafter, length in sorted(found, key=lambda one: one[0])]
+    def _choices(self, ready: dict[Job, list[Drafter]], rows: int, spare: int) -> dict[Job, list[tuple[Drafter, int]]]:
+        """For each job those that would help it, the most promising first, and how far each should guess.
 
-    def _together(
-        self, ready: dict[Job, list[Drafter]], rows: int, spare: int
-    ) -> dict[Job, list[tuple[Drafter, int]]] | None:
-        """The same length for everybody, where that pays: guesses of all are computed at once then."""
-        drafter = next(iter(ready.values()))[0]
-        if rows == 1 or self._fixed is not None or any(drafter not in able for able in ready.values()):
-            return None
-        if len(ready) < rows or any(drafter.behind(job) for job in ready):
-            return None
-        limit = min(self._limit(job, spare // rows) for job in ready)
-        rate = sum(self._rate(job, drafter) for job in ready) / rows
-        choice = self._best(drafter.name, rate, limit, rows, sharing=rows)
-        return {job: [(drafter, choice.length)] for job in ready} if choice.length else None
+        Where guesses cost only their rows, each job is a case of its own; else those that can guess do so alike.
+        """
+        alike = rows > 1 and self._fixed is None and self._passes
+        found: dict[Job, list[tuple[float, Drafter, int]]] = {job: [] for job in ready}
+        for drafter in self._drafters:
+            able = [job for job, drafters in ready.items() if drafter in drafters]
+            for group in [able] if alike else [[job] for job in able]:
+                for job, choice in self._choose(group, drafter, rows, spare).items():
+                    found[job].append((-choice.gain, drafter, choice.length))
+        return {
+            job: [(drafter, length) for _, drafter, length in sorted(options, key=lambda one: one[0])]
+            for job, options in found.items()
+        }
 
-    def _rate(self, job: Job, drafter: Drafter) -> float:
-        kind = drafter.kind(job)
-        return round(job.guessing.rate(kind, self._usual[kind].rate(drafter.estimate(job))), 2)
-
-    def _choose(self, job: Job, drafter: Drafter, rows: int, limit: int) -> Choice:
-        kind, rate = drafter.kind(job), self._rate(job, drafter)
-        key = drafter.name, rate, limit, rows
-        choice = self._choices_made.get(key)
-        if choice is None:
-            choice = self._choices_made[key] = self._best(drafter.name, rate, limit, rows)
+    def _choose(self, group: Sequence[Job], drafter: Drafter, rows: int, spare: int) -> dict[Job, Choice]:
+        """How far a drafter should guess for jobs that guess alike; where that does not pay, one may try, seldom."""
+        limits = {job: limit for job in group if (limit := self._limit(job, spare // len(group)))}
+        if self._fixed is not None or not limits:
+            return {job: Choice(min(self._fixed or 0, limit), 1.0) for job, limit in limits.items()}
+        for job in limits:
+            job.guessing.tried = job.guessing.tried or self._decodes
+        sharing = len(limits) if self._passes else None
+        choice = self._best(drafter.name, self._rate(limits, drafter), max(limits.values()), rows, sharing)
+        chosen = list(limits)
         if choice.length:
-            self._retry[kind] = RETRY
-        elif self._decodes - job.guessing.tried >= self._retry[kind]:
-            choice = Choice(min(TRIAL, limit), 0.0)
-        return choice if choice.length and self._worth_catching_up(job, drafter, rows, choice.gain) else NOTHING
+            self._retry.update((drafter.kind(job), RETRY) for job in chosen)
+        else:
+            choice = Choice(TRIAL, 0.0)
+            chosen = [job for job in chosen if self._decodes - job.guessing.tried >= self._retry[drafter.kind(job)]][:1]
+        return {
+            job: Choice(min(choice.length, limits[job]), choice.gain)
+            for job in chosen
+            if self._worth_catching_up(job, drafter, rows, choice.gain)
+        }
+
+    def _rate(self, group: Iterable[Job], drafter: Drafter) -> float:
+        """How likely guesses for these jobs are right."""
+        kinds = [(job, drafter.kind(job)) for job in group]
+        rates = [job.guessing.rate(kind, self._usual[kind].rate(drafter.estimate(job))) for job, kind in kinds]
+        return round(sum(rates) / len(rates), 2)
 
     def _worth_catching_up(self, job: Job, drafter: Drafter, rows: int, gain: float) -> bool:
         """Whether a drafter that knows little of a job may be asked: not where it would hardly be done before the
@@ -227,31 +229,30 @@ class Drafting:
         saved = max(0, most - len(job.generated)) * step * (1 - 1 / gain) if gain > 1 else behind
         return behind <= saved and self.account.affords(behind, step)
 
-    def _best(self, name: str, rate: float, limit: int, rows: int, sharing: int = 1) -> Choice:
-        return choose_length(
-            rate,
-            limit,
-            lambda count: self._expected(count, rows, sharing),
-            rows=rows,
-            sharing=sharing,
-            guessing=self._per_guess[name].seconds,
-            saving=None if self.replay is None else self.replay.seconds,
-        )
+    def _best(self, name: str, rate: float, limit: int, rows: int, sharing: int | None) -> Choice:
+        key = name, rate, limit, rows, sharing
+        if key not in self._choices_made:
+            self._choices_made[key] = choose_length(
+                rate,
+                limit,
+                lambda count: self._expected(count, rows, sharing),
+                rows=rows,
+                sharing=sharing,
+                guessing=self._per_guess[name].seconds,
+                saving=None if self.replay is None else self.replay.seconds,
+            )
+        return self._choices_made[key]
 
-    def _expected(self, rows: int, jobs: int, sharing: int = 1) -> float:
+    def _expected(self, rows: int, jobs: int, sharing: int | None = None) -> float:
         """Seconds that a decode of so many rows is expected to take: one for each of the jobs, and guesses for as many
-        as are `sharing` them.
-
-        Where sequences have their own memory, llama.cpp computes rows of several together as far as all of them have
-        as many; what some have more comes once more, by itself.
-        """
+        as are `sharing` them."""
         per_row = min(self._costs.per_entry, self._costs.per_step)
         if self._at_once(rows, jobs, sharing):
             return self._costs.steps.of(rows, per_row)
         return self._costs.steps.of(jobs, per_row) + self._costs.steps.of(rows - jobs, per_row)
 
-    def _at_once(self, rows: int, jobs: int, sharing: int) -> bool:
-        return jobs in (1, rows, sharing) or self._capabilities.shared
+    def _at_once(self, rows: int, jobs: int, sharing: int | None) -> bool:
+        return not self._passes or jobs in (1, rows, sharing)
 
     def _wishes(
         self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare: int

@@ -77,16 +77,16 @@ def choose_length(
     seconds: Callable[[int], float],
     *,
     rows: int = 1,
-    sharing: int = 1,
+    sharing: int | None = None,
     guessing: float = 0.0,
     saving: float | None = None,
 ) -> Choice:
     """The number of guesses that is expected to bring most tokens per second; 0 where none is.
 
     `seconds` says what a decode of so many rows takes, `rows` how many it has without these guesses, and `guessing`
-    what making one guess takes. The other rows are answers that come later for this one's sake: what counts is the
-    geometric mean of all speeds, so that nobody is made much slower for somebody else's luck. `sharing` of them guess
-    as far, and as well.
+    what making one guess takes. All tokens of a decode count alike. But where `sharing` jobs guess as far and the other
+    rows are answers that come later for their sake, the geometric mean of all speeds counts, so that nobody is made
+    much slower for somebody else's luck.
 
     Memory that cannot drop a wrong guess saves its state before, which takes `saving`, puts it back where one was
     wrong, and computes the right ones again with the next token.
@@ -97,20 +97,21 @@ def choose_length(
     0
     >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows, saving=2.0).length    # more than it brings
     0
-    >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8).length    # seven others would wait for it
+    >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8, sharing=1).length    # seven would wait for it
     0
     >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8, sharing=8).length    # none of them does
     8
     """
-    plain = seconds(rows)
+    plain, guessers = seconds(rows), sharing or 1
     best = NOTHING
     for length in range(1, limit + 1):
         tokens = expected_tokens(rate, length)
-        cost = seconds(rows + sharing * length) + sharing * length * guessing
+        cost = seconds(rows + guessers * length) + guessers * length * guessing
         if saving is not None:
-            again = seconds(rows + sharing * round(tokens)) - plain  # the token before the guesses, too
+            again = seconds(rows + guessers * round(tokens)) - plain  # the token before the guesses, too
             cost += saving + (1 - rate**length) * (saving + again)
-        gain = tokens ** (sharing / rows) * plain / cost
+        speed = (rows - 1 + tokens) / rows if sharing is None else tokens ** (sharing / rows)
+        gain = speed * plain / cost
         if gain > max(best.gain, WORTHWHILE):
             best = Choice(length, gain)
     return best
