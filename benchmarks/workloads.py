@@ -97,7 +97,7 @@ def agent(seed: str, quick: bool) -> Workload:
 
 def branches(seed: str, quick: bool) -> Workload:
     """(b) One question is edited into ten, one answer made again, then each of the ten is gone back to, twice."""
-    words, question, again, answer = (30, 20, 4, 2) if quick else (200, 75, 12, 6)
+    words, question, again, answer = (30, 20, 4, 2) if quick else (200, 100, 12, 6)
     steps = [Ask(talk="0", says=(system(text(seed, words)), user(text(f"{seed} 0", question))), answer=answer)]
     for branch in range(1, 10):
         edited = user(text(f"{seed} {branch}", question))
@@ -126,7 +126,7 @@ def delegation(seed: str, quick: bool) -> Workload:
 
 def interleaved(seed: str, quick: bool) -> Workload:
     """(d) Thirty-two conversations over one system prompt take turns."""
-    words, count, question, answer = (120, 8, 8, 2) if quick else (1850, 32, 8, 4)
+    words, count, question, answer = (120, 8, 8, 2) if quick else (1850, 32, 12, 4)
     opening = system(text(seed, words))
     steps = []
     for turn in range(2):

@@ -114,7 +114,6 @@ class Pictures:
                 encoding = self._coming[source] = Encoding()
                 self._queue[source] = part
                 self._start()
-                self._news.notify_all()
             encoding.wanted_by.add(request)
             return encoding
 
@@ -145,11 +144,12 @@ class Pictures:
         """Stop, after the encoding that runs."""
         with self._news:
             self._closed = True
-            self._news.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
-    # --- the thread
+    # --- the thread: it ends when there is nothing to do. OpenMP counts the threads that it once computed with, and
+    # where that makes more than processors, those that compute answers sleep whenever they wait for each other.
 
     def _start(self) -> None:
         if self._thread is None:
@@ -157,21 +157,23 @@ class Pictures:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            with self._news:
-                while not self._queue and not self._closed:
-                    self._news.wait()
-                if self._closed:
-                    return
-                taken: dict[bytes, Part] = {}
-                while self._queue and len(taken) < TOGETHER:
-                    source, part = self._queue.popitem(last=False)
-                    taken[source] = part
+        while taken := self._take():
             for source in list(taken):
                 if found := self._read(source):
                     self._arrived(source, found, encoded=False)
                     del taken[source]
             self._encode(taken)
+
+    def _take(self) -> dict[bytes, Part]:
+        """What is to be encoded next; nothing: this thread ends, and the next wish starts another."""
+        taken: dict[bytes, Part] = {}
+        with self._news:
+            while self._queue and not self._closed and len(taken) < TOGETHER:
+                source, part = self._queue.popitem(last=False)
+                taken[source] = part
+            if not taken:
+                self._thread = None
+        return taken
 
     def _read(self, source: bytes) -> list[Embedding] | None:
         return None if self._files is None else self._files.read(source)

@@ -13,7 +13,7 @@ from afterglow.engine.segments import Cover
 from afterglow.engine.sequence import Sequence as Slot
 
 # How likely an entry that is thrown away is asked for again, right after it was used and per half-life later.
-RETURN = 0.25
+RETURN = 0.5
 HALF_LIFE = 600.0  # seconds
 
 
