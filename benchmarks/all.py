@@ -22,11 +22,11 @@ RESULTS = HERE / "results"
 BENCHMARKS = {
     "engine": (90, 25),
     "deterministic": (120, 25),
-    "speculation": (380, 60),
-    "server": (180, 60),
+    "speculation": (320, 60),
+    "server": (200, 40),
     "memory": (240, 60),
     "images": (90, 45),
-    "agents": (2750, 80),
+    "agents": (2450, 80),
 }
 
 
