@@ -22,7 +22,7 @@ RESULTS = HERE / "results"
 BENCHMARKS = {
     "engine": (90, 25),
     "deterministic": (120, 25),
-    "speculation": (320, 60),
+    "speculation": (380, 60),
     "server": (200, 40),
     "memory": (240, 60),
     "images": (90, 45),

@@ -138,8 +138,8 @@ def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
                     pair = Pair(plain, guessing)
                     before = pair.won()
                     answer_small(pair, work, drafter, arguments.quick)
-                    least = LEAST / QUICK if arguments.quick else LEAST
-                    rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, pair.won() - before, least=least))
+                    won = pair.won() - before
+                    rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, won, quick=arguments.quick))
     return rows
 
 
@@ -154,10 +154,11 @@ def answer_small(pair: Pair, work: str, drafter: str, quick: bool) -> None:
             pair.answer(number, (editing if work == "editing" else chat)(number), max_tokens=tokens, temperature=0)
 
 
-def judged(name: str, pair: Pair, won: float, *, wins: float | None = None, least: float = LEAST) -> Row:
+def judged(name: str, pair: Pair, won: float, *, quick: bool, wins: float | None = None) -> Row:
     """By wall time where the cores are ours, else by the processor's time; what has to win needs idle cores."""
     wall, cpu, busy = statistics.median(pair.ratios), statistics.median(pair.cpu_ratios), others()
     note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {pair.account(won)}"
+    least = LEAST / QUICK if quick else LEAST
     value, bar = (wall, wins) if wins else (cpu if busy > BUSY else wall, least)
     skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and value < bar else ""
     return Row(name, value, bar, note, skipped)
@@ -182,8 +183,8 @@ def large_model(kind: str, arguments: argparse.Namespace) -> list[Row]:
                     pair = Pair(plain, guessing)
                     answer_large(pair, work, 50 * (drafter == "lookup"), arguments.quick)
                     wins = bar_of(size, work, drafter)
-                    least = LEAST / QUICK if arguments.quick else LEAST
-                    rows.append(judged(f"{kind}, {work}, {drafter}", pair, pair.won(), wins=wins, least=least))
+                    name = f"{kind}, {work}, {drafter}"
+                    rows.append(judged(name, pair, pair.won(), wins=wins, quick=arguments.quick))
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -91,6 +92,18 @@ def test_a_picture_that_is_being_encoded_keeps_nobody_waiting():
     while engine.busy:
         collect(answers, engine)
     assert answers["seeing"].tokens == true_answer("attention", entries)[0]
+
+
+def test_the_thread_that_encodes_ends_with_its_work_and_another_one_follows():
+    """Threads that once computed would make every later decode slower."""
+    engine = seeing()
+    for number, picture in enumerate((CAT, DOG), 1):
+        ask(engine, SYSTEM, picture, QUESTION)
+        deadline = time.monotonic() + 5
+        while any(thread.name == "afterglow-pictures" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert engine.counters.encoded == number
 
 
 def test_an_engine_that_only_waits_for_a_picture_does_not_spin():

@@ -21,7 +21,7 @@ from afterglow.llama.model import Model
 from afterglow.llama.settings import ContextSettings
 
 ORIGINALS = ("attention", "window", "recurrent", "hybrid-mtp", "embedding")
-SAMPLE, ALL = 25, 400  # of each original
+SAMPLE, ALL = 40, 400  # of each original
 
 
 def seconds_used() -> float:

@@ -11,7 +11,7 @@ import afterglow
 from afterglow import EngineSettings
 
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
-SAMPLE, ALL = 8, 100
+SAMPLE, ALL = 20, 100
 TOKENS = 10
 
 

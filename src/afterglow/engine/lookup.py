@@ -7,7 +7,7 @@ edited prompt no longer contains. A token costs one look into a table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from afterglow.engine.drafting import Wish
 from afterglow.engine.entries import Ids, Record, common_prefix
 from afterglow.engine.job import Job
+from afterglow.engine.speculation import Acceptance
 
 NGRAM = 3  # tokens that have to agree: two agree too often, four too late
 BITS = 21  # of one token in a key; three fit into 64
@@ -33,16 +34,11 @@ class Kind:
     least: int
     name: str
     usual: float  # share that is right: of ten answers of SmolLM2 to much the same question
-    right: float = 0.0
-    seen: float = 0.0
-
-    def saw(self, right: bool) -> None:
-        self.right = FADING * self.right + right
-        self.seen = FADING * self.seen + 1
+    seen: Acceptance = field(default_factory=lambda: Acceptance(fading=FADING, weight=DOUBT))
 
     @property
     def rate(self) -> float:
-        return (self.right + DOUBT * self.usual) / (self.seen + DOUBT)
+        return self.seen.rate(self.usual)
 
 
 class History:
@@ -183,7 +179,7 @@ class Lookup:
                 kind = self._kind(history) if history.hopeful else None
                 right = history.add(token)
                 if kind is not None:
-                    kind.saw(right)
+                    kind.seen.verified(1, right)
         return history
 
     def _kind(self, history: History) -> Kind:

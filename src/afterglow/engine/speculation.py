@@ -18,17 +18,19 @@ FADING = 0.9  # what a round before the last counts for
 class Acceptance:
     """How likely a guess is right if those before it were; newer rounds count more."""
 
+    fading: float = FADING
+    weight: float = PRIOR_WEIGHT
     right: float = 0.0
     tried: float = 0.0
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Of `drafted` guesses the first `accepted` were right. Those behind the first wrong one tell nothing."""
-        self.right = FADING * self.right + accepted
-        self.tried = FADING * self.tried + min(drafted, accepted + 1)
+        self.right = self.fading * self.right + accepted
+        self.tried = self.fading * self.tried + min(drafted, accepted + 1)
 
     def rate(self, usual: float) -> float:
         """The estimate; `usual` is what others had."""
-        return (self.right + PRIOR_WEIGHT * usual) / (self.tried + PRIOR_WEIGHT)
+        return (self.right + self.weight * usual) / (self.tried + self.weight)
 
 
 @dataclass(slots=True)
