@@ -241,7 +241,7 @@ def measured(quick: bool, soaking: float) -> list[Row]:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--quick", action="store_true", help="half the length, less work, the same bars, about 90 s")
-    arguments.add_argument("--soak", type=float, help="seconds of coming and going (60, or 8)")
+    arguments.add_argument("--soak", type=float, help="seconds of coming and going (40, or 8)")
     arguments.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments.add_argument("--length", type=int, help=argparse.SUPPRESS)
@@ -255,7 +255,7 @@ def main() -> int:
             child(chosen.child, chosen.directory, chosen.length)
         return 0
     os.environ["AFTERGLOW_DISK"] = "off"  # but where it is asked for
-    rows = measured(chosen.quick, chosen.soak or (8.0 if chosen.quick else 60.0))
+    rows = measured(chosen.quick, chosen.soak or (8.0 if chosen.quick else 40.0))
     return report("memory", rows)
 
 
