@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from play import ask, fake, prompt
 
@@ -149,3 +150,15 @@ def test_checkpoints_are_looked_through_only_where_something_was_lost(monkeypatc
     engine.memory.forget(next(slot for slot in engine.memory.slots if len(slot)))
     assert looks
     assert engine.memory.checkpoints == []
+
+
+def test_checkpoints_go_with_the_stored_cells_before_them_while_a_conversation_only_grows():
+    engine = fake("hybrid", EngineSettings(segment=8, ram_bytes=10**8), sequences=1)
+    ask(engine, prompt(120, 1), boundaries=frozenset({64}), max_tokens=1)
+    growing = prompt(120, 2)
+    growing += ask(engine, growing, max_tokens=4).tokens  # takes the only sequence
+    stored = np.array(prompt(120, 1))
+    assert list(engine.memory.marks.along(stored, ""))
+    engine.memory.tiers.clear()
+    ask(engine, growing + prompt(90, 3), boundaries=frozenset({180}), max_tokens=1)
+    assert list(engine.memory.marks.along(stored, "")) == []

@@ -341,3 +341,13 @@ def test_a_prompt_that_is_cancelled_while_it_waits_for_the_disk_leaves_nothing_b
     assert len(answers["waiting"].tokens) == 0
     read.set()
     assert ask(engine, [*prompt(50, 1), 6]).cached == 50
+
+
+def test_an_engine_that_is_closed_twice_does_not_wait_for_its_disk_again(make):
+    engine = make()
+    ask(engine, prompt(60, 1))
+    engine.close()
+    started = time.monotonic()
+    assert engine.memory.tiers.shelf.disk.flush(60) is False
+    engine.memory.close(seconds=60)
+    assert time.monotonic() - started < 30

@@ -107,7 +107,7 @@ def test_token_by_token_and_at_once_is_the_same():
     for token in tokens[3:]:
         other.add(token)
     assert one._places == other._places
-    assert len(one) == len(other) == 400
+    assert len(one._log) == len(other._log) == 400
 
 
 def test_the_next_turn_finds_what_the_last_one_said():

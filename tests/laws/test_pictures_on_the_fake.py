@@ -74,6 +74,18 @@ def test_c7_checkpoints_lie_right_behind_pictures(kind):
     check_all(engine)
 
 
+@every_kind
+def test_c7_a_picture_right_behind_where_a_sequence_stands_gets_its_checkpoint_too(kind):
+    """Where only a few tokens come before it, a checkpoint before them would do; a picture is never computed again."""
+    engine = seeing(kind)
+    said = ask(engine, SYSTEM, QUESTION, max_tokens=4).tokens
+    ask(engine, SYSTEM, QUESTION, said, CAT, OTHER)
+    answer = ask(engine, SYSTEM, QUESTION, said, CAT, QUESTION)
+    assert answer.end.usage.media_cached == 20
+    assert answer.cached == len(SYSTEM) + len(QUESTION) + len(said) + 20
+    check_all(engine)
+
+
 def test_a_picture_that_is_being_encoded_keeps_nobody_waiting():
     engine = seeing()
     engine.backend.projector.open.clear()

@@ -68,12 +68,15 @@ class Recent:
     KEPT = 8
 
     def __init__(self) -> None:
-        self.seconds = 0.0
         self._last: deque[float] = deque(maxlen=self.KEPT)
 
     def add(self, seconds: float) -> None:
         self._last.append(seconds)
-        self.seconds = sorted(self._last)[(len(self._last) - 1) // 4]
+
+    @property
+    def seconds(self) -> float:
+        """Asked for far less often than measured."""
+        return sorted(self._last)[(len(self._last) - 1) // 4] if self._last else 0.0
 
     def __len__(self) -> int:
         return len(self._last)

@@ -177,6 +177,8 @@ class Disk:
         self._thread.join(timeout + 1.0)
 
     def _do(self, work: Callable[[], None]) -> bool:
+        if not self._thread.is_alive():  # it was closed, and nobody would ever do it
+            return False
         try:
             self._work.put_nowait(work)
         except queue.Full:

@@ -315,28 +315,33 @@ class Drafting:
         """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
         if not self._drafters:
             return
-        costs = self._costs
         returning = 0.0 if self.replay is None else self.replay.settle()
-        lengths = {len(job.draft) for job in self._verified}
-        sharing = len(self._verified) if len(lengths) == 1 else 0  # who has more than others is computed by itself
-        first = False
-        if self._at_once(rows, jobs, sharing):
-            first = costs.steps.first(rows)
-            costs.steps.measured(rows, seconds - returning)
         self._measured += 1
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()
         if rows == jobs:
+            self._costs.steps.measured(rows, seconds - returning)
             self._guessed = 0
             self.account.plain(seconds)
         else:
-            step = self._expected(jobs, jobs)
-            self._guessed += 1
-            # What it took to prepare such decodes is not taken again; their rows are.
-            spent = min(seconds, self._expected(rows, jobs, sharing)) if first else seconds
-            won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
-            for job in self._verified:
-                job.seconds_saved += won / len(self._verified)
+            self._settle(rows, jobs, tokens, seconds, returning)
+
+    def _settle(self, rows: int, jobs: int, tokens: int, seconds: float, returning: float) -> None:
+        """A decode had guesses in it: learn what such rows take, and whether they won."""
+        steps = self._costs.steps
+        lengths = {len(job.draft) for job in self._verified}
+        sharing = len(self._verified) if len(lengths) == 1 else 0  # who has more than others is computed by itself
+        first = False
+        if self._at_once(rows, jobs, sharing):
+            first = steps.first(rows)
+            steps.measured(rows, seconds - returning)
+        step = self._expected(jobs, jobs)
+        self._guessed += 1
+        # What it took to prepare such decodes is not taken again; their rows are.
+        spent = min(seconds, self._expected(rows, jobs, sharing)) if first else seconds
+        won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
+        for job in self._verified:
+            job.seconds_saved += won / len(self._verified)
         self._verified = []
 
     def pause(self) -> None:

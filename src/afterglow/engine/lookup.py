@@ -57,6 +57,7 @@ class History:
         self._places: dict[int, int] = {}  # three tokens, as one number → where what follows them stands in the log
         self._source: int | None = None  # where in the log the next guess stands
         self.followed = 0  # tokens that came as they stood there
+        self.said = 0  # tokens since the prompt
 
     def shared(self, prompt: Ids) -> int:
         """How many entries the prompt has in common with what was last said here."""
@@ -77,6 +78,7 @@ class History:
         start = len(self._log)
         self._log += prompt[keep:].tolist()
         self._noted = len(self._log)
+        self.said = 0
         self._index(max(start - NGRAM + 1, 0))
 
     def _index(self, start: int) -> None:
@@ -90,20 +92,23 @@ class History:
         self._source = self._places.get(keys[-1])
         self._places[keys[-1]] = len(self._log)
 
-    def add(self, token: int) -> bool:
-        """A token was said; whether it was the one that stood there."""
-        log = self._log
-        agreed = self._source is not None and self._source < len(log) and log[self._source] == token
+    def add(self, token: int) -> bool | None:
+        """A token was said; whether it was the one that stood there, None where nothing did."""
+        log, source, length = self._log, self._source, len(self._log)
         log.append(token)
-        if len(log) < NGRAM:
-            return False
+        self.said += 1
+        if length < NGRAM - 1:
+            return None
         key = (log[-3] & MASK) << 2 * BITS | (log[-2] & MASK) << BITS | token
         earlier = self._places.get(key)
-        self._places[key] = len(log)
+        self._places[key] = length + 1
+        known = source is not None and source < length
+        if source is None or not known or log[source] != token:
+            self._source, self.followed = earlier, 0
+            return False if known else None
         # A text that is being copied is followed where it is, also where its words stand elsewhere, too.
-        self._source = self._source + 1 if agreed and self._source is not None else earlier
-        self.followed = self.followed + 1 if agreed else 0
-        return agreed
+        self._source, self.followed = source + 1, self.followed + 1
+        return True
 
     @property
     def hopeful(self) -> bool:
@@ -117,10 +122,6 @@ class History:
         assert self._source is not None
         guesses = list(islice(cycle(self._log[self._source : self._source + limit]), limit))
         return guesses if min(guesses) >= 0 else guesses[: next(i for i, one in enumerate(guesses) if one < 0)]
-
-    def __len__(self) -> int:
-        """Entries of the prompt and the answer."""
-        return self._path.length + len(self._log) - self._noted
 
 
 class Lookup:
@@ -142,10 +143,10 @@ class Lookup:
         return self._history(job).hopeful
 
     def kind(self, job: Job) -> str:
-        return self._kind(self._used[job]).name
+        return self._kind(self._used[job].followed).name
 
     def estimate(self, job: Job) -> float:
-        return self._kind(self._used[job]).rate
+        return self._kind(self._used[job].followed).rate
 
     def behind(self, job: Job) -> float:
         return 0.0
@@ -174,16 +175,19 @@ class Lookup:
         history = self._used.get(job)
         if history is None:
             history = self._used[job] = self._begin(job)
-        if len(history) < job.known:
-            for token in job.generated[len(history) - len(job.prompt) :]:
-                kind = self._kind(history) if history.hopeful else None
+        if history.said < len(job.generated):
+            for token in job.generated[history.said :]:
+                followed = history.followed
                 right = history.add(token)
-                if kind is not None:
-                    kind.seen.verified(1, right)
+                if right is not None:
+                    self._kind(followed).seen.verified(1, right)
         return history
 
-    def _kind(self, history: History) -> Kind:
-        return next(kind for kind in self._kinds if history.followed >= kind.least)
+    def _kind(self, followed: int) -> Kind:
+        for kind in self._kinds:  # the last has no least; `next` would take twice as long, for every token
+            if followed >= kind.least:
+                break
+        return kind
 
     def _begin(self, job: Job) -> History:
         """Go on with the conversation that the prompt continues, or begin a new one."""
