@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 LONGEST = 16  # guesses behind one token; hardly anything is right so far out, and each needs an output
 WORTHWHILE = 1.03  # a smaller gain is within what measurements err by
+WORTHWHILE_TO_ALL = 1.15  # where others share a decode: all tokens come later in it, and then several at once
 PRIOR_WEIGHT = 4.0  # guesses that what is usual counts for
 FADING = 0.9  # what a round before the last counts for
 
@@ -103,9 +104,11 @@ def choose_length(
     0
     >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8, sharing=8).length    # none of them does
     8
+    >>> choose_length(1.0, 8, lambda rows: 0.6 + 1.0 * rows, rows=8, sharing=8).length    # hardly faster, in lumps
+    0
     """
-    plain, guessers = seconds(rows), sharing or 1
-    best = NOTHING
+    plain, guessers, best = seconds(rows), sharing or 1, NOTHING
+    least = WORTHWHILE if sharing is None or rows == 1 else WORTHWHILE_TO_ALL
     for length in range(1, limit + 1):
         tokens = expected_tokens(rate, length)
         cost = seconds(rows + guessers * length) + guessers * length * guessing
@@ -114,7 +117,7 @@ def choose_length(
             cost += saving + (1 - rate**length) * (saving + again)
         speed = (rows - 1 + tokens) / rows if sharing is None else tokens ** (sharing / rows)
         gain = speed * plain / cost
-        if gain > max(best.gain, WORTHWHILE):
+        if gain > max(best.gain, least):
             best = Choice(length, gain)
     return best
 
