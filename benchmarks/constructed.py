@@ -65,14 +65,14 @@ def path(size: str, quantization: str, acceptance: int) -> Path:
     return _kept(f"successor-{size}-{quantization}-{acceptance}", lambda file: _write(file, decoder, quantization))
 
 
-def attention_path(size: str, quantization: str) -> Path:
-    """The file of a model with plain attention."""
+def attention_path(size: str, quantization: str, words: int = vocabulary.SIZE) -> Path:
+    """The file of a model with plain attention, and with so many tokens."""
     shape = SIZES[size]
     decoder = Llama(
         embedding=shape.embedding, layers=shape.layers, heads=shape.heads, key_heads=shape.key_heads,
         feed_forward=shape.feed_forward,
     )  # fmt: skip
-    return _kept(f"attention-{size}-{quantization}", lambda file: _write(file, decoder, quantization))
+    return _kept(f"attention-{size}-{quantization}-{words}", lambda file: _write(file, decoder, quantization, words))
 
 
 def _kept(name: str, write: Callable[[Path], None]) -> Path:
@@ -98,17 +98,22 @@ def _drafting(size: Size, acceptance: int) -> Qwen35:
     )  # fmt: skip
 
 
-def _write(file: Path, decoder: Qwen35 | Llama, quantization: str) -> None:
-    wide = decoder.embedding
+def _write(file: Path, decoder: Qwen35 | Llama, quantization: str, words: int = vocabulary.SIZE) -> None:
+    wide, half = decoder.embedding, words > vocabulary.SIZE
     with QuantizedWriter(file, decoder.architecture, seed=7) as writer:
         writer.kind = gguf.GGMLQuantizationType[quantization.upper()]
-        vocabulary.describe(writer)
-        common = {"context_length": CONTEXT_LENGTH, "embedding_length": wide, "vocab_size": vocabulary.SIZE}
+        vocabulary.describe(writer, words)
+        common = {"context_length": CONTEXT_LENGTH, "embedding_length": wide, "vocab_size": words}
         writer.settings(decoder.architecture, {**common, **decoder.settings()})
-        writer.given("token_embd.weight", _padded(constructed._embedding(), wide))
+        writer.given("token_embd.weight", _padded(_longer(constructed._embedding(), words), wide), half=half)
         writer.constant("output_norm.weight", 1.0, wide)
-        writer.given("output.weight", _padded(constructed._output(), wide))
+        writer.given("output.weight", _padded(_longer(constructed._output(), words), wide), half=half)
         decoder.blocks(writer, gain=0.0)
+
+
+def _longer(table: Array, rows: int) -> Array:
+    """With more tokens, none of which is ever likeliest; their logits lie about as those of real models do."""
+    return np.concatenate([table, noise(7, "more", rows - len(table), table.shape[1], scale=0.5)])
 
 
 def _padded(table: Array, width: int) -> Array:

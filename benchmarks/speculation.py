@@ -1,8 +1,8 @@
 """Does guessing ahead pay, and does it stay out of the way where it does not?
 
-Two engines on one model, one with speculation as it is by default and one without, answer the same prompts in turn;
-medians of the ratios are compared. Every prompt is new to both. There is a row for each drafter and each kind of work:
-editing (most of what comes is a copy), chat, and random text.
+With speculation as it is by default and without, prompts of a kind are answered in turn; medians of the ratios are
+compared. Every prompt is new. There is a row for each drafter and each kind of work: editing (most of what comes is a
+copy), chat, and random text.
 
     python benchmarks/speculation.py [--quick] [--threads 2] [--trained MODEL.gguf] [--large 245m:q4_0 ...]
 
@@ -34,6 +34,8 @@ from pruned import prune
 
 import afterglow
 from afterglow import registry, tiny
+from afterglow.engine.drafting import choose_drafters
+from afterglow.engine.engine import Engine
 from afterglow.engine.request import Usage
 from afterglow.engine.settings import EngineSettings
 from afterglow.llama.devices import devices
@@ -43,6 +45,7 @@ WON = 1.25  # with guesses that are always right, on idle cores
 WON_ON_GPU = {("editing", "lookup"): 1.8, ("chat", "mtp"): 1.6}  # the heads are right in three of four there
 PER_STEP = 3.3  # tokens for each decode of the trained model, at three guesses
 LARGE, SMALLEST = "245m:q4_0", "60m"  # of the smallest nothing is promised but that it does not lose
+WORKS = ("editing", "chat", "random")
 LAYERS = 29  # of 30: a draft model that is right now and then
 BUSY = 25.0  # per cent of the processor that others may use before wall time says nothing
 
@@ -71,11 +74,17 @@ class Pair:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+    gained: float = 0.0  # seconds, as the engine reckons
 
-    def answer(self, number: int, prompt: str | list[int], **options: object) -> None:
-        models = [self.plain, self.guessing][:: 1 if number % 2 else -1]
-        taken = {model: measured(model, prompt, options) for model in models}
-        (plain, wall, cpu), (guessing, own_wall, own_cpu) = taken[self.plain], taken[self.guessing]
+    def answer(self, number: int, prompt: str | list[int], other: str | list[int], **options: object) -> None:
+        """Answer without guesses, and with; `other` is what is asked then: as new, and of the same kind."""
+        asked = [(self.plain, False, prompt), (self.guessing, True, other)][:: 1 if number % 2 else -1]
+        taken = {}
+        for model, guesses, question in asked:
+            if self.plain is self.guessing:
+                let_guess(model, guesses)
+            taken[guesses] = measured(model, question, options)
+        (plain, wall, cpu), (guessing, own_wall, own_cpu) = taken[False], taken[True]
         if min(plain.generated, guessing.generated) > 8:
             self.ratios.append(wall / plain.generated / (own_wall / guessing.generated))
             self.cpu_ratios.append(cpu / plain.generated / (own_cpu / guessing.generated))
@@ -83,11 +92,21 @@ class Pair:
         self.accepted += guessing.accepted
         self.seconds += guessing.decode_time
 
-    def account(self, won: float) -> str:
-        return f"drafted {self.drafted}, accepted {self.accepted}, won {won:+.2f} s of {self.seconds:.1f} s"
+    def account(self) -> str:
+        return f"drafted {self.drafted}, accepted {self.accepted}, won {self.gained:+.2f} s of {self.seconds:.1f} s"
 
     def won(self) -> float:
         return self.guessing._running().call(lambda engine: engine.drafting.account.won)
+
+
+def let_guess(model: afterglow.Model, guesses: bool) -> None:
+    """Let nobody guess from here on, or those again who could."""
+
+    def switch(engine: Engine) -> None:
+        drafting = engine.drafting
+        drafting._drafters = choose_drafters(drafting._owned, engine.settings) if guesses else []
+
+    model._running().call(switch)
 
 
 def measured(model: afterglow.Model, prompt: str | list[int], options: dict[str, Any]) -> tuple[Usage, float, float]:
@@ -127,39 +146,42 @@ def noise(number: int, size: int) -> list[int]:
 
 
 def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
-    """SmolLM2 with each drafter that it can have, on each kind of work."""
+    """SmolLM2 with each drafter that it can have, on each kind of work.
+
+    One model, which may guess in every second answer: of two equal ones one is faster by up to 5 %, by where its
+    memory happens to lie.
+    """
     rows = []
     settings = {"context": 2048, "sequences": 1, "threads": arguments.threads, "fetch": True}
-    with afterglow.load("smollm2", engine=EngineSettings(speculation="off"), **settings) as plain:
-        for drafter in ("lookup", "draft"):
-            options = {"engine": EngineSettings(drafters=(drafter,)), "draft": draft if drafter == "draft" else None}
-            with afterglow.load("smollm2", **options, **settings) as guessing:
-                for work in ("editing", "chat", "random"):
-                    pair = Pair(plain, guessing)
-                    before = pair.won()
-                    answer_small(pair, work, drafter, arguments.quick)
-                    won = pair.won() - before
-                    rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, won, quick=arguments.quick))
+    for drafter in ("lookup", "draft"):
+        options = {"engine": EngineSettings(drafters=(drafter,)), "draft": draft if drafter == "draft" else None}
+        with afterglow.load("smollm2", **options, **settings) as model:
+            for work in WORKS:
+                pair = Pair(model, model)
+                answer_small(pair, work, arguments.quick)
+                rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, quick=arguments.quick))
     return rows
 
 
-def answer_small(pair: Pair, work: str, drafter: str, quick: bool) -> None:
+def answer_small(pair: Pair, work: str, quick: bool) -> None:
     # Where the most that can be shown is that nothing is lost, many short answers: the machine's speed drifts by more
     # than a loss would be, within seconds.
-    rounds, tokens = (2, 48) if quick else (5, 128) if work == "editing" else (15, 48)
+    rounds, tokens = (2, 48) if quick else (10, 80) if work == "editing" else (20, 40)
+    before = pair.won()
     for number in range(rounds):
-        number += 50 * (drafter == "draft")  # new to the one without guesses, too
         if work == "random":
-            prompt = noise(number, pair.plain.info.vocabulary)
-            pair.answer(number, prompt, max_tokens=tokens, temperature=1.0, seed=number)
+            prompts: list[str | list[int]] = [noise(2 * number + which, pair.plain.info.vocabulary) for which in (0, 1)]
+            pair.answer(number, *prompts, max_tokens=tokens, temperature=1.0, seed=number)
         else:
-            pair.answer(number, (editing if work == "editing" else chat)(number), max_tokens=tokens, temperature=0)
+            asked = [(editing if work == "editing" else chat)(2 * number + which) for which in (0, 1)]
+            pair.answer(number, *asked, max_tokens=tokens, temperature=0)
+    pair.gained = pair.won() - before
 
 
-def judged(name: str, pair: Pair, won: float, *, quick: bool, wins: float | None = None) -> Row:
+def judged(name: str, pair: Pair, *, quick: bool, wins: float | None = None) -> Row:
     """By wall time where the cores are ours, else by the processor's time; what has to win needs idle cores."""
     wall, cpu, busy = statistics.median(pair.ratios), statistics.median(pair.cpu_ratios), others()
-    note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {pair.account(won)}"
+    note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {pair.account()}"
     least = LEAST / QUICK if quick else LEAST
     value, bar = (wall, wins) if wins else (cpu if busy > BUSY else wall, least)
     skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and value < bar else ""
@@ -184,9 +206,10 @@ def large_model(kind: str, arguments: argparse.Namespace) -> list[Row]:
                 with afterglow.load(file, engine=engine, draft="mtp", **settings) as guessing:
                     pair = Pair(plain, guessing)
                     answer_large(pair, work, 50 * (drafter == "lookup"), arguments.quick)
+                    pair.gained = pair.won()
                     wins = bar_of(size, work, drafter)
                     name = f"{kind}, {work}, {drafter}"
-                    rows.append(judged(name, pair, pair.won(), wins=wins, quick=arguments.quick))
+                    rows.append(judged(name, pair, wins=wins, quick=arguments.quick))
     return rows
 
 
@@ -201,10 +224,11 @@ def answer_large(pair: Pair, work: str, first: int, quick: bool) -> None:
     tokens = 64 if quick else 128
     for number in range(first, first + (3 if quick else 5)):
         if work == "random":
-            pair.answer(number, noise(number, 250), max_tokens=tokens, temperature=6.0, seed=number, ignore_ends=True)
+            prompt = noise(number, 250)
+            pair.answer(number, prompt, prompt, max_tokens=tokens, temperature=6.0, seed=number, ignore_ends=True)
         else:
-            prompt = (tiny.CYCLE.decode() * 6)[number % 100 : number % 100 + 60]
-            pair.answer(number, prompt, max_tokens=tokens, temperature=0)
+            text = (tiny.CYCLE.decode() * 6)[number % 100 : number % 100 + 60]
+            pair.answer(number, text, text, max_tokens=tokens, temperature=0)
 
 
 def trained_model(path: Path, arguments: argparse.Namespace) -> list[Row]:

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import afterglow
+from afterglow.llama import sampler
+from afterglow.llama.sampler import SamplerChain
+from afterglow.llama.sampling import Sampling
 
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
 
@@ -56,3 +59,28 @@ def test_the_estimate_of_its_memory_is_what_llama_cpp_allocates(model: afterglow
     footprint = model._lifecycle.model.footprint(settings)
     assert footprint.cells == 30 * 2 * 3 * 64 * 2 * settings.cells  # layers, keys and values, heads, width, f16
     assert footprint.weights == model.info.nbytes
+
+
+def test_c15_a_list_without_the_unlikely_tokens_draws_the_same(model: afterglow.Model, monkeypatch) -> None:
+    native = model._lifecycle.context.model
+    numbers = np.random.default_rng(3)
+    rows = [numbers.normal(0, 4, native.vocabulary.size).astype(np.float32) for _ in range(40)]
+    allowed = np.flatnonzero(numbers.random(native.vocabulary.size) < 0.5)
+    settings = [{}, {"top_k": 200, "temperature": 2.0}, {"top_p": 1.0, "min_p": 0.0, "typical_p": 0.9}]
+
+    def drawn() -> tuple[list[int], list[int]]:
+        tokens, sizes = [], []
+        for options in settings:
+            with SamplerChain(native, Sampling(seed=5, **options)) as chain:
+                for row in rows:
+                    tokens += [chain.take(row), chain.take(row, allowed)]
+                    sizes.append(len(chain._candidates))
+        return tokens, sizes
+
+    short, sizes = drawn()
+    monkeypatch.setattr(sampler, "shortlist", lambda *_: None)
+    whole, every = drawn()
+    assert short == whole
+    assert len(set(short)) > 50
+    assert max(sizes) < min(every)
+    assert sorted(sizes)[len(sizes) // 3] < 0.2 * min(every)

@@ -21,7 +21,7 @@ from afterglow.engine.settings import EngineSettings
 from afterglow.engine.tiers import Tiers
 from afterglow.errors import AfterglowError, MemoryFull
 
-AT_HAND = 32  # entries that are sooner computed again, once in a while, than every prompt pays a decode for a stop
+AT_HAND = 24  # entries that are sooner computed again, once in a while, than every prompt pays a decode for a stop
 CANDIDATES = 16  # sequences that a plan looks at: those that share most, and those that were idle longest
 CLOSING = 3.0  # seconds that an end waits for what is worth keeping
 

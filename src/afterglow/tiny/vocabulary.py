@@ -59,10 +59,11 @@ TOKENS = _tokens()
 SIZE = len(TOKENS)
 
 
-def describe(writer: Writer) -> None:
-    """Add the tokenizer's settings."""
+def describe(writer: Writer, size: int = SIZE) -> None:
+    """Add the tokenizer's settings. A larger `size` has more tokens that nothing is made of."""
     normal = 256 + len(MERGES)
-    unused = SIZE - len(CONTROL) - normal
+    unused = size - len(CONTROL) - normal
+    tokens = (*TOKENS, *(f"<|unused_{number}|>" for number in range(SIZE, size)))
     kinds = [TokenType.CONTROL] * len(CONTROL) + [TokenType.NORMAL] * normal + [TokenType.UNUSED] * unused
     writer.settings("tokenizer", {"chat_template": CHAT_TEMPLATE})
     writer.settings(
@@ -71,7 +72,7 @@ def describe(writer: Writer) -> None:
             "model": "gpt2",
             # With "gpt-2" here llama.cpp would drop the space before a full stop when it detokenizes.
             "pre": "qwen2",
-            "tokens": TOKENS,
+            "tokens": tokens,
             "token_type": [int(kind) for kind in kinds],
             "merges": MERGES,
             "bos_token_id": END_OF_TEXT,
