@@ -20,13 +20,13 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 # Seconds: in full, and quick.
 BENCHMARKS = {
-    "engine": (90, 25),
-    "deterministic": (120, 25),
-    "speculation": (380, 60),
-    "server": (200, 40),
-    "memory": (240, 60),
-    "images": (90, 45),
-    "agents": (2450, 80),
+    "engine": (120, 40),
+    "deterministic": (50, 15),
+    "speculation": (290, 60),
+    "server": (195, 40),
+    "memory": (235, 60),
+    "images": (30, 25),
+    "agents": (2430, 60),
 }
 
 
