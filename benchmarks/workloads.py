@@ -97,7 +97,7 @@ def agent(seed: str, quick: bool) -> Workload:
 
 def branches(seed: str, quick: bool) -> Workload:
     """(b) One question is edited into ten, one answer made again, then each of the ten is gone back to, twice."""
-    words, question, again, answer = (30, 20, 4, 2) if quick else (200, 100, 12, 6)
+    words, question, again, answer = (30, 25, 4, 2) if quick else (200, 100, 12, 6)
     steps = [Ask(talk="0", says=(system(text(seed, words)), user(text(f"{seed} 0", question))), answer=answer)]
     for branch in range(1, 10):
         edited = user(text(f"{seed} {branch}", question))
