@@ -26,7 +26,7 @@ BENCHMARKS = {
     "server": (195, 40),
     "memory": (235, 60),
     "images": (30, 25),
-    "agents": (2430, 60),
+    "agents": (2430, 75),
 }
 
 

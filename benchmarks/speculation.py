@@ -167,14 +167,11 @@ def answer_small(pair: Pair, work: str, quick: bool) -> None:
     # Where the most that can be shown is that nothing is lost, many short answers: the machine's speed drifts by more
     # than a loss would be, within seconds.
     rounds, tokens = (2, 48) if quick else (10, 80) if work == "editing" else (20, 40)
+    make = {"editing": editing, "chat": chat, "random": lambda n: noise(n, pair.plain.info.vocabulary)}[work]
     before = pair.won()
     for number in range(rounds):
-        if work == "random":
-            prompts: list[str | list[int]] = [noise(2 * number + which, pair.plain.info.vocabulary) for which in (0, 1)]
-            pair.answer(number, *prompts, max_tokens=tokens, temperature=1.0, seed=number)
-        else:
-            asked = [(editing if work == "editing" else chat)(2 * number + which) for which in (0, 1)]
-            pair.answer(number, *asked, max_tokens=tokens, temperature=0)
+        drawn = {"temperature": 1.0, "seed": number} if work == "random" else {"temperature": 0}
+        pair.answer(number, make(2 * number), make(2 * number + 1), max_tokens=tokens, **drawn)
     pair.gained = pair.won() - before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from guessing import Oracle, plain
@@ -250,3 +251,15 @@ def test_a_drafter_that_would_not_be_done_before_the_answer_is_not_asked(machine
     assert drafted == 0
     assert not drafter.caught
     assert faster > 0.99
+
+
+def test_guesses_beside_a_prompt_are_not_credited_with_what_a_later_decode_won(machine):
+    """A decode that holds a prompt is not measured, and the next one may be without guesses."""
+    engine, _ = machine(memory_bound, 10**6)
+    earlier = SimpleNamespace(draft=[5, 6], seconds_saved=0.0)
+    engine.drafting._verified.append(earlier)
+    for _ in range(3):
+        engine.drafting.measured(1, 1, 1, 1.0)
+    engine.drafting.measured(3, 1, 3, 1.0)
+    assert engine.drafting.account.won > 0
+    assert earlier.seconds_saved == 0.0

@@ -325,6 +325,7 @@ class Drafting:
             self.account.plain(seconds)
         else:
             self._settle(rows, jobs, tokens, seconds, returning)
+        self._verified = []
 
     def _settle(self, rows: int, jobs: int, tokens: int, seconds: float, returning: float) -> None:
         """A decode had guesses in it: learn what such rows take, and whether they won."""
@@ -342,7 +343,6 @@ class Drafting:
         won = self.account.guessed(spent + self._spent, step * tokens / jobs, step)
         for job in self._verified:
             job.seconds_saved += won / len(self._verified)
-        self._verified = []
 
     def pause(self) -> None:
         """Guesses did not fit into memory: do without them for a while."""

@@ -102,13 +102,12 @@ class History:
         key = (log[-3] & MASK) << 2 * BITS | (log[-2] & MASK) << BITS | token
         earlier = self._places.get(key)
         self._places[key] = length + 1
-        known = source is not None and source < length
-        if source is None or not known or log[source] != token:
-            self._source, self.followed = earlier, 0
-            return False if known else None
-        # A text that is being copied is followed where it is, also where its words stand elsewhere, too.
-        self._source, self.followed = source + 1, self.followed + 1
-        return True
+        if source is not None and source < length and log[source] == token:
+            # A text that is being copied is followed where it is, also where its words stand elsewhere, too.
+            self._source, self.followed = source + 1, self.followed + 1
+            return True
+        self._source, self.followed = earlier, 0
+        return None if source is None or source >= length else False
 
     @property
     def hopeful(self) -> bool:
@@ -175,12 +174,11 @@ class Lookup:
         history = self._used.get(job)
         if history is None:
             history = self._used[job] = self._begin(job)
-        if history.said < len(job.generated):
-            for token in job.generated[history.said :]:
-                followed = history.followed
-                right = history.add(token)
-                if right is not None:
-                    self._kind(followed).seen.verified(1, right)
+        for token in job.generated[history.said :]:
+            followed = history.followed
+            right = history.add(token)
+            if right is not None:
+                self._kind(followed).seen.verified(1, right)
         return history
 
     def _kind(self, followed: int) -> Kind:

@@ -52,9 +52,7 @@ class Batch:
 
     def add(self, tokens: Sequence[int] | NDArray[np.int32], *, position: int, sequence: int, outputs: int = 0) -> None:
         """Append consecutive tokens of one sequence from `position` on; the last `outputs` of them want logits."""
-        start, stop = self.count, self.count + len(tokens)
-        if stop > self.capacity:
-            raise InvalidArgument("tokens", f"would make a batch of {stop} rows; {self.capacity} fit")
+        start, stop = self._room_for(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = np.arange(position, position + len(tokens), dtype=np.int32)
         self.sequences[start:stop] = sequence
@@ -65,27 +63,30 @@ class Batch:
 
     def add_one(self, token: int, *, position: int, sequence: int, output: bool) -> None:
         """Append one row: what generating sequences do at every step."""
-        row = self.count
-        if row == self.capacity:
-            raise InvalidArgument("tokens", f"would make a batch of {row + 1} rows; {self.capacity} fit")
+        row, stop = self._room_for(1)
         self.tokens[row] = token
         self.positions[row] = position
         self.sequences[row] = sequence
         self.outputs[row] = output
-        self.count = row + 1
+        self.count = stop
 
     def add_each(
         self, tokens: Sequence[int], *, positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[int]
     ) -> None:
         """Append one row of each of many sequences: for more than a few, sooner done than one by one."""
-        start, stop = self.count, self.count + len(tokens)
-        if stop > self.capacity:
-            raise InvalidArgument("tokens", f"would make a batch of {stop} rows; {self.capacity} fit")
+        start, stop = self._room_for(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = positions
         self.sequences[start:stop] = sequences
         self.outputs[start:stop] = outputs
         self.count = stop
+
+    def _room_for(self, rows: int) -> tuple[int, int]:
+        """Where so many more rows begin and end."""
+        stop = self.count + rows
+        if stop > self.capacity:
+            raise InvalidArgument("tokens", f"would make a batch of {stop} rows; {self.capacity} fit")
+        return self.count, stop
 
 
 class EmbeddingBatch:

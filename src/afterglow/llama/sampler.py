@@ -44,25 +44,23 @@ class SamplerChain(Handle):
             except InvalidGrammar:
                 self.close()
                 raise
-        # Nothing but an argmax, perhaps of logits with biases: that needs no candidates.
+        # Nothing but an argmax, perhaps of logits with biases: that needs no candidates, and remembers nothing.
         stages = library().symbols.llama_sampler_chain_n(self._pointer)
-        self._plain = sampling.greedy and stages == 1 + bool(sampling.logit_bias)
+        self._plain = sampling.greedy and not sampling.grammar and stages == 1 + bool(sampling.logit_bias)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.intp)
         self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._lowering = bool(self._biases.size) and float(self._biases.max()) <= 0
-        self._argmax = self._plain and self._grammar is None and not self._biases.size
         self._shape = (model.vocabulary.size,)
-        self._shortens = _begins_with_top_k(sampling)
+        # Nothing looks at any candidate before all but the likeliest are gone.
+        self._shortens = not sampling.grammar and _first_link(self._pointer) == b"top-k"
         self._buffer: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._candidates: NDArray[np.void] | None = None  # those of the last draw, in the buffer
         self._array = library().ffi.new("llama_token_data_array *")
 
     def take(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """`sample`, and `accept` what came of it."""
-        if self._argmax and allowed is None and logits.shape == self._shape and self._pointer is not None:
-            return int(logits.argmax())  # what most are, at every step
         token = self.sample(logits, allowed)
-        if not self._plain or self._grammar is not None:  # an argmax remembers nothing
+        if not self._plain:
             self.accept(token)
         return token
 
@@ -71,7 +69,7 @@ class SamplerChain(Handle):
         kept."""
         if logits.shape != self._shape:
             raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
-        if self._plain and self._grammar is None:
+        if self._plain:
             assert self.pointer
             return self._likeliest(logits, allowed)
         self._fill(logits, allowed)
@@ -103,9 +101,8 @@ class SamplerChain(Handle):
             self._ended = token in self.model.vocabulary.ends
         elif self._ended:
             raise InvalidArgument("token", f"{token} comes after the grammar's end")
-        if self._plain:
-            return  # an argmax remembers nothing
-        library().symbols.llama_sampler_accept(self.pointer, token)
+        if not self._plain:
+            library().symbols.llama_sampler_accept(self.pointer, token)
 
     def allows(self, token: int) -> bool:
         """Whether the grammar, if there is one, lets `token` be next."""
@@ -192,14 +189,11 @@ def shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | Non
     return np.concatenate([places, np.arange(DEPTH * width, len(logits))])
 
 
-def _begins_with_top_k(sampling: Sampling) -> bool:
-    """Whether nothing in the chain looks at any candidate before all but the likeliest are gone."""
-    penalized = sampling.penalty_last and (
-        sampling.penalty_repeat != 1.0 or sampling.penalty_frequency or sampling.penalty_presence
-    )
-    earlier = penalized or sampling.logit_bias or sampling.grammar or (sampling.dry_multiplier and sampling.dry_last)
-    plain = not (sampling.greedy or sampling.mirostat or sampling.top_n_sigma >= 0)
-    return bool(sampling.top_k and plain and not earlier)
+def _first_link(chain: Any) -> bytes:
+    """What the first sampler of a native chain is called."""
+    opened = library()
+    first = opened.symbols.llama_sampler_chain_get(chain, 0)
+    return bytes(opened.ffi.string(opened.symbols.llama_sampler_name(first)))
 
 
 def _chain(model: Model, sampling: Sampling, seed: int) -> Any:
