@@ -147,17 +147,21 @@ class Result:
 
 
 def alternating(
-    pairs: int, peers: Sequence[str], run: Callable[[str, int], dict[str, float]]
+    pairs: int,
+    peers: Sequence[str],
+    run: Callable[[str, int], dict[str, float]],
+    begin: Callable[[int], None] = lambda pair: None,
 ) -> dict[str, list[dict[str, float]]]:
-    """Each pair runs every server once; who is first changes from pair to pair.
+    """Each pair, once it has begun, runs every server once; who is first changes from pair to pair.
 
     >>> order = []
-    >>> _ = alternating(2, ["x", "y"], lambda peer, pair: order.append(peer) or {})
+    >>> _ = alternating(2, ["x", "y"], lambda peer, pair: order.append(peer) or {}, order.append)
     >>> order
-    ['x', 'y', 'y', 'x']
+    [0, 'x', 'y', 1, 'y', 'x']
     """
     runs: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
     for pair in range(pairs):
+        begin(pair)
         for peer in peers if pair % 2 == 0 else reversed(peers):
             runs[peer].append(run(peer, pair))
     return runs

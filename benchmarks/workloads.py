@@ -112,7 +112,7 @@ def branches(seed: str, quick: bool) -> Workload:
 
 def delegation(seed: str, quick: bool) -> Workload:
     """(c) Four agents begin at once with one system prompt that nobody has computed yet, and come again at once."""
-    words, task, answer = (120, 6, 3) if quick else (900, 30, 8)
+    words, task, answer = (120, 6, 3) if quick else (1100, 30, 8)
     opening = system(text(seed, words))
     groups = []
     for turn in range(2):

@@ -43,7 +43,7 @@ def test_a_seed_gives_the_same_workload_and_another_seed_another(letter):
 def test_the_workloads_are_those_that_were_measured():
     """A change of a size or a text makes old results mean something else: measure again, then change this."""
     written = [dataclasses.asdict(make("pinned", False)) for make in WORKLOADS.values()]
-    assert blake2b(json.dumps(written).encode(), digest_size=8).hexdigest() == "3082e265864ea140"
+    assert blake2b(json.dumps(written).encode(), digest_size=8).hexdigest() == "81341bcf01b56053"
 
 
 @pytest.mark.parametrize("letter", WORKLOADS)
