@@ -149,14 +149,15 @@ def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
     """SmolLM2 with each drafter that it can have, on each kind of work.
 
     One model, which may guess in every second answer: of two equal ones one is faster by up to 5 %, by where its
-    memory happens to lie.
+    memory happens to lie. Each kind of work begins anew: what guessing won at one may be lost at the next, and a row
+    would be of both.
     """
     rows = []
     settings = {"context": 2048, "sequences": 1, "threads": arguments.threads, "fetch": True}
     for drafter in ("lookup", "draft"):
         options = {"engine": EngineSettings(drafters=(drafter,)), "draft": draft if drafter == "draft" else None}
-        with afterglow.load("smollm2", **options, **settings) as model:
-            for work in WORKS:
+        for work in WORKS:
+            with afterglow.load("smollm2", **options, **settings) as model:
                 pair = Pair(model, model)
                 answer_small(pair, work, arguments.quick)
                 rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, quick=arguments.quick))
