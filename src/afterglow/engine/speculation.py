@@ -130,8 +130,8 @@ class Account:
     with decodes that had no guesses, or from guesses that won.
     """
 
-    SHARE: float = 0.015  # of the time of plain decodes that may be lost
-    START: float = 4.0  # decodes that may be lost at the beginning: something has to be tried
+    SHARE: float = 0.01  # of the time of plain decodes that may be lost
+    START: float = 3.0  # decodes that may be lost at the beginning: something has to be tried
     MOST: float = 16.0  # decodes of credit that are kept from better times
     WORST: float = 6.0  # decodes that one round may count as lost: more is a hiccup of the machine
 
