@@ -64,11 +64,13 @@ class Row:
 
 
 @dataclass
-class Pair:
-    """The same model twice."""
+class Comparison:
+    """A model that may guess in every second answer.
 
-    plain: afterglow.Model
-    guessing: afterglow.Model
+    Of two equal models one is faster by up to 5 %, by where its memory happens to lie; so it is one.
+    """
+
+    model: afterglow.Model
     ratios: list[float] = field(default_factory=list)  # of wall time for a token
     cpu_ratios: list[float] = field(default_factory=list)
     drafted: int = 0
@@ -78,12 +80,10 @@ class Pair:
 
     def answer(self, number: int, prompt: str | list[int], other: str | list[int], **options: object) -> None:
         """Answer without guesses, and with; `other` is what is asked then: as new, and of the same kind."""
-        asked = [(self.plain, False, prompt), (self.guessing, True, other)][:: 1 if number % 2 else -1]
         taken = {}
-        for model, guesses, question in asked:
-            if self.plain is self.guessing:
-                let_guess(model, guesses)
-            taken[guesses] = measured(model, question, options)
+        for guesses, question in [(False, prompt), (True, other)][:: 1 if number % 2 else -1]:
+            let_guess(self.model, guesses)
+            taken[guesses] = measured(self.model, question, options)
         (plain, wall, cpu), (guessing, own_wall, own_cpu) = taken[False], taken[True]
         if min(plain.generated, guessing.generated) > 8:
             self.ratios.append(wall / plain.generated / (own_wall / guessing.generated))
@@ -96,7 +96,7 @@ class Pair:
         return f"drafted {self.drafted}, accepted {self.accepted}, won {self.gained:+.2f} s of {self.seconds:.1f} s"
 
     def won(self) -> float:
-        return self.guessing._running().call(lambda engine: engine.drafting.account.won)
+        return self.model._running().call(lambda engine: engine.drafting.account.won)
 
 
 def let_guess(model: afterglow.Model, guesses: bool) -> None:
@@ -148,9 +148,7 @@ def noise(number: int, size: int) -> list[int]:
 def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
     """SmolLM2 with each drafter that it can have, on each kind of work.
 
-    One model, which may guess in every second answer: of two equal ones one is faster by up to 5 %, by where its
-    memory happens to lie. Each kind of work begins anew: what guessing won at one may be lost at the next, and a row
-    would be of both.
+    Each kind of work begins anew: what guessing won at one may be lost at the next, and a row would be of both.
     """
     rows = []
     settings = {"context": 2048, "sequences": 1, "threads": arguments.threads, "fetch": True}
@@ -158,28 +156,28 @@ def small_model(arguments: argparse.Namespace, draft: Path) -> list[Row]:
         options = {"engine": EngineSettings(drafters=(drafter,)), "draft": draft if drafter == "draft" else None}
         for work in WORKS:
             with afterglow.load("smollm2", **options, **settings) as model:
-                pair = Pair(model, model)
-                answer_small(pair, work, arguments.quick)
-                rows.append(judged(f"SmolLM2, {work}, {drafter}", pair, quick=arguments.quick))
+                compared = Comparison(model)
+                answer_small(compared, work, arguments.quick)
+                rows.append(judged(f"SmolLM2, {work}, {drafter}", compared, quick=arguments.quick))
     return rows
 
 
-def answer_small(pair: Pair, work: str, quick: bool) -> None:
+def answer_small(compared: Comparison, work: str, quick: bool) -> None:
     # Where the most that can be shown is that nothing is lost, many short answers: the machine's speed drifts by more
     # than a loss would be, within seconds.
     rounds, tokens = (2, 48) if quick else (10, 80) if work == "editing" else (20, 40)
-    make = {"editing": editing, "chat": chat, "random": lambda n: noise(n, pair.plain.info.vocabulary)}[work]
-    before = pair.won()
+    make = {"editing": editing, "chat": chat, "random": lambda n: noise(n, compared.model.info.vocabulary)}[work]
+    before = compared.won()
     for number in range(rounds):
         drawn = {"temperature": 1.0, "seed": number} if work == "random" else {"temperature": 0}
-        pair.answer(number, make(2 * number), make(2 * number + 1), max_tokens=tokens, **drawn)
-    pair.gained = pair.won() - before
+        compared.answer(number, make(2 * number), make(2 * number + 1), max_tokens=tokens, **drawn)
+    compared.gained = compared.won() - before
 
 
-def judged(name: str, pair: Pair, *, quick: bool, wins: float | None = None) -> Row:
+def judged(name: str, compared: Comparison, *, quick: bool, wins: float | None = None) -> Row:
     """By wall time where the cores are ours, else by the processor's time; what has to win needs idle cores."""
-    wall, cpu, busy = statistics.median(pair.ratios), statistics.median(pair.cpu_ratios), others()
-    note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {pair.account()}"
+    wall, cpu, busy = statistics.median(compared.ratios), statistics.median(compared.cpu_ratios), others()
+    note = f"wall {wall:.2f}x, processor {cpu:.2f}x, {busy:.0f} % used by others, {compared.account()}"
     least = LEAST / QUICK if quick else LEAST
     value, bar = (wall, wins) if wins else (cpu if busy > BUSY else wall, least)
     skipped = f"{busy:.0f} % of the processor is others'" if busy > BUSY and value < bar else ""
@@ -198,16 +196,14 @@ def large_model(kind: str, arguments: argparse.Namespace) -> list[Row]:
     for work, acceptance in (("editing", 100), ("chat", 75), ("random", 75)):
         file = constructed.path(size, quantization, acceptance)
         settings = {"context": 1024, "sequences": 1, "threads": arguments.threads}
-        with afterglow.load(file, engine=EngineSettings(speculation="off"), **settings) as plain:
-            for drafter in ("mtp", "lookup"):
-                engine = EngineSettings(drafters=(drafter,))
-                with afterglow.load(file, engine=engine, draft="mtp", **settings) as guessing:
-                    pair = Pair(plain, guessing)
-                    answer_large(pair, work, 50 * (drafter == "lookup"), arguments.quick)
-                    pair.gained = pair.won()
-                    wins = bar_of(size, work, drafter)
-                    name = f"{kind}, {work}, {drafter}"
-                    rows.append(judged(name, pair, wins=wins, quick=arguments.quick))
+        for drafter in ("mtp", "lookup"):
+            engine = EngineSettings(drafters=(drafter,))
+            with afterglow.load(file, engine=engine, draft="mtp", **settings) as model:
+                compared = Comparison(model)
+                answer_large(compared, work, arguments.quick)
+                compared.gained = compared.won()
+                wins = bar_of(size, work, drafter)
+                rows.append(judged(f"{kind}, {work}, {drafter}", compared, wins=wins, quick=arguments.quick))
     return rows
 
 
@@ -218,15 +214,15 @@ def bar_of(size: str, work: str, drafter: str) -> float | None:
     return WON if work == "editing" and size != SMALLEST else None
 
 
-def answer_large(pair: Pair, work: str, first: int, quick: bool) -> None:
+def answer_large(compared: Comparison, work: str, quick: bool) -> None:
     tokens = 64 if quick else 128
-    for number in range(first, first + (3 if quick else 5)):
+    for number in range(3 if quick else 5):
         if work == "random":
-            prompt = noise(number, 250)
-            pair.answer(number, prompt, prompt, max_tokens=tokens, temperature=6.0, seed=number, ignore_ends=True)
+            drawn = {"temperature": 6.0, "seed": number, "ignore_ends": True}
+            compared.answer(number, noise(2 * number, 250), noise(2 * number + 1, 250), max_tokens=tokens, **drawn)
         else:
-            text = (tiny.CYCLE.decode() * 6)[number % 100 : number % 100 + 60]
-            pair.answer(number, text, text, max_tokens=tokens, temperature=0)
+            first, second = ((tiny.CYCLE.decode() * 6)[place : place + 60] for place in (2 * number, 2 * number + 1))
+            compared.answer(number, first, second, max_tokens=tokens, temperature=0)
 
 
 def trained_model(path: Path, arguments: argparse.Namespace) -> list[Row]:

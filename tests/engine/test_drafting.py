@@ -93,11 +93,36 @@ def test_the_first_decode_of_a_number_of_rows_is_charged_for_its_rows(machine):
     engine, _ = machine(float, 0)
     guessing = engine.drafting
     for rows in (1, 2):
-        for _ in range(4):
-            guessing.measured(rows, rows, rows, float(rows))
+        for _ in range(5):
+            decoded(guessing, rows, rows, rows, float(rows))
     before = guessing.account.won
-    guessing.measured(5, 1, 1, 50.0)
+    decoded(guessing, 5, 1, 1, 50.0)
     assert guessing.account.won - before == pytest.approx(1 - 5)
+
+
+def test_a_decode_right_after_guesses_says_nothing_of_those_without(machine):
+    """It takes longer than the next, and guesses would look better than they are."""
+    engine, _ = machine(float, 0)
+    guessing = engine.drafting
+    for _ in range(5):
+        decoded(guessing, 1, 1, 1, 1.0)
+    for _ in range(drafting.REFRESH):
+        assert guessing._affordable(1)
+        decoded(guessing, 3, 1, 3, 2.0)
+    for seconds in (1.5, 1.0):
+        assert not guessing._affordable(1)  # it is time to see again what they take
+        decoded(guessing, 1, 1, 1, seconds)
+    for _ in range(9):
+        assert guessing._affordable(1)
+        decoded(guessing, 3, 1, 3, 2.0)
+        decoded(guessing, 1, 1, 1, 1.5)
+    assert guessing._expected(1, 1) == 1.0
+
+
+def decoded(guessing: drafting.Drafting, rows: int, jobs: int, tokens: int, seconds: float) -> None:
+    """A decode of so many rows came and went."""
+    guessing.offer([], [])
+    guessing.measured(rows, jobs, tokens, seconds)
 
 
 class Streams(Machine):
@@ -258,8 +283,8 @@ def test_guesses_beside_a_prompt_are_not_credited_with_what_a_later_decode_won(m
     engine, _ = machine(memory_bound, 10**6)
     earlier = SimpleNamespace(draft=[5, 6], seconds_saved=0.0)
     engine.drafting._verified.append(earlier)
-    for _ in range(3):
-        engine.drafting.measured(1, 1, 1, 1.0)
-    engine.drafting.measured(3, 1, 3, 1.0)
+    for _ in range(4):
+        decoded(engine.drafting, 1, 1, 1, 1.0)
+    decoded(engine.drafting, 3, 1, 3, 1.0)
     assert engine.drafting.account.won > 0
     assert earlier.seconds_saved == 0.0

@@ -22,7 +22,7 @@ RETRY = 16  # decodes without guesses after which they are tried again, where th
 SELDOM = 1024
 TRIAL = 2  # guesses in a trial
 FIRST_ESTIMATE = 0.7  # of how many guesses are right where nothing is known: hopeful, so that they are tried
-REFRESH = 48  # decodes with guesses after which there is one without, so that what it takes stays known
+REFRESH = 48  # decodes with guesses after which there are two without, so that what the second takes stays known
 RECONSIDER = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
 SLEEP = 8  # decodes for which all are left alone after nothing could be won for any of them
 USUAL_ANSWER = 256  # tokens within which what a drafter has to compute first must have paid
@@ -115,7 +115,8 @@ class Drafting:
         self._decodes = 0
         self._next = 0  # the decode before which nobody is asked
         self._given: list[Job] = []  # who has guesses, or had them in the last decode
-        self._guessed = 0  # decodes with guesses since the last without
+        self._guessed = 0  # decodes with guesses since one without was measured
+        self._plain = 0, 0  # the last decode without guesses, and how many rows it had
         self._verified: list[Job] = []  # whose guesses were in the decode that is being measured
 
     @property
@@ -320,12 +321,19 @@ class Drafting:
         if self._measured % RECONSIDER == 0 or rows > jobs:
             self._choices_made.clear()
         if rows == jobs:
-            self._costs.steps.measured(rows, seconds - returning)
-            self._guessed = 0
+            self._measured_plain(rows, seconds - returning)
             self.account.plain(seconds)
         else:
             self._settle(rows, jobs, tokens, seconds, returning)
         self._verified = []
+
+    def _measured_plain(self, rows: int, seconds: float) -> None:
+        """A decode had no guesses. The first of its kind after another takes up to a tenth longer, which would make
+        guesses look that much better than they are: it tells nothing."""
+        if self._plain == (self._decodes - 1, rows):
+            self._costs.steps.measured(rows, seconds)
+            self._guessed = 0
+        self._plain = self._decodes, rows
 
     def _settle(self, rows: int, jobs: int, tokens: int, seconds: float, returning: float) -> None:
         """A decode had guesses in it: learn what such rows take, and whether they won."""
