@@ -22,11 +22,11 @@ RESULTS = HERE / "results"
 BENCHMARKS = {
     "engine": (120, 40),
     "deterministic": (50, 15),
-    "speculation": (290, 60),
+    "speculation": (260, 45),
     "server": (195, 40),
     "memory": (235, 60),
     "images": (30, 25),
-    "agents": (2430, 75),
+    "agents": (2470, 75),
 }
 
 
