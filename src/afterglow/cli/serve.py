@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from afterglow.cli import options
+from afterglow.cli import options, served
 from afterglow.cli.settings import settings_of
 from afterglow.errors import InvalidArgument
 
@@ -55,8 +55,6 @@ def serve(
         media_hosts=media_host or None,
     )
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
-    from afterglow.cli import served  # the whole server: a third of what starting takes, and only needed here
-
     served.serve_models(dict(map(named, models or [chosen.model])), chosen)
 
 
