@@ -76,7 +76,6 @@ class Comparison:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
-    gained: float = 0.0  # seconds, as the engine reckons
 
     def answer(self, number: int, prompt: str | list[int], other: str | list[int], **options: object) -> None:
         """Answer without guesses, and with; `other` is what is asked then: as new, and of the same kind."""
@@ -93,10 +92,9 @@ class Comparison:
         self.seconds += guessing.decode_time
 
     def account(self) -> str:
-        return f"drafted {self.drafted}, accepted {self.accepted}, won {self.gained:+.2f} s of {self.seconds:.1f} s"
-
-    def won(self) -> float:
-        return self.model._running().call(lambda engine: engine.drafting.account.won)
+        """What came of it; what was won, as the engine reckons."""
+        won = self.model._running().call(lambda engine: engine.drafting.account.won)
+        return f"drafted {self.drafted}, accepted {self.accepted}, won {won:+.2f} s of {self.seconds:.1f} s"
 
 
 def let_guess(model: afterglow.Model, guesses: bool) -> None:
@@ -167,11 +165,9 @@ def answer_small(compared: Comparison, work: str, quick: bool) -> None:
     # than a loss would be, within seconds.
     rounds, tokens = (2, 48) if quick else (10, 80) if work == "editing" else (20, 40)
     make = {"editing": editing, "chat": chat, "random": lambda n: noise(n, compared.model.info.vocabulary)}[work]
-    before = compared.won()
     for number in range(rounds):
         drawn = {"temperature": 1.0, "seed": number} if work == "random" else {"temperature": 0}
         compared.answer(number, make(2 * number), make(2 * number + 1), max_tokens=tokens, **drawn)
-    compared.gained = compared.won() - before
 
 
 def judged(name: str, compared: Comparison, *, quick: bool, wins: float | None = None) -> Row:
@@ -201,7 +197,6 @@ def large_model(kind: str, arguments: argparse.Namespace) -> list[Row]:
             with afterglow.load(file, engine=engine, draft="mtp", **settings) as model:
                 compared = Comparison(model)
                 answer_large(compared, work, arguments.quick)
-                compared.gained = compared.won()
                 wins = bar_of(size, work, drafter)
                 rows.append(judged(f"{kind}, {work}, {drafter}", compared, wins=wins, quick=arguments.quick))
     return rows

@@ -12,11 +12,10 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from afterglow import tiny
-from afterglow.cli import opening
-from afterglow.cli import served as serving
+from afterglow.cli import opening, serve
 from afterglow.cli.chat import answer_options, switch
 from afterglow.cli.main import app
-from afterglow.cli.served import drafts, served_settings
+from afterglow.cli.serve import drafts, served_settings
 from afterglow.cli.settings import Settings, settings, settings_of
 from afterglow.engine.settings import EngineSettings
 from afterglow.errors import InvalidArgument
@@ -151,7 +150,7 @@ def test_every_flag_of_a_command_becomes_its_setting(name, arguments, flags):
 
 def test_every_flag_of_serve_becomes_its_setting(monkeypatch, tmp_path):
     served: list[tuple[dict[str, str], Settings]] = []
-    monkeypatch.setattr(serving, "serve_models", lambda *all: served.append(all))
+    monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
     (tmp_path / "keys").write_text("c\n\nd\n")
     several = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
     several += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys")]
@@ -173,7 +172,7 @@ def test_every_flag_of_serve_becomes_its_setting(monkeypatch, tmp_path):
 
 def test_flags_that_were_not_given_leave_the_file_its_word(file, monkeypatch):
     served: list[tuple[dict[str, str], Settings]] = []
-    monkeypatch.setattr(serving, "serve_models", lambda *all: served.append(all))
+    monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
     file.write_text("model = 'small'\ndraft = 'mtp'\n[server]\nport = 9\napi_keys = ['a']\nmedia_hosts = ['h']\n")
     CliRunner().invoke(app, ["serve"])
     models, chosen = served[0]

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from afterglow import tiny
 from afterglow.chat.seeing import Sight
-from afterglow.cli import served
+from afterglow.cli import serve
 from afterglow.cli.main import app
-from afterglow.cli.served import served_settings
+from afterglow.cli.serve import served_settings
 from afterglow.cli.settings import settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
 from afterglow.media.opening import MediaPolicy
@@ -224,7 +224,7 @@ def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, mo
         seen.append(chosen)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(served, "Roster", stop)
+    monkeypatch.setattr(serve, "Roster", stop)
     flags = ["--media-host", "a.example", "--media-host", "*.b.example", "--media-directory", str(tmp_path)]
     limits = ["--max-media-bytes", "1000", "--max-pixels", "2000"]
     CliRunner().invoke(app, ["serve", "--port", "0", *flags, *limits, str(tiny_path)])
