@@ -30,7 +30,7 @@ from workloads import WORKLOADS, Workload
 
 from afterglow import registry
 from afterglow.cli.serve import serve
-from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.model import LlamaModel, ModelSettings
 
 MODELS = {"smollm2": lambda: registry.resolve("smollm2", fetch=True), "hybrid": hybrid.path}
 PROJECTORS = {"hybrid": hybrid.projector}
@@ -54,7 +54,7 @@ class Bench:
         self._shape: Shape | None = None
 
     def results(self, letters: Sequence[str]) -> Iterator[Result]:
-        with self._stack, Model.load(self.path, ModelSettings(vocabulary_only=True)) as model:
+        with self._stack, LlamaModel.load(self.path, ModelSettings(vocab_only=True)) as model:
             reader = Reader(model)
             self._stack.callback(reader.close)
             servers = self._stack.enter_context(contextlib.ExitStack())
@@ -90,12 +90,12 @@ class Bench:
             return "the server reads no pictures yet"
         return "" if self.projector else "there is no projector for this model"
 
-    def _shape_for(self, workload: Workload, model: Model) -> Shape:
+    def _shape_for(self, workload: Workload, model: LlamaModel) -> Shape:
         slots = QUICK_SLOTS if self.quick else workload.slots
         context = QUICK_CONTEXT if self.quick else workload.context
         projector = self.projector() if self.projector and workload.needs == "pictures" else None
         sizes = {"threads": self.threads, "slots": slots, "context": context}
-        return Shape(model=self.path, projector=projector, ends=model.vocabulary.ends, **sizes)
+        return Shape(model=self.path, projector=projector, ends=model.vocabulary.eog_tokens, **sizes)
 
     def _serve(self, shape: Shape, reader: Reader, servers: contextlib.ExitStack) -> None:
         """Fresh servers; where there is little time, the same for all."""
@@ -107,7 +107,7 @@ class Bench:
         for name, player in self._players.items():  # what every process pays once
             player.play(WORKLOADS["i"](f"warming {name}", True))
 
-    def _keeping(self, workload: Workload, model: Model, reader: Reader) -> dict[str, float]:
+    def _keeping(self, workload: Workload, model: LlamaModel, reader: Reader) -> dict[str, float]:
         """Once, for its bytes: the other one keeps nothing here."""
         with started(self._shape_for(workload, model), (KeepingLlamaServer,)) as (peer,):
             return summary(Player(peer, reader).play(workload))

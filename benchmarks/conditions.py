@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from afterglow.llama.library import library
+from afterglow.llama.library.loader import get_library
 from afterglow.version import __version__
 
 
@@ -18,7 +18,7 @@ def now() -> dict[str, object]:
     return {
         "date": datetime.date.today().isoformat(),
         "version": __version__,
-        "build": library().build,
+        "build": get_library().build,
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
 """Constructed models of realistic sizes, for wall-clock measurements: their blocks compute and add nothing.
 
-They follow the cycle of `afterglow.tiny`; their MTP head is right always, or in three of four. A file is written once
+They follow the cycle of `afterglow.testing.models`; their MTP head is right always, or in three of four. A file is written once
 and kept in the cache.
 """
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from afterglow.paths import cache_directory
-from afterglow.tiny import constructed, vocabulary
-from afterglow.tiny.attention import Llama
-from afterglow.tiny.decoder import CONTEXT_LENGTH
-from afterglow.tiny.hybrid import DraftHead, Qwen35
-from afterglow.tiny.writer import Array, Writer, noise
+from afterglow.paths import get_cache_directory
+from afterglow.testing.models import constructed, vocabulary
+from afterglow.testing.models.attention import Llama
+from afterglow.testing.models.decoder import CONTEXT_LENGTH_TOKENS
+from afterglow.testing.models.hybrid import MTPHead, Qwen35
+from afterglow.testing.models.writer import FloatArray, ModelWriter, draw_noise
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,22 @@ SIZES = {
 }
 
 
-class QuantizedWriter(Writer):
+class QuantizedWriter(ModelWriter):
     """Stores the matrices of blocks in another type. Their noise repeats: for time it is as good, and sooner there."""
 
     kind = gguf.GGMLQuantizationType.Q4_0
-    _block = noise(7, "block", 1 << 20, scale=1.0)
+    _block = draw_noise(7, "block", 1 << 20, scale=1.0)
 
-    def matrix(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
-        self.given(name, np.resize(self._block * np.float32(gain / math.sqrt(columns)), (rows, columns)))
+    def add_matrix(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
+        self.add_tensor(name, np.resize(self._block * np.float32(gain / math.sqrt(columns)), (rows, columns)))
 
-    def given(self, name: str, array: Array, *, half: bool = False) -> None:
+    def add_tensor(self, name: str, array: FloatArray, *, half: bool = False) -> None:
         if not name.startswith("blk.") or array.ndim != 2 or "conv1d" in name:
-            super().given(name, array, half=half)
+            super().add_tensor(name, array, half=half)
         elif self.kind == gguf.GGMLQuantizationType.F16:
-            super().given(name, array, half=True)
+            super().add_tensor(name, array, half=True)
         else:
-            self._file.add_tensor(name, gguf.quants.quantize(array, self.kind), raw_dtype=self.kind)
+            self._gguf.add_tensor(name, gguf.quants.quantize(array, self.kind), raw_dtype=self.kind)
 
 
 def path(size: str, quantization: str, acceptance: int) -> Path:
@@ -65,18 +65,18 @@ def path(size: str, quantization: str, acceptance: int) -> Path:
     return _kept(f"successor-{size}-{quantization}-{acceptance}", lambda file: _write(file, decoder, quantization))
 
 
-def attention_path(size: str, quantization: str, words: int = vocabulary.SIZE) -> Path:
+def attention_path(size: str, quantization: str, words: int = vocabulary.VOCABULARY_SIZE) -> Path:
     """The file of a model with plain attention, and with so many tokens."""
     shape = SIZES[size]
     decoder = Llama(
-        embedding=shape.embedding, layers=shape.layers, heads=shape.heads, key_heads=shape.key_heads,
-        feed_forward=shape.feed_forward,
+        embedding_length=shape.embedding, layers=shape.layers, heads=shape.heads, kv_heads=shape.key_heads,
+        feed_forward_length=shape.feed_forward,
     )  # fmt: skip
     return _kept(f"attention-{size}-{quantization}-{words}", lambda file: _write(file, decoder, quantization, words))
 
 
 def _kept(name: str, write: Callable[[Path], None]) -> Path:
-    file = cache_directory("benchmarks") / f"{name}.gguf"
+    file = get_cache_directory("benchmarks") / f"{name}.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
@@ -86,37 +86,39 @@ def _kept(name: str, write: Callable[[Path], None]) -> Path:
 
 
 def _drafting(size: Size, acceptance: int) -> Qwen35:
-    misdrafted = frozenset() if acceptance == 100 else constructed.MISDRAFTED
+    misdrafted = frozenset() if acceptance == 100 else constructed.MISDRAFTED_TOKENS
     wide = size.embedding
-    small = constructed._draft_head(misdrafted)
-    assert small.embedding is not None
+    small = constructed._build_mtp_head(misdrafted)
+    assert small.token_embedding is not None
     fusion = np.concatenate([np.eye(wide), np.zeros((wide, wide))], axis=1).astype(np.float32)
     return Qwen35(
-        embedding=wide, layers=size.layers, interval=4, heads=size.heads, key_heads=size.key_heads, head=128,
-        feed_forward=size.feed_forward, state=128, state_key_heads=size.state_heads, state_heads=size.state_heads,
-        draft=DraftHead(fusion, _padded(small.embedding, wide)),
+        embedding_length=wide, layers=size.layers, full_attention_interval=4, heads=size.heads, kv_heads=size.key_heads, head_size=128,
+        feed_forward_length=size.feed_forward, state_size=128, state_key_heads=size.state_heads, state_heads=size.state_heads,
+        mtp_head=MTPHead(fusion, _padded(small.token_embedding, wide)),
     )  # fmt: skip
 
 
-def _write(file: Path, decoder: Qwen35 | Llama, quantization: str, words: int = vocabulary.SIZE) -> None:
-    wide, half = decoder.embedding, words > vocabulary.SIZE
+def _write(file: Path, decoder: Qwen35 | Llama, quantization: str, words: int = vocabulary.VOCABULARY_SIZE) -> None:
+    wide, half = decoder.embedding_length, words > vocabulary.VOCABULARY_SIZE
     with QuantizedWriter(file, decoder.architecture, seed=7) as writer:
         writer.kind = gguf.GGMLQuantizationType[quantization.upper()]
-        vocabulary.describe(writer, words)
-        common = {"context_length": CONTEXT_LENGTH, "embedding_length": wide, "vocab_size": words}
-        writer.settings(decoder.architecture, {**common, **decoder.settings()})
-        writer.given("token_embd.weight", _padded(_longer(constructed._embedding(), words), wide), half=half)
-        writer.constant("output_norm.weight", 1.0, wide)
-        writer.given("output.weight", _padded(_longer(constructed._output(), words), wide), half=half)
-        decoder.blocks(writer, gain=0.0)
+        vocabulary.write_tokenizer(writer, words)
+        common = {"context_length": CONTEXT_LENGTH_TOKENS, "embedding_length": wide, "vocab_size": words}
+        writer.add_metadata(decoder.architecture, {**common, **decoder.build_metadata()})
+        writer.add_tensor(
+            "token_embd.weight", _padded(_longer(constructed._build_token_embedding(), words), wide), half=half
+        )
+        writer.add_constant("output_norm.weight", 1.0, wide)
+        writer.add_tensor("output.weight", _padded(_longer(constructed._build_output(), words), wide), half=half)
+        decoder.write_blocks(writer, gain=0.0)
 
 
-def _longer(table: Array, rows: int) -> Array:
+def _longer(table: FloatArray, rows: int) -> FloatArray:
     """With more tokens, none of which is ever likeliest; their logits lie about as those of real models do."""
-    return np.concatenate([table, noise(7, "more", rows - len(table), table.shape[1], scale=0.5)])
+    return np.concatenate([table, draw_noise(7, "more", rows - len(table), table.shape[1], scale=0.5)])
 
 
-def _padded(table: Array, width: int) -> Array:
+def _padded(table: FloatArray, width: int) -> FloatArray:
     """The small model's table in the first dimensions; what a norm does to the others is nothing."""
     wide = np.zeros((len(table), width), np.float32)
     wide[:, : table.shape[1]] = table

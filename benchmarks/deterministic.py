@@ -18,7 +18,7 @@ from pathlib import Path
 
 import afterglow
 from afterglow import EngineSettings
-from afterglow.engine.request import Token
+from afterglow.engine.types.request import Token
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "river.txt"
 MODES = {"default": EngineSettings(), "deterministic": EngineSettings(deterministic=True)}
@@ -31,7 +31,7 @@ def prompts(model: afterglow.Model, count: int) -> list[list[int]]:
 
 def together(model: afterglow.Model, batch: list[list[int]], tokens: int) -> list[list[Token]]:
     """All at once; the tokens of each, with their logprobs."""
-    streams = [model._running().submit(model.request(prompt, max_tokens=tokens, logprobs=1)) for prompt in batch]
+    streams = [model._get_host().submit(model.build_request(prompt, max_tokens=tokens, logprobs=1)) for prompt in batch]
     return [[event for event in stream if isinstance(event, Token)] for stream in streams]
 
 
@@ -40,7 +40,7 @@ def compare(model: afterglow.Model, count: int, tokens: int) -> dict[str, float]
     every = prompts(model, count)
     alone = []
     for prompt in every:
-        model.forget()
+        model.clear_cache()
         alone += together(model, [prompt], tokens)
     started, company = time.perf_counter(), []
     for start in range(0, count, 4):

@@ -21,19 +21,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from afterglow import registry, tiny
+from afterglow import registry
+from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
-from afterglow.engine.entries import Ledger, common_prefix
-from afterglow.engine.llama import LlamaBackend
-from afterglow.engine.memory import PrefixMemory
-from afterglow.engine.request import Request
-from afterglow.engine.settings import EngineSettings
-from afterglow.llama.context import Context
-from afterglow.llama.library import library
-from afterglow.llama.model import Model
+from afterglow.engine.kvcache.prefix_cache import PrefixCache
+from afterglow.engine.types.entries import EntryInterner, common_prefix_length
+from afterglow.engine.types.request import Request
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
-from afterglow.testing import FakeBackend
+from afterglow.testing import FakeBackend, models
 
 GREEDY = Sampling(temperature=0)
 
@@ -54,41 +54,41 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def bare(context: Context, prompts: list[list[int]], tokens: int) -> None:
+def bare(context: LlamaContext, prompts: list[list[int]], tokens: int) -> None:
     """llama_decode and argmax, for all sequences in one batch, with nothing around it."""
     batch, positions = context.batch, [len(prompt) for prompt in prompts]
     batch.clear()
     for sequence, prompt in enumerate(prompts):
         batch.add(prompt, position=0, sequence=sequence, outputs=1)
     context.decode()
-    last = [int(context.logits(row - 1).argmax()) for row in np.cumsum(positions)]
+    last = [int(context.get_logits(row - 1).argmax()) for row in np.cumsum(positions)]
     for _ in range(tokens - 1):
         batch.clear()
         for sequence, token in enumerate(last):
-            batch.add_one(token, position=positions[sequence], sequence=sequence, output=True)
+            batch.add_row(token, position=positions[sequence], sequence=sequence, output=True)
             positions[sequence] += 1
         context.decode()
-        last = [int(context.logits(row).argmax()) for row in range(len(prompts))]
+        last = [int(context.get_logits(row).argmax()) for row in range(len(prompts))]
     for sequence in range(len(prompts)):
         context.memory.remove(sequence)
 
 
 def through_engine(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
     for number, prompt in enumerate(prompts):
-        engine.submit(Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=tokens, ignore_ends=True))
-    while engine.busy:
+        engine.submit(Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=tokens, ignore_eos=True))
+    while engine.is_busy:
         engine.step()
-    for slot in engine.memory.slots:
-        engine.memory.forget(slot)
+    for slot in engine.prefix_cache.slots:
+        engine.prefix_cache.discard(slot)
 
 
-def ratio(model: Model, sequences: int, pairs: int, tokens: int, bar: float) -> Row:
+def ratio(model: LlamaModel, sequences: int, pairs: int, tokens: int, bar: float) -> Row:
     """Bare time over engine time: 1 is as fast as can be. Without guesses, which would hide what the engine costs."""
     settings = ContextSettings(cells=512 * sequences, sequences=sequences, batch=128, outputs=16, threads=1)
     rng = np.random.default_rng(0)
     prompts = [[int(t) for t in rng.integers(100, model.vocabulary.size - 100, 12)] for _ in range(sequences)]
-    with Context(model, settings) as context:
-        engine = Engine(LlamaBackend(context), EngineSettings(gap=10, speculation="off"))
+    with LlamaContext(model, settings) as context:
+        engine = Engine(LlamaBackend(context), EngineSettings(max_token_gap=10, speculation="off"))
         bare(context, prompts, 4)
         through_engine(engine, prompts, 4)
         ratios, walls = [], []
@@ -106,7 +106,7 @@ def ratio(model: Model, sequences: int, pairs: int, tokens: int, bar: float) -> 
 @contextlib.contextmanager
 def native_time() -> Iterator[list[float]]:
     """Seconds that native calls take, added to the one number of the list."""
-    symbols, spent = library().symbols, [0.0]
+    symbols, spent = get_library().symbols, [0.0]
     originals = {name: getattr(symbols, name) for name in ("llama_decode", "llama_get_logits")}
 
     def watched(function):  # type: ignore[no-untyped-def]
@@ -134,13 +134,13 @@ def python_times(rounds: int) -> list[list[float]]:
     In rounds of short answers: behind a long native call Python finds its caches cold, which is not its own cost.
     """
     samples: list[list[float]] = []
-    with Model.load(tiny.path("attention"), trust=True) as model:
+    with LlamaModel.load(models.get_path("attention"), trust=True) as model:
         settings = ContextSettings(cells=8 * 512, sequences=8, batch=64, outputs=16, threads=1)
-        with Context(model, settings) as context, native_time() as native:
-            engine = Engine(LlamaBackend(context), EngineSettings(gap=10))
+        with LlamaContext(model, settings) as context, native_time() as native:
+            engine = Engine(LlamaBackend(context), EngineSettings(max_token_gap=10))
             for number in range(8 * rounds):
                 prompt = list(range(30 + number, 50 + number))
-                request = Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=330, ignore_ends=True)
+                request = Request(id=str(number), entries=prompt, sampling=GREEDY, max_tokens=330, ignore_eos=True)
                 engine.submit(request)
                 if number % 8 == 7:
                     samples.append(steps(engine, native))
@@ -158,7 +158,7 @@ def python_per_step(samples: list[list[float]]) -> Row:
 def steps(engine: Engine, native: list[float]) -> list[float]:
     """Microseconds of Python in each step until the requests have ended, but for the first ones."""
     samples = []
-    while engine.busy:
+    while engine.is_busy:
         native[0] = 0.0
         started = time.perf_counter()
         engine.step()
@@ -169,17 +169,17 @@ def steps(engine: Engine, native: list[float]) -> list[float]:
 def planning(conversations: int, repeat: int) -> Row:
     """A plan over a memory full of conversations that share a system prompt."""
     rng = np.random.default_rng(1)
-    backend = FakeBackend("attention", sequences=conversations, cells=8192)
-    memory = PrefixMemory(backend, Ledger(), EngineSettings())
+    backend = FakeBackend("attention", sequences=conversations, cells_per_sequence=8192)
+    memory = PrefixCache(backend, EntryInterner(), EngineSettings())
     system = rng.integers(1, 50_000, 1000)
     for slot in memory.slots:
-        slot.record.extend(np.concatenate([system, rng.integers(1, 50_000, 3000)]))
-        backend._memory[slot.number].position = 4000
+        slot.entry_buffer.extend(np.concatenate([system, rng.integers(1, 50_000, 3000)]))
+        backend._kv_caches[slot.seq_id].position = 4000
         slot.position = 4000
-        memory._idle.insert(slot.ids, slot)
+        memory._idle_tree.insert(slot.entries, slot)
     times = []
     for index in range(repeat):
-        prompt = np.concatenate([memory.slots[index % conversations].ids[:3500], rng.integers(1, 50_000, 200)])
+        prompt = np.concatenate([memory.slots[index % conversations].entries[:3500], rng.integers(1, 50_000, 200)])
         started = time.perf_counter()
         memory.plan(prompt)
         times.append((time.perf_counter() - started) * 1e3)
@@ -196,7 +196,7 @@ def matching(repeat: int) -> Row:
     times = []
     for _ in range(repeat):
         started = time.perf_counter()
-        assert common_prefix(one, other) == 32_767
+        assert common_prefix_length(one, other) == 32_767
         times.append((time.perf_counter() - started) * 1e3)
     value = statistics.median(times)
     return Row("match of 32,768 entries", value, "ms", "≤ 1", value <= 1, f"max {max(times):.2f}")
@@ -210,7 +210,7 @@ def main() -> int:
     pairs, tokens = (11, 16) if chosen.quick else (35, 24)
     rounds = 1 if chosen.quick else 3
     rows, python = [planning(1000, 50), matching(50)], python_times(rounds)
-    with Model.load(registry.resolve(chosen.model, fetch=True)) as model:
+    with LlamaModel.load(registry.resolve(chosen.model, fetch=True)) as model:
         rows.append(ratio(model, 1, pairs, tokens, 0.97))
         python += python_times(rounds)
         rows.append(ratio(model, 8, pairs, tokens // 2, 0.95))
@@ -218,7 +218,7 @@ def main() -> int:
     for row in rows:
         mark = "ok" if row.passed else "MISSED"
         print(f"{row.name:45} {row.value:9.3f} {row.unit:3} {row.bar:8} {mark:7} {row.spread}")
-    print(json.dumps({"benchmark": "engine", "build": library().build, "rows": [vars(row) for row in rows]}))
+    print(json.dumps({"benchmark": "engine", "build": get_library().build, "rows": [vars(row) for row in rows]}))
     return 0 if all(row.passed for row in rows) else 1
 
 

@@ -21,14 +21,14 @@ from pathlib import Path
 import constructed
 import numpy as np
 
+from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
-from afterglow.engine.llama import LlamaBackend
-from afterglow.engine.request import Finished, Request, Token
-from afterglow.engine.settings import EngineSettings
-from afterglow.llama.context import Context
-from afterglow.llama.devices import devices
-from afterglow.llama.library import library
-from afterglow.llama.model import Model, ModelSettings
+from afterglow.engine.types.request import Finished, Request, Token
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.library.devices import list_devices
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 
@@ -51,8 +51,11 @@ class Speed:
 def engine_speeds(file: Path, seed: int) -> dict[int, Speed]:
     cells = max(WIDTHS) * (PROMPT + ANSWER)
     settings = ContextSettings(cells=cells, sequences=max(WIDTHS), batch=BATCH, ubatch=512, outputs=64)
-    with Model.load(file, ModelSettings(gpu_layers=-1), trust=True) as model, Context(model, settings) as context:
-        engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", gap=60, ram_bytes=0))
+    with (
+        LlamaModel.load(file, ModelSettings(gpu_layers=-1), trust=True) as model,
+        LlamaContext(model, settings) as context,
+    ):
+        engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", max_token_gap=60, ram_cache_bytes=0))
         size = model.vocabulary.size
         answers(engine, 1, seed, size)  # the first decodes of a process also prepare it
         speeds = {}
@@ -70,7 +73,7 @@ def submit(engine: Engine, width: int, seed: int, vocabulary: int, length: int, 
         entries = numbers.integers(1, vocabulary, PROMPT).tolist()
         engine.submit(
             Request(
-                id=f"{seed}-{index}", entries=entries, max_tokens=length, ignore_ends=True, reuse=False,
+                id=f"{seed}-{index}", entries=entries, max_tokens=length, ignore_eos=True, use_prefix_cache=False,
                 sampling=sampling,
             )
         )  # fmt: skip
@@ -80,7 +83,7 @@ def prompts(engine: Engine, width: int, seed: int, vocabulary: int) -> float:
     """Tokens per second of prompts with one token behind each, so that nothing else is computed."""
     submit(engine, width, seed, vocabulary, 1)
     started = time.perf_counter()
-    while engine.busy:
+    while engine.is_busy:
         engine.step()
     return width * PROMPT / (time.perf_counter() - started)
 
@@ -91,13 +94,13 @@ def answers(engine: Engine, width: int, seed: int, vocabulary: int, sampling: Sa
     begun: set[str] = set()
     all_begun = ended = 0.0
     written = 0
-    while engine.busy:
+    while engine.is_busy:
         events = engine.step()
         now = time.perf_counter()
         tokens = [event for event in events if isinstance(event, Token)]
         if all_begun and not ended:
             written += len(tokens)
-        begun |= {event.id for event in tokens}
+        begun |= {event.request_id for event in tokens}
         if len(begun) == width and not all_begun:
             all_begun = now
         if not ended and any(isinstance(event, Finished) for event in events):
@@ -148,7 +151,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", default=["1b:f16", "8b:f16", "8b:f16:128256"])
     parser.add_argument("--quick", action="store_true", help="one pair, the smallest model")
     arguments = parser.parse_args()
-    if arguments.bench is None or all(device.kind == "cpu" for device in devices()):
+    if arguments.bench is None or all(device.kind == "cpu" for device in list_devices()):
         reason = "it needs a GPU and --bench PATH/llama-batched-bench"
         print(json.dumps({"benchmark": "gpu", "skipped": reason}))
         return 0
@@ -161,7 +164,7 @@ def main() -> int:
             f"{row['model']:14} {row['what']:8} {row['width']:9} {row['afterglow']:10.1f} {row['bench']:10.1f} "
             f"{row['ratio']:6.3f}  {row['spread']} {'' if row['passed'] else 'MISSED'}"
         )
-    print(json.dumps({"benchmark": "gpu", "build": library().build, "rows": rows}))
+    print(json.dumps({"benchmark": "gpu", "build": get_library().build, "rows": rows}))
     return 0 if all(row["passed"] for row in rows) else 1
 
 

@@ -16,16 +16,16 @@ from constructed import QuantizedWriter
 from gguf import TokenType
 from words import WORDS
 
-from afterglow.paths import cache_directory
-from afterglow.tiny import vocabulary
-from afterglow.tiny.hybrid import Qwen35
-from afterglow.tiny.projector import Size, write_qwen
-from afterglow.tiny.writer import Writer, noise
+from afterglow.paths import get_cache_directory
+from afterglow.testing.models import vocabulary
+from afterglow.testing.models.hybrid import Qwen35
+from afterglow.testing.models.projector import ProjectorSize, write_qwen
+from afterglow.testing.models.writer import ModelWriter, draw_noise
 
 CONTEXT_LENGTH = 32_768
 SPACE = "Ġ"  # how byte-level vocabularies write it
 DECODER = Qwen35(
-    embedding=768, layers=13, interval=4, heads=6, key_heads=2, head=128, feed_forward=2304, state=128,
+    embedding_length=768, layers=13, full_attention_interval=4, heads=6, kv_heads=2, head_size=128, feed_forward_length=2304, state_size=128,
     state_key_heads=6, state_heads=6,
 )  # fmt: skip
 TINY = Qwen35()  # the same for tests, in milliseconds
@@ -44,7 +44,11 @@ def merges() -> list[str]:
 
 def tokens() -> tuple[list[str], list[int]]:
     """The texts of all tokens, and which of them the model may say."""
-    texts = [*vocabulary.CONTROL, *vocabulary._printable_bytes(), *(merge.replace(" ", "") for merge in merges())]
+    texts = [
+        *vocabulary.CONTROL_TOKENS,
+        *vocabulary._build_byte_alphabet(),
+        *(merge.replace(" ", "") for merge in merges()),
+    ]
     texts += [f"<|unused_{number}|>" for number in range(-len(texts) % 32)]
     words = {SPACE + word for word in WORDS}
     return texts, [number for number, text in enumerate(texts) if text in words]
@@ -52,7 +56,7 @@ def tokens() -> tuple[list[str], list[int]]:
 
 def path(decoder: Qwen35 = DECODER) -> Path:
     """The model's file; written where it is not there yet."""
-    file = cache_directory("benchmarks") / f"talking-hybrid-{decoder.embedding}x{decoder.layers}.gguf"
+    file = get_cache_directory("benchmarks") / f"talking-hybrid-{decoder.embedding_length}x{decoder.layers}.gguf"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
@@ -63,11 +67,17 @@ def path(decoder: Qwen35 = DECODER) -> Path:
 
 def projector() -> Path:
     """Lets the model see; its numbers mean nothing. Written where it is not there yet."""
-    width = DECODER.embedding
-    file = cache_directory("benchmarks") / f"talking-hybrid-{width}-sees.gguf"
+    width = DECODER.embedding_length
+    file = get_cache_directory("benchmarks") / f"talking-hybrid-{width}-sees.gguf"
     if not file.exists():
         unfinished = file.with_suffix(f".{os.getpid()}")
-        write_qwen(unfinished, Size(width=256, inner=512, heads=4, layers=4, text=width), pixels=256 * 256)
+        write_qwen(
+            unfinished,
+            ProjectorSize(
+                embedding_length=256, feed_forward_length=512, heads=4, layers=4, text_embedding_length=width
+            ),
+            max_pixels=256 * 256,
+        )
         os.replace(unfinished, file)
     return file
 
@@ -78,24 +88,30 @@ def write(file: Path, decoder: Qwen35) -> None:
     with QuantizedWriter(file, decoder.architecture, seed=9) as writer:
         writer.kind = gguf.GGMLQuantizationType.Q4_0
         describe(writer, texts)
-        sizes = {"context_length": CONTEXT_LENGTH, "embedding_length": decoder.embedding, "vocab_size": len(texts)}
-        writer.settings(decoder.architecture, {**sizes, **decoder.settings()})
-        writer.noise("token_embd.weight", len(texts), decoder.embedding, scale=1.0, half=True)
-        writer.constant("output_norm.weight", 1.0, decoder.embedding)
-        output = np.zeros((len(texts), decoder.embedding), np.float32)
+        sizes = {
+            "context_length": CONTEXT_LENGTH,
+            "embedding_length": decoder.embedding_length,
+            "vocab_size": len(texts),
+        }
+        writer.add_metadata(decoder.architecture, {**sizes, **decoder.build_metadata()})
+        writer.add_noise("token_embd.weight", len(texts), decoder.embedding_length, scale=1.0, half=True)
+        writer.add_constant("output_norm.weight", 1.0, decoder.embedding_length)
+        output = np.zeros((len(texts), decoder.embedding_length), np.float32)
         # What has no row of its own has a logit of 0, which the best of a thousand words always exceeds.
-        output[sayable] = noise(9, "output", len(sayable), decoder.embedding, scale=decoder.embedding**-0.5)
-        writer.given("output.weight", output, half=True)
-        decoder.blocks(writer, gain=1.0)
+        output[sayable] = draw_noise(
+            9, "output", len(sayable), decoder.embedding_length, scale=decoder.embedding_length**-0.5
+        )
+        writer.add_tensor("output.weight", output, half=True)
+        decoder.write_blocks(writer, gain=1.0)
 
 
-def describe(writer: Writer, texts: list[str]) -> None:
+def describe(writer: ModelWriter, texts: list[str]) -> None:
     """Add the tokenizer's settings."""
-    control, grown = len(vocabulary.CONTROL), len(merges())
+    control, grown = len(vocabulary.CONTROL_TOKENS), len(merges())
     kinds = [TokenType.CONTROL] * control + [TokenType.NORMAL] * (256 + grown)
     kinds += [TokenType.UNUSED] * (len(texts) - len(kinds))
-    writer.settings("tokenizer", {"chat_template": vocabulary.CHAT_TEMPLATE})
-    writer.settings(
+    writer.add_metadata("tokenizer", {"chat_template": vocabulary.CHAT_TEMPLATE})
+    writer.add_metadata(
         "tokenizer.ggml",
         {
             "model": "gpt2",
@@ -103,10 +119,10 @@ def describe(writer: Writer, texts: list[str]) -> None:
             "tokens": texts,
             "token_type": [int(kind) for kind in kinds],
             "merges": merges(),
-            "bos_token_id": vocabulary.END_OF_TEXT,
-            "eos_token_id": vocabulary.TURN_END,
-            "eot_token_id": vocabulary.TURN_END,
-            "padding_token_id": vocabulary.PADDING,
+            "bos_token_id": vocabulary.END_OF_TEXT_TOKEN,
+            "eos_token_id": vocabulary.TURN_END_TOKEN,
+            "eot_token_id": vocabulary.TURN_END_TOKEN,
+            "padding_token_id": vocabulary.PADDING_TOKEN,
             "add_bos_token": False,
         },
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from afterglow.engine.entries import common_prefix
+from afterglow.engine.types.entries import common_prefix_length
 
 TEMPLATE = 8  # tokens that every conversation begins with; finding them again is no merit
 
@@ -32,7 +32,7 @@ class Ideal:
         The last one is computed always: what follows it is asked for.
         """
         tokens = np.asarray(prompt)
-        found = max((common_prefix(tokens, known) for known in self._known), default=0)
+        found = max((common_prefix_length(tokens, known) for known in self._known), default=0)
         self._known.append(tokens)
         return len(tokens) - (min(found, len(tokens) - 1) if found > TEMPLATE else 0)
 

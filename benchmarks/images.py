@@ -28,20 +28,22 @@ from PIL import Image
 from shares import Row, report
 
 import afterglow
-from afterglow.completion import Completion
-from afterglow.media.contents import Picture
-from afterglow.model import Model
-from afterglow.tiny.attention import Llama
-from afterglow.tiny.decoder import write_random
-from afterglow.tiny.hybrid import Qwen35
-from afterglow.tiny.projector import Size, write_llava, write_qwen
+from afterglow.api.model import Model
+from afterglow.api.outputs import Completion
+from afterglow.media.types import ImageData
+from afterglow.testing.models.attention import Llama
+from afterglow.testing.models.decoder import write_random_model
+from afterglow.testing.models.hybrid import Qwen35
+from afterglow.testing.models.projector import ProjectorSize, write_llava, write_qwen
 
-PLAIN = Llama(embedding=512, layers=8, heads=8, key_heads=4, feed_forward=1536)
+PLAIN = Llama(embedding_length=512, layers=8, heads=8, kv_heads=4, feed_forward_length=1536)
 HYBRID = Qwen35(
-    embedding=512, layers=8, interval=4, heads=8, key_heads=2, head=64, feed_forward=1536, state=64, state_key_heads=4,
+    embedding_length=512, layers=8, full_attention_interval=4, heads=8, kv_heads=2, head_size=64, feed_forward_length=1536, state_size=64, state_key_heads=4,
     state_heads=8,
 )  # fmt: skip
-SEES = Size(width=128, inner=512, heads=4, layers=6, image=64, text=512)
+SEES = ProjectorSize(
+    embedding_length=128, feed_forward_length=512, heads=4, layers=6, image_pixels=64, text_embedding_length=512
+)
 LATE = 0.10  # of computing everything from the beginning
 TURN = 12  # tokens of a question
 ASIDE = 3  # tokens that stand around a picture, and the last one of an answer
@@ -52,14 +54,14 @@ def words(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(20, 250, length)]
 
 
-def picture(seed: int, side: int = 64) -> Picture:
+def picture(seed: int, side: int = 64) -> ImageData:
     pixels = np.random.default_rng(seed).integers(0, 256, 3 * side * side, dtype=np.uint8)
-    return Picture(side, side, pixels.tobytes())
+    return ImageData(side, side, pixels.tobytes())
 
 
 def counters(model: Model) -> tuple[int, int]:
     """Rows that were computed, and pictures that were encoded."""
-    return model._running().call(lambda engine: (engine.counters.rows, engine.counters.encoded))
+    return model._get_host().call(lambda engine: (engine.counters.rows, engine.counters.encoded_media))
 
 
 def asked(model: Model, prompt: list[Any], *boundaries: int) -> tuple[float, Completion, int, int]:
@@ -97,9 +99,9 @@ def late(name: str, model: Model, length: int) -> list[Row]:
         assert encoded == 1
         best.append((rows, seconds))
     rows, warm = min(best)  # a hybrid model has its checkpoint there after the second
-    new = answer.usage.media + TURN + ASIDE
+    new = answer.usage.media_tokens + TURN + ASIDE
     assert rows <= new, f"{rows} rows where {new} are new"
-    model.forget()
+    model.clear_cache()
     cold, _, all_rows, _ = asked(model, [*said, picture(20), *words(TURN, 20)])
     return [
         Row(f"{name}: a picture and all before it", cold, "s", None, None, f"{all_rows:,} rows"),
@@ -128,7 +130,7 @@ def llama_server(name: str, path: Path, projector: Path, length: int) -> list[Ro
     with urllib.request.urlopen(f"{serving.listening_address}/props") as answer:
         marker = json.load(answer)["media_marker"]
 
-    def ask(prompt: str, *pictures: Picture) -> float:
+    def ask(prompt: str, *pictures: ImageData) -> float:
         shown = {"prompt_string": prompt, "multimodal_data": [as_png(one) for one in pictures]}
         body = {"prompt": shown, "n_predict": 1, "cache_prompt": True, "ignore_eos": True}
         url = f"{serving.listening_address}/completion"
@@ -154,7 +156,7 @@ def llama_server(name: str, path: Path, projector: Path, length: int) -> list[Ro
     ]
 
 
-def as_png(shown: Picture) -> str:
+def as_png(shown: ImageData) -> str:
     file = io.BytesIO()
     Image.frombytes("RGB", (shown.width, shown.height), shown.pixels).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -164,9 +166,9 @@ def measured(quick: bool) -> list[Row]:
     length, rows = 2000, []
     with tempfile.TemporaryDirectory(prefix="afterglow-images-") as folder:
         root = Path(folder)
-        write_random(root / "plain.gguf", PLAIN, seed=1)
+        write_random_model(root / "plain.gguf", PLAIN, seed=1)
         write_llava(root / "plain-sees.gguf", SEES)
-        write_random(root / "hybrid.gguf", HYBRID, seed=5)
+        write_random_model(root / "hybrid.gguf", HYBRID, seed=5)
         write_qwen(root / "hybrid-sees.gguf", SEES)
         for name in ("plain", "hybrid"):
             path, projector = root / f"{name}.gguf", root / f"{name}-sees.gguf"
@@ -183,7 +185,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--quick", action="store_true", help="llama-server beside one model only, the same bars")
     chosen = arguments.parse_args()
-    os.environ["AFTERGLOW_DISK"] = "off"
+    os.environ["AFTERGLOW_DISK_CACHE"] = "off"
     rows = measured(chosen.quick)
     return report("images", rows)
 

@@ -29,18 +29,20 @@ from shares import Row, report
 
 import afterglow
 from afterglow import registry
-from afterglow.engine.cache import Usage, usage
-from afterglow.engine.settings import EngineSettings
-from afterglow.llama.library import library
-from afterglow.model import Model
-from afterglow.tiny.decoder import write_random
-from afterglow.tiny.hybrid import Qwen35
+from afterglow.api.model import Model
+from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.llama.library.loader import get_library
+from afterglow.testing.models.decoder import write_random_model
+from afterglow.testing.models.hybrid import Qwen35
 
 HYBRID = Qwen35(
-    embedding=512, layers=8, interval=4, heads=8, key_heads=2, head=64, feed_forward=1536, state=64, state_key_heads=4,
+    embedding_length=512, layers=8, full_attention_interval=4, heads=8, kv_heads=2, head_size=64, feed_forward_length=1536, state_size=64, state_key_heads=4,
     state_heads=8,
 )  # fmt: skip
-SMALL = Qwen35(embedding=256, heads=4, head=64, feed_forward=512, state=64, state_heads=8)  # to be asked often
+SMALL = Qwen35(
+    embedding_length=256, heads=4, head_size=64, feed_forward_length=512, state_size=64, state_heads=8
+)  # to be asked often
 NEXT = 12  # tokens of the next turn
 RAM, DISK = 0.03, 0.05  # of cold
 MORE = 0.05  # tokens more than an ideal cache computes
@@ -53,7 +55,7 @@ def words(length: int, seed: int) -> list[int]:
 
 
 def opened(path: Path, directory: Path, context: int) -> Model:
-    settings = EngineSettings(disk_directory=directory, disk_name=str(path), ram_bytes=1024**3)
+    settings = EngineSettings(disk_cache_directory=directory, disk_cache_label=str(path), ram_cache_bytes=1024**3)
     return afterglow.load(path, context=context, sequences=1, threads=1, engine=settings)
 
 
@@ -61,11 +63,11 @@ def first_token(model: Model, prompt: list[int]) -> tuple[float, int]:
     """Seconds until the first token, and how many tokens of the prompt were not computed."""
     started = time.perf_counter()
     answer = model.complete(prompt, max_tokens=1, ignore_ends=True)
-    return time.perf_counter() - started, answer.usage.cached
+    return time.perf_counter() - started, answer.usage.cached_tokens
 
 
-def tiers_of(model: Model) -> dict[str, Usage]:
-    return model._running().call(usage)
+def tiers_of(model: Model) -> dict[str, TierUsage]:
+    return model._get_host().call(get_tier_usage)
 
 
 def restarted(path: Path, directory: Path, length: int) -> dict[str, float]:
@@ -115,7 +117,7 @@ def one_from_ram(model: Model, conversation: list[int], seed: int) -> tuple[floa
 
 def interleaved(name: str, path: Path, root: Path, *, start: int, rounds: int) -> Row:
     """32 conversations take turns on 4 sequences; how many more tokens are computed than once each."""
-    engine = EngineSettings(disk_directory=root / "interleaved", ram_bytes=1024**3)
+    engine = EngineSettings(disk_cache_directory=root / "interleaved", ram_cache_bytes=1024**3)
     computed = ideal = 0
     with afterglow.load(path, context=start + rounds * 64, sequences=4, threads=1, engine=engine) as model:
         first_token(model, words(40, 3))
@@ -124,7 +126,7 @@ def interleaved(name: str, path: Path, root: Path, *, start: int, rounds: int) -
         for round in range(rounds):
             for number, conversation in enumerate(said):
                 answer = model.complete(conversation, max_tokens=4, ignore_ends=True)
-                computed += answer.usage.prompt - answer.usage.cached
+                computed += answer.usage.prompt_tokens - answer.usage.cached_tokens
                 ideal += len(conversation) - known[number]
                 known[number] = len(conversation) + len(answer.tokens) - 1
                 conversation += [*answer.tokens, *words(32, 1000 * round + number)]
@@ -187,13 +189,13 @@ def soaked(path: Path, directory: Path, seconds: float, *, keeping: int) -> dict
 def soaking(path: Path, directory: Path, seconds: float, keeping: int) -> None:
     """The child of `soaked`."""
     process, random = psutil.Process(), np.random.default_rng(1)
-    library()
+    get_library()
     libraries = process.memory_info().rss
     place = directory if keeping else None
-    engine = EngineSettings(disk_directory=place, disk_bytes=SOAK_BYTES, ram_bytes=keeping)
+    engine = EngineSettings(disk_cache_directory=place, disk_cache_bytes=SOAK_BYTES, ram_cache_bytes=keeping)
     with afterglow.load(path, context=1024, sequences=4, threads=1, engine=engine) as model:
         context = model._lifecycle.context
-        footprint = context.model.footprint(context.settings)
+        footprint = context.model.estimate_footprint(context.settings)
         half = most = asked = 0
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds or asked < (60 if keeping else 12):
@@ -203,8 +205,8 @@ def soaking(path: Path, directory: Path, seconds: float, keeping: int) -> None:
             half = most if passed < seconds / 2 else half
         usages = tiers_of(model)
         assert all(usage.nbytes <= keeping for usage in usages.values())
-    copy = (footprint.cells + footprint.recurrent) // context.settings.sequences
-    told = {"libraries": libraries, "weights": footprint.weights, "context": footprint.context, "copy": copy}
+    copy = (footprint.kv_cache_bytes + footprint.recurrent_bytes) // context.settings.sequences
+    told = {"libraries": libraries, "weights": footprint.weight_bytes, "context": footprint.context_bytes, "copy": copy}
     told |= {"half": half, "most": most, "asked": asked, "evictions": usages["ram"].counters.evictions}
     print(json.dumps(told))
 
@@ -223,7 +225,7 @@ def measured(quick: bool, soaking: float) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="afterglow-memory-") as folder:
         root = Path(folder)
         hybrid = root / "hybrid.gguf"
-        write_random(hybrid, HYBRID, seed=5)
+        write_random_model(hybrid, HYBRID, seed=5)
         length = 2000 if quick else 4000
         rows = turns("hybrid", hybrid, length, root)
         rows += llama_server("hybrid", hybrid, length)
@@ -233,7 +235,7 @@ def measured(quick: bool, soaking: float) -> list[Row]:
             rows.append(interleaved("smollm2", smollm2, root, start=256, rounds=3))
         rows.append(interleaved("hybrid", hybrid, root, start=128 if quick else 256, rounds=3))
         small = root / "small.gguf"
-        write_random(small, SMALL, seed=5)
+        write_random_model(small, SMALL, seed=5)
         rows.append(soak(small, root, soaking))
     return rows
 
@@ -254,7 +256,7 @@ def main() -> int:
         else:
             child(chosen.child, chosen.directory, chosen.length)
         return 0
-    os.environ["AFTERGLOW_DISK"] = "off"  # but where it is asked for
+    os.environ["AFTERGLOW_DISK_CACHE"] = "off"  # but where it is asked for
     rows = measured(chosen.quick, chosen.soak or (8.0 if chosen.quick else 40.0))
     return report("memory", rows)
 

@@ -171,7 +171,7 @@ class Afterglow(Peer):
         settings = self.folder / "settings.toml"  # nobody's own settings
         settings.touch()
         cache = str(self.folder / "cache")
-        return {"AFTERGLOW_SETTINGS": str(settings), "AFTERGLOW_CACHE": cache, "AFTERGLOW_DISK": "on"}
+        return {"AFTERGLOW_SETTINGS": str(settings), "AFTERGLOW_CACHE": cache, "AFTERGLOW_DISK_CACHE": "on"}
 
     def endless(self) -> dict[str, Any]:
         return {"logit_bias": {str(token): -100 for token in self.shape.ends}}

@@ -17,7 +17,7 @@ from peers import Chunk, Peer
 from workloads import Ask, HangUp, Message, Restart, Together, Workload
 
 from afterglow.chat.chat import Chat, ChatOptions
-from afterglow.llama.model import Model
+from afterglow.llama.model import LlamaModel
 
 PICTURE = "\N{FRAME WITH PICTURE}"  # stands for one where only texts are read
 
@@ -25,9 +25,9 @@ PICTURE = "\N{FRAME WITH PICTURE}"  # stands for one where only texts are read
 class Reader:
     """A model's conversations as tokens: what the ideal cache sees."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LlamaModel) -> None:
         self.vocabulary = model.vocabulary
-        self._chat = Chat(model.vocabulary, model.chat_template())
+        self._chat = Chat(model.vocabulary, model.get_chat_template())
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         texts = [{**message, "content": text_of(message["content"])} for message in messages]

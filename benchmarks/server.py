@@ -20,8 +20,8 @@ from measures import QUICK
 from peers import Peer, Shape, started
 
 from afterglow import registry
-from afterglow.llama.library import library
-from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel, ModelSettings
 
 CONTEXT, SLOTS = 4096, 8
 
@@ -118,8 +118,8 @@ def compared(
 
 def measured(quick: bool, threads: int) -> list[Row]:
     path = registry.pull("smollm2")
-    with Model.load(path, ModelSettings(vocabulary_only=True)) as model:
-        ends = model.vocabulary.ends
+    with LlamaModel.load(path, ModelSettings(vocab_only=True)) as model:
+        ends = model.vocabulary.eog_tokens
     shape = Shape(model=path, threads=threads, slots=SLOTS, context=CONTEXT, ends=ends)
     pairs, more, length = (3, 3, 24) if quick else (7, 9, 128)
     with started(shape) as (ours, theirs):
@@ -161,7 +161,7 @@ def main() -> int:
             f"{row.name:32} {row.ours:10.2f} {row.theirs:13.2f} {row.unit:6} {row.ratio:6.2f} {bar:>6} "
             f"({row.spread}) {mark}"
         )
-    print(json.dumps({"benchmark": "server", "build": library().build, "rows": [vars(row) for row in rows]}))
+    print(json.dumps({"benchmark": "server", "build": get_library().build, "rows": [vars(row) for row in rows]}))
     return 0 if all(row.passed for row in rows) else 1
 
 

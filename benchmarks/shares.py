@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from afterglow.llama.library import library
+from afterglow.llama.library.loader import get_library
 
 
 @dataclass
@@ -31,5 +31,5 @@ def report(benchmark: str, rows: list[Row]) -> int:
         bar = "" if row.bar is None else f"<= {row.bar:.0%}"
         mark = "" if row.bar is None else "ok" if row.passed else "MISSED"
         print(f"{row.name:45} {row.value:9.3f} {row.unit:5} {share:8} {bar:8} {mark:7} {row.note}")
-    print(json.dumps({"benchmark": benchmark, "build": library().build, "rows": [vars(row) for row in rows]}))
+    print(json.dumps({"benchmark": benchmark, "build": get_library().build, "rows": [vars(row) for row in rows]}))
     return 0 if all(row.passed for row in rows) else 1

@@ -33,12 +33,13 @@ from measures import QUICK
 from pruned import prune
 
 import afterglow
-from afterglow import registry, tiny
-from afterglow.engine.drafting import choose_drafters
+from afterglow import registry
 from afterglow.engine.engine import Engine
-from afterglow.engine.request import Usage
-from afterglow.engine.settings import EngineSettings
-from afterglow.llama.devices import devices
+from afterglow.engine.speculation.speculator import choose_drafters
+from afterglow.engine.types.request import Usage
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.llama.library.devices import list_devices
+from afterglow.testing import models as tiny
 
 LEAST = 0.97
 WON = 1.25  # with guesses that are always right, on idle cores
@@ -84,16 +85,16 @@ class Comparison:
             let_guess(self.model, guesses)
             taken[guesses] = measured(self.model, question, options)
         (plain, wall, cpu), (guessing, own_wall, own_cpu) = taken[False], taken[True]
-        if min(plain.generated, guessing.generated) > 8:
-            self.ratios.append(wall / plain.generated / (own_wall / guessing.generated))
-            self.cpu_ratios.append(cpu / plain.generated / (own_cpu / guessing.generated))
-        self.drafted += guessing.drafted
-        self.accepted += guessing.accepted
-        self.seconds += guessing.decode_time
+        if min(plain.generated_tokens, guessing.generated_tokens) > 8:
+            self.ratios.append(wall / plain.generated_tokens / (own_wall / guessing.generated_tokens))
+            self.cpu_ratios.append(cpu / plain.generated_tokens / (own_cpu / guessing.generated_tokens))
+        self.drafted += guessing.draft_tokens
+        self.accepted += guessing.accepted_tokens
+        self.seconds += guessing.decode_seconds
 
     def account(self) -> str:
         """What came of it; what was won, as the engine reckons."""
-        won = self.model._running().call(lambda engine: engine.drafting.account.won)
+        won = self.model._get_host().call(lambda engine: engine.speculator.loss_budget.saved_seconds)
         return f"drafted {self.drafted}, accepted {self.accepted}, won {won:+.2f} s of {self.seconds:.1f} s"
 
 
@@ -101,10 +102,10 @@ def let_guess(model: afterglow.Model, guesses: bool) -> None:
     """Let nobody guess from here on, or those again who could."""
 
     def switch(engine: Engine) -> None:
-        drafting = engine.drafting
-        drafting._drafters = choose_drafters(drafting._owned, engine.settings) if guesses else []
+        drafting = engine.speculator
+        drafting._drafters = choose_drafters(drafting._owned_drafters, engine.settings) if guesses else []
 
-    model._running().call(switch)
+    model._get_host().call(switch)
 
 
 def measured(model: afterglow.Model, prompt: str | list[int], options: dict[str, Any]) -> tuple[Usage, float, float]:
@@ -164,7 +165,7 @@ def answer_small(compared: Comparison, work: str, quick: bool) -> None:
     # Where the most that can be shown is that nothing is lost, many short answers: the machine's speed drifts by more
     # than a loss would be, within seconds.
     rounds, tokens = (2, 48) if quick else (10, 80) if work == "editing" else (20, 40)
-    make = {"editing": editing, "chat": chat, "random": lambda n: noise(n, compared.model.info.vocabulary)}[work]
+    make = {"editing": editing, "chat": chat, "random": lambda n: noise(n, compared.model.info.vocabulary_size)}[work]
     for number in range(rounds):
         drawn = {"temperature": 1.0, "seed": number} if work == "random" else {"temperature": 0}
         compared.answer(number, make(2 * number), make(2 * number + 1), max_tokens=tokens, **drawn)
@@ -204,7 +205,7 @@ def large_model(kind: str, arguments: argparse.Namespace) -> list[Row]:
 
 def bar_of(size: str, work: str, drafter: str) -> float | None:
     """How much faster it has to be; None: not slower. On a GPU, verifying guesses is cheap from 7 B on."""
-    if any(device.kind != "cpu" for device in devices()):
+    if any(device.kind != "cpu" for device in list_devices()):
         return WON_ON_GPU.get((work, drafter)) if size == "8b" else None
     return WON if work == "editing" and size != SMALLEST else None
 
@@ -227,9 +228,9 @@ def trained_model(path: Path, arguments: argparse.Namespace) -> list[Row]:
             model.complete(prompt, max_tokens=80, temperature=0).usage
             for prompt in ("Once upon a time", "The little fox", "One day, Anna")
         ]
-    steps = sum(usage.generated - usage.accepted for usage in usages)
-    tokens = sum(usage.generated for usage in usages)
-    accepted, drafted = sum(usage.accepted for usage in usages), sum(usage.drafted for usage in usages)
+    steps = sum(usage.generated_tokens - usage.accepted_tokens for usage in usages)
+    tokens = sum(usage.generated_tokens for usage in usages)
+    accepted, drafted = sum(usage.accepted_tokens for usage in usages), sum(usage.draft_tokens for usage in usages)
     return [Row("trained, tokens per decode", tokens / steps, PER_STEP, f"drafted {drafted}, accepted {accepted}")]
 
 
@@ -241,7 +242,7 @@ def main() -> int:
     parser.add_argument("--large", nargs="*", help=f"SIZE:TYPE ({LARGE}, or {SMALLEST}:q4_0 where it has to be quick)")
     parser.add_argument("--no-small", action="store_true")
     arguments = parser.parse_args()
-    os.environ["AFTERGLOW_DISK"] = "off"  # every prompt is new
+    os.environ["AFTERGLOW_DISK_CACHE"] = "off"  # every prompt is new
     rows: list[Row] = []
     if not arguments.no_small:
         with tempfile.TemporaryDirectory(prefix="afterglow-speculation-") as folder:

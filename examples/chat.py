@@ -6,8 +6,8 @@ QUESTIONS = ["What is the capital of France?", "And of Italy?", "Which of the tw
 
 
 def told(talk: afterglow.Conversation) -> str:
-    usage = talk.last.usage
-    return f"  {usage.cached} of {usage.prompt} prompt tokens were in memory already\n"
+    usage = talk.last_response.usage
+    return f"  {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were in memory already\n"
 
 
 with afterglow.load("smollm2", fetch=True) as model:
@@ -16,6 +16,6 @@ with afterglow.load("smollm2", fetch=True) as model:
         print(f"> {question}\n{talk.ask(question).text}\n{told(talk)}")
 
     talk.edit(5, "Which of the two is older?")  # the last question; its answer is forgotten
-    explained = model.explain(model.chat_prompt(talk.messages))
-    print(f"edited: {explained.reused} of {explained.prompt} tokens can be reused ({explained.cause})")
+    explained = model.explain(model.apply_chat_template(talk.messages))
+    print(f"edited: {explained.reused_entries} of {explained.prompt_entries} tokens can be reused ({explained.cause})")
     print(f"{talk.regenerate().text}\n{told(talk)}")

@@ -9,7 +9,7 @@ CITIES = ["Paris", "Rome", "Vienna", "Lisbon"]
 
 
 async def ask(model: afterglow.Model, city: str) -> str:
-    prompt = model.chat_prompt([("system", SYSTEM), ("user", f"In which country is {city}?")])
+    prompt = model.apply_chat_template([("system", SYSTEM), ("user", f"In which country is {city}?")])
     return "".join([piece async for piece in model.stream_async(prompt, max_tokens=24)])
 
 

@@ -13,10 +13,12 @@ with afterglow.load("smollm2", fetch=True, context=2048) as model:
     first = model.complete(TEXT, max_tokens=1)
     model.snapshot("harbour")
     model.save_snapshot("harbour", path)
-    print(f"computed {first.usage.prompt - first.usage.cached} tokens, kept {path.stat().st_size:,} bytes")
+    print(
+        f"computed {first.usage.prompt_tokens - first.usage.cached_tokens} tokens, kept {path.stat().st_size:,} bytes"
+    )
 
 with afterglow.load("smollm2", context=2048) as model:
     model.load_snapshot("harbour", path)
     model.restore("harbour")
     answer = model.complete(TEXT + "In the evening", max_tokens=16)
-    print(f"computed {answer.usage.prompt - answer.usage.cached} tokens:{answer.text}")
+    print(f"computed {answer.usage.prompt_tokens - answer.usage.cached_tokens} tokens:{answer.text}")

@@ -24,7 +24,7 @@ with afterglow.load("smollm2", fetch=True) as model:
         parallel_tool_calls=False,
         max_tokens=80,
     )
-    (call,) = turn.calls
+    (call,) = turn.tool_calls
     print(call.name, call.arguments, "gives", in_stock(**json.loads(call.arguments)))
 
     parts = model.chat(

@@ -22,15 +22,13 @@ from typing import Any
 import xllamacpp
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "chat")]
+sys.path.insert(0, str(TESTS))
 
-import conversations  # noqa: E402
-
-import fetched  # noqa: E402
-from afterglow import tiny  # noqa: E402
-from afterglow.chat.messages import messages  # noqa: E402
-from afterglow.chat.template import ChatTemplate  # noqa: E402
+from afterglow.chat.messages import parse_messages  # noqa: E402
+from afterglow.chat.template.renderer import ChatTemplate  # noqa: E402
 from afterglow.errors import InvalidTemplate  # noqa: E402
+from afterglow.testing import models as tiny  # noqa: E402
+from support import conversations, fetched  # noqa: E402
 
 END = 40  # characters that are kept to show where a rendering went wrong
 
@@ -56,7 +54,7 @@ NOTES = {
 def server(source: str, alone: bool) -> xllamacpp.Server:
     """llama.cpp's server with this template; `alone`: without its special treatment of families."""
     settings = xllamacpp.CommonParams()
-    settings.model.path = str(tiny.path("attention"))
+    settings.model.path = str(tiny.get_path("attention"))
     settings.use_jinja, settings.chat_template = True, source
     settings.force_pure_content_parser = alone
     settings.warmup, settings.fit_params, settings.verbosity = False, False, 1
@@ -82,7 +80,7 @@ def theirs(serving: xllamacpp.Server, turns: list[dict[str, Any]], tools: bool) 
 def ours(template: ChatTemplate, turns: list[dict[str, Any]], tools: bool) -> str | None:
     offered = conversations.TOOLS if tools else ()
     try:
-        return template.render(messages(turns), tools=offered, arguments=conversations.ARGUMENTS)
+        return template.render(parse_messages(turns), tools=offered, chat_template_kwargs=conversations.ARGUMENTS)
     except InvalidTemplate:
         return None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from afterglow import registry
-from afterglow.llama.handle import open_handles
+from afterglow.llama.handle import list_open_handles
 
 # A run in the background inherits that interrupts are ignored, and would hand that on to every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,7 +31,7 @@ def caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     before = dict(os.environ)
     os.environ["AFTERGLOW_MODELS"] = str(registry.models_directory())
     os.environ["AFTERGLOW_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["AFTERGLOW_DISK"] = "off"  # a test finds in memory what it put there itself
+    os.environ["AFTERGLOW_DISK_CACHE"] = "off"  # a test finds in memory what it put there itself
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -40,9 +40,9 @@ def caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture(autouse=True)
 def no_handle_stays_open() -> Iterator[None]:
     """Every test closes the native handles it opened."""
-    before = set(open_handles())
+    before = set(list_open_handles())
     yield
-    left = [handle for handle in open_handles() if handle not in before]
+    left = [handle for handle in list_open_handles() if handle not in before]
     for handle in left:
         handle.close()
     assert not left, f"left open: {left}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import afterglow
-from afterglow.answering import Answering
+from afterglow.api.base import TextModel
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -42,7 +42,7 @@ def test_a_script_runs(script: Path, smollm2: Path, tmp_path: Path) -> None:
 
 
 PUBLIC = {name: getattr(afterglow, name) for name in afterglow.__all__ if name != "__version__"}
-PUBLIC["Answering"] = Answering  # what `Model` can do with text
+PUBLIC["Answering"] = TextModel  # what `Model` can do with text
 
 
 @pytest.mark.parametrize("name", PUBLIC)

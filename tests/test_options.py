@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import afterglow
-from afterglow.answering import Answering
-from afterglow.chat.grammar import KEYS
+from afterglow.api.base import TextModel
+from afterglow.api.conversation import Conversation
+from afterglow.chat.constraints.grammar import RESPONSE_FORMAT_FIELDS
 from afterglow.cli.chat import chat
 from afterglow.cli.settings import Settings
-from afterglow.conversation import Conversation
-from afterglow.engine.checkpoint import CheckpointSettings
-from afterglow.engine.constraint import Constraint
-from afterglow.engine.request import Request
-from afterglow.engine.settings import EngineSettings
-from afterglow.engine.thought import ThoughtBudget
+from afterglow.engine.kvcache.checkpoints import CheckpointSettings
+from afterglow.engine.sampling.grammar import GrammarConstraint
+from afterglow.engine.sampling.reasoning_budget import ReasoningBudget
+from afterglow.engine.types.request import Request
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.media.policy import MediaPolicy
 from afterglow.server.settings import ServerSettings
@@ -195,7 +195,9 @@ FILES = {  # the flags that are no settings
     "image": "test_a_model_that_sees_answers_about_pictures_wherever_they_are_named",
     "audio": "test_a_model_that_hears_answers_about_sounds_wherever_they_are_named",
 }
-FORMATS = dict.fromkeys(KEYS, "test_a_format_lets_exactly_its_texts_through") | {"text": "test_text_is_everything"}
+FORMATS = dict.fromkeys(RESPONSE_FORMAT_FIELDS, "test_a_format_lets_exactly_its_texts_through") | {
+    "text": "test_text_is_everything"
+}
 
 
 def parameters(function: object) -> list[str]:
@@ -207,10 +209,10 @@ def fields(kind: type) -> list[str]:
 
 
 TABLES = {
-    "chat": (parameters(inspect.unwrap(Answering.chat)), CHAT),
-    "plan": (parameters(Answering.plan), PLAN),
-    "request": (parameters(Answering.request), REQUEST),
-    "complete": (parameters(Answering.complete), COMPLETE),
+    "chat": (parameters(inspect.unwrap(TextModel.chat)), CHAT),
+    "plan": (parameters(TextModel.plan_chat), PLAN),
+    "request": (parameters(TextModel.build_request), REQUEST),
+    "complete": (parameters(TextModel.complete), COMPLETE),
     "ask": (parameters(Conversation.ask), ASK),
     "afterglow chat": ([name for name in parameters(chat) if name not in Settings.model_fields], FILES),
     "load": (parameters(afterglow.load), LOAD),
@@ -223,10 +225,10 @@ TABLES = {
     "Request": (fields(Request), ENGINE_REQUEST),
     "EngineSettings": (fields(EngineSettings), ENGINE),
     "CheckpointSettings": (fields(CheckpointSettings), CHECKPOINTS),
-    "Constraint": (fields(Constraint), CONSTRAINT),
-    "ThoughtBudget": (fields(ThoughtBudget), THOUGHT),
+    "Constraint": (fields(GrammarConstraint), CONSTRAINT),
+    "ThoughtBudget": (fields(ReasoningBudget), THOUGHT),
     "Settings": (list(Settings.model_fields), SETTINGS),
-    "response_format": (list(KEYS), FORMATS),
+    "response_format": (list(RESPONSE_FORMAT_FIELDS), FORMATS),
 }
 
 

@@ -1,42 +1,42 @@
 """afterglow: a local-first LLM inference engine on llama.cpp. No token is computed twice."""
 
+from afterglow.api.conversation import Conversation
+from afterglow.api.load import load
+from afterglow.api.model import Model
+from afterglow.api.outputs import Choice, Completion, Score
 from afterglow.chat.messages import Message, ToolCall
-from afterglow.chat.parts import CallPart, Reasoning, Text
-from afterglow.chat.reply import Turn, TurnStream
+from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
+from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import Tool
-from afterglow.completion import Choice, Completion, Score
-from afterglow.conversation import Conversation
-from afterglow.engine.lifecycle import Stage
-from afterglow.engine.settings import EngineSettings
+from afterglow.engine.host.lifecycle import LoadState
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.sampling import Sampling
-from afterglow.loading import load
-from afterglow.media.contents import Picture, Sound
 from afterglow.media.policy import MediaPolicy
-from afterglow.model import Model
+from afterglow.media.types import AudioData, ImageData
 from afterglow.version import __version__
 
 __all__ = [
     "AfterglowError",
-    "CallPart",
+    "AudioData",
+    "ChatResponse",
+    "ChatStream",
     "Choice",
     "Completion",
     "Conversation",
     "EngineSettings",
+    "ImageData",
+    "LoadState",
     "MediaPolicy",
     "Message",
     "Model",
-    "Picture",
-    "Reasoning",
+    "ReasoningDelta",
     "Sampling",
     "Score",
-    "Sound",
-    "Stage",
-    "Text",
+    "TextDelta",
     "Tool",
     "ToolCall",
-    "Turn",
-    "TurnStream",
+    "ToolCallDelta",
     "__version__",
     "load",
 ]

@@ -93,13 +93,13 @@ class LoadVetoed(LoadError):
 class OutOfMemory(LoadError):
     """It would not fit. Both numbers are bytes."""
 
-    def __init__(self, needed: int, available: int, advice: str) -> None:
-        super().__init__(needed, available, advice)
-        self.needed, self.available, self.advice = needed, available, advice
+    def __init__(self, needed_bytes: int, available_bytes: int, advice: str) -> None:
+        super().__init__(needed_bytes, available_bytes, advice)
+        self.needed_bytes, self.available_bytes, self.advice = needed_bytes, available_bytes, advice
 
     def __str__(self) -> str:
         mebibyte = 1024 * 1024
-        return f"needs {self.needed // mebibyte:,} MiB, {self.available // mebibyte:,} MiB are free: {self.advice}"
+        return f"needs {self.needed_bytes // mebibyte:,} MiB, {self.available_bytes // mebibyte:,} MiB are free: {self.advice}"
 
 
 class LibraryError(LoadError):
@@ -236,7 +236,7 @@ class InvalidState(RequestError):
         return f"the saved state cannot be used: {self.reason}"
 
 
-class MemoryFull(EngineError):
+class KVCacheFull(EngineError):
     """No cells were free for the decode; memory is unchanged."""
 
     def __init__(self, rows: int, cells: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import platformdirs
 
 
-def cache_directory(name: str) -> Path:
+def get_cache_directory(name: str) -> Path:
     """Where the folder `name` of afterglow's cache is, or will be.
 
     >>> cache_directory("models").name

@@ -11,7 +11,7 @@ from peers import Afterglow, LlamaServer, Shape, started
 from playing import Player, Reader
 from workloads import WORKLOADS
 
-from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.model import LlamaModel, ModelSettings
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reader(path):
-    with Model.load(path, ModelSettings(vocabulary_only=True)) as model:
+    with LlamaModel.load(path, ModelSettings(vocab_only=True)) as model:
         reading = Reader(model)
         yield reading
         reading.close()

@@ -12,7 +12,7 @@ from ideal import TEMPLATE, Ideal
 from words import WORDS, text
 from workloads import WORKLOADS, Ask, HangUp, Restart, Step, Together, Workload
 
-from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.model import LlamaModel, ModelSettings
 
 
 def asks(workload: Workload) -> list[Ask]:
@@ -89,7 +89,7 @@ def test_the_first_tokens_of_a_template_count_for_nothing():
 
 def test_the_hybrid_model_reads_back_what_it_says(tmp_path):
     hybrid.write(tmp_path / "model.gguf", hybrid.TINY)
-    with Model.load(tmp_path / "model.gguf", ModelSettings(vocabulary_only=True)) as model:
+    with LlamaModel.load(tmp_path / "model.gguf", ModelSettings(vocab_only=True)) as model:
         vocabulary, said = model.vocabulary, " " + " ".join(WORDS)
         tokens = vocabulary.tokenize(said)
         assert len(tokens) == len(WORDS)

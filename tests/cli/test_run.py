@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from test_commands import run
 
 import afterglow
-from afterglow import tiny
+from afterglow.testing import models
+from cli.test_main import run
 
-MODEL = str(tiny.path("successor-attention"))  # it goes on in the alphabet
+MODEL = str(models.get_path("successor-attention"))  # it goes on in the alphabet
 
 
 def test_a_text_is_continued_as_it_is() -> None:
@@ -57,7 +57,7 @@ def test_what_is_about_conversations_is_refused_for_a_text(flag: tuple[str, ...]
 
 def test_perplexity_is_the_model_s(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("abcdefgh")
-    with afterglow.load(MODEL, disk=False) as model:
+    with afterglow.load(MODEL, disk_cache=False) as model:
         expected = model.perplexity("abcdefgh")
     done = run("perplexity", str(tmp_path / "text.txt"), "--model", MODEL)
     assert done.stdout == f"{expected:.4f} over 8 tokens in 1 window\n"

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.console import Console
-from test_commands import run
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from afterglow import tiny
-from afterglow.cli import opening, serve
-from afterglow.cli.chat import answer_options, switch
+from afterglow.cli import open_model, serve
+from afterglow.cli.chat import build_generation_options, parse_reasoning
 from afterglow.cli.main import app
-from afterglow.cli.serve import drafts, served_settings
-from afterglow.cli.settings import Settings, settings, settings_of
-from afterglow.engine.settings import EngineSettings
+from afterglow.cli.serve import build_served_settings, parse_drafts
+from afterglow.cli.settings import Settings, load_command_settings, load_settings
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
+from afterglow.testing import models as tiny
+from cli.test_main import run
 
 
 @pytest.fixture(autouse=True)
@@ -30,41 +30,41 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_flags_come_before_the_environment_before_the_file_before_the_defaults(file, monkeypatch):
-    assert settings().context == 4096
+    assert load_settings().context == 4096
     file.write_text("context = 1000\nmax_tokens = 7\nsystem = 'from the file'\n")
-    assert settings().context == 1000
+    assert load_settings().context == 1000
     monkeypatch.setenv("AFTERGLOW_CONTEXT", "2000")
-    assert settings().context == 2000
-    assert settings(context=3000).context == 3000
-    assert (settings().max_tokens, settings().system) == (7, "from the file")
+    assert load_settings().context == 2000
+    assert load_settings(context=3000).context == 3000
+    assert (load_settings().max_tokens, load_settings().system) == (7, "from the file")
 
 
 def test_an_unknown_key_of_the_file_is_an_error_with_a_suggestion(file):
     file.write_text("contxt = 1000\n")
     with pytest.raises(InvalidArgument, match=r"contxt` is not a setting; did you mean 'context'"):
-        settings()
+        load_settings()
 
 
 def test_an_unknown_variable_is_an_error_with_a_suggestion(monkeypatch):
     monkeypatch.setenv("AFTERGLOW_TEMPRATURE", "1")
     with pytest.raises(InvalidArgument, match=r"did you mean 'temperature'"):
-        settings()
+        load_settings()
 
 
 @pytest.mark.parametrize("text", ["context = 1", "context = 'many'", "temperature = -1", "seed = 1.5"])
 def test_a_value_that_cannot_be_is_refused_by_its_name(file, text):
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=text.split()[0]):
-        settings()
+        load_settings()
 
 
 def test_a_file_that_is_no_toml_or_not_there_is_said(file, monkeypatch):
     file.write_text("= 1")
     with pytest.raises(InvalidArgument, match="cannot be read"):
-        settings()
+        load_settings()
     monkeypatch.setenv("AFTERGLOW_SETTINGS", str(file) + "x")
     with pytest.raises(InvalidArgument, match="is not there"):
-        settings()
+        load_settings()
 
 
 def test_every_setting_is_in_the_documentation():
@@ -74,7 +74,7 @@ def test_every_setting_is_in_the_documentation():
 
 
 def test_a_command_obeys_the_file(file):
-    file.write_text(f"model = '{tiny.path('successor-attention')}'\nmax_tokens = 3\n")
+    file.write_text(f"model = '{tiny.get_path('successor-attention')}'\nmax_tokens = 3\n")
     done = run("chat", question="hello")
     assert len(done.stdout.strip("\n")) == 3
     assert len(run("chat", "--max-tokens", "5", question="hello").stdout.strip("\n")) == 5
@@ -84,7 +84,7 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
     """What is in the settings arrives at the model, at the answer, or at the page that shows it."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
-    chosen = settings(
+    chosen = load_settings(
         context=512,
         sequences=3,
         threads=1,
@@ -104,20 +104,20 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         strip_media=True,
     )
     told: dict[str, object] = {}
-    monkeypatch.setattr(opening, "load", lambda path, **options: told.update(options))
-    monkeypatch.setattr(opening, "local_path", lambda name: name)
-    opening.open_model(chosen, Console(stderr=True))
+    monkeypatch.setattr(open_model, "load", lambda path, **options: told.update(options))
+    monkeypatch.setattr(open_model, "resolve_or_pull", lambda name: name)
+    open_model.open_model(chosen, Console(stderr=True))
     expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
     expected |= {"projector": tmp_path / "mmproj.gguf", "strip_media": True}
     assert {name: told[name] for name in expected} == expected
     assert told["chat_template"] == "{{ messages[0].content }}"
     sizes = {"disk_bytes": 3 * 1024**3, "ram_bytes": 5 * 1024**2}
-    engine = EngineSettings(pin_system=True, gap=0.5, speculation=4, deterministic=True, **sizes)
-    assert told["engine"] == served_settings(chosen).engine == engine
-    assert served_settings(chosen).projector == tmp_path / "mmproj.gguf"
-    assert served_settings(chosen).strip_media
-    assert served_settings(settings()).engine == EngineSettings()
-    assert answer_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
+    engine = EngineSettings(pin_system_prompts=True, max_token_gap=0.5, speculation=4, deterministic=True, **sizes)
+    assert told["engine"] == build_served_settings(chosen).engine == engine
+    assert build_served_settings(chosen).projector == tmp_path / "mmproj.gguf"
+    assert build_served_settings(chosen).strip_media
+    assert build_served_settings(load_settings()).engine == EngineSettings()
+    assert build_generation_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 
 
 LOADING = {"context": 512, "threads": 2, "gpu_layers": 1}
@@ -143,7 +143,7 @@ def written(flags: dict[str, object]) -> list[str]:
     ],
 )
 def test_every_flag_of_a_command_becomes_its_setting(name, arguments, flags):
-    chosen = settings_of(get_command(app).commands[name].make_context(name, [*written(flags), *arguments]))
+    chosen = load_command_settings(get_command(app).commands[name].make_context(name, [*written(flags), *arguments]))
     expected = flags | {"model": "small"} | ({"markdown": False, "stats": False} if name == "chat" else {})
     assert {name: getattr(chosen, name) for name in expected} == expected
 
@@ -183,7 +183,7 @@ def test_flags_that_were_not_given_leave_the_file_its_word(file, monkeypatch):
 def test_a_system_prompt_and_plain_answers_are_obeyed(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
-    model = str(tiny.path("successor-attention"))
+    model = str(tiny.get_path("successor-attention"))
     first = run("chat", model, "--max-tokens", "3", "--chat-template", str(template), "--system", "a", question="x")
     other = run("chat", model, "--max-tokens", "3", "--chat-template", str(template), "--system", "b", question="x")
     assert first.stdout != other.stdout
@@ -191,27 +191,27 @@ def test_a_system_prompt_and_plain_answers_are_obeyed(tmp_path):
 
 @pytest.mark.parametrize(("value", "meaning"), [("on", True), ("off", False), ("64", 64), ("low", "low"), (None, None)])
 def test_reasoning_is_written_as_people_do(value, meaning):
-    assert switch(value) == meaning
+    assert parse_reasoning(value) == meaning
 
 
 def test_a_chat_template_that_is_not_there_is_said():
-    done = run("chat", str(tiny.path("attention")), "--chat-template", "/nowhere.jinja", question="x")
+    done = run("chat", str(tiny.get_path("attention")), "--chat-template", "/nowhere.jinja", question="x")
     assert done.returncode == 1
     assert "/nowhere.jinja cannot be read" in done.stderr
 
 
 def test_a_draft_is_for_all_models_or_for_the_one_it_names():
-    small = tiny.path("draft")
-    assert drafts(f"mtp,one={small}", ["one", "two"]) == {"one": small, "two": "mtp"}
-    assert drafts(str(small), ["one"]) == {"one": small}
-    assert drafts(None, ["one"]) == {}
+    small = tiny.get_path("draft")
+    assert parse_drafts(f"mtp,one={small}", ["one", "two"]) == {"one": small, "two": "mtp"}
+    assert parse_drafts(str(small), ["one"]) == {"one": small}
+    assert parse_drafts(None, ["one"]) == {}
     with pytest.raises(InvalidArgument, match=r"'other' is not served; there are one"):
-        drafts("other=mtp", ["one"])
+        parse_drafts("other=mtp", ["one"])
 
 
 def test_a_command_shows_a_picture_to_a_model_that_sees(tmp_path):
     Image.new("RGB", (40, 30), (230, 20, 20)).save(tmp_path / "red.png")
-    model, projector = str(tiny.path("colours")), str(tiny.path("projector-colours"))
+    model, projector = str(tiny.get_path("colours")), str(tiny.get_path("projector-colours"))
     picture = ("--image", str(tmp_path / "red.png"))
     done = run("chat", model, "--projector", projector, *picture, question="What colour is this?")
     assert done.stdout.strip() == "R"

@@ -12,38 +12,38 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
-import test_laws_on_the_fake as laws
-import test_more_laws as more
-import test_once_broken as once
-import test_pinned as pinned
-import test_stored as stored
 
-from afterglow.engine import disk_files, sampling, snapshots
 from afterglow.engine import engine as engine_module
-from afterglow.engine import marks as marks_module
-from afterglow.engine import memory as memory_module
-from afterglow.engine import reuse as reuse_module
-from afterglow.engine import shelf as shelf_module
-from afterglow.engine.backend import Capabilities
-from afterglow.engine.checkpoint import Checkpoint
+from afterglow.engine import verify
 from afterglow.engine.engine import Engine
-from afterglow.engine.entries import Ledger
-from afterglow.engine.job import Job
-from afterglow.engine.marks import Marks
-from afterglow.engine.memory import PrefixMemory
-from afterglow.engine.pinning import Pinning
-from afterglow.engine.pins import Pins
-from afterglow.engine.prefix import PrefixTree
-from afterglow.engine.ram import Ram
-from afterglow.engine.request import Failed, Progress
-from afterglow.engine.reuse import Source
-from afterglow.engine.segments import Chain, SegmentTree
-from afterglow.engine.sequence import Sequence
-from afterglow.engine.stops import StopMatcher
-from afterglow.engine.tiers import Tiers
-from afterglow.errors import MemoryFull
-from afterglow.llama import memory as binding
-from afterglow.testing import FakeBackend, FakeCells, FakeMemory
+from afterglow.engine.inspect import snapshots
+from afterglow.engine.kvcache import checkpoint_store, planner, prefix_cache
+from afterglow.engine.kvcache.blocks import BlockHasher, BlockTree
+from afterglow.engine.kvcache.checkpoint_store import CheckpointStore
+from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.kvcache.disk import files as disk_files
+from afterglow.engine.kvcache.disk import tier
+from afterglow.engine.kvcache.pinning import PinManager
+from afterglow.engine.kvcache.pins import Pins
+from afterglow.engine.kvcache.planner import ReuseCandidate
+from afterglow.engine.kvcache.prefix_cache import PrefixCache
+from afterglow.engine.kvcache.radix_tree import RadixTree
+from afterglow.engine.kvcache.ram import RamTier
+from afterglow.engine.kvcache.sequence import Sequence
+from afterglow.engine.kvcache.store import TieredStore
+from afterglow.engine.sampling.stops import StopMatcher
+from afterglow.engine.scheduling.job import Job
+from afterglow.engine.types.backend import Capabilities
+from afterglow.engine.types.entries import EntryInterner
+from afterglow.engine.types.request import Failed, PrefillProgress
+from afterglow.errors import KVCacheFull
+from afterglow.llama import kv_memory
+from afterglow.testing import FakeBackend, FakeCells, FakeKVCache
+from laws import test_laws_on_the_fake as laws
+from laws import test_more_laws as more
+from laws import test_pins as pinned
+from laws import test_regressions as once
+from laws import test_tiers as stored
 
 Plant = Callable[[object, str, object], None]  # as `monkeypatch.setattr`
 
@@ -81,9 +81,9 @@ def wrapped(owner: object, name: str, around: Callable[..., object]) -> Callable
 def _(put):
     def sources(original, self, *whose):
         for source in original(self, *whose):
-            yield Source(source.slot, min(source.shared + 1, len(source.slot)), source.idle_time)
+            yield ReuseCandidate(source.slot, min(source.shared + 1, len(source.slot)), source.idle_seconds)
 
-    wrapped(PrefixMemory, "_sources", sources)(put)
+    wrapped(PrefixCache, "_find_candidates", sources)(put)
 
 
 @mutant("trim memory one entry too late", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
@@ -99,13 +99,13 @@ def _(put):
     def situation(*args, **named):
         return original(*args, **named | {"length": named["length"] + 1})
 
-    original = memory_module.Situation
-    put(memory_module, "Situation", situation)
+    original = prefix_cache.PlanInputs
+    put(prefix_cache, "Situation", situation)
 
 
 @mutant("trim where memory said no", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
 def _(put):
-    put(Sequence, "resumable", lambda self, length: True)
+    put(Sequence, "can_resume_at", lambda self, length: True)
 
 
 @mutant("a window that has passed counts as there", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
@@ -113,7 +113,7 @@ def _(put):
     def resumable(original, self, sequence, position):
         return self.capabilities.memory == "window" or original(self, sequence, position)
 
-    wrapped(FakeBackend, "resumable", resumable)(put)
+    wrapped(FakeBackend, "can_resume_at", resumable)(put)
 
 
 @mutant(
@@ -123,9 +123,9 @@ def _(put):
 def _(put):
     def resumable(original, self, sequence, position):
         back = self._memory[sequence].position - position
-        return 0 <= back <= self.rollback or original(self, sequence, position)
+        return 0 <= back <= self.recurrent_snapshots or original(self, sequence, position)
 
-    wrapped(FakeBackend, "resumable", resumable)(put)
+    wrapped(FakeBackend, "can_resume_at", resumable)(put)
 
 
 @mutant("roll back deeper than the last decode had rows, in llama.cpp", more.test_rollback_changes_no_token_on_llama)
@@ -135,7 +135,7 @@ def _(put):
         back = held[1] + 1 - position if held else 0
         return 0 <= back <= self._context.max_rollback or original(self, sequence, position)
 
-    wrapped(binding.Memory, "resumable", resumable)(put)
+    wrapped(kv_memory.KVMemory, "can_resume", resumable)(put)
 
 
 @mutant("roll back twice after one decode", more.test_a_recurrent_memory_goes_back_once_for_each_decode)
@@ -163,7 +163,7 @@ def _(put):
 
     def decode(original, self, spans):
         for source, target, stop in self.__dict__.pop("late", []):
-            self._memory[target] = FakeMemory()
+            self._memory[target] = FakeKVCache()
             copied(self, source, target, stop)
         original(self, spans)
 
@@ -174,7 +174,7 @@ def _(put):
 
 @mutant("a part of any memory can be copied", more.test_a_prompt_is_asked_again_while_it_is_answered)
 def _(put):
-    put(Capabilities, "forks_anywhere", property(lambda self: True))
+    put(Capabilities, "can_fork_anywhere", property(lambda self: True))
 
 
 @mutant(
@@ -184,7 +184,7 @@ def _(put):
     def copy_from(original, self, source, length):
         nbytes = original(self, source, length)
         if source.busy:
-            self.record.append(self.ids[-1])
+            self.entry_buffer.append(self.ids[-1])
         return nbytes
 
     wrapped(Sequence, "copy_from", copy_from)(put)
@@ -192,18 +192,18 @@ def _(put):
 
 @mutant("a follower does not wait for its leader", laws.test_requests_on_one_new_prefix_compute_it_once)
 def _(put):
-    put(Engine, "_find_leader", lambda self, job, keep: False)
+    put(Engine, "_follow_leader", lambda self, job, keep: False)
 
 
 @mutant("a follower forks before its leader is there", more.test_a_prompt_is_computed_once_in_chunks_too)
 def _(put):
     def is_led(job, running):
-        job.leader_depth -= 20
+        job.leader_position -= 20
         led = original(job, running)
-        job.leader_depth += 20
+        job.leader_position += 20
         return led
 
-    original = engine_module.is_led
+    original = engine_module.is_following
     put(engine_module, "is_led", is_led)
 
 
@@ -215,27 +215,31 @@ def checkpoint_of(kept: Callable[[Sequence], np.ndarray]) -> Callable[[Plant], N
         original(self, sequence)
         if self.checkpoints and self.checkpoints[-1].depth == len(sequence):
             taken = self.checkpoints[-1]
-            self.marks.drop(taken)
-            moved = Checkpoint(ids=kept(sequence).copy(), state=taken.state, aligned=taken.aligned)
+            self.checkpoints.drop(taken)
+            moved = Checkpoint(entries=kept(sequence).copy(), state=taken.state, aligned=taken.aligned)
             self.checkpoints.append(moved)
-            self.marks.tree.insert(moved.ids, moved)
+            self.checkpoints.tree.insert(moved.entries, moved)
 
-    return wrapped(PrefixMemory, "take_checkpoint", take)
+    return wrapped(PrefixCache, "take_checkpoint", take)
 
 
 @mutant("a checkpoint is taken one entry late", laws.test_c3_a_new_conversation_shares_the_system_prompt)
 def _(put):
-    checkpoint_of(lambda sequence: sequence.ids[:-1])(put)
+    checkpoint_of(lambda sequence: sequence.entries[:-1])(put)
 
 
 @mutant("checkpoints of another branch are used", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
 def _(put):
-    put(PrefixTree, "along", lambda self, match: (anchor for node in match.path[::-1] for anchor in node.anchors))
+    put(
+        RadixTree,
+        "iter_anchors_on_path",
+        lambda self, match: (anchor for node in match.path[::-1] for anchor in node.anchors),
+    )
 
 
 @mutant("a checkpoint outlives its cells", more.test_a_checkpoint_goes_when_its_cells_do)
 def _(put):
-    put(PrefixMemory, "_drop_uncovered", lambda self: None)
+    put(PrefixCache, "_drop_orphaned_checkpoints", lambda self: None)
 
 
 @mutant("a checkpoint is laid over cells of something else", more.test_a_checkpoint_is_restored_over_its_own_cells_only)
@@ -246,8 +250,8 @@ def _(put):
             return deepest.depth, deepest
         return original(situation, source, copied=copied)
 
-    original = reuse_module._usable
-    put(reuse_module, "_usable", lambda *args, **named: usable(original, *args, **named))
+    original = planner._find_reusable_length
+    put(planner, "_find_reusable_length", lambda *args, **named: usable(original, *args, **named))
 
 
 @mutant("what lies behind a restored checkpoint stays", laws.test_c3_a_new_conversation_shares_the_system_prompt)
@@ -263,8 +267,8 @@ def _(put):
 
 @mutant("boundaries are ignored", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
 def _(put):
-    original = memory_module.cut_points
-    put(memory_module, "cut_points", lambda length, boundaries, *rest: original(length, (), *rest))
+    original = prefix_cache.choose_checkpoint_positions
+    put(prefix_cache, "cut_points", lambda length, boundaries, *rest: original(length, (), *rest))
 
 
 @mutant(
@@ -272,22 +276,22 @@ def _(put):
     laws.test_c3_a_new_conversation_shares_the_system_prompt,
 )
 def _(put):
-    put(Job, "next_stop", lambda self: self.backlog if self.generated else len(self.prompt) - len(self.sequence))
+    put(Job, "get_chunk_limit", lambda self: self.backlog if self.generated else len(self.prompt) - len(self.sequence))
 
 
 @mutant("thinning drops the newest checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
 def _(put):
-    put(marks_module, "thinned", lambda depths, limit: list(depths[limit:]))
+    put(checkpoint_store, "thinned", lambda depths, limit: list(depths[limit:]))
 
 
 @mutant("thinning drops the first checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
 def _(put):
-    put(marks_module, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
+    put(checkpoint_store, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
 
 
 @mutant("checkpoints are never thinned", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
-    put(marks_module, "thinned", lambda depths, limit: [])
+    put(checkpoint_store, "thinned", lambda depths, limit: [])
 
 
 @mutant(
@@ -295,26 +299,26 @@ def _(put):
     once.test_a_checkpoint_in_the_middle_counts_for_every_path_through_it,
 )
 def _(put):
-    put(PrefixTree, "below", lambda self, anchor: iter([anchor]))
+    put(RadixTree, "find_descendants", lambda self, anchor: iter([anchor]))
 
 
 @mutant("two checkpoints are taken at one place", once.test_there_is_one_checkpoint_for_the_same_entries)
 def _(put):
     def take(original, self, sequence):
-        with patch.object(self.marks, "taken", lambda ids, salt: False):
+        with patch.object(self.checkpoints, "has_checkpoint_at", lambda ids, salt: False):
             original(self, sequence)
 
-    wrapped(PrefixMemory, "take_checkpoint", take)(put)
+    wrapped(PrefixCache, "take_checkpoint", take)(put)
 
 
 @mutant("the bytes of checkpoints are not counted", more.test_checkpoints_have_a_number_and_a_size)
 def _(put):
-    put(Marks, "nbytes", property(lambda self: 0))
+    put(CheckpointStore, "nbytes", property(lambda self: 0))
 
 
 @mutant("a checkpoint that does not load ends the engine", laws.test_a_bad_checkpoint_is_a_miss)
 def _(put):
-    put(memory_module, "AfterglowError", MemoryFull)
+    put(prefix_cache, "AfterglowError", KVCacheFull)
 
 
 # --- which slot
@@ -328,19 +332,19 @@ def _(put):
         self.forget(next(slot for slot in self.slots if len(slot)))
         return True
 
-    wrapped(PrefixMemory, "evict", evict)(put)
+    wrapped(PrefixCache, "evict", evict)(put)
 
 
 @mutant("an evicted sequence can still be found", more.test_full_memory_evicts_then_parks_and_changes_no_token)
 def _(put):
     def evict(original, self):
-        before = {slot: slot.ids.copy() for slot in self._unused if len(slot)}
+        before = {slot: slot.entries.copy() for slot in self._idle_slots if len(slot)}
         done = original(self)
         for slot, ids in before.items():
             self._idle.insert(ids, slot)
         return done
 
-    wrapped(PrefixMemory, "evict", evict)(put)
+    wrapped(PrefixCache, "evict", evict)(put)
 
 
 @mutant("a sequence in use can still be found as idle", more.test_a_sequence_comes_back_from_a_snapshot_and_from_a_fork)
@@ -352,7 +356,7 @@ def _(put):
             self._idle.insert(ids, target)
         return target, kept
 
-    wrapped(PrefixMemory, "begin", begin)(put)
+    wrapped(PrefixCache, "acquire", begin)(put)
 
 
 @mutant("a slot is given to two jobs", laws.test_company_changes_no_token)
@@ -360,10 +364,10 @@ def _(put):
     def begin(original, self, reuse, *salt):
         target, kept = original(self, reuse, *salt)
         target.busy = False
-        self._unused[target] = None
+        self._idle_slots[target] = None
         return target, kept
 
-    wrapped(PrefixMemory, "begin", begin)(put)
+    wrapped(PrefixCache, "acquire", begin)(put)
 
 
 @mutant("a named slot is not the one that is used", more.test_a_certain_slot_is_used_though_another_holds_the_prompt)
@@ -371,7 +375,7 @@ def _(put):
     def plan(original, self, ids, *, slot=None, **options):
         return original(self, ids, **options)
 
-    wrapped(PrefixMemory, "plan", plan)(put)
+    wrapped(PrefixCache, "plan", plan)(put)
 
 
 @mutant(
@@ -392,9 +396,9 @@ def _(put):
 def _(put):
     def park(original, self, job):
         original(self, job)
-        job.aside = False
+        job.is_preempted = False
 
-    wrapped(Engine, "_park", park)(put)
+    wrapped(Engine, "_swap_out", park)(put)
 
 
 @mutant(
@@ -407,10 +411,10 @@ def _(put):
 @mutant("parked jobs have no budget", more.test_parked_jobs_stay_within_their_bytes)
 def _(put):
     def park(original, self, sequence):
-        self._parked_limit = 10**9
+        self._swap_limit_bytes = 10**9
         return original(self, sequence)
 
-    wrapped(PrefixMemory, "park", park)(put)
+    wrapped(PrefixCache, "swap_out", park)(put)
 
 
 @mutant(
@@ -419,12 +423,12 @@ def _(put):
 )
 def _(put):
     def load(original, self, ids, state, aligned):
-        self.record.truncate(0)
+        self.entry_buffer.truncate(0)
         self.decoded(ids)
         self._backend.load(self.number, state)
 
     wrapped(Sequence, "load", load)(put)
-    put(snapshots, "InvalidState", MemoryFull)
+    put(snapshots, "InvalidState", KVCacheFull)
 
 
 # --- failed decodes, cancels, ends
@@ -434,7 +438,7 @@ def _(put):
 def _(put):
     def recover(self, jobs, error):
         for job in jobs:
-            job.attempts += 1
+            job.failed_decodes += 1
 
     put(Engine, "_recover", recover)
 
@@ -453,7 +457,7 @@ def _(put):
             job.sampler.sample(np.zeros(self.backend.vocabulary, dtype=np.float32))
         return original(self, job)
 
-    wrapped(Engine, "_begin", begin)(put)
+    wrapped(Engine, "_start_job", begin)(put)
 
 
 @mutant("a job that begins again forgets what it said", more.test_a_failed_decode_draws_no_token_twice)
@@ -462,19 +466,19 @@ def _(put):
         job.generated.clear()
         return original(self, job)
 
-    wrapped(Engine, "_begin", begin)(put)
+    wrapped(Engine, "_start_job", begin)(put)
 
 
 @mutant("a decode that fails is tried for ever", laws.test_a_decode_that_keeps_failing_ends_the_job_and_not_the_engine)
 def _(put):
-    put(engine_module, "MAX_ATTEMPTS", 10**9)
+    put(engine_module, "MAX_DECODE_ATTEMPTS", 10**9)
 
 
 @mutant("a cancel stops any decode", more.test_a_cancel_inside_a_decode_stops_it_only_where_nobody_else_loses_memory)
 def _(put):
     def cancel(original, self, id):
         original(self, id)
-        if self._decoding:
+        if self._decoding_jobs:
             self.backend.interrupt()
 
     wrapped(Engine, "cancel", cancel)(put)
@@ -482,7 +486,7 @@ def _(put):
 
 @mutant("a late interruption stops the next decode", more.test_an_interruption_that_comes_too_late_stops_nobody)
 def _(put):
-    put(FakeBackend, "uninterrupt", lambda self: None)
+    put(FakeBackend, "clear_interrupt", lambda self: None)
 
 
 @mutant("a cancelled job that waits goes on waiting", more.test_a_cancelled_job_is_gone)
@@ -493,7 +497,7 @@ def _(put):
         if waits:
             self._waiting.append(job)
 
-    wrapped(Engine, "_forget", forget)(put)
+    wrapped(Engine, "_remove_job", forget)(put)
 
 
 @mutant("a token that does not exist reaches a decode", once.test_a_token_that_does_not_exist_ends_its_own_request_only)
@@ -512,21 +516,21 @@ def _(put):
 def _(put):
     def cancel(original, self, id):
         original(self, id)
-        self._cancelling.add(id)
+        self._cancelled_ids.add(id)
 
     wrapped(Engine, "cancel", cancel)(put)
 
 
 @mutant("the deadline is ignored", laws.test_the_deadline_s_answer_is_what_there_is)
 def _(put):
-    put(Job, "deadline_passed", property(lambda self: False))
+    put(Job, "has_deadline_passed", property(lambda self: False))
 
 
 @mutant("a request ends twice", laws.test_a_cancelled_job_leaves_what_it_computed)
 def _(put):
     def fail(original, self, job, error):
         original(self, job, error)
-        self._events.append(Failed(job.request.id, error, job.usage()))
+        self._events.append(Failed(job.request.id, error, job.build_usage()))
 
     wrapped(Engine, "_fail", fail)(put)
 
@@ -535,7 +539,7 @@ def _(put):
 def _(put):
     def finish(original, self, job, *rest):
         original(self, job, *rest)
-        self._events.append(Progress(job.request.id, 1, 1))
+        self._events.append(PrefillProgress(job.request.id, 1, 1))
 
     wrapped(Engine, "_finish", finish)(put)
 
@@ -547,7 +551,7 @@ def _(put):
 def _(put):
     def submit(original, self, request):
         original(self, request)
-        self._jobs[request.id].room += 1
+        self._jobs[request.id].max_cells += 1
 
     wrapped(Engine, "submit", submit)(put)
 
@@ -563,16 +567,16 @@ def _(put):
 
 @mutant("neighbours share a sampler", laws.test_several_answers_to_one_prompt_share_it)
 def _(put):
-    def sampler(original, self, sampling):
-        self.__dict__.setdefault("one", original(self, sampling))
+    def sampler(original, self, verify):
+        self.__dict__.setdefault("one", original(self, verify))
         return self.one
 
-    wrapped(FakeBackend, "sampler", sampler)(put)
+    wrapped(FakeBackend, "create_sampler", sampler)(put)
 
 
 @mutant("neighbours read each other's logits", laws.test_company_changes_no_token)
 def _(put):
-    wrapped(FakeBackend, "logits", lambda original, self, span, row: original(self, 0, -1))(put)
+    wrapped(FakeBackend, "get_logits", lambda original, self, span, row: original(self, 0, -1))(put)
 
 
 # --- pictures
@@ -580,22 +584,22 @@ def _(put):
 
 @mutant("cells are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
 def _(put):
-    put(Ledger, "positions", Ledger.cells)
+    put(EntryInterner, "count_positions", EntryInterner.count_cells)
 
 
 @mutant("an answer ends where positions do", once.test_an_answer_ends_where_cells_do_and_not_where_positions_do)
 def _(put):
     def ending(job, backend, token):
-        job.sequence.cells = job.sequence.position
+        job.sequence.cell_count = job.sequence.position
         return original(job, backend, token)
 
-    original = sampling._ending
-    put(sampling, "_ending", ending)
+    original = verify._find_finish_cause
+    put(verify, "_find_finish_cause", ending)
 
 
 @mutant("positions are taken for cells", more.test_a_prompt_is_measured_in_cells)
 def _(put):
-    put(Ledger, "cells", Ledger.positions)
+    put(EntryInterner, "count_cells", EntryInterner.count_positions)
 
 
 @mutant("entries are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
@@ -608,7 +612,7 @@ def _(put):
     def number(original, self, media):
         return original(self, dataclasses.replace(media, digest=b""))
 
-    wrapped(Ledger, "_number", number)(put)
+    wrapped(EntryInterner, "_intern_media", number)(put)
 
 
 # --- deterministic mode
@@ -619,7 +623,7 @@ deterministic = more.test_deterministic_cold_warm_restored_forked_and_concurrent
 
 @mutant("reuse is not rounded down to the grid", deterministic)
 def _(put):
-    put(PrefixMemory, "round_down", lambda self, length, ids: length)
+    put(PrefixCache, "round_down", lambda self, length, ids: length)
 
 
 @mutant("generated tokens count as computed on the grid", deterministic)
@@ -627,26 +631,26 @@ def _(put):
     def note(self, count, grid):
         self.sequence.aligned = len(self.sequence)
 
-    put(Job, "note_chunk", note)
+    put(Job, "record_chunk", note)
 
 
 @mutant("deterministic jobs share a decode", deterministic)
 def _(put):
     def grid_step(original, jobs, grid, now):
         first = original(jobs, grid, now)
-        others = [job for job in jobs if job.generating and job is not first[0][0]] if first else []
+        others = [job for job in jobs if job.is_decoding and job is not first[0][0]] if first else []
         return [*first, *[(job, 1) for job in others]]
 
-    original = engine_module.grid_step
+    original = engine_module.schedule_on_grid
     put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
 
 
 @mutant("deterministic chunks end anywhere", deterministic)
 def _(put):
     def grid_step(original, jobs, grid, now):
-        return [(job, min(job.next_stop(), 20)) for job, _ in original(jobs, grid, now)]
+        return [(job, min(job.get_chunk_limit(), 20)) for job, _ in original(jobs, grid, now)]
 
-    original = engine_module.grid_step
+    original = engine_module.schedule_on_grid
     put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
 
 
@@ -655,12 +659,12 @@ def _(put):
 
 @mutant("a segment begins one cell early", stored.test_what_is_stored_changes_no_token)
 def _(put):
-    wrapped(FakeCells, "rows", lambda original, self, start, stop: original(self, start - (start > 0), stop))(put)
+    wrapped(FakeCells, "copy_rows", lambda original, self, start, stop: original(self, start - (start > 0), stop))(put)
 
 
 @mutant("a segment is named by its own entries only", stored.test_what_is_stored_changes_no_token)
 def _(put):
-    wrapped(Chain, "link", lambda original, self, parent, ids: original(self, b"", ids))(put)
+    wrapped(BlockHasher, "hash_block", lambda original, self, parent, ids: original(self, b"", ids))(put)
 
 
 @mutant("a prompt is taken for longer than it is stored", stored.test_what_is_stored_changes_no_token)
@@ -670,7 +674,7 @@ def _(put):
         longer = min(found.length + 1, len(ids))
         return dataclasses.replace(found, length=longer, ids=ids[:longer]) if found.length % 8 else found
 
-    wrapped(SegmentTree, "cover", cover)(put)
+    wrapped(BlockTree, "find_stored_prefix", cover)(put)
 
 
 @mutant("stored cells are used with the state of another depth", stored.test_what_is_stored_changes_no_token)
@@ -679,61 +683,61 @@ def _(put):
         others = [one.state for one in self._marks.checkpoints if one.depth != checkpoint.depth]
         return others[0] if others else original(self, checkpoint)
 
-    wrapped(Tiers, "state", state)(put)
+    wrapped(TieredStore, "load_checkpoint_state", state)(put)
 
 
 @mutant("a beginning goes before what builds on it", stored.test_the_end_of_a_conversation_goes_before_its_beginning)
 def _(put):
-    wrapped(Ram, "touch", lambda original, self, segments, now: original(self, reversed(list(segments)), now))(put)
+    wrapped(RamTier, "touch", lambda original, self, segments, now: original(self, reversed(list(segments)), now))(put)
 
 
 @mutant("bytes that are free are not counted so", stored.test_what_is_stored_keeps_to_its_bytes)
 def _(put):
     def drop(original, self, segment):
         original(self, segment)
-        self.segment_bytes += segment.nbytes
+        self.block_bytes += segment.nbytes
 
-    wrapped(Ram, "drop", drop)(put)
+    wrapped(RamTier, "drop", drop)(put)
 
 
 @mutant("no room is made for what is stored", stored.test_what_is_stored_keeps_to_its_bytes)
 def _(put):
-    put(Tiers, "make_room", lambda self, nbytes, kept=None: True)
+    put(TieredStore, "evict_until_free", lambda self, nbytes, kept=None: True)
 
 
 @mutant("what is pinned goes like the rest", stored.test_what_is_pinned_stays)
 def _(put):
-    put(Tiers, "is_pinned", lambda self, ids, salt, start: False)
+    put(TieredStore, "is_pinned", lambda self, ids, salt, start: False)
 
 
 @mutant("the checkpoint of a pin goes like the rest", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
 def _(put):
-    put(Pinning, "_mark_checkpoints", lambda self: None)
+    put(PinManager, "_sync_checkpoint_pins", lambda self: None)
 
 
 @mutant("nothing stands still where a pin ends", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
 def _(put):
-    put(Pins, "depths", lambda self, ids, salt: [])
+    put(Pins, "find_positions", lambda self, ids, salt: [])
 
 
 @mutant("pins take whatever they like", pinned.test_pins_of_system_prompts_make_room_for_each_other)
 def _(put):
-    put(Pinning, "limit", 10**9)
+    put(PinManager, "limit", 10**9)
 
 
 @mutant("parked bytes are never given back", stored.test_parked_bytes_are_given_back)
 def _(put):
-    put(PrefixMemory, "unparked", lambda self, saved: None)
+    put(PrefixCache, "release_swapped", lambda self, saved: None)
 
 
 @mutant("what is stored belongs to everybody", stored.test_no_salt_finds_what_another_computed)
 def _(put):
-    wrapped(Chain, "seed", lambda original, self, salt: original(self, ""))(put)
+    wrapped(BlockHasher, "get_root_key", lambda original, self, salt: original(self, ""))(put)
 
 
 @mutant("what is idle belongs to everybody", stored.test_no_salt_finds_what_another_computed)
 def _(put):
-    wrapped(PrefixTree, "root", lambda original, self, salt="": original(self, "one"))(put)
+    wrapped(RadixTree, "get_root", lambda original, self, salt="": original(self, "one"))(put)
 
 
 @mutant("what is running belongs to everybody", stored.test_no_salt_finds_what_another_computed)
@@ -746,17 +750,17 @@ def _(put):
         for slot, whose in before.items():
             slot.salt = whose
 
-    wrapped(PrefixMemory, "_sources", sources)(put)
+    wrapped(PrefixCache, "_find_candidates", sources)(put)
 
 
 @mutant("a file is believed without its checksum", stored.test_a_damaged_file_changes_no_token)
 def _(put):
     def load(path):
-        view = disk_files._map(path)
-        item, start = disk_files._read(view)
-        return disk_files.Loaded(item, view[start:])
+        view = disk_files._map_file(path)
+        item, start = disk_files._parse_header(view)
+        return disk_files.LoadedFile(item, view[start:])
 
-    put(disk_files, "load", load)
+    put(disk_files, "load_file", load)
 
 
 @mutant("a file is believed without its entries", stored.test_a_file_of_other_entries_changes_no_token)
@@ -764,9 +768,9 @@ def _(put):
     class Numpy:
         array_equal = staticmethod(lambda one, other: True)
 
-    put(shelf_module, "np", Numpy)
+    put(tier, "np", Numpy)
 
 
 @mutant("a crashed engine stores its memory", stored.test_an_engine_that_crashed_stores_nothing_of_what_it_was_doing)
 def _(put):
-    wrapped(PrefixMemory, "close", lambda original, self, **options: original(self))(put)
+    wrapped(PrefixCache, "close", lambda original, self, **options: original(self))(put)

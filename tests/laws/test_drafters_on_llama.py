@@ -6,20 +6,20 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from play import GREEDY, LAYOUTS, ask, check, play, request
-from test_laws_on_llama import CYCLE, agree, ordinary, plain_run
 
-from afterglow import tiny
-from afterglow.engine.draft_model import DraftModel
+from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
-from afterglow.engine.llama import LlamaBackend
-from afterglow.engine.recipe import LlamaEngine
-from afterglow.engine.settings import EngineSettings
+from afterglow.engine.host.build import EngineSpec
+from afterglow.engine.speculation.draft_model import DraftModel
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, UnsupportedOperation, UnsupportedOption
-from afterglow.llama.handle import open_handles
+from afterglow.llama.handle import list_open_handles
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
-from afterglow.tiny.constructed import MISDRAFTED
+from afterglow.testing import models
+from afterglow.testing.models.constructed import MISDRAFTED_TOKENS
+from laws.test_laws_on_llama import CYCLE, agree, ordinary, plain_run
+from support.play import GREEDY, LAYOUTS, ask, check, play, request
 
 ROLLBACK = 6
 
@@ -33,11 +33,11 @@ def engines():
             defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 40, "threads": 1}
             drafters = None if draft is None else ("mtp",) if draft == "mtp" else ("draft",)
             rollback = ROLLBACK if "hybrid" in name or "successor-mtp" in name else 0
-            recipe = LlamaEngine(
-                path=tiny.path(name),
-                context=ContextSettings(**{**defaults, "rollback": rollback, **context}),
-                engine=EngineSettings(speculation=length, drafters=drafters, **(settings or {})),
-                draft=draft if draft in (None, "mtp") else tiny.path(draft),
+            recipe = EngineSpec(
+                path=models.get_path(name),
+                context_settings=ContextSettings(**{**defaults, "rollback": rollback, **context}),
+                engine_settings=EngineSettings(speculation=length, drafters=drafters, **(settings or {})),
+                draft=draft if draft in (None, "mtp") else models.get_path(draft),
             )
             engine = recipe()
             stack.callback(engine.close)
@@ -55,41 +55,43 @@ def cycles(engine: Engine, count: int = 3, **options) -> list:
 def follow(last: int, count: int) -> list[int]:
     tokens = []
     for _ in range(count):
-        tokens.append(last := tiny.successor_of(last))
+        tokens.append(last := models.get_successor(last))
     return tokens
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 def test_c10_heads_that_are_always_right_save_three_decodes_of_four(engines, unified):
-    engine = engines("successor-mtp", 3, "mtp", unified=unified)
+    engine = engines("successor-mtp", 3, "mtp", kv_unified=unified)
     requests = cycles(engine)
     answers = play(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == follow(one.entries[-1], 56)
         usage = answers[one.id].end.usage
-        assert usage.accepted == usage.drafted > 36
-        assert usage.generated / (usage.generated - usage.accepted) > 3.3  # tokens for each decode of the target
-    assert engine.counters.widest == 3
+        assert usage.accepted_tokens == usage.draft_tokens > 36
+        assert (
+            usage.generated_tokens / (usage.generated_tokens - usage.accepted_tokens) > 3.3
+        )  # tokens for each decode of the target
+    assert engine.counters.max_batch_jobs == 3
     check(engine)
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("name", ["successor-mtp-75", "successor-headed"])
 def test_c10_heads_that_are_wrong_after_every_fourth_token_are_right_in_three_quarters(engines, name, unified):
-    engine = engines(name, 4, "mtp", unified=unified)
+    engine = engines(name, 4, "mtp", kv_unified=unified)
     requests = cycles(engine)
     answers = play(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == follow(one.entries[-1], 56)
-    assert engine.counters.accepted / engine.counters.drafted == pytest.approx(0.75, abs=0.05)
-    assert engine.counters.accepted > 50
+    assert engine.counters.accepted_tokens / engine.counters.draft_tokens == pytest.approx(0.75, abs=0.05)
+    assert engine.counters.accepted_tokens > 50
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_c10_heads_in_a_chain_guess_one_each(engines, unified, length):
     """The first head is always right, the second wrong after every fourth token: known to the last guess."""
-    engine = engines("successor-chained", length, "mtp", unified=unified)
+    engine = engines("successor-chained", length, "mtp", kv_unified=unified)
     requests = cycles(engine)
     answers = play(engine, *requests)
     for one in requests:
@@ -98,10 +100,10 @@ def test_c10_heads_in_a_chain_guess_one_each(engines, unified, length):
         done, drafted, accepted = 1, 0, 0
         while done < 56:
             wanted = min(length, 2, 56 - done - 1)
-            right = wanted if wanted < 2 or tokens[done] not in MISDRAFTED else 1
+            right = wanted if wanted < 2 or tokens[done] not in MISDRAFTED_TOKENS else 1
             done, drafted, accepted = done + right + 1, drafted + wanted, accepted + right
         usage = answers[one.id].end.usage
-        assert (usage.drafted, usage.accepted) == (drafted, accepted)
+        assert (usage.draft_tokens, usage.accepted_tokens) == (drafted, accepted)
     check(engine)
 
 
@@ -118,10 +120,10 @@ def test_chained_heads_with_a_window_change_no_token_on_random_weights(engines, 
         entries = system[: 150 - 50 * (number % 2)] + ordinary(30 + 40 * number, 10 + number)
         answer = ask(engine, entries, boundaries=frozenset({100, 150}), max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
-        assert answer.end.usage.drafted > 0
+        assert answer.end.usage.draft_tokens > 0
         assert number == 0 or answer.cached >= 99
         check(engine)
-    assert engine.memory.tiers.ram_counters.saves > 0
+    assert engine.prefix_cache.store.ram_counters.saves > 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -132,20 +134,20 @@ def test_c14_a_seed_gives_the_same_tokens_with_heads_and_without(engines, seed):
     expected, answers = play(plain, *requests), play(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == expected[one.id].tokens
-    assert 0 < engine.counters.accepted < engine.counters.drafted
+    assert 0 < engine.counters.accepted_tokens < engine.counters.draft_tokens
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("name", ["hybrid-mtp", "attention-mtp"])
 def test_noisy_heads_change_no_token_on_random_weights(engines, name, unified):
-    cold, engine = engines(name, "off", unified=unified), engines(name, 3, "mtp", unified=unified)
+    cold, engine = engines(name, "off", kv_unified=unified), engines(name, 3, "mtp", kv_unified=unified)
     boundaries = frozenset({100, 150})
     system = ordinary(150, 1)
     for number in range(4):  # cold, then with the beginning in memory
         entries = system + ordinary(30 + number, 10 + number)
         answer = ask(engine, entries, boundaries=boundaries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
-        assert answer.end.usage.drafted > 0
+        assert answer.end.usage.draft_tokens > 0
         assert number == 0 or answer.cached >= (149 if name == "attention-mtp" else 150)
         check(engine)
 
@@ -171,14 +173,14 @@ def test_heads_know_after_a_hit_what_they_knew_before_it(engines, name, unified)
         cached = ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached
         assert cached >= (99 if name == "attention-mtp" else 100)
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
-        slot = next(one for one in engine.memory.slots if list(one.ids[: len(prompt)]) == prompt)
+        slot = next(one for one in engine.prefix_cache.slots if list(one.ids[: len(prompt)]) == prompt)
         other = next(one for one in cold.memory.slots if list(one.ids[: len(prompt)]) == prompt)
-        guesses = backend.session.draft({slot.number: 30})[slot.number]
+        guesses = backend.session.draft({slot.seq_id: 30})[slot.seq_id]
         assert guesses == cold.backend.session.draft({other.number: 30})[other.number]
-        first, last = backend.heads.memory.positions(slot.number)
+        first, last = backend.heads.memory.positions(slot.seq_id)
         assert last == len(prompt) - 1
         assert first == 0 or "window" in name
-        assert np.allclose(logits_of_heads(engine, slot.number), logits_of_heads(cold, other.number), atol=5e-3)
+        assert np.allclose(logits_of_heads(engine, slot.seq_id), logits_of_heads(cold, other.number), atol=5e-3)
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
@@ -193,15 +195,15 @@ def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp
     ask(engine, entries, boundaries=boundaries, max_tokens=1)
     ask(engine, ordinary(60, 9), max_tokens=1)  # takes the only sequence
     if place == "disk":
-        engine.memory.close()
+        engine.prefix_cache.close()
         engine = engines(name, 2, "mtp", settings, **layout)
     cold = engines(name, 2, "mtp", **layout)
     for last in (ordinary(20, 2), ordinary(25, 3)):
         prompt = entries[:100] + last
-        hits = engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits
+        hits = engine.prefix_cache.store.ram_counters.hits + engine.prefix_cache.store.disk_counters.hits
         cached = ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached
         assert cached == (99 if name == "attention-mtp" else 100)
-        assert engine.memory.tiers.ram_counters.hits + engine.memory.tiers.disk_counters.hits == hits + 1
+        assert engine.prefix_cache.store.ram_counters.hits + engine.prefix_cache.store.disk_counters.hits == hits + 1
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, reuse=False)
         guesses = engine.backend.session.draft({0: 30})[0]
         assert guesses == cold.backend.session.draft({0: 30})[0]
@@ -218,18 +220,18 @@ def test_heads_know_what_they_knew_after_what_was_stored_comes_back(engines, tmp
 def logits_of_heads(engine: Engine, sequence: int = 0) -> np.ndarray:
     """What the first of the heads says of one more token after all that a sequence holds."""
     heads, session = engine.backend.heads, engine.backend.session
-    end = heads.memory.positions(sequence)[1] + 1
+    end = heads.memory.get_position_range(sequence)[1] + 1
     heads.batch.clear()
-    heads.batch.add_one(30, position=end, sequence=sequence, output=True)
-    heads.batch.hidden[0] = session.row(sequence, end)
+    heads.batch.add_row(30, position=end, sequence=sequence, output=True)
+    heads.batch.hidden_states[0] = session.row(sequence, end)
     heads.decode()
-    found = heads.logits(0).copy()
+    found = heads.get_logits(0).copy()
     heads.memory.remove(sequence, start=end)
     return found
 
 
 def test_heads_that_know_only_the_last_entries_are_stored_and_come_back_so(engines, monkeypatch):
-    monkeypatch.setattr("afterglow.engine.mtp.WAITING", 48)
+    monkeypatch.setattr("afterglow.engine.speculation.mtp.session.MAX_BACKLOG_ENTRIES", 48)
     engine = engines("hybrid-mtp", 2, "mtp", {"segment": 16}, sequences=1, cells=1024)
     entries = ordinary(150, 1)
     ask(engine, entries, max_tokens=1)
@@ -245,48 +247,48 @@ def test_heads_that_know_only_the_last_entries_are_stored_and_come_back_so(engin
 def test_heads_and_their_memory_follow_saved_sequences(engines):
     engine = engines("hybrid-mtp", 2, "mtp")
     ask(engine, ordinary(60, 1), max_tokens=1)
-    slot = next(one for one in engine.memory.slots if len(one))
-    before = engine.backend.session.draft({slot.number: 30})[slot.number]
+    slot = next(one for one in engine.prefix_cache.slots if len(one))
+    before = engine.backend.session.draft({slot.seq_id: 30})[slot.seq_id]
     saved = slot.save()
     slot.clear()
-    assert engine.backend.heads.memory.positions(slot.number) is None
+    assert engine.backend.heads.memory.positions(slot.seq_id) is None
     slot.load(saved.ids, saved.state, saved.aligned)
-    assert engine.backend.heads.memory.positions(slot.number) == (0, 59)
-    assert engine.backend.session.draft({slot.number: 30})[slot.number] == before
+    assert engine.backend.heads.memory.positions(slot.seq_id) == (0, 59)
+    assert engine.backend.session.draft({slot.seq_id: 30})[slot.seq_id] == before
     assert saved.state.nbytes > saved.state.data.nbytes
     plain = type(saved.state).__mro__[1].from_bytes(saved.state.to_bytes())
     slot.load(saved.ids, plain, saved.aligned)  # as it comes from a file: the heads begin anew
-    assert engine.backend.heads.memory.positions(slot.number) is None
+    assert engine.backend.heads.memory.positions(slot.seq_id) is None
     check(engine)
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("name", ["successor-mtp", "successor-mtp-75"])
 def test_heads_of_a_memory_without_snapshots_guess_with_replay(engines, name, unified):
-    engine = engines(name, 4, "mtp", unified=unified, rollback=0)
+    engine = engines(name, 4, "mtp", kv_unified=unified, recurrent_snapshots=0)
     requests = cycles(engine)
     answers = play(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == follow(one.entries[-1], 56)
-    assert engine.counters.accepted > 50
-    assert (engine.counters.replayed > 0) == (name == "successor-mtp-75")
+    assert engine.counters.accepted_tokens > 50
+    assert (engine.counters.replayed_entries > 0) == (name == "successor-mtp-75")
     check(engine)
 
 
 def test_noisy_heads_and_replay_change_no_token_on_random_weights(engines):
-    cold, engine = engines("hybrid-mtp", "off"), engines("hybrid-mtp", 3, "mtp", rollback=0)
+    cold, engine = engines("hybrid-mtp", "off"), engines("hybrid-mtp", 3, "mtp", recurrent_snapshots=0)
     for number in range(3):
         entries = ordinary(120 + 30 * number, number)
         answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
         check(engine)
-    assert engine.counters.replayed > 0
+    assert engine.counters.replayed_entries > 0
 
 
 def test_a_model_without_heads_is_refused(engines):
     with pytest.raises(UnsupportedOperation, match="no MTP heads"):
         engines("successor-hybrid", 3, "mtp")
-    assert not [handle for handle in open_handles() if handle._name == "model"]
+    assert not [handle for handle in list_open_handles() if handle._name == "model"]
 
 
 # --- a second model
@@ -296,13 +298,13 @@ def test_a_model_without_heads_is_refused(engines):
 @pytest.mark.parametrize("kind", ["attention", "window", "hybrid"])
 @pytest.mark.parametrize("draft", ["successor-attention", "successor-recurrent", "successor-hybrid"])
 def test_a_draft_model_that_says_the_same_is_always_right(engines, kind, draft, unified):
-    engine = engines(f"successor-{kind}", 4, draft, unified=unified)
+    engine = engines(f"successor-{kind}", 4, draft, kv_unified=unified)
     requests = cycles(engine)
     answers = play(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == follow(one.entries[-1], 56)
         usage = answers[one.id].end.usage
-        assert usage.accepted == usage.drafted > 36
+        assert usage.accepted_tokens == usage.draft_tokens > 36
     check(engine)
 
 
@@ -313,8 +315,8 @@ def test_a_draft_model_that_says_something_else_changes_no_token(engines):
         entries = first + ordinary(20, number)
         answer = ask(engine, entries, max_tokens=40, ignore_ends=True)
         agree(answer, *plain_run(cold, entries, max_tokens=40, ignore_ends=True))
-        assert answer.end.usage.drafted > answer.end.usage.accepted
-    assert max(len(slot) for slot in drafter_of(engine).memory.slots) > 150
+        assert answer.end.usage.draft_tokens > answer.end.usage.accepted_tokens
+    assert max(len(slot) for slot in drafter_of(engine).prefix_cache.slots) > 150
 
 
 def test_a_draft_model_computes_only_what_is_new_of_the_next_turn(engines):
@@ -326,7 +328,7 @@ def test_a_draft_model_computes_only_what_is_new_of_the_next_turn(engines):
     turn = [*one.entries, *first, *one.entries[:7]]
     answer = ask(engine, turn, max_tokens=5)
     assert answer.tokens == follow(turn[-1], 5)
-    assert answer.end.usage.accepted == answer.end.usage.drafted > 0
+    assert answer.end.usage.accepted_tokens == answer.end.usage.draft_tokens > 0
     assert sum(decoded) < 30
 
 
@@ -343,7 +345,7 @@ def test_a_draft_model_s_own_state_is_stored_with_the_model_s(engines, tmp_path,
     ask(engine, entries, boundaries=frozenset({150}), max_tokens=8)
     ask(engine, entries[7:], max_tokens=8)  # takes the only sequence of both
     if place == "disk":
-        for memory in (engine.memory, drafter_of(engine).memory):
+        for memory in (engine.prefix_cache, drafter_of(engine).prefix_cache):
             memory.close()
         engine = engines("successor-attention", 4, draft, settings, sequences=1, cells=2048)
     decoded = counted(drafter_of(engine)._backend)
@@ -351,46 +353,46 @@ def test_a_draft_model_s_own_state_is_stored_with_the_model_s(engines, tmp_path,
     answer = ask(engine, turn, max_tokens=9)
     assert answer.tokens == follow(turn[-1], 9)
     assert answer.cached == 150
-    assert answer.end.usage.accepted == answer.end.usage.drafted > 0
+    assert answer.end.usage.accepted_tokens == answer.end.usage.draft_tokens > 0
     assert 0 < sum(decoded) < 30
     before = sum(decoded)
     ask(engine, turn, max_tokens=9, salt="another")
     assert sum(decoded) - before > 150
-    tiers = drafter_of(engine).memory.tiers
+    tiers = drafter_of(engine).prefix_cache.store
     assert tiers.ram_counters.hits + tiers.disk_counters.hits > 0
 
 
 def test_a_draft_model_keeps_to_its_share_of_the_budget(engines):
     engine = engines("successor-attention", 4, "successor-hybrid", {"ram_bytes": 800_000}, sequences=1, cells=2048)
-    ours, theirs = engine.memory.tiers.ram, drafter_of(engine).memory.tiers.ram
+    ours, theirs = engine.prefix_cache.store.ram, drafter_of(engine).prefix_cache.store.ram
     assert ours.limit + theirs.limit == 800_000
     words = engine.backend.context.model.vocabulary
     for number in range(8):
         ask(engine, words.tokenize((CYCLE * 12)[number : number + 250]), max_tokens=6)
         assert ours.used <= ours.limit
-        assert theirs.used <= theirs.limit
-    assert theirs.used > 0
+        assert theirs.used_bytes <= theirs.limit
+    assert theirs.used_bytes > 0
 
 
 def drafter_of(engine: Engine) -> DraftModel:
-    return next(one for one in engine.drafting._drafters if isinstance(one, DraftModel))
+    return next(one for one in engine.speculator._drafters if isinstance(one, DraftModel))
 
 
 def counted(backend: LlamaBackend) -> list[int]:
     """The rows of each decode from now on."""
     decoded: list[int] = []
     original = backend.decode
-    backend.decode = lambda spans: decoded.append(sum(len(span.ids) for span in spans)) or original(spans)
+    backend.decode = lambda spans: decoded.append(sum(len(span.entries) for span in spans)) or original(spans)
     return decoded
 
 
 def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(smollm2):
     with pytest.raises(InvalidArgument, match="tokens and the model"):
-        LlamaEngine(path=tiny.path("attention"), draft=smollm2)()
+        EngineSpec(path=models.get_path("attention"), draft=smollm2)()
 
 
 def test_both_may_be_named_and_only_what_is_there(engines):
     with pytest.raises(UnsupportedOption, match="mtp"):
-        LlamaEngine(path=tiny.path("attention"), engine=EngineSettings(drafters=("mtp",)))()
+        EngineSpec(path=models.get_path("attention"), engine_settings=EngineSettings(drafters=("mtp",)))()
     engine = engines("successor-mtp", "auto", "mtp")
-    assert [drafter.name for drafter in engine.drafting._drafters] == ["mtp"]
+    assert [drafter.name for drafter in engine.speculator._drafters] == ["mtp"]

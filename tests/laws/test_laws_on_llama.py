@@ -7,17 +7,17 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from play import KINDS, LAYOUTS, Answer, ask, check, collect, play, request
 
-from afterglow import tiny
 from afterglow.engine.engine import Engine
-from afterglow.engine.recipe import LlamaEngine
-from afterglow.engine.settings import EngineSettings
+from afterglow.engine.host.build import EngineSpec
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
+from afterglow.testing import models
+from support.play import KINDS, LAYOUTS, Answer, ask, check, collect, play, request
 
 MARGIN = 0.02  # the shape of a batch moves logits by about 1e-3; a wrong past by far more
-CYCLE = tiny.CYCLE.decode()
+CYCLE = models.CYCLE.decode()
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def engines():
 
         def make(name: str, *, unified: bool = False, settings: EngineSettings | None = None, **context) -> Engine:
             defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 8, "threads": 1}
-            recipe = LlamaEngine(
-                path=tiny.path(name),
-                context=ContextSettings(**{**defaults, **context}, unified=unified),
-                engine=settings or EngineSettings(),
+            recipe = EngineSpec(
+                path=models.get_path(name),
+                context_settings=ContextSettings(**{**defaults, **context}, kv_unified=unified),
+                engine_settings=settings or EngineSettings(),
             )
             engine = recipe()
             stack.callback(engine.close)
@@ -55,7 +55,7 @@ def plain_run(engine: Engine, entries: list[int], **options) -> tuple[Answer, li
     """A cold run alone, with the margin between the two likeliest tokens at each step."""
     engine.submit(request("plain", entries, logprobs=2, reuse=False, **options))
     answer, margins = Answer(), []
-    while engine.busy:
+    while engine.is_busy:
         for event in engine.step():
             if type(event).__name__ == "Token":
                 answer.tokens.append(event.token)
@@ -72,7 +72,7 @@ BOUNDARIES = frozenset({150, 205})
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reuse_changes_no_token_on_random_weights(engines, kind, unified):
-    engine, cold = engines(kind, unified=unified), engines(kind, unified=unified)
+    engine, cold = engines(kind, kv_unified=unified), engines(kind, kv_unified=unified)
     first = ask(engine, SYSTEM + QUESTION, boundaries=BOUNDARIES)
     turns = {
         "second turn": SYSTEM + QUESTION + first.tokens + OTHER,
@@ -97,7 +97,7 @@ def test_reuse_changes_no_token_on_random_weights(engines, kind, unified):
 @pytest.mark.parametrize("kind", KINDS)
 def test_c3_computes_no_more_than_after_the_last_shared_boundary(engines, kind, unified):
     """Asserted by the rows that really went through the decoder."""
-    engine = engines(kind, unified=unified)
+    engine = engines(kind, kv_unified=unified)
     ask(engine, SYSTEM + QUESTION, boundaries=BOUNDARIES, max_tokens=1)
     for entries, boundary in ((SYSTEM + QUESTION, 205), (SYSTEM + QUESTION[:55] + OTHER, 205), (SYSTEM + OTHER, 150)):
         before = engine.counters.rows
@@ -108,7 +108,7 @@ def test_c3_computes_no_more_than_after_the_last_shared_boundary(engines, kind, 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reuse_company_and_chunking_change_no_token_on_constructed_models(engines, kind, unified):
-    engine = engines(f"successor-{kind}", unified=unified, sequences=6)
+    engine = engines(f"successor-{kind}", kv_unified=unified, sequences=6)
     vocabulary = engine.backend.context.model.vocabulary
     requests = []
     for number in range(6):
@@ -119,34 +119,34 @@ def test_reuse_company_and_chunking_change_no_token_on_constructed_models(engine
         for one in requests:
             expected, last = [], one.entries[-1]
             for _ in range(30):
-                last = tiny.successor_of(last)
+                last = models.get_successor(last)
                 expected.append(last)
             assert answers[one.id].tokens == expected
-    assert engine.counters.widest >= 4
+    assert engine.counters.max_batch_jobs >= 4
     assert engine.counters.reused_entries > 0
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_company_changes_no_token_on_random_weights(engines, kind, unified):
-    engine, cold = engines(kind, unified=unified), engines(kind, unified=unified)
+    engine, cold = engines(kind, kv_unified=unified), engines(kind, kv_unified=unified)
     requests = [request(str(n), ordinary(40 + 13 * n, 50 + n), max_tokens=16) for n in range(6)]
     answers = play(engine, *requests)
     for one in requests:
         agree(answers[one.id], *plain_run(cold, one.entries, max_tokens=16))
-    assert engine.counters.widest >= 4
+    assert engine.counters.max_batch_jobs >= 4
 
 
 @pytest.mark.parametrize("unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_on_one_new_prefix_compute_it_once(engines, kind, unified):
-    engine = engines(f"successor-{kind}", unified=unified)
+    engine = engines(f"successor-{kind}", kv_unified=unified)
     requests = [request(str(n), SYSTEM + ordinary(20 + n, 70 + n), max_tokens=4) for n in range(4)]
     answers = play(engine, *requests)
     assert engine.counters.coalesced == 3
     assert sorted(answer.cached for answer in answers.values()) == [0, 150, 150, 150]
     for one in requests:
-        assert answers[one.id].tokens[0] == tiny.successor_of(one.entries[-1])
+        assert answers[one.id].tokens[0] == models.get_successor(one.entries[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,19 +163,19 @@ def test_a_seed_gives_the_same_tokens_cold_warm_and_in_company(engines, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_unified_memory_evicts_then_parks_and_fails_nobody(engines, kind):
-    engine = engines(f"successor-{kind}", unified=True, cells=512, sequences=4)
+    engine = engines(f"successor-{kind}", kv_unified=True, cells=512, sequences=4)
     ask(engine, ordinary(200, 90))  # idle, in the way
     requests = [request(str(n), ordinary(120, 91 + n), max_tokens=60) for n in range(4)]
     answers = play(engine, *requests)
     for one in requests:
         assert answers[one.id].reason in ("length", "stop")
         assert answers[one.id].tokens[:2] == [
-            tiny.successor_of(one.entries[-1]),
-            tiny.successor_of(tiny.successor_of(one.entries[-1])),
+            models.get_successor(one.entries[-1]),
+            models.get_successor(models.get_successor(one.entries[-1])),
         ]
         assert len(answers[one.id].tokens) == 60
     if kind != "recurrent":  # its state does not grow
-        assert engine.counters.parked > 0
+        assert engine.counters.preempted > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from play import GREEDY, KINDS, LAYOUTS, Answer, ask, check, collect, fake, play, prompt, reference, request
 
-from afterglow.engine.checkpoint import CheckpointSettings
-from afterglow.engine.settings import EngineSettings
-from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, MemoryFull, PromptTooLong
+from afterglow.engine.kvcache.checkpoints import CheckpointSettings
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, KVCacheFull, PromptTooLong
 from afterglow.llama.sampling import Sampling
+from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, check, collect, fake, play, prompt, reference, request
 
 pytestmark = pytest.mark.parametrize(("kind", "shared"), [(kind, shared) for kind in KINDS for shared in LAYOUTS])
 
@@ -144,7 +144,7 @@ def test_a_job_cancelled_while_it_waits_takes_nothing(kind, shared):
     engine.submit(request("second", OTHER))
     engine.cancel("second")
     answers: dict[str, Answer] = {}
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
     assert isinstance(answers["second"].end.error, Cancelled)
     assert answers["second"].tokens == []
@@ -152,7 +152,7 @@ def test_a_job_cancelled_while_it_waits_takes_nothing(kind, shared):
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 6])
-@pytest.mark.parametrize("fault", [DecodeFailed(-3, "planted"), Cancelled("planted"), MemoryFull(1, 1)], ids=repr)
+@pytest.mark.parametrize("fault", [DecodeFailed(-3, "planted"), Cancelled("planted"), KVCacheFull(1, 1)], ids=repr)
 def test_a_decode_that_fails_once_costs_time_and_no_token(kind, shared, fault, at):
     engine = fake(kind, shared=shared, batch_cells=16)
     requests = [request(str(n), prompt(30 + n, 40 + n)) for n in range(3)]
@@ -162,7 +162,7 @@ def test_a_decode_that_fails_once_costs_time_and_no_token(kind, shared, fault, a
     for _ in range(at):
         collect(answers, engine)
     engine.backend.faults.append(fault)
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
         check(engine)
     for one in requests:
@@ -184,7 +184,7 @@ class Broken:
 def test_a_bad_checkpoint_is_a_miss(kind, shared):
     engine = fake(kind, shared=shared, sequences=1)
     ask(engine, SYSTEM + QUESTION, boundaries=frozenset({len(SYSTEM)}))
-    for checkpoint in engine.memory.checkpoints:
+    for checkpoint in engine.prefix_cache.all_checkpoints:
         checkpoint.state = Broken()
     answer = ask(engine, SYSTEM + OTHER)
     assert answer.tokens == reference(lambda: fake(kind), SYSTEM + OTHER)
@@ -197,16 +197,16 @@ def test_checkpoints_stay_within_their_bytes_and_their_number(kind, shared):
     boundaries = frozenset(range(5, 200, 5))
     answer = ask(engine, prompt(200, 5), boundaries=boundaries)
     assert answer.tokens == reference(lambda: fake(kind), prompt(200, 5))
-    assert len(engine.memory.checkpoints) <= 3
-    assert engine.memory.marks.nbytes <= 3000
-    assert bool(engine.memory.checkpoints) == (kind != "attention")
+    assert len(engine.prefix_cache.all_checkpoints) <= 3
+    assert engine.prefix_cache.checkpoints.nbytes <= 3000
+    assert bool(engine.prefix_cache.all_checkpoints) == (kind != "attention")
 
 
 def test_the_deadline_s_answer_is_what_there_is(kind, shared):
     engine = fake(kind, shared=shared)
     engine.submit(request("late", SYSTEM, deadline=0.0001, max_tokens=1000, ignore_ends=True))
     answers: dict[str, Answer] = {}
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
     assert answers["late"].reason == "deadline"
 
@@ -218,7 +218,7 @@ def test_c8_an_empty_prompt_and_one_that_can_never_fit_are_refused_at_once(kind,
     with pytest.raises(PromptTooLong) as caught:
         engine.submit(request("long", prompt(51)))
     assert (caught.value.cells, caught.value.limit) == (51, 50)
-    assert not engine.busy
+    assert not engine.is_busy
     full = ask(engine, prompt(50))
     assert (len(full.tokens), full.reason) == (1, "length")
 
@@ -234,7 +234,7 @@ def test_reuse_can_be_refused(kind, shared):
 def test_a_certain_slot_is_used_where_one_is_named(kind, shared):
     engine = fake(kind, shared=shared)
     ask(engine, SYSTEM, sequence=2)
-    assert [len(slot) > 0 for slot in engine.memory.slots] == [False, False, True, False]
+    assert [len(slot) > 0 for slot in engine.prefix_cache.slots] == [False, False, True, False]
     again = ask(engine, SYSTEM + OTHER, sequence=2)
     assert again.tokens == reference(lambda: fake(kind), SYSTEM + OTHER)
     with pytest.raises(InvalidArgument, match="sequence"):
@@ -244,14 +244,14 @@ def test_a_certain_slot_is_used_where_one_is_named(kind, shared):
 def test_stop_texts_and_stop_tokens_end_an_answer_exactly(kind, shared):
     engine = fake(kind, shared=shared)
     tokens = reference(lambda: fake(kind), SYSTEM, max_tokens=12, ignore_ends=True)
-    text = b"".join(engine.backend.piece(token) for token in tokens)
+    text = b"".join(engine.backend.token_to_piece(token) for token in tokens)
     stopped = ask(engine, SYSTEM, stop=(text[3:6], b"never"), ignore_ends=True)
     end = text.find(text[3:6]) + 3
     assert stopped.tokens == tokens[:end]
-    assert stopped.end.stop == text[3:6]
+    assert stopped.end.stop_reason == text[3:6]
     single = ask(engine, SYSTEM, stop_tokens=frozenset({tokens[4]}), ignore_ends=True)
     assert single.tokens == tokens[: tokens.index(tokens[4]) + 1]
-    assert single.end.stop == tokens[4]
+    assert single.end.stop_reason == tokens[4]
 
 
 def test_no_tokens_asked_for_is_a_prompt_kept_in_memory(kind, shared):
@@ -269,7 +269,7 @@ def test_logprobs_come_with_their_alternatives(kind, shared):
         assert len(event.alternatives) == 3
         assert event.alternatives[0] == (event.token, event.logprob)  # greedy takes the likeliest
         assert [value for _, value in event.alternatives] == sorted((v for _, v in event.alternatives), reverse=True)
-    assert GREEDY.greedy
+    assert GREEDY.is_greedy
 
 
 def test_progress_is_reported_while_a_long_prompt_is_computed(kind, shared):
@@ -282,6 +282,6 @@ def test_progress_is_reported_while_a_long_prompt_is_computed(kind, shared):
 def test_usage_adds_up(kind, shared):
     engine = fake(kind, shared=shared)
     usage = ask(engine, SYSTEM).end.usage
-    assert (usage.prompt, usage.cached) == (40, 0)
-    assert usage.generated > 0
-    assert min(usage.queue_time, usage.prefill_time, usage.decode_time) >= 0
+    assert (usage.prompt_tokens, usage.cached_tokens) == (40, 0)
+    assert usage.generated_tokens > 0
+    assert min(usage.queue_seconds, usage.prefill_seconds, usage.decode_seconds) >= 0

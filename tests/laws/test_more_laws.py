@@ -5,22 +5,22 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-import truth
-from play import KINDS, LAYOUTS, Answer, ask, collect, fake, play, prompt, request
-from truth import Damaged, check_all
 
-from afterglow import tiny
-from afterglow.engine import snapshots
-from afterglow.engine.checkpoint import CheckpointSettings
 from afterglow.engine.engine import Engine
-from afterglow.engine.entries import Media
-from afterglow.engine.recipe import LlamaEngine
-from afterglow.engine.request import Request
-from afterglow.engine.reuse import Continue
-from afterglow.engine.settings import EngineSettings
-from afterglow.errors import Cancelled, DecodeFailed, InvalidState, MemoryFull, PromptTooLong
+from afterglow.engine.host.build import EngineSpec
+from afterglow.engine.inspect import snapshots
+from afterglow.engine.kvcache.checkpoints import CheckpointSettings
+from afterglow.engine.kvcache.planner import Continue
+from afterglow.engine.types.entries import Media
+from afterglow.engine.types.request import Request
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import Cancelled, DecodeFailed, InvalidState, KVCacheFull, PromptTooLong
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
+from afterglow.testing import models
+from support import truth
+from support.play import KINDS, LAYOUTS, Answer, ask, collect, fake, play, prompt, request
+from support.truth import Damaged, check_all
 
 everywhere = pytest.mark.parametrize(("kind", "shared"), [(kind, shared) for kind in KINDS for shared in LAYOUTS])
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -36,17 +36,17 @@ def live(engine: Engine, *requests: Request, limit: int = 2000) -> dict[str, Ans
     for one in requests:
         engine.submit(one)
     for _ in range(limit):
-        if not engine.busy:
+        if not engine.is_busy:
             break
         collect(answers, engine)
         check_all(engine)
-    assert not engine.busy, "it does not end"
+    assert not engine.is_busy, "it does not end"
     return answers
 
 
 def expected(kind: str, one: Request, **options: object) -> list[int]:
     tokens, _, _ = truth.answer(
-        kind, one.entries, sampling=one.sampling, max_tokens=one.max_tokens, ignore_ends=one.ignore_ends, **options
+        kind, one.entries, sampling=one.sampling, max_tokens=one.max_tokens, ignore_ends=one.ignore_eos, **options
     )
     return tokens
 
@@ -97,7 +97,7 @@ def test_a_prompt_is_asked_again_while_it_is_answered(kind, shared, steps):
 
 @everywhere
 @pytest.mark.parametrize("at", [2, 5, 9])
-@pytest.mark.parametrize("fault", [DecodeFailed(-3, "planted"), Cancelled("planted"), MemoryFull(1, 1)], ids=repr)
+@pytest.mark.parametrize("fault", [DecodeFailed(-3, "planted"), Cancelled("planted"), KVCacheFull(1, 1)], ids=repr)
 def test_a_failed_decode_draws_no_token_twice(kind, shared, fault, at):
     engine = fake(kind, shared=shared, batch_cells=32)
     requests = [
@@ -117,10 +117,10 @@ def test_a_failed_decode_draws_no_token_twice(kind, shared, fault, at):
 
 def live_on(engine: Engine, answers: dict[str, Answer], limit: int = 2000) -> None:
     for _ in range(limit):
-        if engine.busy:
+        if engine.is_busy:
             collect(answers, engine)
             check_all(engine)
-    assert not engine.busy, "it does not end"
+    assert not engine.is_busy, "it does not end"
 
 
 @every_kind
@@ -135,23 +135,23 @@ def test_full_memory_evicts_then_parks_and_changes_no_token(kind):
     answers = live(engine, *requests)
     for one in requests:
         assert answers[one.id].tokens == expected(kind, one)
-    assert (engine.counters.parked > 0) == (kind != "recurrent")  # its state does not grow
+    assert (engine.counters.preempted > 0) == (kind != "recurrent")  # its state does not grow
 
 
 @every_kind
 def test_parked_jobs_stay_within_their_bytes(kind):
     """Three have to step aside; the bytes are enough for one."""
-    engine = fake(kind, EngineSettings(parked_bytes=6000), shared=True)
-    engine.memory.costs.bytes_per_entry = 100.0
+    engine = fake(kind, EngineSettings(swap_bytes=6000), shared=True)
+    engine.prefix_cache.cost_model.bytes_per_entry = 100.0
     requests = [request(str(n), prompt(30, 10 + n), max_tokens=20, ignore_ends=True) for n in range(4)]
     for one in requests:
         engine.submit(one)
     answers: dict[str, Answer] = {}
     for _ in range(6):
         collect(answers, engine)
-    engine.backend.faults += [MemoryFull(1, 1)] * 3
+    engine.backend.faults += [KVCacheFull(1, 1)] * 3
     live_on(engine, answers)
-    assert engine.counters.parked == 3
+    assert engine.counters.preempted == 3
     for one in requests:
         assert answers[one.id].tokens == expected(kind, one)
 
@@ -244,7 +244,7 @@ def test_checkpoints_have_a_number_and_a_size(kind, shared, number, nbytes):
     settings = EngineSettings(checkpoints=CheckpointSettings(max_checkpoints=number, max_bytes=nbytes))
     engine = fake(kind, settings, shared=shared)
     live(engine, request("one", prompt(60, 5), boundaries=frozenset(range(5, 60, 5))))
-    assert bool(engine.memory.checkpoints) == (kind != "attention")
+    assert bool(engine.prefix_cache.all_checkpoints) == (kind != "attention")
 
 
 @everywhere
@@ -260,11 +260,11 @@ def test_a_checkpoint_behind_an_edit_is_of_no_use(kind, shared, sequences):
 def test_a_checkpoint_goes_when_its_cells_do(kind, shared):
     engine = fake(kind, shared=shared, sequences=1)
     live(engine, request("first", SYSTEM + QUESTION, boundaries=frozenset({40})))
-    assert len(engine.memory.checkpoints) == (kind != "attention")
+    assert len(engine.prefix_cache.all_checkpoints) == (kind != "attention")
     live(engine, request("second", OTHER))
-    assert bool(engine.memory.checkpoints) == (kind != "attention")  # its cells are stored
-    engine.memory.forget_stored()
-    assert not engine.memory.checkpoints
+    assert bool(engine.prefix_cache.all_checkpoints) == (kind != "attention")  # its cells are stored
+    engine.prefix_cache.clear_store()
+    assert not engine.prefix_cache.all_checkpoints
 
 
 @everywhere
@@ -301,34 +301,34 @@ def test_a_certain_slot_is_used_though_another_holds_the_prompt(kind, shared):
     live(engine, request("first", SYSTEM, sequence=2))
     one = request("second", SYSTEM + OTHER, sequence=1)
     assert live(engine, one)["second"].tokens == expected(kind, one)
-    assert [len(slot) > 0 for slot in engine.memory.slots] == [False, True, True, False]
+    assert [len(slot) > 0 for slot in engine.prefix_cache.slots] == [False, True, True, False]
 
 
 @everywhere
 def test_a_sequence_comes_back_from_a_snapshot_and_from_a_fork(kind, shared):
     engine = fake(kind, shared=shared, sequences=2)
     first = live(engine, request("first", SYSTEM + QUESTION))["first"]
-    kept = snapshots.take(engine, snapshots.latest(engine))
-    snapshots.fork(engine, snapshots.latest(engine))
+    kept = snapshots.save(engine, snapshots.find_latest(engine))
+    snapshots.fork(engine, snapshots.find_latest(engine))
     check_all(engine)
-    assert [len(slot) for slot in engine.memory.slots] == [len(kept.ids)] * 2
+    assert [len(slot) for slot in engine.prefix_cache.slots] == [len(kept.entries)] * 2
     snapshots.clear(engine)
     check_all(engine)
     assert ask(engine, OTHER, sequence=0).cached == 0
-    snapshots.put(engine, kept)
+    snapshots.load(engine, kept)
     check_all(engine)
     one = request("second", [*SYSTEM, *QUESTION, *first.tokens, 7])
     second = live(engine, one)["second"]
-    assert (second.cached, second.tokens) == (len(kept.ids), expected(kind, one))
+    assert (second.cached, second.tokens) == (len(kept.entries), expected(kind, one))
 
 
 @everywhere
 def test_a_damaged_snapshot_is_refused_and_leaves_the_record_true(kind, shared):
     engine = fake(kind, shared=shared, sequences=1)
     live(engine, request("first", SYSTEM))
-    broken = snapshots.Saved(snapshots.take(engine, 0).ids, Damaged(), 0)
+    broken = snapshots.SavedSequence(snapshots.save(engine, 0).entries, Damaged(), 0)
     with pytest.raises(InvalidState):
-        snapshots.put(engine, broken)
+        snapshots.load(engine, broken)
     check_all(engine)
     assert ask(engine, SYSTEM).tokens == truth.answer(kind, SYSTEM)[0]
 
@@ -357,10 +357,10 @@ def test_a_recurrent_memory_goes_back_once_for_each_decode(kind):
     engine.submit(request("back", [*SYSTEM[:-1], 7]))
     engine.cancel("back")
     live_on(engine, {})
-    slot = engine.memory.slots[0]
-    engine.memory.begin(Continue(slot, 39))
-    assert not slot.resumable(38)
-    engine.memory.release(slot)
+    slot = engine.prefix_cache.slots[0]
+    engine.prefix_cache.acquire(Continue(slot, 39))
+    assert not slot.can_resume_at(38)
+    engine.prefix_cache.release(slot)
     one = request("further", [*SYSTEM[:-2], 7])
     assert live(engine, one)["further"].tokens == expected(kind, one)
 
@@ -368,9 +368,11 @@ def test_a_recurrent_memory_goes_back_once_for_each_decode(kind):
 @pytest.mark.parametrize("unified", LAYOUTS)
 def test_rollback_changes_no_token_on_llama(unified):
     """As above; llama.cpp itself says yes to more, and is wrong."""
-    make = LlamaEngine(
-        path=tiny.path("hybrid"),
-        context=ContextSettings(cells=2048, sequences=1, batch=64, threads=1, rollback=3, unified=unified),
+    make = EngineSpec(
+        path=models.get_path("hybrid"),
+        context_settings=ContextSettings(
+            cells=2048, sequences=1, batch=64, threads=1, recurrent_snapshots=3, kv_unified=unified
+        ),
     )
     with closing(make()) as engine, closing(make()) as cold:
         for back in (3, 2, 1):
@@ -387,7 +389,7 @@ def test_rollback_changes_no_token_on_llama(unified):
 
 def seeing(kind: str, **options: object) -> Engine:
     engine = fake(kind, **options)
-    engine.backend.ledger = engine.ledger
+    engine.backend.ledger = engine.interner
     return engine
 
 
@@ -407,7 +409,7 @@ def test_reuse_and_company_change_no_token_with_pictures(kind, shared):
     for one in requests:
         assert answers[one.id].tokens == expected(kind, one), one.id
     assert answers["on"].cached == len(about) - 2 + CAT.cells + CLIP.cells + len(first.tokens) - 1
-    assert answers["on"].end.usage.media_cached == CAT.cells + CLIP.cells
+    assert answers["on"].end.usage.cached_media_tokens == CAT.cells + CLIP.cells
     assert answers["edited"].cached == 11 + CAT.cells
 
 
@@ -463,7 +465,7 @@ def test_deterministic_cold_warm_restored_forked_and_concurrent_give_the_same_to
         assert play(engine, one)[one.id].tokens == cold[one.id], one.id
     together = play(engine, *requests)
     assert {id: answer.tokens for id, answer in together.items()} == cold
-    assert engine.counters.widest == 1
+    assert engine.counters.max_batch_jobs == 1
     assert together["second turn"].cached > 0
     fresh = play(grid(kind), *requests)
     assert {id: answer.tokens for id, answer in fresh.items()} == cold

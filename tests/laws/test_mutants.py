@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from unittest import mock
 
-import guessing_mutants
-import mutants
-import picture_mutants
 import pytest
-from mutants import MUTANTS, Mutant
 
 from afterglow.engine.engine import Engine
+from laws import draft_mutants as guessing_mutants
+from laws import media_mutants as picture_mutants
+from laws import mutants
+from laws.mutants import MUTANTS, Mutant
 
 pytestmark = pytest.mark.full
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import truth
-from guessing import PLAIN, ROLLBACK, Oracle, guessing, plain, requests
-from play import GREEDY, KINDS, LAYOUTS, Answer, ask, check, collect, play, prompt
 
-from afterglow.engine.constraint import Constraint
 from afterglow.engine.engine import Engine
-from afterglow.engine.settings import EngineSettings
-from afterglow.errors import Cancelled, DecodeFailed, MemoryFull, UnsupportedOption
+from afterglow.engine.sampling.grammar import GrammarConstraint
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import Cancelled, DecodeFailed, KVCacheFull, UnsupportedOption
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
+from support import truth
+from support.drafting import PLAIN, ROLLBACK, Oracle, guessing, plain, requests
+from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, check, collect, play, prompt
 
 pytestmark = pytest.mark.parametrize(("kind", "shared"), [(kind, shared) for kind in KINDS for shared in LAYOUTS])
 
@@ -30,7 +30,7 @@ def several(count: int = 3, **options: object) -> dict[str, tuple[list[int], dic
 def finish(engine: Engine) -> dict[str, Answer]:
     """Step to the end, and compare memory with one computed from scratch after every step."""
     answers: dict[str, Answer] = {}
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
         truth.check_all(engine)
     return answers
@@ -47,14 +47,14 @@ def test_speculation_changes_no_token(kind, shared, wrong, length):
     for id, tokens in expected.items():
         assert answers[id].tokens == tokens, id
         usage = answers[id].end.usage
-        assert usage.drafted > 0
-        assert (usage.accepted > 0) == (wrong != 1), usage
-        assert usage.accepted <= min(usage.drafted, usage.generated)
+        assert usage.draft_tokens > 0
+        assert (usage.accepted_tokens > 0) == (wrong != 1), usage
+        assert usage.accepted_tokens <= min(usage.draft_tokens, usage.generated_tokens)
     # Every entry is computed once, but for the last token, and beside them only wrong guesses.
     needed = [len(prompts[id][0]) + len(tokens) - 1 for id, tokens in expected.items()]
-    assert engine.counters.rows == sum(needed) + engine.counters.drafted - engine.counters.accepted
-    assert engine.counters.drafted == sum(answer.end.usage.drafted for answer in answers.values())
-    assert engine.counters.accepted == sum(answer.end.usage.accepted for answer in answers.values())
+    assert engine.counters.rows == sum(needed) + engine.counters.draft_tokens - engine.counters.accepted_tokens
+    assert engine.counters.draft_tokens == sum(answer.end.usage.draft_tokens for answer in answers.values())
+    assert engine.counters.accepted_tokens == sum(answer.end.usage.accepted_tokens for answer in answers.values())
 
 
 def test_right_guesses_save_decodes(kind, shared):
@@ -64,7 +64,7 @@ def test_right_guesses_save_decodes(kind, shared):
     assert answer.tokens == expected["0"]
     # The prompt gives the first token, then six come with each decode.
     assert len([rows for rows in engine.backend.history if rows == [(rows[0][0], 6)]]) == 3
-    assert answer.end.usage.accepted >= 19
+    assert answer.end.usage.accepted_tokens >= 19
 
 
 def test_speculation_and_reuse_together_change_no_token(kind, shared):
@@ -79,14 +79,14 @@ def test_speculation_and_reuse_together_change_no_token(kind, shared):
     after = play(engine, two)["b"]
     assert after.tokens == expected["b"]
     assert after.cached == len(first + tokens) - 1
-    assert after.end.usage.accepted > 0
+    assert after.end.usage.accepted_tokens > 0
     truth.check_all(engine)
 
 
 def test_stops_and_limits_hold_in_the_middle_of_right_guesses(kind, shared):
     entries = prompt(30, 4)
     tokens = ask(plain(kind), entries, max_tokens=20, ignore_ends=True).tokens
-    text = b"".join(FakeBackend().piece(token) for token in tokens)
+    text = b"".join(FakeBackend().token_to_piece(token) for token in tokens)
     for options in (
         {"stop": (text[5:8],)},
         {"stop_tokens": frozenset({tokens[6]})},
@@ -102,7 +102,7 @@ def test_stops_and_limits_hold_in_the_middle_of_right_guesses(kind, shared):
         answer = finish(engine).get("a", Answer())
         assert answer.tokens == expected["a"], options
         right = ask(plain(kind), entries, **options)
-        assert (answer.end.reason, answer.end.stop) == (right.end.reason, right.end.stop)
+        assert (answer.end.finish_reason, answer.end.stop_reason) == (right.end.finish_reason, right.end.stop_reason)
 
 
 def test_an_end_of_the_model_ends_in_the_middle_of_guesses(kind, shared):
@@ -112,7 +112,7 @@ def test_an_end_of_the_model_ends_in_the_middle_of_guesses(kind, shared):
         engine, expected, _ = guessing(kind, prompts, wrong=0, length=6, shared=shared)
         answer = play(engine, *requests(prompts))["a"]
         assert answer.tokens == expected["a"]
-        ended += answer.end.reason == "stop" and answer.end.usage.accepted > 0
+        ended += answer.end.finish_reason == "stop" and answer.end.usage.accepted_tokens > 0
     assert ended > 2
 
 
@@ -121,11 +121,11 @@ def test_a_stream_that_is_full_ends_where_it_does_without_guesses(kind, shared):
     options = {"max_tokens": None, "ignore_ends": True}
     right = ask(plain(kind, cells=60, sequences=1), entries, **options)
     oracle = Oracle({"one": ask(plain(kind), entries, max_tokens=60, ignore_ends=True).tokens})
-    backend = FakeBackend(kind, cells=60, sequences=1, rollback=ROLLBACK, shared=shared)
+    backend = FakeBackend(kind, cells_per_sequence=60, sequences=1, recurrent_snapshots=ROLLBACK, kv_unified=shared)
     engine = Engine(backend, EngineSettings(speculation=5, drafters=("oracle",)), [oracle])
     answer = ask(engine, entries, **options)
     assert (answer.tokens, answer.reason) == (right.tokens, right.reason)
-    assert answer.end.usage.accepted > 0
+    assert answer.end.usage.accepted_tokens > 0
 
 
 def test_logprobs_are_those_of_plain_decoding(kind, shared):
@@ -144,12 +144,12 @@ def test_company_that_cannot_be_guessed_is_not_disturbed(kind, shared):
     del oracle.answers["1"]
     answers = play(engine, *requests(prompts))
     assert {id: answer.tokens for id, answer in answers.items()} == expected
-    assert answers["1"].end.usage.drafted == 0
-    assert answers["0"].end.usage.accepted > 0
+    assert answers["1"].end.usage.draft_tokens == 0
+    assert answers["0"].end.usage.accepted_tokens > 0
     assert any(len({rows for _, rows in spans}) > 1 for spans in engine.backend.history)
 
 
-@pytest.mark.parametrize("fault", [Cancelled("planted"), DecodeFailed(-3, "planted"), MemoryFull(9, 9)], ids=repr)
+@pytest.mark.parametrize("fault", [Cancelled("planted"), DecodeFailed(-3, "planted"), KVCacheFull(9, 9)], ids=repr)
 def test_a_decode_with_guesses_that_fails_costs_time_and_no_token(kind, shared, fault):
     prompts = several()
     engine, expected, _ = guessing(kind, prompts, wrong=3, shared=shared)
@@ -159,11 +159,11 @@ def test_a_decode_with_guesses_that_fails_costs_time_and_no_token(kind, shared, 
     for _ in range(6):
         collect(answers, engine)
     engine.backend.faults.append(fault)
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
         truth.check_all(engine)
     assert {id: answer.tokens for id, answer in answers.items()} == expected
-    assert engine.counters.accepted > 0
+    assert engine.counters.accepted_tokens > 0
 
 
 def test_guesses_never_push_anybody_out_of_full_memory(kind, shared):
@@ -183,32 +183,32 @@ def test_cancel_and_deadlines_leave_the_record_true(kind, shared):
         collect(answers, engine)
         truth.check_all(engine)
     engine.cancel("1")
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
         truth.check_all(engine)
     assert isinstance(answers["1"].end.error, Cancelled)
     assert answers["1"].tokens == expected["1"][: len(answers["1"].tokens)]
-    assert answers["1"].end.usage.accepted > 0
+    assert answers["1"].end.usage.accepted_tokens > 0
     assert answers["0"].tokens == expected["0"]
 
 
 def test_a_grammar_is_kept_and_what_it_forbids_is_never_computed(kind, shared):
-    constraint = Constraint(grammar="start: /[a-m]{20}/")
+    constraint = GrammarConstraint(grammar="start: /[a-m]{20}/")
     entries, more = prompt(20, 6), {"constraint": constraint, "max_tokens": 30}
     prompts = {"a": (entries, more)}
     engine, expected, oracle = guessing(kind, prompts, wrong=0, length=5, shared=shared)
     oracle.answers["a"] = expected["a"]
     answer = play(engine, *requests(prompts))["a"]
     assert answer.tokens == expected["a"]
-    assert answer.end.usage.accepted > 5
-    forbidden = [token for token in range(1, 64) if not b"a" <= FakeBackend().piece(token) <= b"m"]
+    assert answer.end.usage.accepted_tokens > 5
+    forbidden = [token for token in range(1, 64) if not b"a" <= FakeBackend().token_to_piece(token) <= b"m"]
     engine, _, oracle = guessing(kind, prompts, wrong=0, length=5, shared=shared)
     oracle.answers["a"] = [token if n % 2 else forbidden[0] for n, token in enumerate(expected["a"])]
     answer = play(engine, *requests(prompts))["a"]
     assert answer.tokens == expected["a"]
-    computed = {int(token) for slot in engine.memory.slots for token in slot.ids[len(entries) :]}
+    computed = {int(token) for slot in engine.prefix_cache.slots for token in slot.entries[len(entries) :]}
     assert not computed & set(forbidden)
-    assert answer.end.usage.drafted == answer.end.usage.accepted  # one right guess, and nothing behind it
+    assert answer.end.usage.draft_tokens == answer.end.usage.accepted_tokens  # one right guess, and nothing behind it
 
 
 def test_the_deterministic_mode_does_not_guess(kind, shared):
@@ -218,7 +218,7 @@ def test_the_deterministic_mode_does_not_guess(kind, shared):
     answers = play(engine, *requests(prompts))
     assert {id: answer.tokens for id, answer in answers.items()} == expected
     assert not oracle.calls
-    assert engine.counters.drafted == 0
+    assert engine.counters.draft_tokens == 0
 
 
 def test_off_is_off_and_a_drafter_that_is_not_there_is_refused(kind, shared):
@@ -262,13 +262,15 @@ def test_replay_changes_no_token(kind, shared, wrong, length):
     for id, tokens in expected.items():
         assert answers[id].tokens == tokens, id
         usage = answers[id].end.usage
-        assert usage.drafted > 0
-        assert (usage.accepted > 0) == (wrong != 1), usage
+        assert usage.draft_tokens > 0
+        assert (usage.accepted_tokens > 0) == (wrong != 1), usage
     counters = engine.counters
     needed = [len(prompts[id][0]) + len(tokens) - 1 for id, tokens in expected.items()]
-    assert counters.rows == sum(needed) + counters.drafted - counters.accepted + counters.replayed
-    assert (counters.replayed > 0) == (kind in ("recurrent", "hybrid") and counters.drafted > counters.accepted)
-    assert counters.drafted > counters.accepted or wrong in (0, 2, 5)
+    assert counters.rows == sum(needed) + counters.draft_tokens - counters.accepted_tokens + counters.replayed_entries
+    assert (counters.replayed_entries > 0) == (
+        kind in ("recurrent", "hybrid") and counters.draft_tokens > counters.accepted_tokens
+    )
+    assert counters.draft_tokens > counters.accepted_tokens or wrong in (0, 2, 5)
 
 
 @pytest.mark.parametrize("batch", [4, 24])
@@ -281,10 +283,10 @@ def test_replay_beside_prompts_and_in_small_batches_changes_no_token(kind, share
         engine.submit(one)
     answers = finish(engine)
     assert {id: answer.tokens for id, answer in answers.items()} == expected
-    assert engine.counters.accepted > 0
+    assert engine.counters.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("fault", [Cancelled("planted"), DecodeFailed(-3, "planted"), MemoryFull(9, 9)], ids=repr)
+@pytest.mark.parametrize("fault", [Cancelled("planted"), DecodeFailed(-3, "planted"), KVCacheFull(9, 9)], ids=repr)
 @pytest.mark.parametrize("steps", [6, 7, 8])
 def test_a_replay_that_fails_costs_time_and_no_token(kind, shared, fault, steps):
     prompts = several()
@@ -295,7 +297,7 @@ def test_a_replay_that_fails_costs_time_and_no_token(kind, shared, fault, steps)
     for _ in range(steps):
         collect(answers, engine)
     engine.backend.faults.append(fault)
-    while engine.busy:
+    while engine.is_busy:
         collect(answers, engine)
         truth.check_all(engine)
     assert {id: answer.tokens for id, answer in answers.items()} == expected
@@ -304,12 +306,12 @@ def test_a_replay_that_fails_costs_time_and_no_token(kind, shared, fault, steps)
 def test_a_saved_state_that_does_not_load_costs_time_and_no_token(kind, shared, monkeypatch):
     prompts = several(2)
     engine, expected, _ = guessing(kind, prompts, wrong=3, shared=shared, rollback=0)
-    replay = engine.drafting.replay
+    replay = engine.speculator.rollback
     if replay is not None:
         monkeypatch.setattr(replay._backend, "save", lambda sequence, scope: truth.Damaged())
     answers = play(engine, *requests(prompts))
     assert {id: answer.tokens for id, answer in answers.items()} == expected
-    assert engine.counters.replayed == 0
+    assert engine.counters.replayed_entries == 0
 
 
 def test_a_drafter_hears_the_end_of_every_job(kind, shared):
@@ -332,8 +334,10 @@ def test_twenty_thousand_draws_are_distributed_as_without_guesses(kind, shared):
 def draw(kind: str, shared: bool, draws: int) -> None:
     entries, size = prompt(12, 8), 6
     entries = [token % size for token in entries]
-    backend = FakeBackend(kind, vocabulary=size, rollback=ROLLBACK, shared=shared)
-    likeliest = ask(Engine(FakeBackend(kind, vocabulary=size), PLAIN), entries, max_tokens=4, ignore_ends=True).tokens
+    backend = FakeBackend(kind, vocabulary_size=size, recurrent_snapshots=ROLLBACK, kv_unified=shared)
+    likeliest = ask(
+        Engine(FakeBackend(kind, vocabulary_size=size), PLAIN), entries, max_tokens=4, ignore_ends=True
+    ).tokens
     oracle = Oracle({"one": likeliest}, vocabulary=size)
     engine = Engine(backend, EngineSettings(speculation=3, drafters=("oracle",)), [oracle])
     counts = np.zeros((size,) * 3)
@@ -341,7 +345,7 @@ def draw(kind: str, shared: bool, draws: int) -> None:
         sampling = Sampling(temperature=1.0, seed=seed)
         tokens = ask(engine, entries, sampling=sampling, max_tokens=3, ignore_ends=True).tokens
         counts[tuple(tokens)] += 1
-    assert engine.counters.accepted > draws / 20
+    assert engine.counters.accepted_tokens > draws / 20
     expected = draws * exact(kind, entries, size)
     common = expected > 5
     statistic = ((counts - expected)[common] ** 2 / expected[common]).sum()
@@ -354,10 +358,10 @@ def exact(kind: str, entries: list[int], size: int) -> np.ndarray:
     table = np.zeros((size,) * 3)
     for first in range(size):
         for second in range(size):
-            backend = FakeBackend(kind, vocabulary=size)
+            backend = FakeBackend(kind, vocabulary_size=size)
             from_prompt = [*entries, first, second]
-            backend.decode([truth.Span(0, from_prompt, 0, 3)])
-            rows = [softmax(backend.logits(0, len(entries) - 1 + row)) for row in range(3)]
+            backend.decode([truth.DecodeSpan(0, from_prompt, 0, 3)])
+            rows = [softmax(backend.get_logits(0, len(entries) - 1 + row)) for row in range(3)]
             table[first, second] = rows[0][first] * rows[1][second] * rows[2]
     return table
 
@@ -377,7 +381,7 @@ def test_requests_of_many_answers_guess_for_each(kind, shared):
     answers = play(engine, *requests(prompts))
     assert {id: answer.tokens for id, answer in answers.items()} == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > 1
-    assert all(answer.end.usage.accepted > 0 for answer in answers.values())
+    assert all(answer.end.usage.accepted_tokens > 0 for answer in answers.values())
 
 
 def test_auto_changes_no_token_whatever_it_tries(kind, shared):
@@ -398,4 +402,4 @@ def test_the_sampler_s_state_moves_with_kept_tokens_only(kind, shared):
     finish(engine)
     for id, tokens in expected.items():
         assert samplers[id].accepted == tokens
-        assert samplers[id].drawn == (0 if samplers[id].sampling.greedy else len(tokens))
+        assert samplers[id].drawn == (0 if samplers[id].sampling.is_greedy else len(tokens))

@@ -15,8 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import truth
-from guessing import Oracle
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,29 +25,25 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
-from truth import Damaged, check_all
 
-from afterglow.engine import (
-    checkpoint,
-    drafting,
-    engine,
-    job,
-    marks,
-    memory,
-    replay,
-    segments,
-    sequence,
-    snapshots,
-    tiers,
-)
-from afterglow.engine.checkpoint import CheckpointSettings
-from afterglow.engine.engine import MAX_ATTEMPTS
-from afterglow.engine.entries import Entry, Media
-from afterglow.engine.request import Failed, Finished, Request
-from afterglow.engine.settings import EngineSettings
-from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, MemoryFull
+from afterglow.engine import engine
+from afterglow.engine.engine import MAX_DECODE_ATTEMPTS
+from afterglow.engine.inspect import snapshots
+from afterglow.engine.kvcache import blocks, checkpoint_store, prefix_cache, sequence, store
+from afterglow.engine.kvcache import checkpoints as checkpoint
+from afterglow.engine.kvcache.checkpoints import CheckpointSettings
+from afterglow.engine.scheduling import job
+from afterglow.engine.speculation import rollback as replay
+from afterglow.engine.speculation import speculator as drafting
+from afterglow.engine.types.entries import Entry, Media
+from afterglow.engine.types.request import Failed, Finished, Request
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, KVCacheFull
 from afterglow.llama.sampling import Sampling
+from support import truth
+from support.drafting import Oracle
+from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
+from support.truth import Damaged, check_all
 
 LONGEST = 70  # entries of a prompt
 RECALLED: Counter[str] = Counter()  # prompts that began from what was stored, by kind of memory
@@ -85,9 +79,9 @@ def alone_on_the_grid(kind: str, cells: int, entries: tuple[Entry, ...], what: t
     """Where shapes move the numbers the right answer is that of a cold engine."""
     options = dict(what)
     engine = fake(kind, ON_THE_GRID, sequences=1, cells=cells, rounding=True)
-    engine.backend.ledger = engine.ledger
+    engine.backend.ledger = engine.interner
     answer = ask(engine, entries, **options | {"sampling": SAMPLINGS[options["sampling"]]})
-    return answer.tokens, answer.reason, answer.end.stop
+    return answer.tokens, answer.reason, answer.end.stop_reason
 
 
 ON_THE_GRID = EngineSettings(deterministic=True, grid=8)
@@ -145,7 +139,7 @@ class Life(RuleBasedStateMachine):
         self.cancelled: set[str] = set()
         self.squeezed: set[str] = set()  # had to end where they were, in memory that was called full
         self.failures: Counter[str] = Counter()  # decodes that were made to fail
-        self.snapshots: list[snapshots.Saved] = []
+        self.snapshots: list[snapshots.SavedSequence] = []
         self.idle_steps = 0  # in a row, without a decode or an end
 
     @initialize(
@@ -174,13 +168,13 @@ class Life(RuleBasedStateMachine):
             self.kind,
             EngineSettings(
                 checkpoints=checkpoints,
-                parked_bytes=parked,
+                swap_bytes=parked,
                 deterministic=self.deterministic,
                 grid=ON_THE_GRID.grid,
                 speculation=speculation,
                 drafters=("oracle",),
-                ram_bytes=ram,
-                segment=segment,
+                ram_cache_bytes=ram,
+                block_size=segment,
             ),
             [Oracle(Answers(self), wrong)],
             sequences=sequences,
@@ -191,7 +185,7 @@ class Life(RuleBasedStateMachine):
             rollback=rollback,
             rounding=self.deterministic,
         )
-        self.engine.backend.ledger = self.engine.ledger
+        self.engine.backend.ledger = self.engine.interner
 
     # --- asking
 
@@ -208,7 +202,7 @@ class Life(RuleBasedStateMachine):
         self.answers[id] = Answer()
         self.submitted[id] = self.clock.now
         self.engine.submit(self.requests[id])
-        self.engine._jobs[id].submitted = self.clock.now
+        self.engine._jobs[id].submitted_at = self.clock.now
 
     def earlier(self, pick: int) -> tuple[list[Entry], list[int]]:
         id = str(len(self.requests) - 1 - pick % len(self.requests))
@@ -251,14 +245,14 @@ class Life(RuleBasedStateMachine):
     # --- working
 
     def busy(self) -> bool:
-        return self.engine.busy
+        return self.engine.is_busy
 
     def step(self) -> None:
         now = self.clock.now
         running = set(self.engine._jobs)
         decodes = len(self.engine.backend.history)
         collect(self.answers, self.engine)
-        for one in self.engine.memory.checkpoints:
+        for one in self.engine.prefix_cache.all_checkpoints:
             one.last_used = max(one.last_used, BEGINNING)
         for id in running - set(self.engine._jobs):
             self.judge(id)
@@ -281,16 +275,16 @@ class Life(RuleBasedStateMachine):
         assert answer.tokens == tokens[: len(answer.tokens)]
         usage = answer.end.usage
         cells = sum(entry.cells if isinstance(entry, Media) else 1 for entry in request.entries)
-        assert (usage.prompt, usage.generated) == (cells, len(answer.tokens))
-        assert usage.cached < usage.prompt
+        assert (usage.prompt_tokens, usage.generated_tokens) == (cells, len(answer.tokens))
+        assert usage.cached_tokens < usage.prompt_tokens
         match answer.end:
             case Failed(_, Cancelled()):
                 assert id in self.cancelled
             case Failed(_, DecodeFailed()):
-                assert self.failures[id] >= MAX_ATTEMPTS
+                assert self.failures[id] >= MAX_DECODE_ATTEMPTS
             case Finished(_, "deadline"):
                 assert self.clock.now - self.submitted[id] > request.deadline
-            case Failed(_, MemoryFull()):
+            case Failed(_, KVCacheFull()):
                 assert id in self.squeezed
             case Finished(_, reason, _, stop):
                 assert id in self.squeezed or (answer.tokens, [reason, stop]) == (tokens, ending)
@@ -312,7 +306,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def finish(self):
         for _ in range(2000):
-            if not self.engine.busy:
+            if not self.engine.is_busy:
                 return
             self.step()
         raise AssertionError("it does not end")
@@ -345,11 +339,11 @@ class Life(RuleBasedStateMachine):
         return decode
 
     @precondition(busy)
-    @rule(fault=st.sampled_from([DecodeFailed(-3, "planted"), Cancelled("planted"), MemoryFull(1, 1)]))
+    @rule(fault=st.sampled_from([DecodeFailed(-3, "planted"), Cancelled("planted"), KVCacheFull(1, 1)]))
     def let_a_decode_fail(self, fault):
         before = set(self.engine._jobs)
         self.engine.backend.faults.append(fault)
-        if isinstance(fault, MemoryFull):
+        if isinstance(fault, KVCacheFull):
             self.squeezed |= before
         if isinstance(fault, DecodeFailed):
             self.failures.update(before)
@@ -360,46 +354,46 @@ class Life(RuleBasedStateMachine):
     # --- memory
 
     def slot(self, pick: int) -> int:
-        return pick % len(self.engine.memory.slots)
+        return pick % len(self.engine.prefix_cache.slots)
 
     @rule(pick=PICK, then=st.sampled_from(["keep", "fork", "put back", "put back there"]))
     def copy_a_sequence(self, pick, then):
-        slot = self.engine.memory.slots[self.slot(pick)]
+        slot = self.engine.prefix_cache.slots[self.slot(pick)]
         try:
             if then == "keep":
-                self.snapshots.append(snapshots.take(self.engine, slot.number))
+                self.snapshots.append(snapshots.save(self.engine, slot.seq_id))
             elif then == "fork":
-                snapshots.fork(self.engine, slot.number)
+                snapshots.fork(self.engine, slot.seq_id)
             elif self.snapshots:
                 snapshot = self.snapshots[pick % len(self.snapshots)]
-                number = snapshots.put(self.engine, snapshot, None if then == "put back" else slot.number)
-                assert np.array_equal(self.engine.memory.slots[number].ids, snapshot.ids)
+                number = snapshots.load(self.engine, snapshot, None if then == "put back" else slot.seq_id)
+                assert np.array_equal(self.engine.prefix_cache.slots[number].entries, snapshot.ids)
         except InvalidArgument:
             assert slot.busy or not len(slot)
-        except MemoryFull:
-            assert self.shared or self.engine.busy
+        except KVCacheFull:
+            assert self.shared or self.engine.is_busy
 
     @rule(pick=PICK, what=st.sampled_from(["the best", "the best", "this", "a checkpoint", "all that is stored"]))
     def lose_something(self, pick, what):
-        memory = self.engine.memory
+        memory = self.engine.prefix_cache
         if what == "the best":
-            idle = [slot for slot in memory.slots if not slot.busy and len(slot)]
-            assert memory.evict() == bool(idle)
+            idle = [slot for slot in prefix_cache.slots if not slot.busy and len(slot)]
+            assert prefix_cache.evict() == bool(idle)
             assert sum(len(slot) == 0 for slot in idle) == bool(idle)
         elif what == "this":
             snapshots.clear(self.engine, self.slot(pick))
         elif what == "all that is stored":
-            memory.forget_stored()
-            assert memory.tiers.ram.segment_bytes == 0
-        elif memory.checkpoints:
-            memory.checkpoints[pick % len(memory.checkpoints)].state = Damaged()
+            prefix_cache.clear_store()
+            assert prefix_cache.store.ram.block_bytes == 0
+        elif prefix_cache.all_checkpoints:
+            prefix_cache.all_checkpoints[pick % len(prefix_cache.all_checkpoints)].state = Damaged()
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, length=st.sampled_from([5, 30]), then=st.sampled_from(["pin", "unpin"]))
     def hold_on_to_a_beginning(self, pick, length, then):
-        ids = self.engine.ledger.ids(self.earlier(pick)[0][:length])
+        ids = self.engine.interner.intern(self.earlier(pick)[0][:length])
         with contextlib.suppress(InvalidArgument):  # more than pins may take
-            getattr(self.engine.memory.tiers.pinning, then)(ids, "")
+            getattr(self.engine.prefix_cache.store.pin_manager, then)(ids, "")
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, how=HOW)
@@ -407,7 +401,7 @@ class Life(RuleBasedStateMachine):
         entries, tokens = self.earlier(pick)
         request = Request(id="why", entries=(entries + tokens)[:LONGEST], **how | {"sequence": None})
         explanation = self.engine.explain(request)
-        assert 0 <= explanation.reused < explanation.prompt == len(request.entries)
+        assert 0 <= explanation.reused_entries < explanation.prompt_entries == len(request.entries)
 
     # --- always
 
@@ -421,14 +415,14 @@ class Life(RuleBasedStateMachine):
             return
         Life.finish(self)
         assert all(answer.end is not None for answer in self.answers.values())
-        assert not any(slot.busy for slot in self.engine.memory.slots)
-        RECALLED[self.kind] += self.engine.memory.tiers.ram_counters.hits
+        assert not any(slot.busy for slot in self.engine.prefix_cache.slots)
+        RECALLED[self.kind] += self.engine.prefix_cache.store.ram_counters.hits
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (checkpoint, drafting, engine, job, marks, memory, replay, segments, sequence, tiers):
+    for module in (checkpoint, drafting, engine, job, checkpoint_store, prefix_cache, replay, blocks, sequence, store):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from afterglow import tiny
-from afterglow.llama.context import Context
-from afterglow.llama.model import Model, ModelSettings
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import ContextSettings
+from afterglow.testing import models
 
-OpenModel = Callable[..., Model]
-OpenContext = Callable[..., Context]
+OpenModel = Callable[..., LlamaModel]
+OpenContext = Callable[..., LlamaContext]
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def stack() -> Iterator[ExitStack]:
 def open_model(stack: ExitStack) -> OpenModel:
     """Load a tiny model by name; closed at the end of the test."""
 
-    def load(name: str, **settings: object) -> Model:
-        model = Model.load(tiny.path(name), ModelSettings(**settings), trust=True)  # type: ignore[arg-type]
+    def load(name: str, **settings: object) -> LlamaModel:
+        model = LlamaModel.load(models.get_path(name), ModelSettings(**settings), trust=True)  # type: ignore[arg-type]
         return stack.enter_context(model)
 
     return load
@@ -37,9 +37,9 @@ def open_model(stack: ExitStack) -> OpenModel:
 def open_context(open_model: OpenModel, stack: ExitStack) -> OpenContext:
     """A small single-threaded context on a tiny model; closed at the end of the test."""
 
-    def make(name: str | Model, **settings: object) -> Context:
+    def make(name: str | LlamaModel, **settings: object) -> LlamaContext:
         model = open_model(name) if isinstance(name, str) else name
         defaults = {"cells": 2048, "sequences": 2, "batch": 256, "outputs": 32, "threads": 1}
-        return stack.enter_context(Context(model, ContextSettings(**{**defaults, **settings})))  # type: ignore[arg-type]
+        return stack.enter_context(LlamaContext(model, ContextSettings(**{**defaults, **settings})))  # type: ignore[arg-type]
 
     return make

@@ -7,17 +7,17 @@ from contextlib import ExitStack
 import cffi
 import numpy as np
 import pytest
-from gallery import COLOURS, PAIRS, coloured, noisy
 
-from afterglow import tiny
 from afterglow.errors import Closed, InvalidArgument, InvalidModel, ModelNotFound, UnsupportedMedia
 from afterglow.llama.batch import EmbeddingBatch
-from afterglow.llama.context import Context
-from afterglow.llama.library import library
-from afterglow.llama.model import Model
-from afterglow.llama.projector import Piece, Projector, ProjectorSettings, Shape
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel
+from afterglow.llama.projector import ImageSize, MediaChunk, Projector, ProjectorSettings
 from afterglow.llama.settings import ContextSettings
-from afterglow.media.contents import Sound
+from afterglow.media.types import AudioData
+from afterglow.testing import models
+from support.media_prompts import COLOURS, PAIRS, coloured, noisy
 
 SMALL = ContextSettings(cells=512, batch=64, ubatch=64, threads=1)
 
@@ -26,9 +26,9 @@ SMALL = ContextSettings(cells=512, batch=64, ubatch=64, threads=1)
 def pair():
     with ExitStack() as stack:
 
-        def make(kind: str, projector: str | None = None, **settings) -> tuple[Model, Projector]:
-            model = stack.enter_context(Model.load(tiny.path(kind)))
-            path = tiny.path(projector or PAIRS[kind])
+        def make(kind: str, projector: str | None = None, **settings) -> tuple[LlamaModel, Projector]:
+            model = stack.enter_context(LlamaModel.load(models.get_path(kind)))
+            path = models.get_path(projector or PAIRS[kind])
             return model, Projector.load(model, path, ProjectorSettings(**settings))
 
         yield make
@@ -38,21 +38,21 @@ def pair():
 def test_what_stands_for_a_picture_is_known_without_encoding_it(pair, kind):
     _, projector = pair(kind)
     picture = noisy(1)
-    measured = projector.measure(Shape(64, 48))
+    measured = projector.measure(ImageSize(64, 48))
     assert measured == projector.measure(picture)
-    assert projector.encodes == 0
-    (piece,) = [one for one in measured if isinstance(one, Piece)]
+    assert projector.encoded_count == 0
+    (piece,) = [one for one in measured if isinstance(one, MediaChunk)]
     ((embedding,),) = projector.encode([picture])
     assert embedding.rows.shape == (piece.cells, 64)
-    assert piece.whole == embedding.whole == (kind == "window")
+    assert piece.non_causal == embedding.non_causal == (kind == "window")
     assert (piece.positions < piece.cells) == (kind == "hybrid")
-    assert embedding.offsets[:, 0].max() == (0 if kind == "hybrid" else piece.cells - 1)
-    assert projector.kinds == {"image"}
+    assert embedding.position_offsets[:, 0].max() == (0 if kind == "hybrid" else piece.cells - 1)
+    assert projector.modalities == {"image"}
 
 
 def test_the_tokens_around_a_picture_come_from_the_projector(pair):
     model, projector = pair("hybrid")
-    texts = [model.vocabulary.text(one) for one in projector.measure(Shape(64, 48)) if isinstance(one, int)]
+    texts = [model.vocabulary.get_text(one) for one in projector.measure(ImageSize(64, 48)) if isinstance(one, int)]
     assert texts == ["<|vision_start|>", "<|vision_end|>"]
 
 
@@ -64,8 +64,8 @@ def test_several_pictures_at_once_are_what_each_is_alone(pair, kind):
     for picture, (embedding,) in zip(pictures, together, strict=True):
         ((alone,),) = projector.encode([picture])
         assert np.array_equal(alone.rows, embedding.rows)
-        assert np.array_equal(alone.offsets, embedding.offsets)
-    assert projector.encodes == 10
+        assert np.array_equal(alone.position_offsets, embedding.position_offsets)
+    assert projector.encoded_count == 10
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -74,13 +74,13 @@ def test_our_decode_of_a_picture_gives_the_logits_of_llama_cpp_s_own(pair, kind)
     model, projector = pair(kind)
     vocabulary, picture = model.vocabulary, noisy(3)
     before, after = "Look at this: ", " What is it?"
-    with Context(model, SMALL) as ours, Context(model, SMALL) as theirs:
+    with LlamaContext(model, SMALL) as ours, LlamaContext(model, SMALL) as theirs:
         entries = [*vocabulary.tokenize(before), *projector.measure(picture), *vocabulary.tokenize(after)]
         logits = decoded(ours, projector, picture, entries)
         assert np.array_equal(logits, helper_logits(theirs, projector, picture, before, after))
 
 
-def decoded(context: Context, projector: Projector, picture, entries) -> np.ndarray:
+def decoded(context: LlamaContext, projector: Projector, picture, entries) -> np.ndarray:
     """What follows, with tokens and pictures each in decodes of their own."""
     position, run = 0, []
     ((embedding,),) = projector.encode([picture])
@@ -93,22 +93,22 @@ def decoded(context: Context, projector: Projector, picture, entries) -> np.ndar
         context.decode()
         position += len(run)
         if entry is None:
-            return context.logits(len(run) - 1).copy()
+            return context.get_logits(len(run) - 1).copy()
         run = []
-        places = position + embedding.offsets
-        batch = EmbeddingBatch(embedding.rows, places.T if projector.mrope else places[:, 0], sequence=0)
-        context.decode_rows(batch, causal=not embedding.whole)
+        places = position + embedding.position_offsets
+        batch = EmbeddingBatch(embedding.rows, places.T if projector.uses_mrope else places[:, 0], sequence=0)
+        context.decode_embeddings(batch, causal=not embedding.non_causal)
         position += entry.positions
     raise AssertionError
 
 
-def helper_logits(context: Context, projector: Projector, picture, before: str, after: str) -> np.ndarray:
-    opened = library()
+def helper_logits(context: LlamaContext, projector: Projector, picture, before: str, after: str) -> np.ndarray:
+    opened = get_library()
     ffi, symbols = opened.ffi, opened.symbols
     helper = Helper(opened)
     text = before.encode() + ffi.string(symbols.mtmd_default_marker()) + after.encode()
     asked = ffi.new("mtmd_input_text *", (kept := ffi.new("char[]", text), len(text), False, True))
-    with projector._bitmap(picture) as bitmap:
+    with projector._open_bitmap(picture) as bitmap:
         chunks = symbols.mtmd_input_chunks_init()
         try:
             bitmaps = ffi.new("mtmd_bitmap *[]", [bitmap])
@@ -139,22 +139,22 @@ class Helper:
 def test_the_colour_pair_names_colours(pair):
     model, projector = pair("colours", "projector-colours")
     vocabulary = model.vocabulary
-    with Context(model, SMALL) as context:
+    with LlamaContext(model, SMALL) as context:
         for letter in COLOURS:
             picture = coloured(letter)
             entries = [*vocabulary.tokenize("See "), *projector.measure(picture), *vocabulary.tokenize(" it?\n")]
             context.memory.remove(0)
             logits = decoded(context, projector, picture, entries)
-            assert vocabulary.piece(int(logits.argmax())) == letter.encode()
+            assert vocabulary.token_to_piece(int(logits.argmax())) == letter.encode()
 
 
 def test_a_picture_may_take_no_more_tokens_than_allowed(pair):
     _, projector = pair("hybrid", min_tokens=4, max_tokens=6)
-    pieces = [one for one in projector.measure(Shape(500, 500)) if isinstance(one, Piece)]
+    pieces = [one for one in projector.measure(ImageSize(500, 500)) if isinstance(one, MediaChunk)]
     assert pieces[0].cells <= 6
     _, other = pair("hybrid")
     assert other.key != projector.key
-    assert next(one for one in other.measure(Shape(500, 500)) if isinstance(one, Piece)).cells > 6
+    assert next(one for one in other.measure(ImageSize(500, 500)) if isinstance(one, MediaChunk)).cells > 6
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -163,7 +163,7 @@ def test_pictures_of_every_shape_are_measured_and_encoded(pair, kind, size):
     _, projector = pair(kind)
     picture = noisy(1, *size)
     ((embedding,),) = projector.encode([picture])
-    (piece,) = [one for one in projector.measure(Shape(*size)) if isinstance(one, Piece)]
+    (piece,) = [one for one in projector.measure(ImageSize(*size)) if isinstance(one, MediaChunk)]
     assert len(embedding.rows) == piece.cells
     assert np.isfinite(embedding.rows).all()
 
@@ -171,26 +171,26 @@ def test_pictures_of_every_shape_are_measured_and_encoded(pair, kind, size):
 def test_c18_what_a_projector_cannot_take_is_a_typed_error(pair):
     _, projector = pair("attention")
     with pytest.raises(UnsupportedMedia, match="takes image, not audio"):
-        projector.measure(Sound(rate=16_000, samples=bytes(400)))
+        projector.measure(AudioData(sample_rate=16_000, samples=bytes(400)))
     with pytest.raises(UnsupportedMedia, match="too large"):
-        projector.measure(Shape(40_000, 2))
+        projector.measure(ImageSize(40_000, 2))
     projector.close()
     with pytest.raises(Closed):
         projector.encode([noisy(1)])
 
 
 def test_c18_a_broken_or_foreign_projector_is_a_typed_error(tmp_path):
-    with Model.load(tiny.path("attention")) as model:
+    with LlamaModel.load(models.get_path("attention")) as model:
         with pytest.raises(ModelNotFound):
             Projector.load(model, tmp_path / "none.gguf")
         cut = tmp_path / "cut.gguf"
-        cut.write_bytes(tiny.path("projector-llava").read_bytes()[:9000])
+        cut.write_bytes(models.get_path("projector-llava").read_bytes()[:9000])
         with pytest.raises(InvalidModel):
             Projector.load(model, cut)
         with pytest.raises(InvalidModel):  # a text model is none
-            Projector.load(model, tiny.path("draft"))
-    with Model.load(tiny.path("draft")) as narrow, pytest.raises(InvalidModel):  # another width
-        Projector.load(narrow, tiny.path("projector-llava"))
+            Projector.load(model, models.get_path("draft"))
+    with LlamaModel.load(models.get_path("draft")) as narrow, pytest.raises(InvalidModel):  # another width
+        Projector.load(narrow, models.get_path("projector-llava"))
 
 
 def test_closing_the_model_closes_its_projector(pair):
@@ -202,12 +202,12 @@ def test_closing_the_model_closes_its_projector(pair):
 def test_rows_that_would_abort_are_typed_errors(pair):
     model, _ = pair("window")
     rows = np.zeros((80, 64), np.float32)
-    with Context(model, SMALL) as context:
+    with LlamaContext(model, SMALL) as context:
         with pytest.raises(InvalidArgument, match="1 to 64"):
-            context.decode_rows(EmbeddingBatch(rows, np.arange(80, dtype=np.int32), sequence=0), causal=False)
+            context.decode_embeddings(EmbeddingBatch(rows, np.arange(80, dtype=np.int32), sequence=0), causal=False)
         with pytest.raises(InvalidArgument, match="64 numbers"):
-            context.decode_rows(EmbeddingBatch(rows[:5, :60], np.arange(5, dtype=np.int32), sequence=0))
+            context.decode_embeddings(EmbeddingBatch(rows[:5, :60], np.arange(5, dtype=np.int32), sequence=0))
         with pytest.raises(InvalidArgument, match="positions"):
-            context.decode_rows(EmbeddingBatch(rows[:5], np.arange(4, dtype=np.int32), sequence=0))
+            context.decode_embeddings(EmbeddingBatch(rows[:5], np.arange(4, dtype=np.int32), sequence=0))
         with pytest.raises(InvalidArgument, match="sequence"):
-            context.decode_rows(EmbeddingBatch(rows[:5], np.arange(5, dtype=np.int32), sequence=7))
+            context.decode_embeddings(EmbeddingBatch(rows[:5], np.arange(5, dtype=np.int32), sequence=7))

@@ -10,7 +10,7 @@ import pytest
 
 from afterglow.errors import InvalidMedia, MediaRefused
 from afterglow.media import files
-from afterglow.media.opening import MediaPolicy, bring
+from afterglow.media.load import MediaPolicy, load_media_bytes
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def policy(place):
 
 def test_files_in_the_directory_are_read_however_they_are_named(place, policy):
     for name in ("a b.png", "below/../a b.png", f"{place}/a b.png", f"file://{place}/a%20b.png".replace(" ", "%20")):
-        assert bring("image", name, policy) == b"picture"
-    assert bring("image", f"file://localhost{place}/below/c.png", policy) == b"below"
+        assert load_media_bytes("image", name, policy) == b"picture"
+    assert load_media_bytes("image", f"file://localhost{place}/below/c.png", policy) == b"below"
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_what_is_outside_is_refused_whether_it_is_there_or_not(place, policy, na
     (place / "link.png").symlink_to(place.parent / "secret.png")
     (place / "door").symlink_to(place.parent)
     with pytest.raises((MediaRefused, InvalidMedia)) as caught:
-        bring("image", name.format(place=place), policy)
+        load_media_bytes("image", name.format(place=place), policy)
     assert isinstance(caught.value, MediaRefused) or name == "~/secret.png"  # which is a name like others here
     (place.parent / "secret.png").unlink()
     if "secret" in name and "~" not in name:
         with pytest.raises(MediaRefused) as again:
-            bring("image", name.format(place=place), policy)
+            load_media_bytes("image", name.format(place=place), policy)
         assert str(again.value) == str(caught.value)
 
 
 def test_a_link_that_stays_inside_is_followed(place, policy):
     (place / "near.png").symlink_to("below/c.png")
-    assert bring("image", "near.png", policy) == b"below"
+    assert load_media_bytes("image", "near.png", policy) == b"below"
 
 
 def test_a_link_put_there_after_the_check_is_not_followed(place, policy, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_link_put_there_after_the_check_is_not_followed(place, policy, monkeyp
 
     monkeypatch.setattr(files.os.path, "realpath", then_swapped)
     with pytest.raises(InvalidMedia):
-        bring("image", "below/c.png", policy)
+        load_media_bytes("image", "below/c.png", policy)
 
 
 def test_only_regular_files_are_read_and_nothing_waits(place, policy):
@@ -96,16 +96,16 @@ def test_only_regular_files_are_read_and_nothing_waits(place, policy):
     began = time.monotonic()
     for name, words in (("pipe.png", "regular"), ("below", "regular|directory"), (".", "directory")):
         with pytest.raises(InvalidMedia, match=words):
-            bring("image", name, policy)
+            load_media_bytes("image", name, policy)
     assert time.monotonic() - began < 1
 
 
 def test_a_file_that_is_missing_or_too_large_is_said(place, policy):
     with pytest.raises(InvalidMedia, match="No such file"):
-        bring("image", "missing.png", policy)
+        load_media_bytes("image", "missing.png", policy)
     (place / "large.png").write_bytes(bytes(1001))
     with pytest.raises(InvalidMedia, match="more than 1,000 bytes"):
-        bring("image", "large.png", policy)
+        load_media_bytes("image", "large.png", policy)
 
 
 def test_no_descriptor_is_left_open(place, policy):
@@ -113,7 +113,7 @@ def test_no_descriptor_is_left_open(place, policy):
     for name in ("a b.png", "below", "missing.png", "below/c.png/x", "/etc/passwd"):
         for _ in range(5):
             with contextlib.suppress(InvalidMedia, MediaRefused):
-                bring("image", name, policy)
+                load_media_bytes("image", name, policy)
     if before:
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -121,4 +121,4 @@ def test_no_descriptor_is_left_open(place, policy):
 def test_without_a_directory_no_file_is_opened(place):
     for name in (f"{place}/a b.png", f"file://{place}/a%20b.png"):
         with pytest.raises(MediaRefused, match="send the data itself"):
-            bring("image", name)
+            load_media_bytes("image", name)

@@ -30,27 +30,27 @@ def prompts(model: afterglow.Model, count: int) -> list[list[int]]:
 def ways(model: afterglow.Model, prompt: list[int], other: list[int]) -> dict[str, tuple[int, ...]]:
     """The same prompt in five situations, each really the one it is called."""
     answers = {}
-    model.forget()
+    model.clear_cache()
     cold = model.complete(prompt, max_tokens=TOKENS)
-    assert cold.usage.cached == 0
+    assert cold.usage.cached_tokens == 0
     answers["cold"] = cold.tokens
     model.snapshot("kept")
     warm = model.complete(prompt, max_tokens=TOKENS)
-    assert warm.usage.cached >= 64
+    assert warm.usage.cached_tokens >= 64
     answers["warm"] = warm.tokens
-    model.forget()
+    model.clear_cache()
     model.restore("kept")
     restored = model.complete(prompt, max_tokens=TOKENS)
-    assert restored.usage.cached >= 64
+    assert restored.usage.cached_tokens >= 64
     answers["restored"] = restored.tokens
-    model.forget()
+    model.clear_cache()
     model.complete(other, max_tokens=1)
     forked = model.complete(prompt, max_tokens=TOKENS)
-    assert forked.usage.cached == 64  # two chunks of the common beginning
+    assert forked.usage.cached_tokens == 64  # two chunks of the common beginning
     answers["forked"] = forked.tokens
-    model.forget()
-    asked = [model.request(entries, max_tokens=TOKENS) for entries in (other, prompt, other[:50])]
-    streams = [model._running().submit(request) for request in asked]
+    model.clear_cache()
+    asked = [model.build_request(entries, max_tokens=TOKENS) for entries in (other, prompt, other[:50])]
+    streams = [model._get_host().submit(request) for request in asked]
     for stream in streams:
         tokens = [event.token for event in stream if hasattr(event, "token")]
         if stream is streams[1]:

@@ -16,16 +16,18 @@ RIVER = Path(__file__).parents[1] / "data" / "river.txt"
 
 
 def test_it_answers_a_question(model: afterglow.Model) -> None:
-    prompt = model.chat_prompt([("system", "You are a helpful assistant."), ("user", "What is the capital of France?")])
+    prompt = model.apply_chat_template(
+        [("system", "You are a helpful assistant."), ("user", "What is the capital of France?")]
+    )
     answer = model.complete(prompt, max_tokens=16)
     assert "Paris" in answer.text
-    assert answer.finish == "stop"
+    assert answer.finish_reason == "stop"
 
 
 def test_it_knows_what_it_is(model: afterglow.Model) -> None:
     assert model.info.architecture == "llama"
-    assert model.info.parameters == 134_515_008
-    assert model.info.memory == "attention"
+    assert model.info.parameter_count == 134_515_008
+    assert model.info.memory_kind == "attention"
     assert model.supports("chat_template")
 
 
@@ -46,7 +48,7 @@ def direct_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
         context.batch.clear()
         context.batch.add(chunk, position=start, sequence=sequence, outputs=len(chunk))
         context.decode()
-        rows = np.stack([context.logits(row) for row in range(len(chunk))]).astype(np.float64)
+        rows = np.stack([context.get_logits(row) for row in range(len(chunk))]).astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)
         targets = tokens[start + 1 : start + 1 + len(chunk)]
         total += float((rows[np.arange(len(chunk)), targets] - np.log(np.exp(rows).sum(axis=1))).sum())
@@ -56,9 +58,11 @@ def direct_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
 
 def test_the_estimate_of_its_memory_is_what_llama_cpp_allocates(model: afterglow.Model) -> None:
     settings = model.settings[1]
-    footprint = model._lifecycle.model.footprint(settings)
-    assert footprint.cells == 30 * 2 * 3 * 64 * 2 * settings.cells  # layers, keys and values, heads, width, f16
-    assert footprint.weights == model.info.nbytes
+    footprint = model._lifecycle.model.estimate_footprint(settings)
+    assert (
+        footprint.kv_cache_bytes == 30 * 2 * 3 * 64 * 2 * settings.cells
+    )  # layers, keys and values, heads, width, f16
+    assert footprint.weight_bytes == model.info.nbytes
 
 
 def test_c15_a_list_without_the_unlikely_tokens_draws_the_same(model: afterglow.Model, monkeypatch) -> None:
@@ -73,12 +77,12 @@ def test_c15_a_list_without_the_unlikely_tokens_draws_the_same(model: afterglow.
         for options in settings:
             with SamplerChain(native, Sampling(seed=5, **options)) as chain:
                 for row in rows:
-                    tokens += [chain.take(row), chain.take(row, allowed)]
+                    tokens += [chain.sample_and_accept(row), chain.sample_and_accept(row, allowed)]
                     sizes.append(len(chain._candidates))
         return tokens, sizes
 
     short, sizes = drawn()
-    monkeypatch.setattr(sampler, "shortlist", lambda *_: None)
+    monkeypatch.setattr(sampler, "find_shortlist", lambda *_: None)
     whole, every = drawn()
     assert short == whole
     assert len(set(short)) > 50

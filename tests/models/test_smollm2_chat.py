@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 import afterglow
-from afterglow import CallPart, Conversation, Text
+from afterglow import Conversation, TextDelta, ToolCallDelta
 from afterglow.errors import Cancelled, InvalidArgument, UnsupportedOption
 
 SYSTEM = "You are a helpful assistant."
@@ -34,10 +34,10 @@ def test_a_text_is_a_question(model):
 
 def test_a_conversation_is_answered_and_the_second_turn_is_mostly_cached(model):
     first = model.chat(FRANCE)
-    assert (first.text, first.finish) == ("The capital of France is Paris.", "stop")
+    assert (first.text, first.finish_reason) == ("The capital of France is Paris.", "stop")
     second = model.chat([*FRANCE, first.message, ("user", "And of Italy?")])
     assert "Rome" in second.text
-    assert second.usage.cached >= first.usage.prompt + first.usage.generated - 1
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens + first.usage.generated_tokens - 1
 
 
 def test_stream_and_whole_are_the_same(model):
@@ -59,18 +59,18 @@ def test_asyncio_has_both(model):
 
 def test_several_answers_share_one_prompt(model):
     turn = model.chat("Name an animal.", n=3, temperature=1.2, seed=5, max_tokens=12)
-    assert len({turn.text, *(other.text for other in turn.others)}) == 3
+    assert len({turn.text, *(other.text for other in turn.alternatives)}) == 3
     with pytest.raises(InvalidArgument, match="`n`"):
         model.chat("Name an animal.", n=2, stream=True)
 
 
 def test_stops_end_an_answer_and_are_named(model):
     turn = model.chat(FRANCE, stop=["France"])
-    assert (turn.text, turn.stop, turn.finish) == ("The capital of ", "France", "stop")
+    assert (turn.text, turn.stop_reason, turn.finish_reason) == ("The capital of ", "France", "stop")
 
 
 def test_max_tokens_ends_an_answer(model):
-    assert model.chat(FRANCE, max_tokens=3).finish == "length"
+    assert model.chat(FRANCE, max_tokens=3).finish_reason == "length"
 
 
 def test_logprobs_come_with_the_tokens(model):
@@ -96,7 +96,7 @@ def test_a_pydantic_class_comes_back_filled(model, temperature):
             seed=seed,
             max_tokens=200,
         )
-        if turn.finish == "stop":
+        if turn.finish_reason == "stop":
             assert isinstance(turn.parsed, Person)
         else:
             assert turn.parsed is None
@@ -111,8 +111,8 @@ def test_a_response_format_streams(model):
 
 
 def test_a_format_of_one_request_does_not_touch_its_neighbours(model):
-    free = model.begin(FRANCE)[0]
-    led = model.begin(FRANCE, response_format={"type": "regex", "pattern": "[0-9]{5}"})[0]
+    free = model.submit_chat(FRANCE)[0]
+    led = model.submit_chat(FRANCE, response_format={"type": "regex", "pattern": "[0-9]{5}"})[0]
     assert free.result().text == "The capital of France is Paris."
     assert led.result().text.isdigit()
 
@@ -129,8 +129,8 @@ def weather(city: str, days: int = 1) -> str:
 
 def test_a_function_is_a_tool(model):
     turn = model.chat("How is the weather in Paris?", tools=[weather], tool_choice="required", max_tokens=200)
-    assert turn.calls[0].name == "weather"
-    assert set(json.loads(turn.calls[0].arguments)) <= {"city", "days"}
+    assert turn.tool_calls[0].name == "weather"
+    assert set(json.loads(turn.tool_calls[0].arguments)) <= {"city", "days"}
 
 
 def test_calls_stream_as_pieces_that_add_up(model):
@@ -143,7 +143,7 @@ def test_calls_stream_as_pieces_that_add_up(model):
         stream=True,
     )
     parts = list(stream)
-    assert all(isinstance(part, CallPart) for part in parts)
+    assert all(isinstance(part, ToolCallDelta) for part in parts)
     assert parts[0].name == "weather"
     assert len(parts) > 3
     assert "".join(part.arguments for part in parts) == stream.turn.calls[0].arguments
@@ -170,7 +170,7 @@ def test_a_conversation_remembers_forks_rewinds_and_regenerates(model, tmp_path)
     twin.rewind(3)
     assert twin.messages == talk.messages
     assert talk.regenerate().text == first
-    assert talk.last.usage.cached > 0
+    assert talk.last_response.usage.cached_tokens > 0
     talk.edit(1, "What is the capital of Italy?")
     assert "Rom" in talk.regenerate().text
     talk.save(tmp_path / "talk.json")
@@ -182,7 +182,7 @@ def test_a_conversation_remembers_forks_rewinds_and_regenerates(model, tmp_path)
 def test_an_answer_that_is_abandoned_leaves_the_conversation_as_it_was(model):
     talk = Conversation(model, system=SYSTEM)
     for part in talk.stream("Tell me a story."):
-        assert isinstance(part, Text)
+        assert isinstance(part, TextDelta)
         break
     assert [message.role for message in talk.messages] == ["system"]
     assert model.complete("Then", max_tokens=1).tokens  # by now the abandoned answer has ended
@@ -227,7 +227,7 @@ def test_a_tool_is_called_after_a_thought(thinker):
         "How is the weather?", tools=[weather], tool_choice="required", parallel_tool_calls=False, reasoning=8
     )
     assert turn.reasoning
-    assert turn.calls[0].name == "weather"
+    assert turn.tool_calls[0].name == "weather"
 
 
 def test_a_model_without_thoughts_refuses_to_think(model):
@@ -236,5 +236,5 @@ def test_a_model_without_thoughts_refuses_to_think(model):
 
 
 def test_arguments_reach_the_template(thinker):
-    assert thinker.chat_prompt("Hi", arguments={"enable_thinking": False}).text.endswith("</think>\n\n")
-    assert thinker.chat_prompt("Hi").text.endswith("<think>\n")
+    assert thinker.apply_chat_template("Hi", arguments={"enable_thinking": False}).text.endswith("</think>\n\n")
+    assert thinker.apply_chat_template("Hi").text.endswith("<think>\n")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import afterglow
-from afterglow import Picture
+from afterglow import ImageData
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "fixtures" / "models"
 FILES = (FOLDER / "train-vlm.gguf", FOLDER / "tiny-mmproj-llava.gguf")
@@ -22,9 +22,9 @@ COLOURS = {
 }
 
 
-def painted(colour: str, seed: int) -> Picture:
+def painted(colour: str, seed: int) -> ImageData:
     noise = np.random.default_rng(seed).integers(-12, 13, (64, 64, 3))
-    return Picture(64, 64, (np.array(COLOURS[colour]) + noise).astype(np.uint8).tobytes())
+    return ImageData(64, 64, (np.array(COLOURS[colour]) + noise).astype(np.uint8).tobytes())
 
 
 def test_a_trained_pair_names_the_colours_of_pictures_cold_and_warm() -> None:
@@ -35,5 +35,5 @@ def test_a_trained_pair_names_the_colours_of_pictures_cold_and_warm() -> None:
             for seed, colour in enumerate(COLOURS):
                 answer = model.complete(["Image: ", painted(colour, seed), "\n"], max_tokens=20, temperature=0)
                 assert answer.text.startswith(f"It is a {colour} "), answer.text
-                assert (answer.usage.media, answer.usage.encoded) == (16, encoded)
-        assert answer.usage.media_cached == 16
+                assert (answer.usage.media_tokens, answer.usage.encoded_media) == (16, encoded)
+        assert answer.usage.cached_media_tokens == 16

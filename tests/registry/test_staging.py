@@ -10,10 +10,10 @@ import time
 
 import psutil
 import pytest
-from registry_parts import build_wheel, source_of
 
 from afterglow.registry import pull
-from afterglow.registry.staging import HOST, abandoned, sweep
+from afterglow.registry.staging import HOST_ID, is_abandoned, remove_abandoned
+from support.registry_servers import build_wheel, source_of
 
 PULL = """
 from afterglow.registry import CATALOGUE, Entry, WheelFile, pull
@@ -82,12 +82,12 @@ def test_only_what_is_certainly_abandoned_is_swept(tmp_path):
     dead.wait()
     two_days_ago = time.time() - 2 * 24 * 3600
     other = "0" * 8
-    kept = [f".pull-{HOST}-{os.getpid()}-now", f".pull-{other}-{dead.pid}-now", ".pull-unreadable"]
-    gone = [f".pull-{HOST}-{dead.pid}-now", f".pull-{HOST}-{os.getpid()}-old", f".pull-{other}-1-old"]
+    kept = [f".pull-{HOST_ID}-{os.getpid()}-now", f".pull-{other}-{dead.pid}-now", ".pull-unreadable"]
+    gone = [f".pull-{HOST_ID}-{dead.pid}-now", f".pull-{HOST_ID}-{os.getpid()}-old", f".pull-{other}-1-old"]
     for name in kept + gone:
         (tmp_path / name / "below").mkdir(parents=True)
         if name.endswith("old"):  # the pid has been given to a process that is younger than the directory
             os.utime(tmp_path / name, (two_days_ago, two_days_ago))
-    sweep(tmp_path)
+    remove_abandoned(tmp_path)
     assert sorted(os.listdir(tmp_path / ".")) == sorted([*kept, "home"])
-    assert not abandoned(tmp_path / "not-there")
+    assert not is_abandoned(tmp_path / "not-there")

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from registry_parts import content, publish
 
 from afterglow.errors import ModelNotFound, UnsupportedOperation
-from afterglow.registry import installed, models_directory, pull, remove, resolve
+from afterglow.registry import list_installed, models_directory, pull, remove, resolve
+from support.registry_servers import content, publish
 
 
 def foreign_model() -> Path:
@@ -27,7 +27,7 @@ def test_the_models_directory_follows_the_environment(monkeypatch, tmp_path):
     assert models_directory() == tmp_path / "cache" / "models"
     monkeypatch.delenv("AFTERGLOW_CACHE")
     assert models_directory().parts[-2:] == ("afterglow", "models")
-    assert installed() == []
+    assert list_installed() == []
     assert not models_directory().exists()  # asking makes nothing
 
 
@@ -52,7 +52,7 @@ def test_a_name_is_resolved_once_it_is_pulled(tiny, models):
 def test_a_file_put_there_by_hand_goes_by_its_file_name(models):
     models.mkdir()
     (models / "mine.gguf").write_bytes(b"GGUF")
-    assert [model.name for model in installed()] == ["mine.gguf"]
+    assert [model.name for model in list_installed()] == ["mine.gguf"]
     assert resolve("mine.gguf") == models / "mine.gguf"
     remove("mine.gguf")
     assert os.listdir(models) == []
@@ -61,7 +61,7 @@ def test_a_file_put_there_by_hand_goes_by_its_file_name(models):
 def test_a_damaged_model_is_not_resolved_and_can_be_removed(tiny, models):
     path = pull("tiny")
     path.write_bytes(b"GGUF")
-    assert [model.name for model in installed()] == [path.name]
+    assert [model.name for model in list_installed()] == [path.name]
     with pytest.raises(ModelNotFound):
         resolve("tiny")
     assert remove("tiny").path == path
@@ -105,6 +105,6 @@ def test_a_file_of_the_hub_is_removed_by_its_name(hub, models):
     publish(hub, "owner/repo", "model.gguf", content(1_000))
     pull("owner/repo:model.gguf")
     assert remove("hf:owner/repo:model.gguf").size == 1_000
-    assert installed() == []
+    assert list_installed() == []
     with pytest.raises(ModelNotFound):
         remove("owner/repo:model.gguf")

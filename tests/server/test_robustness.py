@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serverprocess import CYCLE, ServerProcess, serving, text_of, within
 
-from afterglow import tiny
+from afterglow.testing import models as tiny
+from support.server_process import CYCLE, ServerProcess, serving, text_of, within
 
 QUEUE = 8
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -32,7 +32,7 @@ SLOW_PROMPT = {"model": "tiny", "prompt": list(range(100, 200)) * 300, "max_toke
 def narrow(caches_of_our_own: None) -> Iterator[ServerProcess]:
     """A server that answers one request at a time, each of which may take long."""
     with serving(
-        f"tiny={tiny.path('successor-attention')}", "--context", "32768", "--sequences", "1", "--queue", str(QUEUE)
+        f"tiny={tiny.get_path('successor-attention')}", "--context", "32768", "--sequences", "1", "--queue", str(QUEUE)
     ) as running:
         yield running
 
@@ -107,7 +107,7 @@ def test_nasty_requests_are_answered_or_refused(server: ServerProcess, name: str
 
 
 def test_a_body_that_is_too_large_is_not_read(server: ServerProcess) -> None:
-    with serving(f"tiny={tiny.path('successor-attention')}", AFTERGLOW_SERVER_MAX_BODY_BYTES="10000") as small:
+    with serving(f"tiny={tiny.get_path('successor-attention')}", AFTERGLOW_SERVER_MAX_BODY_BYTES="10000") as small:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 20_000}]}
         answer = small.post("/v1/chat/completions", body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
@@ -120,7 +120,7 @@ def test_a_body_that_is_too_large_is_not_read(server: ServerProcess) -> None:
 def test_only_who_has_a_key_may_ask(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("first\n\nsecond\n")
     keys = ("--api-key", "third", "--api-key-file", str(tmp_path / "keys"), "--lazy")
-    with serving(f"tiny={tiny.path('successor-attention')}", *keys) as locked:
+    with serving(f"tiny={tiny.get_path('successor-attention')}", *keys) as locked:
         for path in ("/v1/models", "/metrics", "/stats", "/cache", "/openapi.json", "/nowhere"):
             answer = locked.http.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -144,7 +144,7 @@ def test_web_pages_may_ask_only_where_that_is_allowed(server: ServerProcess) -> 
     assert "access-control-allow-origin" not in server.http.options("/v1/models", headers=ask).headers
     assert "access-control-allow-origin" not in server.http.get("/v1/models", headers=ask).headers
     with serving(
-        f"tiny={tiny.path('successor-attention')}", "--allow-origin", "http://page.example", "--lazy"
+        f"tiny={tiny.get_path('successor-attention')}", "--allow-origin", "http://page.example", "--lazy"
     ) as friendly:
         preflight = friendly.http.options("/v1/models", headers=ask)
         assert preflight.headers["access-control-allow-origin"] == "http://page.example"
@@ -276,7 +276,7 @@ def test_threads_and_tasks_are_served_at_once(server: ServerProcess) -> None:
 
 
 def test_an_engine_that_is_killed_costs_its_streams_and_nothing_else() -> None:
-    models = [f"tiny={tiny.path('successor-attention')}", f"other={tiny.path('successor-hybrid')}"]
+    models = [f"tiny={tiny.get_path('successor-attention')}", f"other={tiny.get_path('successor-hybrid')}"]
     with serving(*models, "--context", "32768", "--sequences", "8") as server:
         heard: list[str] = [""] * 8
         begun = threading.Barrier(9)
@@ -319,7 +319,10 @@ def _has_open(pid: int, name: str) -> bool:
 
 
 def test_openai_s_client_raises_where_an_engine_dies_in_the_middle() -> None:
-    with serving(f"tiny={tiny.path('successor-attention')}", "--context", "32768") as server, server.client() as client:
+    with (
+        serving(f"tiny={tiny.get_path('successor-attention')}", "--context", "32768") as server,
+        server.client() as client,
+    ):
         stream = client.chat.completions.create(**LONG, stream=True)
         next(iter(stream))
         os.kill(server.engines()[0].pid, signal.SIGKILL)
@@ -331,7 +334,7 @@ def test_openai_s_client_raises_where_an_engine_dies_in_the_middle() -> None:
 
 
 def test_a_server_that_is_told_to_end_finishes_what_runs_and_begins_nothing() -> None:
-    with serving(f"tiny={tiny.path('successor-attention')}", "--context", "32768") as server:
+    with serving(f"tiny={tiny.get_path('successor-attention')}", "--context", "32768") as server:
         with ThreadPoolExecutor(3) as pool:
             body = {**LONG, "max_tokens": 800}
             streams = [pool.submit(server.events, "/v1/chat/completions", body) for _ in range(3)]
@@ -349,7 +352,7 @@ def test_a_server_that_is_told_to_end_finishes_what_runs_and_begins_nothing() ->
 def test_a_server_that_waited_long_enough_ends_what_runs_and_says_so() -> None:
     with (
         serving(
-            f"tiny={tiny.path('successor-attention')}", "--context", "32768", "--shutdown-seconds", "0.3"
+            f"tiny={tiny.get_path('successor-attention')}", "--context", "32768", "--shutdown-seconds", "0.3"
         ) as server,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -362,6 +365,6 @@ def test_a_server_that_waited_long_enough_ends_what_runs_and_says_so() -> None:
 
 
 def test_a_server_that_is_killed_leaves_no_engine() -> None:
-    with serving(f"tiny={tiny.path('successor-attention')}") as server:
+    with serving(f"tiny={tiny.get_path('successor-attention')}") as server:
         assert server.engines()
         assert server.end(signal.SIGKILL) == -signal.SIGKILL

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serverprocess import ServerProcess
 
-from afterglow import tiny
+from afterglow.testing import models
+from support.server_process import ServerProcess
 
 SECRET = "the secret of the first tenant is a very long text that is worth finding again"
 WHISPER = "only the first tenant ever said this, and nobody else may hear of it"
@@ -19,10 +19,10 @@ FIRST, SECOND = "key-of-the-first", "key-of-the-second"
 @pytest.fixture(scope="module")
 def locked(caches_of_our_own: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     cache = tmp_path_factory.mktemp("tenants")
-    model = f"tiny={tiny.path('successor-attention')}"
+    model = f"tiny={models.get_path('successor-attention')}"
     running = ServerProcess(
         model, "--context", "512", "--sequences", "2", "--api-key", FIRST, "--api-key", SECOND,
-        AFTERGLOW_CACHE=str(cache), AFTERGLOW_DISK="on",
+        AFTERGLOW_CACHE=str(cache), AFTERGLOW_DISK_CACHE="on",
     )  # fmt: skip
     running.cache = cache  # type: ignore[attr-defined]
     yield running

@@ -8,43 +8,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from afterglow.chat import grammar
-from afterglow.chat.choice import ToolChoice, tool_choice
-from afterglow.chat.content import opened_all
-from afterglow.chat.formats import response_format
-from afterglow.chat.messages import Message, Writable
-from afterglow.chat.messages import messages as read_messages
-from afterglow.chat.parts import Plain, Reader
-from afterglow.chat.prompt import Prompt, PromptBuilder
-from afterglow.chat.reasoning import HARMONY, ReasoningReader, style_of
-from afterglow.chat.seeing import BLIND, Shown, Sight, look, taken
-from afterglow.chat.template import ChatTemplate
-from afterglow.chat.thinking import Thinking, thinking
-from afterglow.chat.tools.detection import family_of
-from afterglow.chat.tools.family import Family
-from afterglow.chat.tools.generic import generic_messages
-from afterglow.chat.tools.tagged_json import GENERIC
-from afterglow.chat.tools.tool import Offered, Tool
-from afterglow.chat.tools.tool import tools as read_tools
-from afterglow.closing import Closing
-from afterglow.engine.constraint import Constraint
-from afterglow.engine.request import Request
-from afterglow.engine.thought import ThoughtBudget
+from afterglow.chat.constraints import grammar
+from afterglow.chat.constraints.reasoning_options import ReasoningOptions, parse_reasoning_options
+from afterglow.chat.constraints.response_format import parse_response_format
+from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_tool_choice
+from afterglow.chat.content import load_attachments
+from afterglow.chat.messages import Message, MessageLike
+from afterglow.chat.messages import parse_messages as read_messages
+from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
+from afterglow.chat.output.parts import OutputParser, PlainTextParser
+from afterglow.chat.output.reasoning import HARMONY_REASONING, ReasoningParser, detect_reasoning_format
+from afterglow.chat.prompt import ChatPrompt, PromptBuilder
+from afterglow.chat.template.renderer import ChatTemplate
+from afterglow.chat.tools.detection import detect_family
+from afterglow.chat.tools.families.hermes import GENERIC
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.text_tools import render_tools_as_text
+from afterglow.chat.tools.tool import Tool, ToolLike
+from afterglow.chat.tools.tool import parse_tools as read_tools
+from afterglow.closeable import Closeable
+from afterglow.engine.sampling.grammar import GrammarConstraint
+from afterglow.engine.sampling.reasoning_budget import ReasoningBudget
+from afterglow.engine.types.request import Request
 from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.media.policy import CLOSED, MediaPolicy
+from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
     """What may be asked of an answer beside its sampling."""
 
-    tools: Sequence[Offered] = ()
+    tools: Sequence[ToolLike] = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None
     reasoning: bool | int | str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # for the template
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,29 +52,38 @@ class ChatPlan:
     """A conversation ready to be answered."""
 
     chat: Chat
-    prompt: Prompt
+    prompt: ChatPrompt
     tools: tuple[Tool, ...]
-    choice: ToolChoice
-    thinks: bool  # the prompt ends inside a thought
-    constraint: Constraint | None
-    thought: ThoughtBudget | None
+    tool_choice: ResolvedToolChoice
+    starts_in_reasoning: bool  # the prompt ends inside a thought
+    constraint: GrammarConstraint | None
+    reasoning_budget: ReasoningBudget | None
     parse: Callable[[str], Any] | None  # what a finished answer's text is turned into
 
-    def lead(self, request: Request) -> Request:
+    def apply_to(self, request: Request) -> Request:
         """The engine's request, with what leads the answer."""
-        return replace(request, constraint=self.constraint, thought=self.thought, stop_tokens=self.chat.stop_tokens)
+        return replace(
+            request,
+            constraint=self.constraint,
+            reasoning_budget=self.reasoning_budget,
+            stop_tokens=self.chat.stop_tokens,
+        )
 
-    def reader(self) -> Reader:
+    def create_parser(self) -> OutputParser:
         """What tells text, thoughts and calls apart in one answer."""
         chat = self.chat
-        calls = bool(self.tools) and self.choice.mode != "none"
-        inner = chat.family.reader(self.tools) if calls or chat.style is HARMONY else Plain()
-        if chat.style is None or chat.style is HARMONY:
+        calls = bool(self.tools) and self.tool_choice.mode != "none"
+        inner = (
+            chat.tool_family.create_parser(self.tools)
+            if calls or chat.reasoning_format is HARMONY_REASONING
+            else PlainTextParser()
+        )
+        if chat.reasoning_format is None or chat.reasoning_format is HARMONY_REASONING:
             return inner
-        return ReasoningReader(inner, chat.style, open=self.thinks)
+        return ReasoningParser(inner, chat.reasoning_format, starts_in_reasoning=self.starts_in_reasoning)
 
 
-class Chat(Closing):
+class Chat(Closeable):
     """Knows how one model talks.
 
     >>> chat = Chat(vocabulary, template)
@@ -85,45 +94,47 @@ class Chat(Closing):
         self,
         vocabulary: Vocabulary,
         template: str | None,
-        media: MediaPolicy = CLOSED,
-        sight: Callable[[], Sight] = lambda: BLIND,
+        media_policy: MediaPolicy = INLINE_ONLY,
+        media_support: Callable[[], MediaSupport] = lambda: TEXT_ONLY,
         *,
         boundaries: bool = True,
     ) -> None:
         """`boundaries`: whether prompts say where their messages end (see `PromptBuilder`)."""
-        self.media = media  # where pictures and sounds may come from
-        self._sight = sight
-        self.style = style_of(template)
+        self.media_policy = media_policy  # where pictures and sounds may come from
+        self._media_support = media_support
+        self.reasoning_format = detect_reasoning_format(template)
         self._vocabulary = vocabulary
-        special = {f"{name}_token": vocabulary.text(token) for name, token in vocabulary.special.items()}
-        self._source = template
+        special = {f"{name}_token": vocabulary.get_text(token) for name, token in vocabulary.special_tokens.items()}
+        self._template_source = template
         self._template = ChatTemplate(template, special)
-        self._builder = PromptBuilder(vocabulary, self._template, boundaries=boundaries)
+        self._prompt_builder = PromptBuilder(vocabulary, self._template, boundaries=boundaries)
 
-    def plan(self, messages: Sequence[Writable], options: ChatOptions) -> ChatPlan:
+    def plan(self, messages: Sequence[MessageLike], options: ChatOptions) -> ChatPlan:
         """What to ask of the engine. Whatever cannot be honoured is refused here, by name."""
         tools = read_tools(options.tools)
-        choice = tool_choice(options.tool_choice, tools)
-        thoughts = thinking(options.reasoning, self.style, self._source)
-        format = response_format(options.response_format)
-        said, shown = look(read_messages(messages), self._sight(), self.media)
-        prompt = self._prompt(said, tools, {**thoughts.arguments, **options.arguments}, shown)
-        opened = self.style is not None and self.style.is_open(prompt.text)
+        choice = parse_tool_choice(options.tool_choice, tools)
+        thoughts = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
+        format = parse_response_format(options.response_format)
+        said, shown = extract_media(read_messages(messages), self._media_support(), self.media_policy)
+        prompt = self._build_prompt(
+            said, tools, {**thoughts.chat_template_kwargs, **options.chat_template_kwargs}, shown
+        )
+        opened = self.reasoning_format is not None and self.reasoning_format.is_open(prompt.text)
         return ChatPlan(
             chat=self,
             prompt=prompt,
             tools=tools,
-            choice=choice,
-            thinks=opened,
-            constraint=self._constraint(choice, options.parallel_tool_calls, format.shape, thoughts, opened),
-            thought=self._budget(thoughts, opened),
+            tool_choice=choice,
+            starts_in_reasoning=opened,
+            constraint=self._build_constraint(choice, options.parallel_tool_calls, format.spec, thoughts, opened),
+            reasoning_budget=self._build_reasoning_budget(thoughts, opened),
             parse=format.parse,
         )
 
-    def bring(self, messages: Sequence[Writable]) -> list[Message]:
+    def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
         """The messages with their pictures and sounds opened, from wherever those may come."""
-        said = taken(read_messages(messages), self._sight())
-        contents = iter(opened_all((one for message in said for one in message.attachments), self.media))
+        said = filter_media(read_messages(messages), self._media_support())
+        contents = iter(load_attachments((one for message in said for one in message.attachments), self.media_policy))
         return [
             replace(message, attachments=tuple(replace(one, source=next(contents)) for one in message.attachments))
             for message in said
@@ -133,68 +144,104 @@ class Chat(Closing):
         self._template.close()
 
     @functools.cached_property
-    def family(self) -> Family:
+    def tool_family(self) -> ToolFamily:
         """How this model calls tools: as its template says, where that really shows them to the model."""
-        family = family_of(self._source)
-        return family if family is GENERIC or self._template.habits().tools else GENERIC
+        family = detect_family(self._template_source)
+        return family if family is GENERIC or self._template.get_capabilities().supports_tools else GENERIC
 
     @functools.cached_property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens that end a turn of this family's models beside the model's own ends."""
-        control = self._vocabulary.control_texts
-        return frozenset(control[text] for text in self.family.stops if text in control)
+        control = self._vocabulary.control_tokens_by_text
+        return frozenset(control[text] for text in self.tool_family.stops if text in control)
 
     @functools.cached_property
-    def _visible(self) -> frozenset[int]:
+    def _visible_control_tokens(self) -> frozenset[int]:
         """The control tokens that readers must see."""
-        marks = " ".join((*self.family.markers, *((self.style.opens, self.style.closes) if self.style else ())))
-        return frozenset(token for text, token in self._vocabulary.control_texts.items() if text in marks)
+        marks = " ".join(
+            (
+                *self.tool_family.markers,
+                *((self.reasoning_format.start_tag, self.reasoning_format.end_tag) if self.reasoning_format else ()),
+            )
+        )
+        return frozenset(token for text, token in self._vocabulary.control_tokens_by_text.items() if text in marks)
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token as readers see it: control tokens only where they mark something."""
-        return self._vocabulary.piece(token, special=token in self._visible)
+        return self._vocabulary.token_to_piece(token, special=token in self._visible_control_tokens)
 
-    def _prompt(
-        self, messages: list[Message], tools: tuple[Tool, ...], arguments: Mapping[str, Any], shown: Shown
-    ) -> Prompt:
+    def _build_prompt(
+        self,
+        messages: list[Message],
+        tools: tuple[Tool, ...],
+        chat_template_kwargs: Mapping[str, Any],
+        placeholders: MediaPlaceholders,
+    ) -> ChatPrompt:
         used = tools or any(message.tool_calls or message.role == "tool" for message in messages)
-        if used and self.family is GENERIC:
-            return self._builder.build(generic_messages(messages, tools), arguments=arguments, shown=shown)
+        if used and self.tool_family is GENERIC:
+            return self._prompt_builder.build(
+                render_tools_as_text(messages, tools),
+                chat_template_kwargs=chat_template_kwargs,
+                placeholders=placeholders,
+            )
         offered = [tool.definition for tool in tools]
-        return self._builder.build(messages, tools=offered, arguments=arguments, shown=shown)
+        return self._prompt_builder.build(
+            messages, tools=offered, chat_template_kwargs=chat_template_kwargs, placeholders=placeholders
+        )
 
     # --- what the answer may be
 
-    def _constraint(
-        self, choice: ToolChoice, parallel: bool, shape: grammar.Shape | None, thoughts: Thinking, opened: bool
-    ) -> Constraint | None:
-        if choice.mode == "auto" and choice.tools and shape is None and self.family.triggers:
-            return self._when_called(choice, parallel)
-        allowed = self._allowed(choice, parallel, None if shape is None else self._as_text(shape))
+    def _build_constraint(
+        self,
+        tool_choice: ResolvedToolChoice,
+        parallel: bool,
+        spec: grammar.GrammarSpec | None,
+        reasoning: ReasoningOptions,
+        starts_in_reasoning: bool,
+    ) -> GrammarConstraint | None:
+        if tool_choice.mode == "auto" and tool_choice.tools and spec is None and self.tool_family.triggers:
+            return self._build_triggered_constraint(tool_choice, parallel)
+        allowed = self._build_output_spec(
+            tool_choice, parallel, None if spec is None else self._wrap_final_channel(spec)
+        )
         if allowed is None:
             return None
-        if self.style is not None and (thoughts.allowed or opened):
-            return Constraint(grammar=grammar.after_thought(allowed, self.style, self._literal, open=opened))
-        return Constraint(grammar=grammar.grammar_of(allowed))
+        if self.reasoning_format is not None and (reasoning.allowed or starts_in_reasoning):
+            return GrammarConstraint(
+                grammar=grammar.build_reasoning_grammar(
+                    allowed, self.reasoning_format, self._write_literal, starts_in_reasoning=starts_in_reasoning
+                )
+            )
+        return GrammarConstraint(grammar=grammar.build_grammar(allowed))
 
-    def _allowed(self, choice: ToolChoice, parallel: bool, shape: grammar.Shape | None) -> grammar.Shape | None:
+    def _build_output_spec(
+        self, tool_choice: ResolvedToolChoice, parallel: bool, spec: grammar.GrammarSpec | None
+    ) -> grammar.GrammarSpec | None:
         """What the whole answer may be, after its thought: calls, text of a certain shape, or either."""
-        if not choice.tools:
-            return shape
-        if choice.mode == "none":
-            forbidden = self._texts(self.family.triggers)
-            return self._as_text(grammar.without(forbidden)) if shape is None and forbidden else shape
+        if not tool_choice.tools:
+            return spec
+        if tool_choice.mode == "none":
+            forbidden = self._exclude_control_tokens(self.tool_family.triggers)
+            return (
+                self._wrap_final_channel(grammar.build_exclusion_spec(forbidden))
+                if spec is None and forbidden
+                else spec
+            )
         try:
-            calls = {"lark_grammar": self.family.calls_grammar(choice.tools, parallel, self._literal)}
+            calls = {
+                "lark_grammar": self.tool_family.build_calls_grammar(tool_choice.tools, parallel, self._write_literal)
+            }
         except UnsupportedOption:
-            if choice.mode == "required" or shape is not None or any(tool.strict for tool in choice.tools):
+            if tool_choice.mode == "required" or spec is not None or any(tool.strict for tool in tool_choice.tools):
                 raise
             return None
-        if choice.mode == "required":
+        if tool_choice.mode == "required":
             return calls
-        return grammar.either(calls, self._as_text(grammar.prose()) if shape is None else shape)
+        return grammar.build_alternatives_spec(
+            calls, self._wrap_final_channel(grammar.build_prose_spec()) if spec is None else spec
+        )
 
-    def _when_called(self, choice: ToolChoice, parallel: bool) -> Constraint | None:
+    def _build_triggered_constraint(self, tool_choice: ResolvedToolChoice, parallel: bool) -> GrammarConstraint | None:
         """Text is free, and a call, once begun, is a call of one of the tools with arguments that fit.
 
         As with OpenAI, only tools that are `strict` promise that: where a schema cannot be enforced and none is
@@ -202,43 +249,48 @@ class Chat(Closing):
         """
         try:
             after = tuple(
-                (trigger.encode(), self.family.after_trigger_grammar(choice.tools, self._literal, trigger))
-                for trigger in self.family.triggers
+                (
+                    trigger.encode(),
+                    self.tool_family.build_after_trigger_grammar(tool_choice.tools, self._write_literal, trigger),
+                )
+                for trigger in self.tool_family.triggers
             )
         except UnsupportedOption:
-            if any(tool.strict for tool in choice.tools):
+            if any(tool.strict for tool in tool_choice.tools):
                 raise
             return None
-        return Constraint(after=after, once=not parallel)
+        return GrammarConstraint(triggers=after, stop_after_first=not parallel)
 
-    def _as_text(self, shape: grammar.Shape) -> grammar.Shape:
+    def _wrap_final_channel(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
         """A shape of the text that the user sees: harmony has a channel for it."""
-        if self.style is not HARMONY:
-            return shape
-        first, *others = grammar.flat(shape)
-        lark = f"start: {self._literal('<|channel|>final<|message|>')} @text"
+        if self.reasoning_format is not HARMONY_REASONING:
+            return spec
+        first, *others = grammar.flatten_spec(spec)
+        lark = f"start: {self._write_literal('<|channel|>final<|message|>')} @text"
         return {"lark_grammar": lark, "others": [{"name": "text", **first}, *others]}
 
-    def _texts(self, marks: Sequence[str]) -> list[str]:
+    def _exclude_control_tokens(self, texts: Sequence[str]) -> list[str]:
         """Those that are written as text; control tokens are no text."""
-        return [mark for mark in marks if mark not in self._vocabulary.control_texts]
+        return [mark for mark in texts if mark not in self._vocabulary.control_tokens_by_text]
 
-    def _literal(self, text: str) -> str:
+    def _write_literal(self, text: str) -> str:
         """A text as grammars have it: control tokens by their number."""
-        control = self._vocabulary.control_texts
+        control = self._vocabulary.control_tokens_by_text
         if text in control:
             return f"<[{control[text]}]>"
         cut = re.compile("(" + "|".join(re.escape(one) for one in control if one in text) + ")") if control else None
         pieces = [piece for piece in cut.split(text) if piece] if cut is not None and cut.pattern != "()" else [text]
-        return " ".join(f"<[{control[piece]}]>" if piece in control else grammar.quoted(piece) for piece in pieces)
+        return " ".join(
+            f"<[{control[piece]}]>" if piece in control else grammar.quote_literal(piece) for piece in pieces
+        )
 
-    def _budget(self, thoughts: Thinking, opened: bool) -> ThoughtBudget | None:
-        if self.style is None or thoughts.budget is None:
+    def _build_reasoning_budget(self, reasoning: ReasoningOptions, starts_in_reasoning: bool) -> ReasoningBudget | None:
+        if self.reasoning_format is None or reasoning.budget_tokens is None:
             return None
-        return ThoughtBudget(
-            tokens=thoughts.budget,
-            opens=self.style.opens.encode(),
-            closes=self.style.closes.encode(),
-            ending=tuple(self._vocabulary.tokenize(self.style.ending, special=True)),
-            open=opened,
+        return ReasoningBudget(
+            max_tokens=reasoning.budget_tokens,
+            start_marker=self.reasoning_format.start_tag.encode(),
+            end_marker=self.reasoning_format.end_tag.encode(),
+            closing_tokens=tuple(self._vocabulary.tokenize(self.reasoning_format.forced_ending, parse_special=True)),
+            starts_open=starts_in_reasoning,
         )

@@ -11,16 +11,20 @@ from typing import Any, Literal, TypeAlias
 
 from afterglow.errors import InvalidArgument, InvalidMedia, UnsupportedOption
 from afterglow.media import identity
-from afterglow.media.contents import Content, Picture, Sound
-from afterglow.media.opening import MediaPolicy, bring, open_attachment
-from afterglow.media.policy import Kind, shown
-from afterglow.media.writing import uri_of
+from afterglow.media.data_uri import to_data_uri
+from afterglow.media.load import MediaPolicy, load_media, load_media_bytes
+from afterglow.media.policy import Modality, abbreviate_source
+from afterglow.media.types import AudioData, ImageData, MediaData
 
-Detail: TypeAlias = Literal["auto", "low", "high"]
-DETAILS: dict[Any, Detail] = {None: "auto", "auto": "auto", "low": "low", "high": "high", "original": "high"}
-SOUNDS = ("wav", "mp3")
-COMMON = {"type", "id", "cache_control"}  # every beginning is kept, whether or not a part says that it should be
-FIELDS = {
+ImageDetail: TypeAlias = Literal["auto", "low", "high"]
+IMAGE_DETAILS: dict[Any, ImageDetail] = {None: "auto", "auto": "auto", "low": "low", "high": "high", "original": "high"}
+AUDIO_FORMATS = ("wav", "mp3")
+COMMON_PART_FIELDS = {
+    "type",
+    "id",
+    "cache_control",
+}  # every beginning is kept, whether or not a part says that it should be
+PART_FIELDS = {
     "text": {"text"},
     "input_text": {"text"},
     "output_text": {"text", "annotations", "logprobs"},
@@ -30,8 +34,8 @@ FIELDS = {
     "audio": {"audio"},
     "input_audio": {"input_audio"},
 }
-SOUND = re.compile(r"data:audio/(wav|mp3);base64,(.*)", re.DOTALL)
-Attachable: TypeAlias = str | Path | bytes
+AUDIO_DATA_URI = re.compile(r"data:audio/(wav|mp3);base64,(.*)", re.DOTALL)
+AttachmentSource: TypeAlias = str | Path | bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,33 +43,33 @@ class Attachment:
     """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given, or the
     picture or sound itself."""
 
-    kind: Kind
-    source: str | Content
+    kind: Modality
+    source: str | MediaData
     offset: int  # how many characters of the message's text stand before it
     id: str | None = None  # FNV-1a of its bytes, where the caller gave one
-    detail: Detail = "auto"  # "low": no larger than 512 by 512 pixels
+    detail: ImageDetail = "auto"  # "low": no larger than 512 by 512 pixels
 
-    def opened(self, policy: MediaPolicy) -> Content:
+    def load(self, policy: MediaPolicy) -> MediaData:
         """What one sees or hears. Takes its time."""
         if not isinstance(self.source, str):
             return self.source
-        return open_attachment(self.kind, self.source, policy, id=self.id, detail=self.detail)
+        return load_media(self.kind, self.source, policy, id=self.id, detail=self.detail)
 
 
-def opened_all(attachments: Iterable[Attachment], policy: MediaPolicy) -> list[Content]:
+def load_attachments(attachments: Iterable[Attachment], policy: MediaPolicy) -> list[MediaData]:
     """What one sees and hears in a conversation: many small files can be much to see, so all is counted."""
-    contents: list[Content] = []
+    contents: list[MediaData] = []
     left = policy.max_decoded_bytes
     for one in attachments:
-        contents.append(one.opened(policy))
+        contents.append(one.load(policy))
         left -= contents[-1].nbytes if isinstance(one.source, str) else 0  # others were there already
         if left < 0:
             reason = f"with those before it, it takes more than {policy.max_decoded_bytes:,} bytes: show fewer at once"
-            raise InvalidMedia(shown(str(one.source)), reason)
+            raise InvalidMedia(abbreviate_source(str(one.source)), reason)
     return contents
 
 
-def read_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
+def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
     """Text, or a list of parts: OpenAI's, those of its responses, and Anthropic's.
 
     >>> read_content([{"type": "text", "text": "Hello"}], "content")
@@ -82,93 +86,99 @@ def read_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
     for index, part in enumerate(value):
         place = f"{where}[{index}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(kind, str) or kind not in FIELDS:
-            raise InvalidArgument(f"{place}.type", f"must be one of {', '.join(FIELDS)}, not {kind!r}")
-        if unknown := sorted(set(part) - COMMON - FIELDS[kind]):
+        if not isinstance(kind, str) or kind not in PART_FIELDS:
+            raise InvalidArgument(f"{place}.type", f"must be one of {', '.join(PART_FIELDS)}, not {kind!r}")
+        if unknown := sorted(set(part) - COMMON_PART_FIELDS - PART_FIELDS[kind]):
             raise InvalidArgument(f"{place}.{unknown[0]}", f"is not a field of a part of type {kind}")
-        if "text" in FIELDS[kind]:
-            text += text_at(part.get("text"), f"{place}.text")
+        if "text" in PART_FIELDS[kind]:
+            text += check_text(part.get("text"), f"{place}.text")
         else:
-            attachments.append(_attachment(part, place, len(text)))
+            attachments.append(_parse_attachment(part, place, len(text)))
     return text, tuple(attachments)
 
 
-def _attachment(part: Mapping[str, Any], where: str, offset: int) -> Attachment:
-    id = None if part.get("id") is None else identity.checked_shape(part["id"], f"{where}.id")
+def _parse_attachment(part: Mapping[str, Any], where: str, offset: int) -> Attachment:
+    id = None if part.get("id") is None else identity.normalize_id(part["id"], f"{where}.id")
     match part["type"]:
         case "image_url":
             url = part.get("image_url")
             inner: Mapping[str, Any] = url if isinstance(url, Mapping) else {"url": url}
-            source, detail = text_at(inner.get("url"), f"{where}.image_url.url"), inner.get("detail")
+            source, detail = check_text(inner.get("url"), f"{where}.image_url.url"), inner.get("detail")
             return Attachment(
-                kind="image", source=source, offset=offset, id=id, detail=_detail(detail, f"{where}.image_url")
+                kind="image", source=source, offset=offset, id=id, detail=_parse_detail(detail, f"{where}.image_url")
             )
         case "input_image":
             if part.get("file_id") is not None:
                 raise UnsupportedOption(f"{where}.file_id", "no files are kept here: use `image_url`")
-            source = text_at(part.get("image_url"), f"{where}.image_url")
+            source = check_text(part.get("image_url"), f"{where}.image_url")
             return Attachment(
-                kind="image", source=source, offset=offset, id=id, detail=_detail(part.get("detail"), where)
+                kind="image", source=source, offset=offset, id=id, detail=_parse_detail(part.get("detail"), where)
             )
         case "image" if "image" in part:
-            return Attachment(kind="image", source=_value(part["image"], Picture, where), offset=offset, id=id)
+            return Attachment(
+                kind="image", source=_check_media_type(part["image"], ImageData, where), offset=offset, id=id
+            )
         case "audio":
-            return Attachment(kind="audio", source=_value(part.get("audio"), Sound, where), offset=offset, id=id)
+            return Attachment(
+                kind="audio", source=_check_media_type(part.get("audio"), AudioData, where), offset=offset, id=id
+            )
         case "image":
-            return Attachment(kind="image", source=_block(part.get("source"), f"{where}.source"), offset=offset, id=id)
+            return Attachment(
+                kind="image", source=_parse_image_source(part.get("source"), f"{where}.source"), offset=offset, id=id
+            )
     return Attachment(
-        kind="audio", source=_sound(part.get("input_audio"), f"{where}.input_audio"), offset=offset, id=id
+        kind="audio", source=_parse_audio_source(part.get("input_audio"), f"{where}.input_audio"), offset=offset, id=id
     )
 
 
-def _value(value: Any, kind: type[Content], where: str) -> Content:
-    if not isinstance(value, kind):
-        raise InvalidArgument(where, f"must hold a {kind.__name__}, not {type(value).__name__}")
+def _check_media_type(value: Any, media_type: type[MediaData], where: str) -> MediaData:
+    if not isinstance(value, media_type):
+        raise InvalidArgument(where, f"must hold a {media_type.__name__}, not {type(value).__name__}")
     return value
 
 
-def _detail(value: Any, where: str) -> Detail:
-    if not isinstance(value, str | None) or value not in DETAILS:
+def _parse_detail(value: Any, where: str) -> ImageDetail:
+    if not isinstance(value, str | None) or value not in IMAGE_DETAILS:
         raise InvalidArgument(f"{where}.detail", f"must be auto, low or high, not {value!r}")
-    return DETAILS[value]
+    return IMAGE_DETAILS[value]
 
 
-def _block(source: Any, where: str) -> str:
+def _parse_image_source(source: Any, where: str) -> str:
     """An Anthropic block's source: base64 data or a URL."""
     if not isinstance(source, Mapping):
         raise InvalidArgument(where, "must be an object with `data` or `url`")
     match source.get("type"):
         case "base64":
-            kind = text_at(source.get("media_type"), f"{where}.media_type")
+            kind = check_text(source.get("media_type"), f"{where}.media_type")
             if not kind.startswith("image/"):
                 raise InvalidArgument(f"{where}.media_type", f"must be that of an image, not {kind!r}")
-            return f"data:{kind};base64,{text_at(source.get('data'), f'{where}.data')}"
+            return f"data:{kind};base64,{check_text(source.get('data'), f'{where}.data')}"
         case "url":
-            return text_at(source.get("url"), f"{where}.url")
+            return check_text(source.get("url"), f"{where}.url")
         case "file":
             raise UnsupportedOption(f"{where}.type", "no files are kept here: use base64 or url")
     raise InvalidArgument(f"{where}.type", f"must be base64 or url, not {source.get('type')!r}")
 
 
-def _sound(value: Any, where: str) -> str:
+def _parse_audio_source(value: Any, where: str) -> str:
     """A sound's source. With a format it is base64 text, as OpenAI has it; without one it may be an address."""
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, "must be an object with `data` and `format`")
-    data, format = text_at(value.get("data"), f"{where}.data"), value.get("format")
-    if format is not None and format not in SOUNDS:
+    data, format = check_text(value.get("data"), f"{where}.data"), value.get("format")
+    if format is not None and format not in AUDIO_FORMATS:
         raise InvalidArgument(f"{where}.format", f"must be wav or mp3, not {format!r}")
     return data if format is None or data[:5].lower() == "data:" else f"data:audio/{format};base64,{data}"
 
 
-def text_at(value: Any, where: str) -> str:
+def check_text(value: Any, where: str) -> str:
     """A text, or `InvalidArgument` that says where there is none."""
     if not isinstance(value, str):
         raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
     return value
 
 
-def written_content(
-    text: str, attachments: Sequence[Attachment], *, values: bool = False
+def to_openai_content(
+    text: str, attachments: Sequence[Attachment], *, keep_loaded: bool = False
 ) -> str | list[dict[str, Any]]:
     """Content as OpenAI writes it: what `read_content` reads. With `values`, pictures and sounds that are opened stay
     so; without them it can be saved.
@@ -183,36 +193,36 @@ def written_content(
     for one in sorted(attachments, key=lambda one: one.offset):
         if piece := text[start : one.offset]:
             parts.append({"type": "text", "text": piece})
-        parts.append(_valued(one) if values and not isinstance(one.source, str) else _written(one))
+        parts.append(_to_loaded_part(one) if keep_loaded and not isinstance(one.source, str) else _to_openai_part(one))
         start = max(start, one.offset)
     return [*parts, {"type": "text", "text": text[start:]}] if text[start:] else parts
 
 
-def _valued(one: Attachment) -> dict[str, Any]:
-    return {"type": one.kind, one.kind: one.source}
+def _to_loaded_part(attachment: Attachment) -> dict[str, Any]:
+    return {"type": attachment.kind, attachment.kind: attachment.source}
 
 
-def _written(one: Attachment) -> dict[str, Any]:
-    id = {} if one.id is None else {"id": one.id}
-    source = one.source if isinstance(one.source, str) else uri_of(one.source)
-    if one.kind == "image":
-        detail = {} if one.detail == "auto" else {"detail": one.detail}
+def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
+    id = {} if attachment.id is None else {"id": attachment.id}
+    source = attachment.source if isinstance(attachment.source, str) else to_data_uri(attachment.source)
+    if attachment.kind == "image":
+        detail = {} if attachment.detail == "auto" else {"detail": attachment.detail}
         return {"type": "image_url", "image_url": {"url": source, **detail}, **id}
-    if found := SOUND.fullmatch(source):
+    if found := AUDIO_DATA_URI.fullmatch(source):
         return {"type": "input_audio", "input_audio": {"data": found[2], "format": found[1]}, **id}
     return {"type": "input_audio", "input_audio": {"data": source}, **id}
 
 
-def attached(kind: Kind, values: Iterable[Attachable]) -> tuple[Attachment, ...]:
+def build_attachments(kind: Modality, sources: Iterable[AttachmentSource]) -> tuple[Attachment, ...]:
     """Pictures or sounds for the beginning of a message: bytes, a `Path`, which is a file of the caller's own and is
     read here and now, or a source as messages have it."""
-    return tuple(Attachment(kind=kind, source=_source(kind, value), offset=0) for value in values)
+    return tuple(Attachment(kind=kind, source=_to_source(kind, value), offset=0) for value in sources)
 
 
-def _source(kind: Kind, value: Attachable) -> str:
+def _to_source(kind: Modality, value: AttachmentSource) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Path):
         path = value.expanduser().absolute()
-        value = bring(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
+        value = load_media_bytes(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
     return f"data:{kind}/*;base64,{base64.b64encode(value).decode()}"

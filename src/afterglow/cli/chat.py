@@ -8,65 +8,65 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from afterglow.api.conversation import Conversation
 from afterglow.cli import options
-from afterglow.cli.media import Named
-from afterglow.cli.opening import open_model
-from afterglow.cli.settings import Settings, settings_of
-from afterglow.cli.showing import page_for, show
-from afterglow.cli.talk import Talk
-from afterglow.conversation import Conversation
+from afterglow.cli.display import choose_display, show_response
+from afterglow.cli.media import MediaFile
+from afterglow.cli.open_model import open_model
+from afterglow.cli.repl import Repl
+from afterglow.cli.settings import Settings, load_command_settings
 
 
 def chat(
     command: typer.Context,
-    model: options.Model = None,
-    system: options.System = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    seed: options.Seed = None,
-    reasoning: options.Reasoning = None,
-    context: options.Context = None,
-    threads: options.Threads = None,
-    gpu_layers: options.GpuLayers = None,
-    chat_template: options.Template = None,
-    projector: options.Projector = None,
-    strip_media: options.StripMedia = None,
-    image: options.Images = None,
-    audio: options.Audio = None,
-    markdown: options.Markdown = None,
-    stats: options.Stats = None,
+    model: options.ModelArgument = None,
+    system: options.SystemOption = None,
+    max_tokens: options.MaxTokensOption = None,
+    temperature: options.TemperatureOption = None,
+    seed: options.SeedOption = None,
+    reasoning: options.ReasoningOption = None,
+    context: options.ContextOption = None,
+    threads: options.ThreadsOption = None,
+    gpu_layers: options.GpuLayersOption = None,
+    chat_template: options.ChatTemplateOption = None,
+    projector: options.ProjectorOption = None,
+    strip_media: options.StripMediaOption = None,
+    image: options.ImageOption = None,
+    audio: options.AudioOption = None,
+    markdown: options.MarkdownOption = None,
+    stats: options.StatsOption = None,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands.
 
     With something piped in, it is taken as one question: echo "Why is the sky blue?" | afterglow chat
     """
-    chosen = settings_of(command)
+    chosen = load_command_settings(command)
     console = Console(stderr=not sys.stdout.isatty())
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
         return
     with open_model(chosen, console) as loaded:
-        conversation = Conversation(loaded, system=chosen.system, **answer_options(chosen))
+        conversation = Conversation(loaded, system=chosen.system, **build_generation_options(chosen))
         if question is None:
             console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]", highlight=False)
-            given: list[Named] = [("image", path) for path in image or ()]
-            Talk(conversation, chosen, console, [*given, *(("audio", path) for path in audio or ())]).run()
+            given: list[MediaFile] = [("image", path) for path in image or ()]
+            Repl(conversation, chosen, console, [*given, *(("audio", path) for path in audio or ())]).run()
         else:
-            deltas = conversation.deltas(question, images=image or (), audio=audio or ())
-            show(deltas, page_for(console, markdown=chosen.markdown))
+            deltas = conversation.stream_deltas(question, images=image or (), audio=audio or ())
+            show_response(deltas, choose_display(console, markdown=chosen.markdown))
 
 
-def answer_options(chosen: Settings) -> dict[str, Any]:
+def build_generation_options(settings: Settings) -> dict[str, Any]:
     """The settings that every answer has."""
     return {
-        "max_tokens": chosen.max_tokens,
-        "temperature": chosen.temperature,
-        "seed": chosen.seed,
-        "reasoning": switch(chosen.reasoning),
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "reasoning": parse_reasoning(settings.reasoning),
     }
 
 
-def switch(value: bool | int | str | None) -> bool | int | str | None:
+def parse_reasoning(value: bool | int | str | None) -> bool | int | str | None:
     """`on`, `off` and numbers as flags and environment variables write them."""
     if not isinstance(value, str):
         return value

@@ -19,27 +19,39 @@ from rich.table import Table
 
 from afterglow import registry
 from afterglow.errors import AfterglowError
-from afterglow.llama import cpu
-from afterglow.llama.devices import devices
-from afterglow.llama.library import library
-from afterglow.paths import cache_directory
+from afterglow.llama.library import cpu
+from afterglow.llama.library.devices import list_devices
+from afterglow.llama.library.loader import get_library
+from afterglow.paths import get_cache_directory
 from afterglow.version import __version__
 
-SHOWN_FEATURES = ("avx", "avx2", "avx512f", "avx512_vnni", "fma", "f16c", "bmi2", "amx_int8", "neon", "asimd", "sve")
-PACKAGES = ("cffi", "numpy", "gguf", "blake3", "xllamacpp", "llama-cpp-py-sync", "huggingface-hub")
+REPORTED_CPU_FEATURES = (
+    "avx",
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "fma",
+    "f16c",
+    "bmi2",
+    "amx_int8",
+    "neon",
+    "asimd",
+    "sve",
+)
+REPORTED_PACKAGES = ("cffi", "numpy", "gguf", "blake3", "xllamacpp", "llama-cpp-py-sync", "huggingface-hub")
 GPU_TOOLS = {"nvidia-smi": "cuda", "rocm-smi": "rocm", "sycl-ls": "sycl", "vulkaninfo": "vulkan"}
-PATIENCE = 60
-GIBIBYTE = 1024**3
+SELF_TEST_TIMEOUT_SECONDS = 60
+BYTES_PER_GIB = 1024**3
 
 Fact = tuple[str, str]
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what afterglow runs on, and test it. Paste the output into a bug report."""
-    facts = [*about_versions(), *about_machine()]
+    facts = [*collect_versions(), *collect_machine()]
     try:
-        facts += [*about_library(), *about_devices()]
-        tested = self_test()
+        facts += [*collect_library(), *collect_devices()]
+        tested = run_self_test()
     except AfterglowError as error:
         facts.append(("library", str(error)))
         tested = {"library": "cannot be opened"}
@@ -47,65 +59,67 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     if as_json:
         print(json.dumps({"facts": dict(facts), "self_test": tested, "healthy": healthy}))
     else:
-        show(facts, tested)
+        print_report(facts, tested)
     raise typer.Exit(0 if healthy else 1)
 
 
-def show(facts: list[Fact], tested: dict[str, str]) -> None:
+def print_report(facts: list[Fact], self_test: dict[str, str]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(name, value)
-    for name, outcome in tested.items():
+    for name, outcome in self_test.items():
         mark = "[green]ok[/]" if outcome == "ok" else f"[red]failed[/] {outcome}"
         table.add_row(f"self-test {name}", mark)
     Console().print(table)
 
 
-def about_versions() -> Iterator[Fact]:
+def collect_versions() -> Iterator[Fact]:
     yield "afterglow", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
-    for package in PACKAGES:
+    for package in REPORTED_PACKAGES:
         try:
             yield package, metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
 
 
-def about_machine() -> Iterator[Fact]:
-    features = cpu.features()
-    known = "the system does not tell" if features is None else " ".join(f for f in SHOWN_FEATURES if f in features)
-    yield "processor", f"{cpu.architecture()}, {psutil.cpu_count(logical=False)} cores, {known}"
+def collect_machine() -> Iterator[Fact]:
+    features = cpu.get_features()
+    known = (
+        "the system does not tell" if features is None else " ".join(f for f in REPORTED_CPU_FEATURES if f in features)
+    )
+    yield "processor", f"{cpu.get_architecture()}, {psutil.cpu_count(logical=False)} cores, {known}"
     memory = psutil.virtual_memory()
-    yield "memory", f"{memory.available / GIBIBYTE:.1f} of {memory.total / GIBIBYTE:.1f} GiB free"
+    yield "memory", f"{memory.available / BYTES_PER_GIB:.1f} of {memory.total / BYTES_PER_GIB:.1f} GiB free"
     yield "models in", str(registry.models_directory())
-    yield "cache in", str(cache_directory(""))
-    yield "models", ", ".join(model.name for model in registry.installed()) or "none yet: `afterglow models pull`"
+    yield "cache in", str(get_cache_directory(""))
+    yield "models", ", ".join(model.name for model in registry.list_installed()) or "none yet: `afterglow models pull`"
 
 
-def about_library() -> Iterator[Fact]:
-    opened = library()
+def collect_library() -> Iterator[Fact]:
+    opened = get_library()
     yield "llama.cpp", opened.build
-    yield "library", f"{opened.found.path} ({opened.found.reason})"
-    yield "compiled for", opened.text(opened.symbols.llama_print_system_info()).strip(" |\n")
-    yield "MTP", "available" if opened.mtp else "not exported by this build"
+    yield "library", f"{opened.location.path} ({opened.location.reason})"
+    yield "compiled for", opened.decode_string(opened.symbols.llama_print_system_info()).strip(" |\n")
+    yield "MTP", "available" if opened.supports_mtp else "not exported by this build"
 
 
-def about_devices() -> Iterator[Fact]:
-    found = devices()
+def collect_devices() -> Iterator[Fact]:
+    found = list_devices()
     for device in found:
-        room = f"{device.free / GIBIBYTE:.1f} of {device.total / GIBIBYTE:.1f} GiB free"
+        room = f"{device.free_bytes / BYTES_PER_GIB:.1f} of {device.total_bytes / BYTES_PER_GIB:.1f} GiB free"
         yield f"device {device.name}", f"{device.description} ({device.kind}, {device.backend}, {room})"
-    unused = [extra for tool, extra in GPU_TOOLS.items() if shutil.which(tool) and gpu_answers(tool)]
+    unused = [extra for tool, extra in GPU_TOOLS.items() if shutil.which(tool) and has_gpu(tool)]
     if unused and not any("gpu" in device.kind for device in found):
         yield "GPU", f"present but unused: install it with pip install 'afterglow[{unused[0]}]' (Python 3.12 or newer)"
     elif not any("gpu" in device.kind for device in found):
         yield "GPU", "none found"
 
 
-def gpu_answers(tool: str) -> bool:
+def has_gpu(tool: str) -> bool:
     """Whether the vendor's own tool sees a GPU: it is often installed where there is none."""
     try:
         return subprocess.run([tool], capture_output=True, timeout=10, check=False).returncode == 0
@@ -113,13 +127,13 @@ def gpu_answers(tool: str) -> bool:
         return False
 
 
-def self_test() -> dict[str, str]:
+def run_self_test() -> dict[str, str]:
     """The outcome of the self-test's checks, or how its process ended."""
     command = [sys.executable, "-m", "afterglow.cli.selftest"]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=SELF_TEST_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return {"process": f"took longer than {PATIENCE} s"}
+        return {"process": f"took longer than {SELF_TEST_TIMEOUT_SECONDS} s"}
     if child.returncode < 0:
         return {"process": f"ended by {signal.Signals(-child.returncode).name}"}
     try:

@@ -12,14 +12,14 @@ import numpy as np
 import typer
 
 from afterglow.chat.chat import Chat, ChatOptions
-from afterglow.chat.missing import explain_words
+from afterglow.chat.miss_reasons import explain_miss
 from afterglow.cli import cache, options
-from afterglow.cli.opening import local_path, template_text
-from afterglow.cli.settings import settings_of
-from afterglow.engine import disk_view
+from afterglow.cli.open_model import read_template, resolve_or_pull
+from afterglow.cli.settings import load_command_settings
+from afterglow.engine.inspect import disk
 from afterglow.errors import InvalidArgument
-from afterglow.llama.model import Model, ModelSettings
-from afterglow.paths import cache_directory
+from afterglow.llama.model import LlamaModel, ModelSettings
+from afterglow.paths import get_cache_directory
 
 
 def explain(
@@ -28,49 +28,52 @@ def explain(
         Path,
         typer.Argument(help="A text, or JSON: a list of messages, or a body with `messages`. `-`: standard input."),
     ],
-    model: options.ModelFlag = None,
-    chat_template: options.Template = None,
-    directory: cache.Directory = None,
-    as_json: cache.AsJson = False,
+    model: options.ModelOption = None,
+    chat_template: options.ChatTemplateOption = None,
+    directory: cache.DirectoryOption = None,
+    as_json: cache.JsonFlag = False,
 ) -> None:
     """Say what of a prompt is kept on disk, where it parts from what is kept, and why that is likely."""
-    chosen = settings_of(command)
-    path = local_path(chosen.model)
-    with Model.load(path, ModelSettings(vocabulary_only=True)) as loaded:
+    chosen = load_command_settings(command)
+    path = resolve_or_pull(chosen.model)
+    with LlamaModel.load(path, ModelSettings(vocab_only=True)) as loaded:
         vocabulary = loaded.vocabulary
-        written = read(prompt_file)
+        written = read_prompt(prompt_file)
         if isinstance(written, str):
-            tokens = vocabulary.tokenize(written, bos=True)
+            tokens = vocabulary.tokenize(written, add_special=True)
         else:
-            with Chat(vocabulary, template_text(chosen.chat_template) or loaded.chat_template()) as talk:
-                tokens = list(talk.plan(written.pop("messages"), options_of(written)).prompt.tokens)
+            with Chat(vocabulary, read_template(chosen.chat_template) or loaded.get_chat_template()) as talk:
+                tokens = list(talk.plan(written.pop("messages"), parse_chat_options(written)).prompt.tokens)
         if not tokens:
             raise InvalidArgument("prompt_file", "has no token")
-        found = nearest(directory or cache_directory("prefix"), path, tokens)
-        at = found.explanation.shared
+        found = find_nearest_prefix(directory or get_cache_directory("prefix"), path, tokens)
+        at = found.explanation.shared_entries
 
         def text(some: Any) -> str:
             return vocabulary.detokenize([token for token in some if token >= 0], special=True).decode(
                 "utf-8", "replace"
             )
 
-        words = explain_words(
-            found.explanation, before=text(tokens[:at]), ours=text(tokens[at:]), theirs=text(found.theirs)
+        words = explain_miss(
+            found.explanation,
+            shared_text=text(tokens[:at]),
+            prompt_text=text(tokens[at:]),
+            cached_text=text(found.cached_entries),
         )
     if as_json:
         typer.echo(json.dumps({**asdict(found.explanation), **asdict(words)}))
     else:
-        typer.echo(words.sentence)
+        typer.echo(words.message)
 
 
-def nearest(directory: Path, path: Path, tokens: list[int]) -> disk_view.Nearest:
+def find_nearest_prefix(directory: Path, path: Path, tokens: list[int]) -> disk.NearestPrefix:
     """What is kept of this model and has most in common with the prompt."""
-    models = [one.model for one in cache.stored(directory) if one.name == str(path)]
+    models = [one.model for one in cache.list_stored_models(directory) if one.name == str(path)]
     ids = np.asarray(tokens, dtype=np.int64)
-    return disk_view.nearest(directory, models, ids) if models else disk_view.nothing(ids)
+    return disk.find_nearest(directory, models, ids) if models else disk.build_miss(ids)
 
 
-def read(path: Path) -> str | dict[str, Any]:
+def read_prompt(path: Path) -> str | dict[str, Any]:
     """A prompt: text as it is, or a conversation, which is a JSON list or an object with `messages`."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
@@ -90,9 +93,9 @@ def read(path: Path) -> str | dict[str, Any]:
     return written
 
 
-def options_of(written: dict[str, Any]) -> ChatOptions:
+def parse_chat_options(body: dict[str, Any]) -> ChatOptions:
     """What of a request's body makes its prompt; sampling does not."""
-    effort = written.get("reasoning", written.get("reasoning_effort"))
+    effort = body.get("reasoning", body.get("reasoning_effort"))
     return ChatOptions(
-        tools=written.get("tools") or (), reasoning=effort, arguments=written.get("chat_template_kwargs") or {}
+        tools=body.get("tools") or (), reasoning=effort, chat_template_kwargs=body.get("chat_template_kwargs") or {}
     )

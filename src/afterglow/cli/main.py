@@ -29,15 +29,17 @@ app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"afterglow {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+def configure_logging(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error.")] = False,
 ) -> None:
     if verbose:

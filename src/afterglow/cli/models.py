@@ -15,14 +15,14 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from afterglow.registry import (
-    CATALOGUE,
-    DEFAULT,
-    Progress,
-    discover,
-    installed,
-    parse,
+    CATALOG,
+    DEFAULT_MODEL,
+    DownloadProgress,
+    discover_models,
+    find_removable,
+    list_installed,
+    parse_name,
     pull,
-    removable,
     remove,
     resolve,
 )
@@ -31,34 +31,36 @@ NAME_HELP = "A name from the list, or owner/repo:file.gguf of a Hugging Face rep
 
 app = typer.Typer(help="List, pull and remove models.")
 
-Name = Annotated[str, typer.Argument(help=NAME_HELP)]
+ModelNamePositional = Annotated[str, typer.Argument(help=NAME_HELP)]
 
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
     """List, pull and remove models; without a command: list."""
     if context.invoked_subcommand is None:
-        show()
+        print_models()
 
 
 @app.command("list")
 def list_models() -> None:
     """List the models that are known and those on this machine, other programs' too."""
-    show()
+    print_models()
 
 
 @app.command("pull")
-def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT) -> None:
+def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT_MODEL) -> None:
     """Fetch a model unless it is there already, and print its path."""
-    with progress_shown(name) as progress:
+    with show_progress(name) as progress:
         path = pull(name, progress)
     typer.echo(path)
 
 
 @app.command("remove")
-def remove_model(name: Name, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+def remove_model(
+    name: ModelNamePositional, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+) -> None:
     """Delete a pulled model. Files of other programs are refused."""
-    model = removable(name)
+    model = find_removable(name)
     if not yes:
         typer.confirm(f"Delete {model.path} ({decimal(model.size)})?", abort=True, err=True)
     gone = remove(name)
@@ -66,15 +68,15 @@ def remove_model(name: Name, yes: Annotated[bool, typer.Option("--yes", "-y", he
 
 
 @app.command("path")
-def path_of_model(name: Name) -> None:
+def print_model_path(name: ModelNamePositional) -> None:
     """Print where a model is on this machine."""
     typer.echo(resolve(name))
 
 
-def show() -> None:
+def print_models() -> None:
     """Print the list: a table on a terminal, else a line per model with tabs between its four fields."""
     if not sys.stdout.isatty():
-        for row in rows():
+        for row in build_rows():
             typer.echo("\t".join(row))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -82,30 +84,30 @@ def show() -> None:
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("from", overflow="fold")
     table.add_column("installed", no_wrap=True)
-    for row in rows():
+    for row in build_rows():
         table.add_row(*row)
     Console().print(table, markup=False)
 
 
-def rows() -> Iterator[tuple[str, str, str, str]]:
+def build_rows() -> Iterator[tuple[str, str, str, str]]:
     """Name, size, where from and whether it is here: what is pulled, what could be, what other programs have."""
-    here = installed()
+    here = list_installed()
     paths = {model.path.name for model in here}
     for model in here:
-        entry = parse(model.name)
+        entry = parse_name(model.name)
         yield model.name, decimal(model.size), entry.source.label if entry else str(model.path.parent), "yes"
-    for entry in CATALOGUE.values():
+    for entry in CATALOG.values():
         if entry.source.filename not in paths:
             yield entry.name, decimal(entry.source.size) if entry.source.size else "?", entry.source.label, "no"
-    for model in discover():
+    for model in discover_models():
         yield model.name, decimal(model.size), model.program, "yes"
 
 
 @contextmanager
-def progress_shown(name: str) -> Iterator[Progress]:
+def show_progress(name: str) -> Iterator[DownloadProgress]:
     """Show the progress on stderr: a bar on a terminal, else a line at each tenth of the way."""
     if not sys.stderr.isatty():
-        yield Lines(name)
+        yield ProgressLines(name)
         return
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Bar(TextColumn("{task.description}", markup=False), *columns, console=Console(stderr=True)) as bar:
@@ -113,16 +115,16 @@ def progress_shown(name: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-class Lines:
+class ProgressLines:
     """Progress for logs: says little, and nothing twice."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.tenth = name, -1
+        self.name, self.last_tenth = name, -1
 
     def __call__(self, done: int, total: int | None) -> None:
         """Print a line where a further tenth has been reached."""
         tenth = 10 * done // total if total else 0
-        if tenth > self.tenth:
-            self.tenth = tenth
+        if tenth > self.last_tenth:
+            self.last_tenth = tenth
             whole = f" of {decimal(total)}" if total else ""
             typer.echo(f"{self.name}: {decimal(done)}{whole}", err=True)

@@ -12,107 +12,114 @@ from socket import socket
 import typer
 from rich.console import Console
 
+from afterglow.api.served_model import ServedSettings
 from afterglow.cli import options
-from afterglow.cli.opening import local_path, template_text
-from afterglow.cli.settings import Settings, settings_of
-from afterglow.engine.recipe import Draft
+from afterglow.cli.open_model import read_template, resolve_or_pull
+from afterglow.cli.settings import Settings, load_command_settings
+from afterglow.engine.host.build import DraftSource
 from afterglow.errors import InvalidArgument
-from afterglow.server.roster import Roster
-from afterglow.server.run import bind
-from afterglow.server.run import serve as run_server
-from afterglow.server.service import Service
-from afterglow.serving import ServedSettings
+from afterglow.server.models import ModelRegistry
+from afterglow.server.serve import bind
+from afterglow.server.serve import serve as run_server
+from afterglow.server.state import ServerState
 
 
 def serve(
     command: typer.Context,
-    models: options.Models = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    api_key: options.Keys = None,
-    api_key_file: options.KeyFile = None,
-    allow_origin: options.Origins = None,
-    sequences: options.Sequences = None,
-    queue: options.Queue = None,
-    lazy: options.Lazy = None,
-    shutdown_seconds: options.ShutdownSeconds = None,
-    media_host: options.MediaHosts = None,
-    media_directory: options.MediaDirectory = None,
-    max_media_bytes: options.MaxMediaBytes = None,
-    max_pixels: options.MaxPixels = None,
-    context: options.Context = None,
-    threads: options.Threads = None,
-    gpu_layers: options.GpuLayers = None,
-    chat_template: options.Template = None,
-    draft: options.Drafts = None,
-    speculation: options.Speculation = None,
-    projector: options.Projector = None,
-    strip_media: options.StripMedia = None,
-    pin_system: options.PinSystem = None,
-    ram_bytes: options.RamBytes = None,
-    disk_bytes: options.DiskBytes = None,
-    gap: options.Gap = None,
-    deterministic: options.Deterministic = None,
+    models: options.ModelsArgument = None,
+    host: options.HostOption = None,
+    port: options.PortOption = None,
+    api_key: options.ApiKeyOption = None,
+    api_key_file: options.ApiKeyFileOption = None,
+    allow_origin: options.AllowOriginOption = None,
+    sequences: options.SequencesOption = None,
+    queue: options.QueueOption = None,
+    lazy: options.LazyOption = None,
+    shutdown_seconds: options.ShutdownSecondsOption = None,
+    media_host: options.MediaHostOption = None,
+    media_directory: options.MediaDirectoryOption = None,
+    max_media_bytes: options.MaxMediaBytesOption = None,
+    max_pixels: options.MaxPixelsOption = None,
+    context: options.ContextOption = None,
+    threads: options.ThreadsOption = None,
+    gpu_layers: options.GpuLayersOption = None,
+    chat_template: options.ChatTemplateOption = None,
+    draft: options.DraftOption = None,
+    speculation: options.SpeculationOption = None,
+    projector: options.ProjectorOption = None,
+    strip_media: options.StripMediaOption = None,
+    pin_system_prompts: options.PinSystemPromptsOption = None,
+    ram_cache_bytes: options.RamCacheBytesOption = None,
+    disk_cache_bytes: options.DiskCacheBytesOption = None,
+    max_token_gap: options.MaxTokenGapOption = None,
+    deterministic: options.DeterministicOption = None,
 ) -> None:
     """Serve models over HTTP, as OpenAI's clients know them.
 
     Each has an engine in a process of its own. Ctrl-C ends it: running answers are finished, a second one ends them.
     """
-    chosen = settings_of(
+    chosen = load_command_settings(
         command,
         draft=",".join(draft or ()) or None,
-        api_keys=(*(api_key or ()), *keys_in(api_key_file)) or None,
+        api_keys=(*(api_key or ()), *read_api_keys(api_key_file)) or None,
         allow_origins=allow_origin or None,
         media_hosts=media_host or None,
     )
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
-    serve_models(dict(map(named, models or [chosen.model])), chosen)
+    serve_models(dict(map(parse_model_argument, models or [chosen.model])), chosen)
 
 
-def serve_models(models: Mapping[str, str], chosen: Settings) -> None:
+def serve_models(models: Mapping[str, str], settings: Settings) -> None:
     """Serve models, each under its name, until told to end."""
     console = Console(stderr=True, highlight=False)
-    paths = {name: local_path(model) for name, model in models.items()}
-    if chosen.projector is not None and len(paths) > 1:
+    paths = {name: resolve_or_pull(model) for name, model in models.items()}
+    if settings.projector is not None and len(paths) > 1:
         raise InvalidArgument("--projector", "is for one model: put each model's projector beside its file")
-    with bind(chosen.server) as listener, Service(roster_of(paths, chosen), chosen.server) as service:
-        if not chosen.server.lazy:
+    with (
+        bind(settings.server) as listener,
+        ServerState(build_model_registry(paths, settings), settings.server) as service,
+    ):
+        if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
-                service.roster.load_all()
-        address = address_of(listener)
-        run_server(service, listener, lambda: announce(console, address, list(paths), bool(chosen.server.api_keys)))
+                service.models.load_all()
+        address = format_server_url(listener)
+        run_server(
+            service,
+            listener,
+            lambda: print_startup_message(console, address, list(paths), bool(settings.server.api_keys)),
+        )
 
 
-def roster_of(paths: Mapping[str, Path], chosen: Settings) -> Roster:
+def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> ModelRegistry:
     """The models, loaded alike but for what guesses for each."""
-    common = served_settings(chosen)
-    own = {name: replace(common, draft=draft) for name, draft in drafts(chosen.draft, paths).items()}
-    return Roster(paths, common, own)
+    common = build_served_settings(settings)
+    own = {name: replace(common, draft=draft) for name, draft in parse_drafts(settings.draft, paths).items()}
+    return ModelRegistry(paths, common, own)
 
 
-def served_settings(chosen: Settings) -> ServedSettings:
+def build_served_settings(settings: Settings) -> ServedSettings:
     """How the models are loaded."""
     return ServedSettings(
-        disk=chosen.disk,
-        context=chosen.context,
-        sequences=chosen.sequences,
-        gpu_layers=chosen.gpu_layers,
-        threads=chosen.threads,
-        chat_template=template_text(chosen.chat_template),
-        projector=chosen.projector,
-        media=chosen.server.media,
-        strip_media=chosen.strip_media,
-        engine=chosen.engine,
+        disk_cache=settings.disk_cache,
+        context=settings.context,
+        sequences=settings.sequences,
+        gpu_layers=settings.gpu_layers,
+        threads=settings.threads,
+        chat_template=read_template(settings.chat_template),
+        projector=settings.projector,
+        media_policy=settings.server.media_policy,
+        strip_media=settings.strip_media,
+        engine=settings.engine,
     )
 
 
-def drafts(text: str | None, names: Collection[str]) -> dict[str, Draft]:
+def parse_drafts(text: str | None, names: Collection[str]) -> dict[str, DraftSource]:
     """What guesses for which model: `text` is `mtp` or a model for all, or NAME=DRAFT for one; several with commas.
 
     >>> drafts("mtp,small=mtp", ["big", "small"])
     {'big': 'mtp', 'small': 'mtp'}
     """
-    found: dict[str, Draft] = {}
+    found: dict[str, DraftSource] = {}
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     for part in sorted(parts, key=lambda part: "=" in part):  # those for all first
         name, equals, what = part.partition("=")
@@ -120,12 +127,12 @@ def drafts(text: str | None, names: Collection[str]) -> dict[str, Draft]:
             name, what = "", part
         if name and name not in names:
             raise InvalidArgument("--draft", f"{name!r} is not served; there are {', '.join(names)}")
-        draft: Draft = "mtp" if what == "mtp" else local_path(what)
+        draft: DraftSource = "mtp" if what == "mtp" else resolve_or_pull(what)
         found |= dict.fromkeys([name] if name else names, draft)
     return found
 
 
-def named(model: str) -> tuple[str, str]:
+def parse_model_argument(model: str) -> tuple[str, str]:
     """The name that a model is served under, and where it is.
 
     >>> named("big=qwen"), named("/models/small.gguf")
@@ -137,7 +144,7 @@ def named(model: str) -> tuple[str, str]:
     return (Path(model).stem, model) if model.endswith(".gguf") and ":" not in model else (model, model)
 
 
-def keys_in(path: Path | None) -> list[str]:
+def read_api_keys(path: Path | None) -> list[str]:
     """The keys in a file, one in each line."""
     if path is None:
         return []
@@ -151,15 +158,15 @@ def keys_in(path: Path | None) -> list[str]:
     return keys
 
 
-def address_of(listener: socket) -> str:
+def format_server_url(listener: socket) -> str:
     """Where a socket listens, as clients write it."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def announce(console: Console, address: str, names: list[str], locked: bool) -> None:
+def print_startup_message(console: Console, address: str, names: list[str], requires_key: bool) -> None:
     """Where it listens, and something to try."""
-    key = ' -H "Authorization: Bearer $KEY"' if locked else ""
+    key = ' -H "Authorization: Bearer $KEY"' if requires_key else ""
     body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
     console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C ends[/]", soft_wrap=True)
     console.print("[dim]try[/]", soft_wrap=True)

@@ -17,14 +17,14 @@ import pydantic
 import typer
 
 from afterglow import registry
-from afterglow.engine.settings import EngineSettings
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
 
-PREFIX = "AFTERGLOW_"
-SERVER = "server_"  # what the variables of the server's own settings begin with
+ENVIRONMENT_PREFIX = "AFTERGLOW_"
+SERVER_VARIABLE_PREFIX = "server_"  # what the variables of the server's own settings begin with
 # Read elsewhere, before there are any settings.
-OTHERS = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
+RESERVED_VARIABLES = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
 
 
 class Settings(pydantic.BaseModel):
@@ -36,20 +36,24 @@ class Settings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    model: str = registry.DEFAULT
+    model: str = registry.DEFAULT_MODEL
     context: int = pydantic.Field(4096, ge=64, description="Tokens that one conversation may take.")
     sequences: int = pydantic.Field(4, ge=1, le=255, description="Requests that run at once.")
     threads: int | None = pydantic.Field(None, ge=1, description="None: the processor's cores.")
     gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
-    disk: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
-    disk_bytes: pydantic.ByteSize = pydantic.Field(
+    disk_cache: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
+    disk_cache_bytes: pydantic.ByteSize = pydantic.Field(
         pydantic.ByteSize(10 * 1024**3), description="Of all that is kept on disk, such as 20GiB."
     )
-    ram_bytes: pydantic.ByteSize | None = pydantic.Field(
+    ram_cache_bytes: pydantic.ByteSize | None = pydantic.Field(
         None, description="Of what is kept in RAM outside of memory. None: a quarter of what is free, 2 GiB at most."
     )
-    pin_system: bool = pydantic.Field(False, description="Never let go of what system prompts and tools come to.")
-    gap: float = pydantic.Field(0.2, ge=0, description="Seconds between tokens that other prompts should not exceed.")
+    pin_system_prompts: bool = pydantic.Field(
+        False, description="Never let go of what system prompts and tools come to."
+    )
+    max_token_gap: float = pydantic.Field(
+        0.2, ge=0, description="Seconds between tokens that other prompts should not exceed."
+    )
     deterministic: bool = pydantic.Field(False, description="Same answers whatever else runs; slower in company.")
     chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
     projector: Path | None = pydantic.Field(
@@ -73,45 +77,47 @@ class Settings(pydantic.BaseModel):
     def engine(self) -> EngineSettings:
         """What an engine is told."""
         return EngineSettings(
-            disk_bytes=self.disk_bytes,
-            ram_bytes=self.ram_bytes,
-            pin_system=self.pin_system,
-            gap=self.gap,
+            disk_cache_bytes=self.disk_cache_bytes,
+            ram_cache_bytes=self.ram_cache_bytes,
+            pin_system_prompts=self.pin_system_prompts,
+            max_token_gap=self.max_token_gap,
             speculation=self.speculation,
             deterministic=self.deterministic,
         )
 
 
-def settings_path() -> Path:
+def get_settings_path() -> Path:
     """Where the file is, or would be; `AFTERGLOW_SETTINGS` names another."""
     chosen = os.environ.get("AFTERGLOW_SETTINGS")
     return Path(chosen).expanduser() if chosen else platformdirs.user_config_path("afterglow") / "settings.toml"
 
 
-def settings_of(command: typer.Context, **others: Any) -> Settings:
+def load_command_settings(command: typer.Context, **overrides: Any) -> Settings:
     """The settings that hold for a command: each of its flags that is named like a setting is that setting.
 
     `others` are those that are not written on a command line as they are in the settings.
     """
-    flags = command.params | others
+    flags = command.params | overrides
     server = {name: value for name, value in flags.items() if name in ServerSettings.model_fields}
-    return settings(server=server, **{name: value for name, value in flags.items() if name in Settings.model_fields})
+    return load_settings(
+        server=server, **{name: value for name, value in flags.items() if name in Settings.model_fields}
+    )
 
 
-def settings(**flags: Any) -> Settings:
+def load_settings(**flags: Any) -> Settings:
     """The settings that hold, with `flags` that are not None before all else."""
     values: dict[str, Any] = {"server": {}}
-    for layer in (_from_file(settings_path()), _from_environment(), flags):
+    for layer in (_read_file(get_settings_path()), _read_environment(), flags):
         given = {name: value for name, value in layer.items() if value is not None}
         server = {name: value for name, value in given.pop("server", {}).items() if value is not None}
         values |= given | {"server": values["server"] | server}
     try:
         return Settings(**values)
     except pydantic.ValidationError as error:
-        raise _as_argument(error) from None
+        raise _to_invalid_argument(error) from None
 
 
-def _as_argument(error: pydantic.ValidationError) -> InvalidArgument:
+def _to_invalid_argument(error: pydantic.ValidationError) -> InvalidArgument:
     """The first setting that is wrong, with everything that it could have been."""
 
     def place(one: Any) -> str:  # without the names of alternatives, such as `int`
@@ -122,7 +128,7 @@ def _as_argument(error: pydantic.ValidationError) -> InvalidArgument:
     return InvalidArgument(place(first), f"in the settings: {', or '.join(reasons)}")
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     if not path.exists():
         if "AFTERGLOW_SETTINGS" in os.environ:
             raise InvalidArgument("AFTERGLOW_SETTINGS", f"names {path}, which is not there")
@@ -132,33 +138,33 @@ def _from_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidArgument("settings", f"{path} cannot be read: {error}") from None
     for name in values:
-        _check(name, f"{path}: {name}")
+        _check_key(name, f"{path}: {name}")
     server = values.get("server", {})
     if not isinstance(server, dict):
         raise InvalidArgument(f"{path}: server", "must be a table")
     for name in server:
-        _check(name, f"{path}: server.{name}", ServerSettings)
+        _check_key(name, f"{path}: server.{name}", ServerSettings)
     return values
 
 
-def _from_environment() -> dict[str, Any]:
+def _read_environment() -> dict[str, Any]:
     values: dict[str, Any] = {"server": {}}
     for variable, value in os.environ.items():
-        if variable.startswith(PREFIX) and variable not in OTHERS:
-            name = variable.removeprefix(PREFIX).lower()
-            if name.startswith(SERVER):
-                name = name.removeprefix(SERVER)
-                _check(name, variable, ServerSettings)
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in RESERVED_VARIABLES:
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if name.startswith(SERVER_VARIABLE_PREFIX):
+                name = name.removeprefix(SERVER_VARIABLE_PREFIX)
+                _check_key(name, variable, ServerSettings)
                 lists = ServerSettings.model_fields[name].annotation == tuple[str, ...]
                 values["server"][name] = tuple(value.split(",")) if lists else value
             else:
-                _check(name, variable)
+                _check_key(name, variable)
                 values[name] = value
     return values
 
 
-def _check(name: str, where: str, settings: type[pydantic.BaseModel] = Settings) -> None:
-    known = settings.model_fields
+def _check_key(name: str, where: str, model: type[pydantic.BaseModel] = Settings) -> None:
+    known = model.model_fields
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

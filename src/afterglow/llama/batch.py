@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument
-from afterglow.llama.library import library
+from afterglow.llama.library.loader import get_library
 
 
 class Batch:
@@ -18,14 +18,14 @@ class Batch:
     >>> batch.add([1, 2, 3], position=0, sequence=0, outputs=1)   # logits after the last of the three
     """
 
-    def __init__(self, capacity: int, width: int = 0) -> None:
-        ffi = library().ffi
+    def __init__(self, capacity: int, hidden_width: int = 0) -> None:
+        ffi = get_library().ffi
         self.capacity = capacity
         self.count = 0
         self._arrays = {
             "token": ffi.new("llama_token[]", capacity),
             # Rows with a hidden state may be read as if they had four positions each, as pictures do.
-            "pos": ffi.new("llama_pos[]", 4 * capacity if width else capacity),
+            "pos": ffi.new("llama_pos[]", 4 * capacity if hidden_width else capacity),
             "sequence": ffi.new("llama_seq_id[]", capacity),
             "n_seq_id": ffi.new("int32_t[]", [1] * capacity),
             "logits": ffi.new("int8_t[]", capacity),
@@ -40,11 +40,11 @@ class Batch:
         self.native = ffi.new("llama_batch *")[0]
         for field in ("token", "pos", "n_seq_id", "seq_id", "logits"):
             setattr(self.native, field, self._arrays[field])
-        self.hidden: NDArray[np.float32] | None = None
-        if width:  # rows that carry a hidden state beside their token, as MTP contexts want them
-            self._arrays["embd"] = ffi.new("float[]", capacity * width)
+        self.hidden_states: NDArray[np.float32] | None = None
+        if hidden_width:  # rows that carry a hidden state beside their token, as MTP contexts want them
+            self._arrays["embd"] = ffi.new("float[]", capacity * hidden_width)
             hidden = np.frombuffer(ffi.buffer(self._arrays["embd"]), dtype=np.float32)
-            self.hidden = hidden.reshape(capacity, width)
+            self.hidden_states = hidden.reshape(capacity, hidden_width)
             self.native.embd = self._arrays["embd"]
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class Batch:
 
     def add(self, tokens: Sequence[int] | NDArray[np.int32], *, position: int, sequence: int, outputs: int = 0) -> None:
         """Append consecutive tokens of one sequence from `position` on; the last `outputs` of them want logits."""
-        start, stop = self._room_for(len(tokens))
+        start, stop = self._reserve_rows(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = np.arange(position, position + len(tokens), dtype=np.int32)
         self.sequences[start:stop] = sequence
@@ -61,27 +61,27 @@ class Batch:
             self.outputs[max(start, stop - outputs) : stop] = 1
         self.count = stop
 
-    def add_one(self, token: int, *, position: int, sequence: int, output: bool) -> None:
+    def add_row(self, token: int, *, position: int, sequence: int, output: bool) -> None:
         """Append one row: what generating sequences do at every step."""
-        row, stop = self._room_for(1)
+        row, stop = self._reserve_rows(1)
         self.tokens[row] = token
         self.positions[row] = position
         self.sequences[row] = sequence
         self.outputs[row] = output
         self.count = stop
 
-    def add_each(
+    def add_rows(
         self, tokens: Sequence[int], *, positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[int]
     ) -> None:
         """Append one row of each of many sequences: for more than a few, sooner done than one by one."""
-        start, stop = self._room_for(len(tokens))
+        start, stop = self._reserve_rows(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = positions
         self.sequences[start:stop] = sequences
         self.outputs[start:stop] = outputs
         self.count = stop
 
-    def _room_for(self, rows: int) -> tuple[int, int]:
+    def _reserve_rows(self, rows: int) -> tuple[int, int]:
         """Where so many more rows begin and end."""
         stop = self.count + rows
         if stop > self.capacity:
@@ -99,7 +99,7 @@ class EmbeddingBatch:
 
         With `output` the last row gives logits.
         """
-        ffi = library().ffi
+        ffi = get_library().ffi
         self.count = len(rows)
         self.sequence = sequence
         self.output = output

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, InvalidModel, MemoryFull, UnsupportedOperation
-from afterglow.llama.adapter import Adapter
-from afterglow.llama.arguments import real
+from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, InvalidModel, KVCacheFull, UnsupportedOperation
 from afterglow.llama.batch import Batch, EmbeddingBatch
+from afterglow.llama.checks import check_float
 from afterglow.llama.handle import Handle
-from afterglow.llama.library import library
-from afterglow.llama.memory import Memory
-from afterglow.llama.model import Model
+from afterglow.llama.kv_memory import KVMemory
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.lora import LoraAdapter
+from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
-from afterglow.llama.state import States
+from afterglow.llama.state import StateSerializer
 
-ABORTED = 2
+DECODE_ABORTED = 2
 
 
-class Context(Handle):
+class LlamaContext(Handle):
     """Sequences in memory and the means to extend them.
 
     >>> with Context(model, ContextSettings(cells=1024)) as context:
@@ -31,12 +31,12 @@ class Context(Handle):
     ...     int(context.logits(len(tokens) - 1).argmax())
     """
 
-    def __init__(self, model: Model, settings: ContextSettings, *, mtp_of: Context | None = None) -> None:
-        self._library = opened = library()
+    def __init__(self, model: LlamaModel, settings: ContextSettings, *, mtp_target: LlamaContext | None = None) -> None:
+        self._library = opened = get_library()
         self.model = model
         self.settings = settings
-        pointer = _create(model, settings, mtp_of)
-        super().__init__("context", pointer, parent=mtp_of or model)
+        pointer = _create_pointer(model, settings, mtp_target)
+        super().__init__("context", pointer, parent=mtp_target or model)
         symbols = opened.symbols
         self.cells: int = symbols.llama_n_ctx(pointer)
         self.cells_per_sequence: int = symbols.llama_n_ctx_seq(pointer)
@@ -45,16 +45,16 @@ class Context(Handle):
         self.ubatch: int = symbols.llama_n_ubatch(pointer)
         self.pooling: int = symbols.llama_pooling_type(pointer)
         self.max_outputs = settings.max_outputs
-        self.is_mtp = mtp_of is not None
-        self.batch = Batch(symbols.llama_n_batch(pointer), width=self._hidden_width() if self.is_mtp else 0)
-        self.memory = Memory(self)
-        self.state = States(self)
-        self.adapters: dict[Adapter, float] = {}
-        self.decodes = 0
-        self._rows = 0  # of the last decode
-        self._places: dict[int, int] = {}  # of the rows that asked for one, among its outputs
+        self.is_mtp = mtp_target is not None
+        self.batch = Batch(symbols.llama_n_batch(pointer), hidden_width=self._get_hidden_width() if self.is_mtp else 0)
+        self.memory = KVMemory(self)
+        self.state = StateSerializer(self)
+        self.adapters: dict[LoraAdapter, float] = {}
+        self.decode_count = 0
+        self._row_count = 0  # of the last decode
+        self._output_indices: dict[int, int] = {}  # of the rows that asked for one, among its outputs
         self._logits: NDArray[np.float32] | None = None  # once somebody asked
-        self._interrupt = _interruptible(pointer)
+        self._abort_flag = _install_abort_callback(pointer)
 
     def _free(self, pointer: Any) -> None:
         self._logits = None
@@ -67,18 +67,18 @@ class Context(Handle):
         parts may have been applied; ask `memory.positions` and truncate your record.
         """
         batch = batch or self.batch
-        outputs = self._check(batch)
+        outputs = self._check_batch(batch)
         batch.native.n_tokens = batch.count
         self._compute(batch.native, batch.count)
-        self.memory.decoded(batch.sequences[: batch.count])
-        self._rows, self._places = batch.count, dict(zip(outputs, range(len(outputs)), strict=True))
+        self.memory.record_decode(batch.sequences[: batch.count])
+        self._row_count, self._output_indices = batch.count, dict(zip(outputs, range(len(outputs)), strict=True))
 
-    def decode_rows(self, batch: EmbeddingBatch, *, causal: bool = True) -> None:
+    def decode_embeddings(self, batch: EmbeddingBatch, *, causal: bool = True) -> None:
         """Compute rows that are no tokens. Not `causal`: they see one another, and have to fit into one ubatch.
 
         What it raises, and what is applied then, is as with `decode`.
         """
-        self._check_rows(batch, causal)
+        self._check_embedding_batch(batch, causal)
         symbols = self._library.symbols
         if not causal:
             symbols.llama_set_causal_attn(self.pointer, False)
@@ -86,43 +86,43 @@ class Context(Handle):
             self._compute(batch.native, batch.count)
         finally:
             if not causal:
-                symbols.llama_set_causal_attn(self.pointer, self.model.info.causal)
-        self.memory.decoded_rows(batch.sequence)
-        self._rows, self._places = batch.count, {batch.count - 1: 0} if batch.output else {}
+                symbols.llama_set_causal_attn(self.pointer, self.model.info.is_causal)
+        self.memory.record_embedding_decode(batch.sequence)
+        self._row_count, self._output_indices = batch.count, {batch.count - 1: 0} if batch.output else {}
 
     def _compute(self, native: Any, rows: int) -> None:
         """The native call; what the last one gave is gone, whatever comes of this one."""
-        self._rows, self._places, self._logits = 0, {}, None
+        self._row_count, self._output_indices, self._logits = 0, {}, None
         code = self._library.symbols.llama_decode(self.pointer, native)
-        self._interrupt[0] = b"\0"
-        self.decodes += 1
+        self._abort_flag[0] = b"\0"
+        self.decode_count += 1
         if code != -1:  # before anything else, a decode applies the shifts that wait
             self.memory.pending_shift = False
         if code != 0:
-            raise self._failure(code, rows)
+            raise self._build_error(code, rows)
 
-    def _check_rows(self, batch: EmbeddingBatch, causal: bool) -> None:
+    def _check_embedding_batch(self, batch: EmbeddingBatch, causal: bool) -> None:
         most = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)
         if not 0 < batch.count <= most:
             raise InvalidArgument("rows", f"must be 1 to {most} in one decode, not {batch.count}")
         width = self._library.symbols.llama_model_n_embd_inp(self.model.pointer)
         if batch.rows.shape != (batch.count, width):
             raise InvalidArgument("rows", f"must be {width} numbers each, not of the shape {batch.rows.shape}")
-        numbers = 4 if self.model.info.mrope else 1
+        numbers = 4 if self.model.info.uses_mrope else 1
         if batch.positions.size != numbers * batch.count or int(batch.positions.min()) < 0:
             raise InvalidArgument("positions", f"must be {numbers} for each row, and not negative")
         if self.is_mtp or self.settings.embeddings:
             raise UnsupportedOperation("rows", "this context takes tokens only")
         self.memory.check_sequence(batch.sequence)
 
-    def _check(self, batch: Batch) -> Sequence[int]:
+    def _check_batch(self, batch: Batch) -> Sequence[int]:
         """The rows that give outputs. Refuses every batch that would abort the process."""
         count = batch.count
         if not 0 < count <= self.batch.capacity:
             raise InvalidArgument("batch", f"must have 1 to {self.batch.capacity} rows, not {count}")
-        if not self.model.info.causal and count > self.ubatch:
+        if not self.model.info.is_causal and count > self.ubatch:
             raise InvalidArgument("batch", f"must have at most {self.ubatch} rows on a non-causal model, not {count}")
-        if self.is_mtp and batch.hidden is None:
+        if self.is_mtp and batch.hidden_states is None:
             raise InvalidArgument("batch", "needs a hidden state beside each token in an MTP context")
         outputs = range(count) if self.settings.embeddings else batch.outputs[:count].nonzero()[0].tolist()
         if len(outputs) > self.max_outputs:
@@ -134,11 +134,11 @@ class Context(Handle):
             raise InvalidArgument("sequence", f"must be from 0 to {self.sequences - 1}")
         return outputs
 
-    def _failure(self, code: int, rows: int) -> Exception:
-        reason = self._library.log.take_error("no reason was given")
+    def _build_error(self, code: int, rows: int) -> Exception:
+        reason = self._library.log_bridge.take_error("no reason was given")
         if code == 1:
-            return MemoryFull(rows, self.cells_per_sequence)
-        if code == ABORTED:
+            return KVCacheFull(rows, self.cells_per_sequence)
+        if code == DECODE_ABORTED:
             return Cancelled(f"a decode of {rows} rows was interrupted")
         if code == -1:
             return InvalidArgument("batch", f"was refused by llama.cpp: {reason}")
@@ -146,30 +146,30 @@ class Context(Handle):
 
     def interrupt(self) -> None:
         """Stop the decode that is running, or else the next, from any thread: it raises `Cancelled`. CPU only."""
-        self._interrupt[0] = b"\1"
+        self._abort_flag[0] = b"\1"
 
-    def uninterrupt(self) -> None:
+    def clear_interrupt(self) -> None:
         """Let the next decode run, should an interruption have come too late for the last."""
-        self._interrupt[0] = b"\0"
+        self._abort_flag[0] = b"\0"
 
-    def logits(self, row: int) -> NDArray[np.float32]:
+    def get_logits(self, row: int) -> NDArray[np.float32]:
         """The logits after `row` of the last decode: a view that the next decode overwrites."""
-        place = self._places.get(row)
+        place = self._output_indices.get(row)
         if place is None:
-            raise _no_output(row)
-        view: NDArray[np.float32] = (self._all_logits() if self._logits is None else self._logits)[place]
+            raise _build_missing_output_error(row)
+        view: NDArray[np.float32] = (self._read_logits() if self._logits is None else self._logits)[place]
         return view
 
-    def _all_logits(self) -> NDArray[np.float32]:
+    def _read_logits(self) -> NDArray[np.float32]:
         """One row for each output of the last decode: asked for at once, since every native call has its price."""
         pointer = self._library.symbols.llama_get_logits(self.pointer)
         if pointer == self._library.ffi.NULL:
             raise UnsupportedOperation("logits", "this context computes no logits")
         size = self.model.vocabulary.size
-        self._logits = self._floats(pointer, len(self._places) * size).reshape(-1, size)
+        self._logits = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
         return self._logits
 
-    def embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
+    def get_embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
         """The embedding of a row, or of a whole sequence where this context pools: a copy."""
         symbols, width = self._library.symbols, self.model.embedding_width
         if not self.settings.embeddings:
@@ -178,45 +178,45 @@ class Context(Handle):
             if self.pooling == 0:
                 raise UnsupportedOperation("the embedding of a sequence", "this context does not pool")
             pointer = symbols.llama_get_embeddings_seq(self.pointer, self.memory.check_sequence(sequence))
-            width = self.model.classes if self.pooling == 4 else width
+            width = self.model.class_count if self.pooling == 4 else width
         else:
-            if row not in self._places:
-                raise _no_output(row)
+            if row not in self._output_indices:
+                raise _build_missing_output_error(row)
             pointer = symbols.llama_get_embeddings_ith(self.pointer, row)
         if pointer == self._library.ffi.NULL:
             raise InvalidArgument("sequence", "has no embedding: it was not in the last decode")
-        return self._floats(pointer, width).copy()
+        return self._view_floats(pointer, width).copy()
 
-    def hidden(self, row: int) -> NDArray[np.float32]:
+    def get_hidden_state(self, row: int) -> NDArray[np.float32]:
         """The hidden state that MTP heads read, after `row` of the last decode: a view. See `keep_hidden`."""
-        if not 0 <= row < max(self._rows, 1):
+        if not 0 <= row < max(self._row_count, 1):
             raise InvalidArgument("row", f"{row} was not in the last decode")
         pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
-        return self._floats(pointer, self._hidden_width())
+        return self._view_floats(pointer, self._get_hidden_width())
 
-    def hidden_rows(self) -> NDArray[np.float32]:
+    def get_hidden_states(self) -> NDArray[np.float32]:
         """The hidden states after every row of the last decode: a view. Only where every row's are kept."""
-        if not self._rows:
+        if not self._row_count:
             raise InvalidArgument("rows", "there are none: nothing was decoded, or the last decode failed")
         pointer = self._library.symbols.llama_get_embeddings_nextn(self.pointer)
-        width = self._hidden_width()
-        return self._floats(pointer, self._rows * width).reshape(-1, width)
+        width = self._get_hidden_width()
+        return self._view_floats(pointer, self._row_count * width).reshape(-1, width)
 
-    def use_head(self, head: int) -> None:
+    def set_mtp_head(self, head: int) -> None:
         """Let the next decode of an MTP context run this head of a chain."""
         self._library.symbols.llama_set_nextn_layer_offset(self.pointer, head)
 
-    def keep_hidden(self, *, every_row: bool) -> None:
+    def enable_hidden_states(self, *, every_row: bool) -> None:
         """From the next decode on, keep the hidden states that MTP heads read; of output rows, or of every row."""
-        if not self._library.mtp:
+        if not self._library.supports_mtp:
             raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
         self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
 
-    def set_adapters(self, adapters: Mapping[Adapter, float]) -> None:
+    def set_adapters(self, adapters: Mapping[LoraAdapter, float]) -> None:
         """Apply these LoRA adapters with their scales from the next decode on; an empty mapping removes all."""
         ffi = self._library.ffi
-        pointers = [adapter.check_model(self.model) for adapter in adapters]
-        scales = [real("scale", scale) for scale in adapters.values()]
+        pointers = [adapter.get_pointer_for(self.model) for adapter in adapters]
+        scales = [check_float("scale", scale) for scale in adapters.values()]
         array = ffi.new("struct llama_adapter_lora *[]", pointers)
         code = self._library.symbols.llama_set_adapters_lora(
             self.pointer, array, len(pointers), ffi.new("float[]", scales)
@@ -227,7 +227,7 @@ class Context(Handle):
         for adapter in adapters:
             adapter.users.add(self)
 
-    def forget_adapter(self, adapter: Adapter) -> None:
+    def remove_adapter(self, adapter: LoraAdapter) -> None:
         """Stop using an adapter that is being closed."""
         if not self.closed and adapter in self.adapters:
             self.set_adapters({other: scale for other, scale in self.adapters.items() if other is not adapter})
@@ -241,38 +241,40 @@ class Context(Handle):
         """Threads for decodes of one row, and of more."""
         self._library.symbols.llama_set_n_threads(self.pointer, max(threads, 1), max(batch_threads, 1))
 
-    def _hidden_width(self) -> int:
+    def _get_hidden_width(self) -> int:
         return int(self._library.symbols.llama_model_n_embd_out(self.model.pointer))
 
-    def _floats(self, pointer: Any, count: int) -> NDArray[np.float32]:
+    def _view_floats(self, pointer: Any, count: int) -> NDArray[np.float32]:
         return np.frombuffer(self._library.ffi.buffer(pointer, count * 4), dtype=np.float32)
 
 
-def _create(model: Model, settings: ContextSettings, mtp_of: Context | None) -> Any:
-    opened = library()
-    parameters = settings.parameters()
-    if mtp_of is not None:
-        if not opened.mtp:
+def _create_pointer(model: LlamaModel, settings: ContextSettings, mtp_target: LlamaContext | None) -> Any:
+    opened = get_library()
+    parameters = settings.build_parameters()
+    if mtp_target is not None:
+        if not opened.supports_mtp:
             raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
-        if not model.settings.mtp or not model.info.mtp_layers:
+        if not model.settings.mtp or not model.info.mtp_layer_count:
             raise UnsupportedOperation("MTP", "the model has no MTP heads, or was loaded without `mtp`")
         parameters.ctx_type = 1
-        parameters.ctx_other = mtp_of.pointer
+        parameters.ctx_other = mtp_target.pointer
     model.check_fits(settings)
-    opened.log.take_error("")
+    opened.log_bridge.take_error("")
     pointer = opened.symbols.llama_init_from_model(model.pointer, parameters)
     if pointer == opened.ffi.NULL:
-        raise InvalidModel(str(model.path), opened.log.take_error("llama.cpp made no context and gave no reason"))
+        raise InvalidModel(
+            str(model.path), opened.log_bridge.take_error("llama.cpp made no context and gave no reason")
+        )
     return pointer
 
 
-def _no_output(row: int | None) -> InvalidArgument:
+def _build_missing_output_error(row: int | None) -> InvalidArgument:
     return InvalidArgument("row", f"{row} asked for no output in the last decode")
 
 
-def _interruptible(pointer: Any) -> Any:
+def _install_abort_callback(pointer: Any) -> Any:
     """Let a byte stop a decode. The callback is C's own `strlen` over that byte, so no Python runs inside."""
-    opened = library()
+    opened = get_library()
     flag = opened.ffi.new("char[2]")
     callback = opened.ffi.cast("ggml_abort_callback", opened.strlen)
     opened.symbols.llama_set_abort_callback(pointer, callback, flag)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from afterglow.closing import Closing
+from afterglow.closeable import Closeable
 from afterglow.errors import Closed
 
-_open: weakref.WeakSet[Handle] = weakref.WeakSet()
+_open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
-class Handle(Closing):
+class Handle(Closeable):
     """Owns a native pointer until `close`. Subclasses say how to free it.
 
     >>> with Model.load(path) as model, model.context(cells=512) as context:
@@ -25,7 +25,7 @@ class Handle(Closing):
         self._parent = parent
         if parent is not None:
             parent._children.append(self)
-        _open.add(self)
+        _open_handles.add(self)
 
     @property
     def pointer(self) -> Any:
@@ -47,13 +47,13 @@ class Handle(Closing):
         pointer, self._pointer = self._pointer, None
         if self._parent is not None:
             self._parent._children.remove(self)
-        _open.discard(self)
+        _open_handles.discard(self)
         self._free(pointer)
 
     def _free(self, pointer: Any) -> None:
         raise NotImplementedError
 
 
-def open_handles() -> list[Handle]:
+def list_open_handles() -> list[Handle]:
     """Every handle that was not closed yet: empty when nothing leaks."""
-    return list(_open)
+    return list(_open_handles)

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.llama.handle import Handle
-from afterglow.llama.library import library
-from afterglow.llama.model import Model
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel
 from afterglow.llama.sampling import Sampling
 
-CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-MAX_GRAMMAR = 256 * 1024  # bytes
-MAX_NESTING = 100  # llama.cpp's parser recurses; deeper is a stack overflow, not an error
-MANY = 8192  # candidates that take the native chain longer than it takes to leave most of them out
-DEPTH = 64  # of the columns in which the likeliest are looked for
+CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+MAX_GRAMMAR_BYTES = 256 * 1024  # bytes
+MAX_GRAMMAR_NESTING = 100  # llama.cpp's parser recurses; deeper is a stack overflow, not an error
+MIN_SHORTLIST_CANDIDATES = 8192  # candidates that take the native chain longer than it takes to leave most of them out
+SHORTLIST_COLUMN_DEPTH = 64  # of the columns in which the likeliest are looked for
 
 
 class SamplerChain(Handle):
@@ -29,145 +29,147 @@ class SamplerChain(Handle):
     >>> chain.accept(token)
     """
 
-    def __init__(self, model: Model, sampling: Sampling) -> None:
+    def __init__(self, model: LlamaModel, sampling: Sampling) -> None:
         for token in sampling.logit_bias:
-            model.vocabulary.check(token)
+            model.vocabulary.check_token(token)
         self.model = model
         self.sampling = sampling
         self.seed = secrets.randbits(32) if sampling.seed is None or sampling.seed < 0 else sampling.seed % 2**32
         self._grammar: Any = None
-        self._ended = False  # the grammar took its end: it must not be asked again
-        super().__init__("sampler", _chain(model, sampling, self.seed), parent=model)
+        self._grammar_ended = False  # the grammar took its end: it must not be asked again
+        super().__init__("sampler", _build_chain(model, sampling, self.seed), parent=model)
         if sampling.grammar:
             try:
-                self._grammar = _grammar(model, sampling.grammar)
+                self._grammar = _build_grammar(model, sampling.grammar)
             except InvalidGrammar:
                 self.close()
                 raise
         # Nothing but an argmax, perhaps of logits with biases: that needs no candidates, and remembers nothing.
-        stages = library().symbols.llama_sampler_chain_n(self._pointer)
-        self._plain = sampling.greedy and not sampling.grammar and stages == 1 + bool(sampling.logit_bias)
-        self._biased = np.array(list(sampling.logit_bias), dtype=np.intp)
-        self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
-        self._lowering = bool(self._biases.size) and float(self._biases.max()) <= 0
-        self._shape = (model.vocabulary.size,)
+        stages = get_library().symbols.llama_sampler_chain_n(self._pointer)
+        self._is_argmax = sampling.is_greedy and not sampling.grammar and stages == 1 + bool(sampling.logit_bias)
+        self._bias_tokens = np.array(list(sampling.logit_bias), dtype=np.intp)
+        self._bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+        self._biases_only_lower = bool(self._bias_values.size) and float(self._bias_values.max()) <= 0
+        self._logits_shape = (model.vocabulary.size,)
         # Nothing looks at any candidate before all but the likeliest are gone.
-        self._shortens = not sampling.grammar and _first_link(self._pointer) == b"top-k"
-        self._buffer: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
+        self._uses_shortlist = not sampling.grammar and _get_first_sampler_name(self._pointer) == b"top-k"
+        self._candidate_buffer: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
         self._candidates: NDArray[np.void] | None = None  # those of the last draw, in the buffer
-        self._array = library().ffi.new("llama_token_data_array *")
+        self._candidate_array = get_library().ffi.new("llama_token_data_array *")
 
-    def take(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+    def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """`sample`, and `accept` what came of it."""
         token = self.sample(logits, allowed)
-        if not self._plain:
+        if not self._is_argmax:
             self.accept(token)
         return token
 
     def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """The next token, one of the `allowed` ones where that is given. The state does not move: `accept` what is
         kept."""
-        if logits.shape != self._shape:
+        if logits.shape != self._logits_shape:
             raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
-        if self._plain:
+        if self._is_argmax:
             assert self.pointer
-            return self._likeliest(logits, allowed)
-        self._fill(logits, allowed)
+            return self._find_argmax(logits, allowed)
+        self._fill_candidates(logits, allowed)
         if self._grammar is not None:
-            self._constrain()
-        library().symbols.llama_sampler_apply(self.pointer, self._array)
-        chosen = self._array.selected
-        assert 0 <= chosen < self._array.size, "a chain always ends in a sampler that selects"
-        return int(self._array.data[chosen].id)
+            self._apply_grammar()
+        get_library().symbols.llama_sampler_apply(self.pointer, self._candidate_array)
+        chosen = self._candidate_array.selected
+        assert 0 <= chosen < self._candidate_array.size, "a chain always ends in a sampler that selects"
+        return int(self._candidate_array.data[chosen].id)
 
-    def _likeliest(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> int:
+    def _find_argmax(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> int:
         """The first of those with the largest logit."""
-        if self._lowering and allowed is None:
+        if self._biases_only_lower and allowed is None:
             top = int(logits.argmax())
             if top not in self.sampling.logit_bias:  # nobody can overtake it: a copy of all logits is saved
                 return top
-        if self._biases.size:
+        if self._bias_values.size:
             logits = logits.copy()
-            logits[self._biased] += self._biases
+            logits[self._bias_tokens] += self._bias_values
         return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
 
     def accept(self, token: int) -> None:
         """Note that `token` was kept. `InvalidArgument` where the grammar forbids it: llama.cpp would abort."""
-        self.model.vocabulary.check(token)
-        if self._grammar is not None and not self._ended:
-            if not self.allows(token):
+        self.model.vocabulary.check_token(token)
+        if self._grammar is not None and not self._grammar_ended:
+            if not self.is_allowed(token):
                 raise InvalidArgument("token", f"{token} is not allowed by the grammar here")
-            library().symbols.llama_sampler_accept(self._grammar, token)
-            self._ended = token in self.model.vocabulary.ends
-        elif self._ended:
+            get_library().symbols.llama_sampler_accept(self._grammar, token)
+            self._grammar_ended = token in self.model.vocabulary.eog_tokens
+        elif self._grammar_ended:
             raise InvalidArgument("token", f"{token} comes after the grammar's end")
-        if not self._plain:
-            library().symbols.llama_sampler_accept(self.pointer, token)
+        if not self._is_argmax:
+            get_library().symbols.llama_sampler_accept(self.pointer, token)
 
-    def allows(self, token: int) -> bool:
+    def is_allowed(self, token: int) -> bool:
         """Whether the grammar, if there is one, lets `token` be next."""
-        self.model.vocabulary.check(token)
+        self.model.vocabulary.check_token(token)
         if self._grammar is None:
             return True
-        if self._ended:
+        if self._grammar_ended:
             return False
-        ffi = library().ffi
+        ffi = get_library().ffi
         single = ffi.new("llama_token_data[1]", [{"id": token, "logit": 1.0, "p": 0.0}])
         array = ffi.new("llama_token_data_array *", {"data": single, "size": 1, "selected": -1, "sorted": False})
-        library().symbols.llama_sampler_apply(self._grammar, array)
+        get_library().symbols.llama_sampler_apply(self._grammar, array)
         return bool(np.isfinite(single[0].logit))
 
     def reset(self) -> None:
         """Back to the beginning: nothing accepted, the grammar at its start, the seed as it was."""
-        symbols = library().symbols
+        symbols = get_library().symbols
         symbols.llama_sampler_reset(self.pointer)
-        self._ended = False
+        self._grammar_ended = False
         if self._grammar is not None:
             symbols.llama_sampler_reset(self._grammar)
 
     def clone(self) -> SamplerChain:
         """A second chain in the same state; what happens to one does not touch the other."""
-        symbols = library().symbols
+        symbols = get_library().symbols
         twin = SamplerChain(self.model, self.sampling)
         fresh, twin._pointer = twin._pointer, symbols.llama_sampler_clone(self.pointer)
         symbols.llama_sampler_free(fresh)
         if self._grammar is not None:
             symbols.llama_sampler_free(twin._grammar)
             twin._grammar = symbols.llama_sampler_clone(self._grammar)
-        twin._ended, twin.seed = self._ended, self.seed
+        twin._grammar_ended, twin.seed = self._grammar_ended, self.seed
         return twin
 
-    def _fill(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> None:
+    def _fill_candidates(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> None:
         """What is not allowed is not a candidate: with -inf instead, mirostat would compute with infinities."""
         values = logits if allowed is None else logits[allowed]
-        if self._shortens and (places := shortlist(values, self.sampling.top_k)) is not None:
+        if self._uses_shortlist and (places := find_shortlist(values, self.sampling.top_k)) is not None:
             allowed, values = places if allowed is None else allowed[places], values[places]
-        if self._buffer is None:
-            self._buffer = np.zeros(len(logits), dtype=CANDIDATE)
-        self._candidates = self._buffer[: len(values)]
+        if self._candidate_buffer is None:
+            self._candidate_buffer = np.zeros(len(logits), dtype=CANDIDATE_DTYPE)
+        self._candidates = self._candidate_buffer[: len(values)]
         self._candidates["id"] = np.arange(len(values), dtype=np.int32) if allowed is None else allowed
         self._candidates["logit"] = values
-        self._array.data = library().ffi.from_buffer("llama_token_data *", self._buffer)  # a sampler may have moved it
-        self._array.size = len(values)
-        self._array.selected = -1
-        self._array.sorted = False
+        self._candidate_array.data = get_library().ffi.from_buffer(
+            "llama_token_data *", self._candidate_buffer
+        )  # a sampler may have moved it
+        self._candidate_array.size = len(values)
+        self._candidate_array.selected = -1
+        self._candidate_array.sorted = False
 
-    def _constrain(self) -> None:
+    def _apply_grammar(self) -> None:
         assert self._candidates is not None
-        if self._ended:
+        if self._grammar_ended:
             raise InvalidArgument("grammar", "has ended: there is no next token")
-        library().symbols.llama_sampler_apply(self._grammar, self._array)
+        get_library().symbols.llama_sampler_apply(self._grammar, self._candidate_array)
         if not np.isfinite(self._candidates["logit"]).any():
             raise InvalidGrammar("no token of this model continues it here")
 
     def _free(self, pointer: Any) -> None:
-        symbols = library().symbols
+        symbols = get_library().symbols
         symbols.llama_sampler_free(pointer)
         if self._grammar is not None:
             symbols.llama_sampler_free(self._grammar)
 
 
-def shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:
+def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:
     """Places that hold the `count` largest, and others; None where nothing is won by leaving the rest out.
 
     The numbers are looked at as columns of 64. What is in a column whose largest is not among the `count` largest of
@@ -178,47 +180,47 @@ def shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | Non
     >>> len(places), places[-2:]
     (144, array([9998, 9999]))
     """
-    width = len(logits) // DEPTH
-    if len(logits) < MANY or count > width:
+    width = len(logits) // SHORTLIST_COLUMN_DEPTH
+    if len(logits) < MIN_SHORTLIST_CANDIDATES or count > width:
         return None
-    largest = logits[: DEPTH * width].reshape(DEPTH, width).max(axis=0)
+    largest = logits[: SHORTLIST_COLUMN_DEPTH * width].reshape(SHORTLIST_COLUMN_DEPTH, width).max(axis=0)
     columns = np.flatnonzero(largest >= np.partition(largest, width - count)[width - count])
     if len(columns) < count:  # some are no numbers
         return None
-    places = (columns + width * np.arange(DEPTH)[:, None]).ravel()
-    return np.concatenate([places, np.arange(DEPTH * width, len(logits))])
+    places = (columns + width * np.arange(SHORTLIST_COLUMN_DEPTH)[:, None]).ravel()
+    return np.concatenate([places, np.arange(SHORTLIST_COLUMN_DEPTH * width, len(logits))])
 
 
-def _first_link(chain: Any) -> bytes:
+def _get_first_sampler_name(chain: Any) -> bytes:
     """What the first sampler of a native chain is called."""
-    opened = library()
+    opened = get_library()
     first = opened.symbols.llama_sampler_chain_get(chain, 0)
     return bytes(opened.ffi.string(opened.symbols.llama_sampler_name(first)))
 
 
-def _chain(model: Model, sampling: Sampling, seed: int) -> Any:
+def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:
     """The native chain in the documented order. The last link always selects."""
-    opened = library()
+    opened = get_library()
     ffi, symbols, size = opened.ffi, opened.symbols, model.vocabulary.size
     links: list[Any] = []
     if sampling.logit_bias:
         bias = ffi.new("llama_logit_bias[]", [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()])
         links.append(symbols.llama_sampler_init_logit_bias(size, len(bias), bias))
-    penalties = (sampling.penalty_repeat, sampling.penalty_frequency, sampling.penalty_presence)
-    if sampling.penalty_last and penalties != (1.0, 0.0, 0.0):
-        links.append(symbols.llama_sampler_init_penalties(size, sampling.penalty_last, *penalties))
-    if sampling.dry_multiplier and sampling.dry_last:
-        links.append(_dry(model, sampling))
-    links += _selection(sampling, seed, size)
+    penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    if sampling.repeat_last_n and penalties != (1.0, 0.0, 0.0):
+        links.append(symbols.llama_sampler_init_penalties(size, sampling.repeat_last_n, *penalties))
+    if sampling.dry_multiplier and sampling.dry_penalty_last_n:
+        links.append(_build_dry(model, sampling))
+    links += _build_selectors(sampling, seed, size)
     chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
     for link in links:
         symbols.llama_sampler_chain_add(chain, link)
     return chain
 
 
-def _selection(sampling: Sampling, seed: int, size: int) -> list[Any]:
-    symbols = library().symbols
-    if sampling.greedy:
+def _build_selectors(sampling: Sampling, seed: int, size: int) -> list[Any]:
+    symbols = get_library().symbols
+    if sampling.is_greedy:
         return [symbols.llama_sampler_init_greedy()]
     if sampling.mirostat:
         temperature = symbols.llama_sampler_init_temp(sampling.temperature)
@@ -240,38 +242,38 @@ def _selection(sampling: Sampling, seed: int, size: int) -> list[Any]:
     if sampling.xtc_probability > 0:
         links.append(symbols.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed))
     links.append(
-        symbols.llama_sampler_init_temp_ext(sampling.temperature, sampling.dynamic_range, sampling.dynamic_exponent)
+        symbols.llama_sampler_init_temp_ext(sampling.temperature, sampling.dynatemp_range, sampling.dynatemp_exponent)
     )
     return [*links, symbols.llama_sampler_init_dist(seed)]
 
 
-def _dry(model: Model, sampling: Sampling) -> Any:
-    opened = library()
-    texts = [opened.ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_breakers if breaker]
+def _build_dry(model: LlamaModel, sampling: Sampling) -> Any:
+    opened = get_library()
+    texts = [opened.ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
     return opened.symbols.llama_sampler_init_dry(
         model.vocabulary.pointer,
         sampling.dry_multiplier,
         sampling.dry_base,
         sampling.dry_allowed_length,
-        sampling.dry_last,
+        sampling.dry_penalty_last_n,
         opened.ffi.new("char *[]", texts),
         len(texts),
     )
 
 
-def _grammar(model: Model, text: str) -> Any:
-    opened = library()
+def _build_grammar(model: LlamaModel, text: str) -> Any:
+    opened = get_library()
     data = text.encode()
-    if len(data) > MAX_GRAMMAR:
-        raise InvalidGrammar(f"it has {len(data):,} bytes, {MAX_GRAMMAR:,} are allowed")
+    if len(data) > MAX_GRAMMAR_BYTES:
+        raise InvalidGrammar(f"it has {len(data):,} bytes, {MAX_GRAMMAR_BYTES:,} are allowed")
     depth = deepest = 0
     for character in text:
         depth += (character == "(") - (character == ")")
         deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
-        raise InvalidGrammar(f"it nests {deepest} groups, {MAX_NESTING} are allowed")
-    opened.log.take_error("")
+    if deepest > MAX_GRAMMAR_NESTING:
+        raise InvalidGrammar(f"it nests {deepest} groups, {MAX_GRAMMAR_NESTING} are allowed")
+    opened.log_bridge.take_error("")
     pointer = opened.symbols.llama_sampler_init_grammar(model.vocabulary.pointer, data, b"root")
     if pointer == opened.ffi.NULL:
-        raise InvalidGrammar(opened.log.take_error("it cannot be parsed, or has no rule `root`"))
+        raise InvalidGrammar(opened.log_bridge.take_error("it cannot be parsed, or has no rule `root`"))
     return pointer

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from afterglow.errors import InvalidArgument
-from afterglow.llama.arguments import INT32_MAX, integer, real
+from afterglow.llama.checks import INT32_MAX, check_float, check_integer
 
 Mirostat = Literal[0, 1, 2]
-DRY_BREAKERS = ("\n", ":", '"', "*")
+DEFAULT_DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class Sampling:
     """
 
     temperature: float = 0.8
-    dynamic_range: float = 0.0  # temperature varies by ± this with the entropy; 0: off
-    dynamic_exponent: float = 1.0
+    dynatemp_range: float = 0.0  # temperature varies by ± this with the entropy; 0: off
+    dynatemp_exponent: float = 1.0
     top_k: int = 40  # 0: off
     top_p: float = 0.95  # 1: off
     min_p: float = 0.05  # 0: off
@@ -33,15 +33,15 @@ class Sampling:
     top_n_sigma: float = -1.0  # negative: off
     xtc_probability: float = 0.0  # 0: off
     xtc_threshold: float = 0.1
-    penalty_last: int = 64  # tokens that repetition, frequency and presence look back; 0: off
-    penalty_repeat: float = 1.0  # 1: off
-    penalty_frequency: float = 0.0
-    penalty_presence: float = 0.0
+    repeat_last_n: int = 64  # tokens that repetition, frequency and presence look back; 0: off
+    repeat_penalty: float = 1.0  # 1: off
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     dry_multiplier: float = 0.0  # 0: off
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_last: int = 1024
-    dry_breakers: tuple[str, ...] = DRY_BREAKERS
+    dry_penalty_last_n: int = 1024
+    dry_sequence_breakers: tuple[str, ...] = DEFAULT_DRY_SEQUENCE_BREAKERS
     mirostat: Mirostat = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
@@ -51,28 +51,28 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, low, high in LIMITS:
-            check = integer if isinstance(high, int) else real
+            check = check_integer if isinstance(high, int) else check_float
             check(name, getattr(self, name), low, high)  # type: ignore[arg-type]
         if self.mirostat not in (0, 1, 2):
             raise InvalidArgument("mirostat", f"must be 0, 1 or 2, not {self.mirostat!r}")
         if self.seed is not None:
-            integer("seed", self.seed, -(2**63), 2**63 - 1)
+            check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         for bias in self.logit_bias.values():
             if bias != float("-inf"):  # the one way to forbid a token
-                real("logit_bias", bias)
-        for text in (self.grammar, *self.dry_breakers):
+                check_float("logit_bias", bias)
+        for text in (self.grammar, *self.dry_sequence_breakers):
             if "\0" in text:
                 raise InvalidArgument("grammar", "must not contain a zero byte")
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature == 0
 
 
 LIMITS: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 100.0),
-    ("dynamic_range", 0.0, 100.0),
-    ("dynamic_exponent", 0.0, 100.0),
+    ("dynatemp_range", 0.0, 100.0),
+    ("dynatemp_exponent", 0.0, 100.0),
     ("top_k", 0, INT32_MAX),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
@@ -80,14 +80,14 @@ LIMITS: tuple[tuple[str, float, float], ...] = (
     ("top_n_sigma", -1e6, 1e6),
     ("xtc_probability", 0.0, 1.0),
     ("xtc_threshold", 0.0, 1.0),
-    ("penalty_last", 0, 1_000_000),
-    ("penalty_repeat", 1e-6, 1e6),
-    ("penalty_frequency", -1e6, 1e6),
-    ("penalty_presence", -1e6, 1e6),
+    ("repeat_last_n", 0, 1_000_000),
+    ("repeat_penalty", 1e-6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+    ("presence_penalty", -1e6, 1e6),
     ("dry_multiplier", 0.0, 1e6),
     ("dry_base", 1.0, 1e6),
     ("dry_allowed_length", 0, 1_000_000),
-    ("dry_last", 0, 1_000_000),
+    ("dry_penalty_last_n", 0, 1_000_000),
     ("mirostat_tau", 0.0, 1e6),
     ("mirostat_eta", 0.0, 1e6),
 )

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from afterglow.errors import InvalidArgument, UnsupportedOption
-from afterglow.llama.arguments import INT32_MAX, integer, real
-from afterglow.llama.library import library
+from afterglow.llama.checks import INT32_MAX, check_float, check_integer
+from afterglow.llama.library.loader import get_library
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 CACHE_TYPES: dict[str, int] = {
     "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
 }  # fmt: skip
-UNQUANTIZED = ("f32", "f16", "bf16")
-Pooling = Literal["model", "none", "mean", "cls", "last", "rank"]
-POOLING = {"model": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
+UNQUANTIZED_CACHE_TYPES = ("f32", "f16", "bf16")
+PoolingType = Literal["model", "none", "mean", "cls", "last", "rank"]
+POOLING_TYPES = {"model": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 MAX_SEQUENCES = 256
 
 
@@ -33,56 +33,56 @@ class ContextSettings:
     ubatch: int = 512  # rows computed at once
     outputs: int = 64  # rows of one decode that may ask for logits; each costs a vocabulary of floats
     threads: int = 0  # 0: llama.cpp's default
-    key_type: CacheType = "f16"
-    value_type: CacheType = "f16"
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
     flash_attention: bool | None = None  # None: where the model and the device can
-    unified: bool = False
-    full_window: bool = False  # keep all cells of sliding-window layers, not only the window
-    rollback: int = 0  # entries a recurrent or hybrid sequence can drop after a decode, where it can at all
+    kv_unified: bool = False
+    swa_full: bool = False  # keep all cells of sliding-window layers, not only the window
+    recurrent_snapshots: int = 0  # entries a recurrent or hybrid sequence can drop after a decode, where it can at all
     embeddings: bool = False
-    pooling: Pooling = "model"
-    rope_base: float = 0.0  # 0: the model's
-    rope_scale: float = 0.0  # 0: the model's
+    pooling: PoolingType = "model"
+    rope_freq_base: float = 0.0  # 0: the model's
+    rope_freq_scale: float = 0.0  # 0: the model's
 
     def __post_init__(self) -> None:
-        integer("cells", self.cells, 1, INT32_MAX - 256)
-        integer("sequences", self.sequences, 1, MAX_SEQUENCES)
-        integer("batch", self.batch, 1)
-        integer("ubatch", self.ubatch, 1)
-        integer("outputs", self.outputs, 1)
-        integer("threads", self.threads, 0, 512)
-        integer("rollback", self.rollback, 0, 64)
-        real("rope_base", self.rope_base, 0)
-        real("rope_scale", self.rope_scale, 0)
-        for name in ("key_type", "value_type"):
+        check_integer("cells", self.cells, 1, INT32_MAX - 256)
+        check_integer("sequences", self.sequences, 1, MAX_SEQUENCES)
+        check_integer("batch", self.batch, 1)
+        check_integer("ubatch", self.ubatch, 1)
+        check_integer("outputs", self.outputs, 1)
+        check_integer("threads", self.threads, 0, 512)
+        check_integer("recurrent_snapshots", self.recurrent_snapshots, 0, 64)
+        check_float("rope_freq_base", self.rope_freq_base, 0)
+        check_float("rope_freq_scale", self.rope_freq_scale, 0)
+        for name in ("cache_type_k", "cache_type_v"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise InvalidArgument(name, f"must be one of {', '.join(CACHE_TYPES)}, not {getattr(self, name)!r}")
-        if self.pooling not in get_args(Pooling):
-            raise InvalidArgument("pooling", f"must be one of {', '.join(POOLING)}, not {self.pooling!r}")
+        if self.pooling not in get_args(PoolingType):
+            raise InvalidArgument("pooling", f"must be one of {', '.join(POOLING_TYPES)}, not {self.pooling!r}")
         if self.max_outputs < self.sequences:  # llama.cpp aborts
             raise InvalidArgument("outputs", f"and `batch` must be at least `sequences`, {self.sequences}")
-        if self.value_type not in UNQUANTIZED and self.flash_attention is False:
-            raise UnsupportedOption("value_type", f"{self.value_type} needs flash attention, which was turned off")
+        if self.cache_type_v not in UNQUANTIZED_CACHE_TYPES and self.flash_attention is False:
+            raise UnsupportedOption("cache_type_v", f"{self.cache_type_v} needs flash attention, which was turned off")
 
-    def parameters(self) -> Any:
+    def build_parameters(self) -> Any:
         """These settings as llama.cpp's struct, started from its own defaults."""
-        parameters = library().symbols.llama_context_default_params()
+        parameters = get_library().symbols.llama_context_default_params()
         parameters.n_ctx = self.cells
         parameters.n_seq_max = self.sequences
         parameters.n_batch = self.batch
         parameters.n_ubatch = min(self.ubatch, self.batch)
         parameters.n_outputs_max = self.max_outputs
         parameters.n_outputs_max_per_seq = 0
-        parameters.n_rs_seq = self.rollback
-        parameters.type_k = CACHE_TYPES[self.key_type]
-        parameters.type_v = CACHE_TYPES[self.value_type]
+        parameters.n_rs_seq = self.recurrent_snapshots
+        parameters.type_k = CACHE_TYPES[self.cache_type_k]
+        parameters.type_v = CACHE_TYPES[self.cache_type_v]
         parameters.flash_attn_type = -1 if self.flash_attention is None else int(self.flash_attention)
-        parameters.kv_unified = self.unified
-        parameters.swa_full = self.full_window
+        parameters.kv_unified = self.kv_unified
+        parameters.swa_full = self.swa_full
         parameters.embeddings = self.embeddings
-        parameters.pooling_type = POOLING[self.pooling]
-        parameters.rope_freq_base = self.rope_base
-        parameters.rope_freq_scale = self.rope_scale
+        parameters.pooling_type = POOLING_TYPES[self.pooling]
+        parameters.rope_freq_base = self.rope_freq_base
+        parameters.rope_freq_scale = self.rope_freq_scale
         if self.threads:
             parameters.n_threads = parameters.n_threads_batch = self.threads
         return parameters

@@ -11,27 +11,27 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from afterglow.errors import InvalidState, MemoryFull, UnsupportedOperation
-from afterglow.llama import pages
-from afterglow.llama.arguments import integer
-from afterglow.llama.files import write_whole
-from afterglow.llama.library import library
-from afterglow.llama.memory import Memory
-from afterglow.llama.model import Model
+from afterglow.errors import InvalidState, KVCacheFull, UnsupportedOperation
+from afterglow.llama import page_buffers
+from afterglow.llama.atomic_write import write_atomically
+from afterglow.llama.checks import check_integer
+from afterglow.llama.kv_memory import KVMemory
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 
-Scope = Literal["full", "partial"]
-FLAGS = {"full": 0, "partial": 1}
+StateScope = Literal["full", "partial"]
+SCOPE_FLAGS = {"full": 0, "partial": 1}
 MAGIC = b"afterglow state\x01"
 ENVELOPE = struct.Struct(f"<{len(MAGIC)}s32s32s?iiQ")  # magic, checksum, key, partial, first and last position, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class SavedState:
     """What one sequence held. `partial` is only what cannot be cut: recurrent states, sliding windows."""
 
     key: bytes  # everything that decides whether these bytes mean the same elsewhere
-    scope: Scope
+    scope: StateScope
     positions: tuple[int, int] | None
     data: NDArray[np.uint8]
 
@@ -47,7 +47,7 @@ class State:
         return MAGIC + blake3(body).digest() + body
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> State:
+    def from_bytes(cls, data: bytes | memoryview) -> SavedState:
         """The state in `data`; `InvalidState` where it is truncated, damaged or something else."""
         view = memoryview(data)
         if len(view) < ENVELOPE.size or bytes(view[: len(MAGIC)]) != MAGIC:
@@ -58,16 +58,16 @@ class State:
         if blake3(view[len(MAGIC) + 32 :]).digest() != checksum:
             raise InvalidState("its checksum is wrong")
         positions = None if last < 0 else (first, last)
-        scope: Scope = "partial" if partial else "full"
+        scope: StateScope = "partial" if partial else "full"
         return cls(key=key, scope=scope, positions=positions, data=np.frombuffer(view[ENVELOPE.size :], dtype=np.uint8))
 
 
 class StateOwner(Protocol):
     """What saving needs to know of its context."""
 
-    model: Model
+    model: LlamaModel
     settings: ContextSettings
-    memory: Memory
+    memory: KVMemory
     sequences: int
     cells_per_sequence: int
     is_mtp: bool
@@ -79,7 +79,7 @@ class StateOwner(Protocol):
     def adapter_key(self) -> str: ...
 
 
-class States:
+class StateSerializer:
     """Save and load sequences of one context.
 
     >>> state = context.state.save(0)
@@ -88,7 +88,7 @@ class States:
 
     def __init__(self, context: StateOwner) -> None:
         self._context = context
-        self._library = library()
+        self._library = get_library()
 
     @property
     def key(self) -> bytes:
@@ -97,39 +97,41 @@ class States:
         parts = (
             self._library.build,
             self._context.model.fingerprint,
-            settings.key_type,
-            settings.value_type,
+            settings.cache_type_k,
+            settings.cache_type_v,
             settings.flash_attention,
-            1 if settings.unified else settings.sequences,
-            settings.full_window,
-            settings.rollback,
-            settings.rope_base,
-            settings.rope_scale,
+            1 if settings.kv_unified else settings.sequences,
+            settings.swa_full,
+            settings.recurrent_snapshots,
+            settings.rope_freq_base,
+            settings.rope_freq_scale,
             self._context.is_mtp,
             self._context.adapter_key,
         )
         return blake3(repr(parts).encode()).digest()
 
-    def size(self, sequence: int, scope: Scope = "full") -> int:
+    def size(self, sequence: int, scope: StateScope = "full") -> int:
         """The bytes that `save` would take."""
         self._context.memory.check_sequence(sequence)
         self._check_scope(scope)
-        return int(self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, FLAGS[scope]))
+        return int(
+            self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, SCOPE_FLAGS[scope])
+        )
 
-    def save(self, sequence: int, scope: Scope = "full", *, keep: bool = False) -> State:
+    def save(self, sequence: int, scope: StateScope = "full", *, long_lived: bool = False) -> SavedState:
         """What the sequence holds, as a copy: to `keep`, or for a moment, which is faster."""
         memory = self._context.memory
         size = self.size(sequence, scope)
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted and wait for the next decode")
-        symbols, pointer, flags = self._library.symbols, self._context.pointer, FLAGS[scope]
-        data = pages.zeros(size) if keep else np.empty(size, dtype=np.uint8)
+        symbols, pointer, flags = self._library.symbols, self._context.pointer, SCOPE_FLAGS[scope]
+        data = page_buffers.allocate_zeros(size) if long_lived else np.empty(size, dtype=np.uint8)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
         written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
         assert written == data.nbytes, f"llama.cpp wrote {written} of {data.nbytes} bytes"
-        return State(key=self.key, scope=scope, positions=memory.positions(sequence), data=data)
+        return SavedState(key=self.key, scope=scope, positions=memory.get_position_range(sequence), data=data)
 
-    def load(self, sequence: int, state: State) -> None:
+    def load(self, sequence: int, state: SavedState) -> None:
         """Make the sequence hold what it held when `state` was saved.
 
         A partial state brings back only its part: the attention cells before its end must still be there and be
@@ -145,15 +147,15 @@ class States:
             return
         last = state.positions[1]
         if last >= self._context.cells_per_sequence:
-            raise MemoryFull(last + 1, self._context.cells_per_sequence)
+            raise KVCacheFull(last + 1, self._context.cells_per_sequence)
         source = self._library.ffi.from_buffer("uint8_t[]", state.data)
         read = self._library.symbols.llama_state_seq_set_data_ext(
-            self._context.pointer, source, state.nbytes, sequence, FLAGS[state.scope]
+            self._context.pointer, source, state.nbytes, sequence, SCOPE_FLAGS[state.scope]
         )
         if read != state.nbytes:  # its key fits, so what is missing is room: others hold the cells
             memory.remove(sequence)
-            raise MemoryFull(last + 1, self._context.cells_per_sequence)
-        memory.replaced(sequence, last)
+            raise KVCacheFull(last + 1, self._context.cells_per_sequence)
+        memory.record_state_load(sequence, last)
 
     def copy(self, source: int, target: int) -> int:
         """Make `target` hold what `source` does, at once and in any layout. The bytes that were moved."""
@@ -165,16 +167,18 @@ class States:
         """Write one sequence, or all, to a file: whole or not at all."""
         wanted = range(self._context.sequences) if sequence is None else [sequence]
         blobs = [(one, self.save(one).to_bytes()) for one in wanted]
-        write_whole(Path(path), [part for one, blob in blobs for part in (struct.pack("<iQ", one, len(blob)), blob)])
+        write_atomically(
+            Path(path), [part for one, blob in blobs for part in (struct.pack("<iQ", one, len(blob)), blob)]
+        )
 
     def load_file(self, path: Path, sequence: int | None = None) -> list[int]:
         """Load a file of `save_file`; with `sequence`, its one state into that sequence. Everything is checked
         before anything is loaded. The sequences that were loaded."""
-        states = _read_file(path)
+        states = _read_states(path)
         if sequence is not None:
             if len(states) != 1:
                 raise InvalidState(f"the file holds {len(states)} sequences, not one")
-            states = {integer("sequence", sequence): next(iter(states.values()))}
+            states = {check_integer("sequence", sequence): next(iter(states.values()))}
         for one, state in states.items():
             self._context.memory.check_sequence(one)
             if state.key != self.key:
@@ -183,7 +187,7 @@ class States:
             self.load(one, state)
         return list(states)
 
-    def _check_scope(self, scope: Scope) -> None:
+    def _check_scope(self, scope: StateScope) -> None:
         kind = self._context.memory.kind
         if kind == "none":
             raise UnsupportedOperation("a state", "this model has no memory")
@@ -192,7 +196,7 @@ class States:
             raise UnsupportedOperation("a partial state", "attention memory has no part that cannot be cut")
 
 
-def _read_file(path: Path) -> dict[int, State]:
+def _read_states(path: Path) -> dict[int, SavedState]:
     data, states, start = memoryview(Path(path).read_bytes()), {}, 0
     header = struct.Struct("<iQ")
     while start < len(data):
@@ -200,6 +204,6 @@ def _read_file(path: Path) -> dict[int, State]:
             raise InvalidState("the file ends inside a header")
         sequence, size = header.unpack_from(data, start)
         start += header.size
-        states[sequence] = State.from_bytes(data[start : start + size])
+        states[sequence] = SavedState.from_bytes(data[start : start + size])
         start += size
     return states

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument
-from afterglow.llama.arguments import integer
+from afterglow.llama.checks import check_integer
 from afterglow.llama.handle import Handle
-from afterglow.llama.library import library
+from afterglow.llama.library.loader import get_library
 
 CONTROL_OR_UNKNOWN, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 7, 1 << 8
-SPECIAL = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
+SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
 
 
 class Vocabulary:
@@ -27,10 +27,10 @@ class Vocabulary:
 
     def __init__(self, model: Handle) -> None:
         self._model = model
-        self._library = library()
+        self._library = get_library()
         self._pointer = self._library.symbols.llama_model_get_vocab(model.pointer)
         self.size: int = self._library.symbols.llama_vocab_n_tokens(self._pointer)
-        self._pieces: dict[tuple[int, bool], bytes] = {}  # that were asked for
+        self._piece_cache: dict[tuple[int, bool], bytes] = {}  # that were asked for
 
     @property
     def pointer(self) -> Any:
@@ -38,69 +38,69 @@ class Vocabulary:
         return self._pointer
 
     @functools.cached_property
-    def special(self) -> dict[str, int]:
+    def special_tokens(self) -> dict[str, int]:
         """The special tokens this model has, by llama.cpp's names (`bos`, `eos`, `eot`, …)."""
         symbols = self._library.symbols
-        found = {name: getattr(symbols, f"llama_vocab_{name}")(self.pointer) for name in SPECIAL}
+        found = {name: getattr(symbols, f"llama_vocab_{name}")(self.pointer) for name in SPECIAL_TOKEN_NAMES}
         return {name: token for name, token in found.items() if token >= 0}
 
     @functools.cached_property
-    def ends(self) -> frozenset[int]:
+    def eog_tokens(self) -> frozenset[int]:
         """The tokens that end an answer."""
         is_end = self._library.symbols.llama_vocab_is_eog
         return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
 
-    def text(self, token: int) -> str:
+    def get_text(self, token: int) -> str:
         """A token as the file writes it: what stands for a control token in templates."""
-        pointer = self._library.symbols.llama_vocab_get_text(self.pointer, self.check(token))
-        return self._library.text(pointer)
+        pointer = self._library.symbols.llama_vocab_get_text(self.pointer, self.check_token(token))
+        return self._library.decode_string(pointer)
 
     @functools.cached_property
-    def control_texts(self) -> dict[str, int]:
+    def control_tokens_by_text(self) -> dict[str, int]:
         """The control tokens by the text that stands for them in templates."""
         attributes = self._library.symbols.llama_vocab_get_attr
         control = [token for token in range(self.size) if attributes(self.pointer, token) & CONTROL_OR_UNKNOWN]
-        return {text: token for token in control if (text := self.text(token))}
+        return {text: token for token in control if (text := self.get_text(token))}
 
     @functools.cached_property
-    def control(self) -> frozenset[int]:
+    def control_tokens(self) -> frozenset[int]:
         """The control tokens."""
-        return frozenset(self.control_texts.values())
+        return frozenset(self.control_tokens_by_text.values())
 
-    def strips(self, token: int) -> tuple[bool, bool]:
+    def get_strip_flags(self, token: int) -> tuple[bool, bool]:
         """Whether a control token takes the white space before it, and behind it, away."""
-        attributes = self._library.symbols.llama_vocab_get_attr(self.pointer, self.check(token))
+        attributes = self._library.symbols.llama_vocab_get_attr(self.pointer, self.check_token(token))
         return bool(attributes & STRIPS_BEFORE), bool(attributes & STRIPS_AFTER)
 
     @property
     def adds_bos(self) -> bool:
         return bool(self._library.symbols.llama_vocab_get_add_bos(self.pointer))
 
-    def tokenize(self, text: str | bytes, *, special: bool = False, bos: bool = False) -> list[int]:
+    def tokenize(self, text: str | bytes, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """The token ids of `text`. With `special`, control tokens written in the text become control tokens;
         with `bos`, the model's start (and end) tokens are added where it wants them."""
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
         room = len(data) + 8
         buffer = ffi.new("llama_token[]", room)
-        count = tokenize(self.pointer, data, integer("text", len(data)), buffer, room, bos, special)
+        count = tokenize(self.pointer, data, check_integer("text", len(data)), buffer, room, add_special, parse_special)
         if count < 0:  # the room was a guess; the answer is what it takes
             room = -count
             buffer = ffi.new("llama_token[]", room)
-            count = tokenize(self.pointer, data, len(data), buffer, room, bos, special)
+            count = tokenize(self.pointer, data, len(data), buffer, room, add_special, parse_special)
         if count < 0:
             raise InvalidArgument("text", f"of {len(data)} bytes could not be tokenized")
         return list(ffi.unpack(buffer, count))
 
-    def piece(self, token: int, *, special: bool = True) -> bytes:
+    def token_to_piece(self, token: int, *, special: bool = True) -> bytes:
         """The bytes of one token, which may be part of a character. Control tokens are empty without `special`."""
-        key = self.check(token), special
+        key = self.check_token(token), special
         assert self.pointer
-        if (known := self._pieces.get(key)) is None:
-            known = self._pieces[key] = self._piece(*key)
+        if (known := self._piece_cache.get(key)) is None:
+            known = self._piece_cache[key] = self._read_piece(*key)
         return known
 
-    def _piece(self, token: int, special: bool) -> bytes:
+    def _read_piece(self, token: int, special: bool) -> bytes:
         ffi, to_piece = self._library.ffi, self._library.symbols.llama_token_to_piece
         room = 64
         buffer = ffi.new("char[]", room)
@@ -113,17 +113,17 @@ class Vocabulary:
     @functools.cached_property
     def pieces(self) -> list[bytes]:
         """The bytes of every token, control tokens included: a table for streams."""
-        return [self.piece(token) for token in range(self.size)]
+        return [self.token_to_piece(token) for token in range(self.size)]
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> bytes:
         """The bytes of `tokens`; decode them to text only where they end at a character's end."""
-        return b"".join(self.piece(token, special=special) for token in tokens)
+        return b"".join(self.token_to_piece(token, special=special) for token in tokens)
 
-    def check(self, token: int) -> int:
+    def check_token(self, token: int) -> int:
         """`token`, or an `InvalidArgument` where it is no token of this model: llama.cpp would end the process."""
-        return integer("token", token, 0, self.size - 1)
+        return check_integer("token", token, 0, self.size - 1)
 
-    def check_all(self, tokens: Iterable[int]) -> NDArray[np.int32]:
+    def check_tokens(self, tokens: Iterable[int]) -> NDArray[np.int32]:
         """`tokens` as an array, each in the vocabulary."""
         try:
             array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
@@ -138,4 +138,4 @@ class Vocabulary:
 
     def is_control(self, token: int) -> bool:
         """Whether `token` is a control token, which is never part of visible text."""
-        return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check(token)))
+        return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from afterglow.errors import InvalidArgument
 
-Kind: TypeAlias = Literal["image", "audio"]
+Modality: TypeAlias = Literal["image", "audio"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,11 @@ class MediaPolicy:
     allowed_directory: str | os.PathLike[str] | None = None  # the files in it and below may be opened
     max_bytes: int = 20 * 1024 * 1024  # of a file as it comes
     max_pixels: int = 32_000_000
-    max_side: int = 16_384  # pixels
-    max_seconds: float = 30 * 60  # of sound
+    max_side_pixels: int = 16_384  # pixels
+    max_audio_seconds: float = 30 * 60  # of sound
     max_decoded_bytes: int = 384 * 1024 * 1024  # of everything in one conversation
     max_redirects: int = 3
-    fetch_seconds: float = 10.0  # for everything about one address
+    fetch_timeout_seconds: float = 10.0  # for everything about one address
 
     def __post_init__(self) -> None:
         if isinstance(self.allowed_hosts, str):
@@ -43,17 +43,24 @@ class MediaPolicy:
                 raise InvalidArgument("allowed_hosts", f"{host!r} is no host: write example.com or *.example.com")
         if self.allowed_directory is not None and not Path(self.allowed_directory).expanduser().is_dir():
             raise InvalidArgument("allowed_directory", f"{self.allowed_directory} is no directory")
-        for name in ("max_bytes", "max_pixels", "max_side", "max_seconds", "max_decoded_bytes", "fetch_seconds"):
+        for name in (
+            "max_bytes",
+            "max_pixels",
+            "max_side_pixels",
+            "max_audio_seconds",
+            "max_decoded_bytes",
+            "fetch_timeout_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(name, f"must be more than 0, not {getattr(self, name)}")
         if self.max_redirects < 0:
             raise InvalidArgument("max_redirects", f"must not be negative, not {self.max_redirects}")
 
 
-CLOSED = MediaPolicy()
+INLINE_ONLY = MediaPolicy()
 
 
-def shown(source: str, length: int = 80) -> str:
+def abbreviate_source(source: str, length: int = 80) -> str:
     """A source as errors name it: without the data, and short.
 
     >>> shown("data:image/png;base64,iVBORw0KGgo")

@@ -1,25 +1,25 @@
 """Names of models, where they come from, and where they are on this machine."""
 
-from afterglow.registry.catalogue import CATALOGUE, DEFAULT, Entry, HubFile, Source, WheelFile, parse
-from afterglow.registry.foreign import LocalModel, discover
-from afterglow.registry.staging import Progress
-from afterglow.registry.store import installed, models_directory, pull, removable, remove, resolve
+from afterglow.registry.catalog import CATALOG, DEFAULT_MODEL, CatalogEntry, HubFile, ModelSource, WheelFile, parse_name
+from afterglow.registry.discovery import LocalModel, discover_models
+from afterglow.registry.staging import DownloadProgress
+from afterglow.registry.store import find_removable, list_installed, models_directory, pull, remove, resolve
 
 __all__ = [
-    "CATALOGUE",
-    "DEFAULT",
-    "Entry",
+    "CATALOG",
+    "DEFAULT_MODEL",
+    "CatalogEntry",
+    "DownloadProgress",
     "HubFile",
     "LocalModel",
-    "Progress",
-    "Source",
+    "ModelSource",
     "WheelFile",
-    "discover",
-    "installed",
+    "discover_models",
+    "find_removable",
+    "list_installed",
     "models_directory",
-    "parse",
+    "parse_name",
     "pull",
-    "removable",
     "remove",
     "resolve",
 ]

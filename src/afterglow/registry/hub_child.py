@@ -21,13 +21,13 @@ from huggingface_hub.errors import (
 )
 
 
-def describe(repository: str, revision: str, file: str) -> None:
+def print_file_info(repository: str, revision: str, file: str) -> None:
     """Print what the hub says of the file as one line of JSON: `describe("owner/repo", "main", "model.gguf")`."""
     facts = get_hf_file_metadata(hf_hub_url(repository, file, revision=revision))
     print(json.dumps({"sha256": facts.etag, "size": facts.size, "commit": facts.commit_hash or revision}))
 
 
-def complaint(error: Exception, repository: str, revision: str, file: str) -> str:
+def format_error(error: Exception, repository: str, revision: str, file: str) -> str:
     """Say in one line what went wrong and what to do: `complaint(error, "owner/repo", "main", "model.gguf")`."""
     # Without queries: those of addresses that the hub hands out are signatures.
     said = re.sub(r"\?[^\s']+", "", next(iter(str(error).splitlines()), ""))
@@ -42,7 +42,7 @@ def complaint(error: Exception, repository: str, revision: str, file: str) -> st
             return "the hub's library is told to stay offline: unset HF_HUB_OFFLINE"
         case LocalEntryNotFoundError():  # what the library says when it could not ask, for whatever reason
             if isinstance(error.__cause__, Exception):
-                return complaint(error.__cause__, repository, revision, file)
+                return format_error(error.__cause__, repository, revision, file)
             return f"the hub at {constants.ENDPOINT} does not answer: is this machine offline?"
         case EntryNotFoundError():
             return f"{repository} has no file {file} at revision {revision}"
@@ -55,12 +55,12 @@ def main(action: str, repository: str, revision: str, file: str, folder: str) ->
     """Do one action and give the exit status: `main("download", "owner/repo", "main", "model.gguf", folder)`."""
     try:
         if action == "describe":
-            describe(repository, revision, file)
+            print_file_info(repository, revision, file)
         else:
             hf_hub_download(repository, file, revision=revision, local_dir=folder)
     # Everything: the library has had three HTTP libraries under it, each with its own tree of errors.
     except Exception as error:
-        print(complaint(error, repository, revision, file), file=sys.stderr)
+        print(format_error(error, repository, revision, file), file=sys.stderr)
         return 1
     return 0
 

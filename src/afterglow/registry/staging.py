@@ -22,59 +22,59 @@ import psutil
 
 from afterglow.errors import DownloadFailed
 
-Progress = Callable[[int, int | None], None]
+DownloadProgress = Callable[[int, int | None], None]
 
-INTERVAL = 0.1
-DAY = 24 * 3600
+POLL_INTERVAL_SECONDS = 0.1
+STALE_AFTER_SECONDS = 24 * 3600
 # A process's start is known to about a second only; this much earlier than its start, it was not the owner.
-CLOCK_SLACK = 10
+CLOCK_SLACK_SECONDS = 10
 # A models directory may be shared between machines or containers, where a pid says nothing about the others.
-HOST = f"{zlib.crc32(platform.node().encode()):08x}"
-OWNER = re.compile(r"\.pull-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-\w+")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_ROOM_TEXT = re.compile(rf"\b(?:Errno|os error) (?:{'|'.join(map(str, NO_ROOM))})\b")
+HOST_ID = f"{zlib.crc32(platform.node().encode()):08x}"
+STAGING_NAME_PATTERN = re.compile(r"\.pull-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-\w+")
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_PATTERN = re.compile(rf"\b(?:Errno|os error) (?:{'|'.join(map(str, DISK_FULL_ERRNOS))})\b")
 
 
 @contextmanager
-def staging(directory: Path) -> Iterator[Path]:
+def open_staging_directory(directory: Path) -> Iterator[Path]:
     """Give a directory to work in on the same disk as `directory`; it is gone afterwards, whatever happened.
 
     with staging(models) as folder:
         os.replace(folder / "model.gguf", models / "model.gguf")
     """
     directory.mkdir(parents=True, exist_ok=True)
-    sweep(directory)
-    folder = Path(tempfile.mkdtemp(prefix=f".pull-{HOST}-{os.getpid()}-", dir=directory))
+    remove_abandoned(directory)
+    folder = Path(tempfile.mkdtemp(prefix=f".pull-{HOST_ID}-{os.getpid()}-", dir=directory))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(directory: Path) -> None:
+def remove_abandoned(directory: Path) -> None:
     """Remove what pulls that were killed have left: `sweep(models)`."""
     for folder in directory.glob(".pull-*"):
-        if abandoned(folder):
+        if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def abandoned(folder: Path) -> bool:
+def is_abandoned(folder: Path) -> bool:
     """Whether the process that made this staging directory is certainly gone: `abandoned(models / ".pull-…")`."""
-    owner = OWNER.fullmatch(folder.name)
+    owner = STAGING_NAME_PATTERN.fullmatch(folder.name)
     try:
         changed = folder.stat().st_mtime
         if owner is None:
             return False
-        if owner["host"] != HOST:
-            return time.time() - changed > DAY
-        return psutil.Process(int(owner["pid"])).create_time() > changed + CLOCK_SLACK
+        if owner["host"] != HOST_ID:
+            return time.time() - changed > STALE_AFTER_SECONDS
+        return psutil.Process(int(owner["pid"])).create_time() > changed + CLOCK_SLACK_SECONDS
     except psutil.NoSuchProcess:
         return True
     except (OSError, psutil.Error):
         return False
 
 
-def run_watched(
+def run_with_progress(
     command: Sequence[str], folder: Path, report: Callable[[int], None], environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run a program that downloads into `folder`, reporting the size of the largest file there as it grows.
@@ -96,16 +96,16 @@ def run_watched(
         try:
             while True:
                 try:
-                    output, errors = process.communicate(timeout=INTERVAL)
+                    output, errors = process.communicate(timeout=POLL_INTERVAL_SECONDS)
                     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
                 except subprocess.TimeoutExpired:
-                    report(largest(folder))
+                    report(get_largest_file_bytes(folder))
         except BaseException:
             process.kill()  # not asked politely: all it could leave behind is in `folder`
             raise
 
 
-def largest(folder: Path) -> int:
+def get_largest_file_bytes(folder: Path) -> int:
     """Bytes of the largest file below `folder`: a download and its finished copy must not count twice."""
     sizes = [0]
     for parent, _, names in os.walk(folder):
@@ -117,19 +117,19 @@ def largest(folder: Path) -> int:
     return max(sizes)
 
 
-def require_room(label: str, directory: Path, needed: int) -> None:
+def check_free_space(label: str, directory: Path, needed: int) -> None:
     """Raise DownloadFailed where `needed` bytes do not fit: `require_room("smollm2", models, 2_000_000)`."""
-    if free_bytes(directory) < needed:
-        raise no_room(label, directory, needed)
+    if get_free_bytes(directory) < needed:
+        raise make_disk_full_error(label, directory, needed)
 
 
-def no_room(label: str, directory: Path, needed: int) -> DownloadFailed:
+def make_disk_full_error(label: str, directory: Path, needed: int) -> DownloadFailed:
     """The error of a full disk, with its numbers: `raise no_room("smollm2", models, 2_000_000)`."""
     asked = f"{needed:,} bytes are needed" if needed else "the size is not known"
-    return DownloadFailed(label, f"no room in {directory}: {asked}, {free_bytes(directory):,} are free")
+    return DownloadFailed(label, f"no room in {directory}: {asked}, {get_free_bytes(directory):,} are free")
 
 
-def free_bytes(directory: Path) -> int:
+def get_free_bytes(directory: Path) -> int:
     """Bytes free where `directory` is, or will be once it is made: `free_bytes(models)`."""
     existing = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
     return shutil.disk_usage(existing).free

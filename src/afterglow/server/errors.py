@@ -21,9 +21,9 @@ from afterglow.errors import (
     InvalidGrammar,
     InvalidMedia,
     InvalidTemplate,
+    KVCacheFull,
     LoadError,
     MediaRefused,
-    MemoryFull,
     ModelNotFound,
     PromptTooLong,
     RequestError,
@@ -32,24 +32,19 @@ from afterglow.errors import (
 )
 
 logger = logging.getLogger("afterglow.server")
-CLIENT_GONE = 499  # nobody sees it; it stands in the metrics
+CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it stands in the metrics
 
 # What a request calls the things that the library calls otherwise.
-NAMES = {
-    "arguments": "chat_template_kwargs",
+WIRE_PARAM_NAMES = {
     "reasoning": "reasoning_effort",
     "json_schema": "response_format",
-    "penalty_presence": "presence_penalty",
-    "penalty_frequency": "frequency_penalty",
-    "penalty_repeat": "repeat_penalty",
-    "penalty_last": "repeat_last_n",
     "entries": "prompt",
     "tokens": "prompt",
     "logprobs": "top_logprobs",
 }
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """An answer that is an error. `param` is the field at fault, `code` is for programs."""
 
     def __init__(
@@ -57,91 +52,95 @@ class Refusal(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        self.status, self.message, self.error_type = status, message, error_type
         self.param, self.code, self.retry_after = param, code, retry_after
 
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> JSONResponse:
+    def to_response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return JSONResponse(self.body, self.status, headers)
 
 
-def invalid(param: str, message: str, code: str = "invalid_value") -> Refusal:
+def invalid_request_error(param: str, message: str, code: str = "invalid_value") -> APIError:
     """The request's own fault."""
-    return Refusal(400, message, param=param, code=code)
+    return APIError(400, message, param=param, code=code)
 
 
-def refusal_of(error: BaseException) -> Refusal:
+def to_api_error(error: BaseException) -> APIError:
     """What a client is told about an error."""
     match error:
-        case Refusal():
+        case APIError():
             return error
         case PromptTooLong():
             message = f"The prompt has {error.cells:,} tokens, and the context of this model holds {error.limit:,}."
-            return Refusal(400, f"{message} Shorten it.", param="messages", code="context_length_exceeded")
+            return APIError(400, f"{message} Shorten it.", param="messages", code="context_length_exceeded")
         case InvalidArgument() | UnsupportedOption() | UnsupportedMedia():
             root, dot, rest = error.name.partition(".")
             codes = {InvalidArgument: "invalid_value", UnsupportedMedia: "unsupported_media"}
             code = codes.get(type(error), "unsupported_value")
-            return Refusal(400, str(error), param=NAMES.get(root, root) + dot + rest, code=code)
+            return APIError(400, str(error), param=WIRE_PARAM_NAMES.get(root, root) + dot + rest, code=code)
         case Closed():
-            return Refusal(503, "the server is shutting down", kind="server_error", code="shutting_down", retry_after=5)
-    for kind, status, param, code in KINDS:
+            return APIError(
+                503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5
+            )
+    for kind, status, param, code in ERROR_STATUSES:
         if isinstance(error, kind):
-            name = "invalid_request_error" if status < CLIENT_GONE else "server_error"
-            return Refusal(status, str(error), kind=name, param=param, code=code)
+            name = "invalid_request_error" if status < CLIENT_CLOSED_REQUEST else "server_error"
+            return APIError(status, str(error), error_type=name, param=param, code=code)
     logger.error("a request ran into a bug", exc_info=error)
-    return Refusal(500, f"a bug in the server: {type(error).__name__}", kind="server_error", code="internal_error")
+    return APIError(
+        500, f"a bug in the server: {type(error).__name__}", error_type="server_error", code="internal_error"
+    )
 
 
 # Status, parameter and code of the errors that say all by themselves; the first that fits.
-KINDS: tuple[tuple[type[AfterglowError], int, str | None, str], ...] = (
+ERROR_STATUSES: tuple[tuple[type[AfterglowError], int, str | None, str], ...] = (
     (InvalidGrammar, 400, "response_format", "invalid_grammar"),
     (InvalidTemplate, 400, "messages", "invalid_messages"),
     (InvalidMedia, 400, "messages", "invalid_media"),
     (MediaRefused, 400, "messages", "media_refused"),
     (ModelNotFound, 404, "model", "model_not_found"),
     (RequestError, 400, None, "invalid_request"),
-    (Cancelled, CLIENT_GONE, None, "cancelled"),
+    (Cancelled, CLIENT_CLOSED_REQUEST, None, "cancelled"),
     (EngineCrashed, 500, None, "engine_crashed"),
-    (MemoryFull, 503, None, "overloaded"),
+    (KVCacheFull, 503, None, "overloaded"),
     (LoadError, 503, None, "not_loaded"),
     (EngineError, 500, None, "engine_error"),
 )
 
 
-def refusal_of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> Refusal:
+def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     """The first thing that is wrong with a body, as a refusal."""
     if not errors:
-        return Refusal(400, "the body cannot be read")
+        return APIError(400, "the body cannot be read")
     first = max((one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]), key=lambda one: len(one["loc"]))
-    param = parameter(first["loc"], body) or None
+    param = format_param_path(first["loc"], body) or None
     match first["type"]:
         case "json_invalid":
-            return Refusal(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+            return APIError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
         case "extra_forbidden":
-            return Refusal(400, f"`{param}` is not a field of this request", param=param, code="unknown_parameter")
+            return APIError(400, f"`{param}` is not a field of this request", param=param, code="unknown_parameter")
         case _ if param is None:
-            return Refusal(400, "the request needs a JSON object, with the content type application/json")
+            return APIError(400, "the request needs a JSON object, with the content type application/json")
         case "missing":
-            return Refusal(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
+            return APIError(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
         case "unsupported_parameter":
-            return Refusal(400, f"`{param}` {first['msg']}", param=param, code="unsupported_parameter")
-    return Refusal(400, f"`{param}`: {first['msg']}", param=param, code="invalid_value")
+            return APIError(400, f"`{param}` {first['msg']}", param=param, code="unsupported_parameter")
+    return APIError(400, f"`{param}`: {first['msg']}", param=param, code="invalid_value")
 
 
-def parameter(location: Sequence[str | int], body: Any) -> str:
+def format_param_path(location: Sequence[str | int], body: Any) -> str:
     """Where something is wrong, as a path into the body: names of types that pydantic puts between are left out.
 
     >>> parameter(("body", "messages", 0, "user", "content"), {"messages": [{"role": "user"}]})
@@ -150,7 +149,7 @@ def parameter(location: Sequence[str | int], body: Any) -> str:
     path, here = "", body
     steps = list(location[1:])
     for index, step in enumerate(steps):
-        inside = _inside(here, step)
+        inside = _get_child(here, step)
         if inside is None and index < len(steps) - 1:
             continue
         if inside is None and not isinstance(here, Mapping):
@@ -160,7 +159,7 @@ def parameter(location: Sequence[str | int], body: Any) -> str:
     return path
 
 
-def _inside(value: Any, step: str | int) -> Any:
+def _get_child(value: Any, step: str | int) -> Any:
     if isinstance(value, Mapping) and isinstance(step, str):
         return value.get(step)
     if isinstance(value, list) and isinstance(step, int) and step < len(value):
@@ -168,19 +167,19 @@ def _inside(value: Any, step: str | int) -> Any:
     return None
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Have every error leave the server as OpenAI's object."""
 
     @app.exception_handler(RequestValidationError)
     async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        return refusal_of_validation(error.errors(), error.body).response()
+        return validation_to_api_error(error.errors(), error.body).to_response()
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> JSONResponse:
-        return Refusal(error.status_code, str(error.detail)).response()
+        return APIError(error.status_code, str(error.detail)).to_response()
 
     async def on_ours(_: Request, error: Exception) -> JSONResponse:
-        return refusal_of(error).response()
+        return to_api_error(error).to_response()
 
-    for kind in (Refusal, AfterglowError, Exception):
+    for kind in (APIError, AfterglowError, Exception):
         app.add_exception_handler(kind, on_ours)

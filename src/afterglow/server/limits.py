@@ -5,34 +5,34 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from afterglow.server.errors import Refusal, invalid
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.settings import ServerSettings
 
 
-def at_most(settings: ServerSettings, setting: str, param: str, count: int) -> None:
+def check_limit(settings: ServerSettings, setting: str, param: str, count: int) -> None:
     """A refusal that names the setting where a request has more of something than it may."""
     if count > (limit := getattr(settings, setting)):
-        raise over(param, count, limit, setting)
+        raise build_limit_error(param, count, limit, setting)
 
 
-def over(param: str, count: int, limit: int, setting: str) -> Refusal:
+def build_limit_error(param: str, count: int, limit: int, setting: str) -> APIError:
     message = f"`{param}` is {count:,}, and at most {limit:,} are allowed here (the server's setting `{setting}`)"
-    return invalid(param, message, "limit_exceeded")
+    return invalid_request_error(param, message, "limit_exceeded")
 
 
-def stops(value: str | list[str] | None, settings: ServerSettings) -> list[str]:
+def parse_stops(value: str | list[str] | None, settings: ServerSettings) -> list[str]:
     """Stop texts as a list."""
     texts = [value] if isinstance(value, str) else value or []
-    at_most(settings, "max_stops", "stop", len(texts))
+    check_limit(settings, "max_stops", "stop", len(texts))
     for text in texts:
         if not text:
-            raise invalid("stop", "`stop` must not have empty texts")
+            raise invalid_request_error("stop", "`stop` must not have empty texts")
         if len(text) > settings.max_stop_length:
-            raise over("stop", len(text), settings.max_stop_length, "max_stop_length")
+            raise build_limit_error("stop", len(text), settings.max_stop_length, "max_stop_length")
     return texts
 
 
-def grammar(param: str, value: Any, settings: ServerSettings) -> None:
+def check_grammar_size(param: str, value: Any, settings: ServerSettings) -> None:
     """The size of a schema, a grammar or tools, as JSON."""
     if value:
-        at_most(settings, "max_grammar_bytes", param, len(json.dumps(value).encode()))
+        check_limit(settings, "max_grammar_bytes", param, len(json.dumps(value).encode()))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from afterglow.chat.content import written_content
+from afterglow.api.served_model import ServedModel
+from afterglow.chat.content import to_openai_content
 from afterglow.server import limits
-from afterglow.server.service import Service
-from afterglow.serving import ServedModel
+from afterglow.server.state import ServerState
 
-Messages: TypeAlias = list[dict[str, Any]]
+RequestMessages: TypeAlias = list[dict[str, Any]]
 
 
-def count_media(messages: Messages) -> int:
+def count_media(messages: RequestMessages) -> int:
     """How many pictures and sounds there are.
 
     >>> count_media([{"content": "Hello"}, {"content": [{"type": "image_url"}, {"type": "text"}]}])
@@ -22,18 +22,20 @@ def count_media(messages: Messages) -> int:
     return sum(part["type"] != "text" for part in parts)
 
 
-async def brought(service: Service, model: ServedModel, messages: Messages) -> Messages:
+async def load_media(state: ServerState, model: ServedModel, messages: RequestMessages) -> RequestMessages:
     """The messages with everything that they name or contain opened."""
     count = count_media(messages)
     if not count:
         return messages
-    limits.at_most(service.settings, "max_media", "messages", count)
-    return await service.media(lambda: opened(model, messages))
+    limits.check_limit(state.settings, "max_media", "messages", count)
+    return await state.run_media_work(lambda: load_media_blocking(model, messages))
 
 
-def opened(model: ServedModel, messages: Messages) -> Messages:
+def load_media_blocking(model: ServedModel, messages: RequestMessages) -> RequestMessages:
     """The same, in this thread."""
     return [
-        {**one, "content": written_content(seen.content, seen.attachments, values=True)} if one.get("content") else one
-        for one, seen in zip(messages, model.bring(messages), strict=True)
+        {**one, "content": to_openai_content(seen.content, seen.attachments, keep_loaded=True)}
+        if one.get("content")
+        else one
+        for one, seen in zip(messages, model.load_media(messages), strict=True)
     ]

@@ -22,8 +22,8 @@ class ServerSettings(pydantic.BaseModel):
     port: int = pydantic.Field(8080, ge=0, le=65_535, description="0: any that is free.")
     api_keys: tuple[str, ...] = pydantic.Field((), description="Without one, everybody who can connect may ask.")
     allow_origins: tuple[str, ...] = pydantic.Field((), description="Web pages of these origins may ask; `*`: of all.")
-    lazy: bool = pydantic.Field(False, description="Load a model when it is first asked for, not at the start.")
-    queue: int = pydantic.Field(64, ge=0, description="Answers that may wait for a model; more get 429.")
+    lazy_load: bool = pydantic.Field(False, description="Load a model when it is first asked for, not at the start.")
+    max_queue: int = pydantic.Field(64, ge=0, description="Answers that may wait for a model; more get 429.")
     shutdown_seconds: float = pydantic.Field(30.0, ge=0, description="For running answers, once told to end.")
     ping_seconds: float = pydantic.Field(15.0, gt=0, description="Between signs of life on a silent stream.")
     deadline: float | None = pydantic.Field(None, gt=0, description="The longest an answer may take, in seconds.")
@@ -42,30 +42,30 @@ class ServerSettings(pydantic.BaseModel):
         (), description="Pictures and sounds may be fetched from these; `*`: from every public host."
     )
     media_directory: Path | None = pydantic.Field(None, description="Pictures and sounds in it may be named.")
-    media_private: bool = pydantic.Field(False, description="Also fetch from addresses inside a network.")
-    media_seconds: float = pydantic.Field(10.0, gt=0, description="For fetching one of them.")
+    media_allow_private: bool = pydantic.Field(False, description="Also fetch from addresses inside a network.")
+    media_fetch_seconds: float = pydantic.Field(10.0, gt=0, description="For fetching one of them.")
     max_media: int = pydantic.Field(32, ge=0, description="Pictures and sounds of one request.")
     max_media_bytes: int = pydantic.Field(20 * 1024 * 1024, ge=1, description="Of a file as it comes.")
-    max_pixels: int = pydantic.Field(32_000_000, ge=1, description="Of a picture.")
-    max_side: int = pydantic.Field(16_384, ge=1, description="Of a picture, in pixels.")
-    max_sound_seconds: float = pydantic.Field(1800.0, gt=0)
-    max_decoded_bytes: int = pydantic.Field(
+    max_image_pixels: int = pydantic.Field(32_000_000, ge=1, description="Of a picture.")
+    max_image_side: int = pydantic.Field(16_384, ge=1, description="Of a picture, in pixels.")
+    max_audio_seconds: float = pydantic.Field(1800.0, gt=0)
+    max_decoded_media_bytes: int = pydantic.Field(
         384 * 1024 * 1024, ge=1, description="Of all pictures and sounds of one request, as they are seen and heard."
     )
-    stored_responses: int = pydantic.Field(256, ge=0, description="Responses that are remembered.")
-    stored_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Of all remembered responses.")
+    max_stored_responses: int = pydantic.Field(256, ge=0, description="Responses that are remembered.")
+    max_stored_response_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Of all remembered responses.")
 
     @property
-    def media(self) -> MediaPolicy:
+    def media_policy(self) -> MediaPolicy:
         """What may come in as a picture or a sound."""
         return MediaPolicy(
             allowed_hosts=self.media_hosts,
-            allow_private=self.media_private,
+            allow_private=self.media_allow_private,
             allowed_directory=self.media_directory,
             max_bytes=self.max_media_bytes,
-            max_pixels=self.max_pixels,
-            max_side=self.max_side,
-            max_seconds=self.max_sound_seconds,
-            max_decoded_bytes=self.max_decoded_bytes,
-            fetch_seconds=self.media_seconds,
+            max_pixels=self.max_image_pixels,
+            max_side_pixels=self.max_image_side,
+            max_audio_seconds=self.max_audio_seconds,
+            max_decoded_bytes=self.max_decoded_media_bytes,
+            fetch_timeout_seconds=self.media_fetch_seconds,
         )

@@ -11,27 +11,29 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from afterglow.errors import AfterglowError
-from afterglow.server.errors import Refusal, refusal_of
+from afterglow.server.errors import APIError, to_api_error
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-PATIENCE = 0.5  # seconds in which what is wrong with a request becomes its status; later it is an event
+DONE_EVENT = b"data: [DONE]\n\n"
+ERROR_STATUS_WINDOW_SECONDS = (
+    0.5  # seconds in which what is wrong with a request becomes its status; later it is an event
+)
 
 
-written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one at every call
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one at every call
 
 
-def event(value: Any, name: str | None = None) -> bytes:
+def format_event(value: Any, name: str | None = None) -> bytes:
     """One event.
 
     >>> event({"a": 1})
     b'data: {"a":1}\\n\\n'
     """
-    data = written(value)
+    data = encode_json(value)
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
 
 
-class Headed:
+class EventTemplate:
     """Events that all begin with the same fields, which are written once.
 
     >>> Headed({"id": 7}).event({"text": "a"})
@@ -39,19 +41,19 @@ class Headed:
     """
 
     def __init__(self, head: dict[str, Any]) -> None:
-        self._head = f"data: {written(head)[:-1]},"
+        self._head = f"data: {encode_json(head)[:-1]},"
 
-    def event(self, rest: dict[str, Any]) -> bytes:
+    def format(self, fields: dict[str, Any]) -> bytes:
         """The event of the head and these fields."""
-        return f"{self._head}{written(rest)[1:]}\n\n".encode()
+        return f"{self._head}{encode_json(fields)[1:]}\n\n".encode()
 
 
-class Events(EventSourceResponse):
+class EventStreamResponse(EventSourceResponse):
     """A response of events. `ended` is called once, however it ends, also where it never began."""
 
-    def __init__(self, events: AsyncIterator[bytes], *, ping: float, ended: Callable[[], None]) -> None:
-        super().__init__(guarded(events), ping=ping, sep="\n")
-        self._ended = ended
+    def __init__(self, events: AsyncIterator[bytes], *, ping_seconds: float, on_close: Callable[[], None]) -> None:
+        super().__init__(report_errors(events), ping=ping_seconds, sep="\n")
+        self._on_close = on_close
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         await send(message)  # there is no timeout here, and the scope that would keep it costs more than the sending
@@ -60,48 +62,48 @@ class Events(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._ended()
+            self._on_close()
 
 
-async def streamed(
+async def stream_response(
     items: AsyncIterator[T],
-    page: Callable[[AsyncIterator[T]], AsyncIterator[bytes]],
+    format_events: Callable[[AsyncIterator[T]], AsyncIterator[bytes]],
     *,
-    ping: float,
-    ended: Callable[[], None],
-) -> Events:
+    ping_seconds: float,
+    on_close: Callable[[], None],
+) -> EventStreamResponse:
     """The response that writes `items` as `page` does, once the first is there: an error before that is raised."""
     try:
-        items = await begun(items)
+        items = await wait_for_first_item(items)
     except BaseException:
-        ended()
+        on_close()
         raise
-    return Events(page(items), ping=ping, ended=ended)
+    return EventStreamResponse(format_events(items), ping_seconds=ping_seconds, on_close=on_close)
 
 
-async def guarded(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def report_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The same; an error in the middle is told as an event, and is the last."""
     try:
         async for one in events:
             yield one
-    except (AfterglowError, Refusal) as error:
-        yield event(refusal_of(error).body)
+    except (AfterglowError, APIError) as error:
+        yield format_event(to_api_error(error).body)
 
 
-async def begun(items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def wait_for_first_item(items: AsyncIterator[T]) -> AsyncIterator[T]:
     """The same items, once the first is there or some time has passed. An error before that is raised here."""
     first = asyncio.ensure_future(anext(items, None))
     try:
-        await asyncio.wait({first}, timeout=PATIENCE)
+        await asyncio.wait({first}, timeout=ERROR_STATUS_WINDOW_SECONDS)
         if first.done():
             first.result()
     except BaseException:
         first.cancel()
         raise
-    return _continued(first, items)
+    return _chain_first_item(first, items)
 
 
-async def _continued(first: asyncio.Future[T | None], items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def _chain_first_item(first: asyncio.Future[T | None], items: AsyncIterator[T]) -> AsyncIterator[T]:
     try:
         item = await first
         if item is not None:

@@ -7,8 +7,8 @@ missing or doubled cell changes the tokens that come out.
 from __future__ import annotations
 
 from afterglow.testing.backend import FakeBackend
-from afterglow.testing.memory import FakeCells, FakeMemory
+from afterglow.testing.memory import FakeCells, FakeKVCache
 from afterglow.testing.projector import FakeProjector
 from afterglow.testing.sampler import FakeSampler
 
-__all__ = ["FakeBackend", "FakeCells", "FakeMemory", "FakeProjector", "FakeSampler"]
+__all__ = ["FakeBackend", "FakeCells", "FakeKVCache", "FakeProjector", "FakeSampler"]

@@ -9,47 +9,56 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.backend import Capabilities, Scope, Span, State
-from afterglow.engine.constraint import Words
-from afterglow.engine.entries import Ledger
-from afterglow.engine.pictures import Encodes
-from afterglow.errors import Cancelled, InvalidArgument, InvalidState, MemoryFull
-from afterglow.llama.projector import Embedding
+from afterglow.engine.multimodal.encoder_cache import MediaEncoder
+from afterglow.engine.sampling.grammar import TokenBytes
+from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan, StateScope
+from afterglow.engine.types.entries import EntryInterner
+from afterglow.errors import Cancelled, InvalidArgument, InvalidState, KVCacheFull
+from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
 from afterglow.testing.memory import (
-    PAST,
-    WINDOW,
-    Cell,
+    WINDOW_ENTRIES,
+    WINDOW_MARGIN_ENTRIES,
+    FakeCell,
     FakeCells,
-    FakeMemory,
+    FakeKVCache,
+    FakeMemoryKind,
     FakeState,
-    Kind,
-    duplicate,
-    fold,
-    mix,
-    picture_number,
+    copy_kv_cache,
+    hash_cells,
+    hash_integers,
+    hash_media_digest,
 )
-from afterglow.testing.sampler import FakeSampler, FakeWords
+from afterglow.testing.sampler import FakeSampler, FakeTokenBytes
 
-GUESSES = 16  # that one decode can verify
+MAX_DRAFT_TOKENS = 16  # that one decode can verify
 
 
-def fake_capabilities(
-    memory: Kind, sequences: int, cells: int, batch_cells: int, rollback: int, *, shared: bool, replays: bool
+def build_fake_capabilities(
+    memory_kind: FakeMemoryKind,
+    sequences: int,
+    cells_per_sequence: int,
+    batch_cells: int,
+    recurrent_snapshots: int,
+    *,
+    kv_unified: bool,
+    can_replay: bool,
 ) -> Capabilities:
     """What a memory of this kind can do, as llama.cpp would say of it."""
     return Capabilities(
-        memory=memory,
+        memory_kind=memory_kind,
         sequences=sequences,
-        cells=cells,
+        cells_per_sequence=cells_per_sequence,
         batch_cells=batch_cells,
         ubatch_cells=batch_cells,
-        outputs=sequences + GUESSES,
-        shared=shared,
+        max_outputs=sequences + MAX_DRAFT_TOKENS,
+        kv_unified=kv_unified,
         interruptible=True,
         media=frozenset({"image", "audio"}),
-        max_rollback={"attention": cells, "window": PAST}.get(memory, rollback),
-        replays=replays and memory in ("recurrent", "hybrid"),
+        max_rollback={"attention": cells_per_sequence, "window": WINDOW_MARGIN_ENTRIES}.get(
+            memory_kind, recurrent_snapshots
+        ),
+        can_replay=can_replay and memory_kind in ("recurrent", "hybrid"),
     )
 
 
@@ -69,289 +78,322 @@ class FakeBackend:
 
     def __init__(
         self,
-        memory: Kind = "attention",
+        memory_kind: FakeMemoryKind = "attention",
         *,
         sequences: int = 4,
-        cells: int = 1024,
+        cells_per_sequence: int = 1024,
         batch_cells: int = 64,
-        shared: bool = False,
-        vocabulary: int = 64,
+        kv_unified: bool = False,
+        vocabulary_size: int = 64,
         total_cells: int | None = None,
-        rollback: int = 0,
-        replays: bool = True,
-        rounding: bool = False,
-        identity: str = "fake",
-        projector: Encodes | None = None,
+        recurrent_snapshots: int = 0,
+        can_replay: bool = True,
+        simulate_rounding: bool = False,
+        model_identity: str = "fake",
+        projector: MediaEncoder | None = None,
     ) -> None:
-        self.capabilities = fake_capabilities(
-            memory, sequences, cells, batch_cells, rollback, shared=shared, replays=replays
+        self.capabilities = build_fake_capabilities(
+            memory_kind,
+            sequences,
+            cells_per_sequence,
+            batch_cells,
+            recurrent_snapshots,
+            kv_unified=kv_unified,
+            can_replay=can_replay,
         )
-        self.identity = identity  # of the model: states of another one mean nothing here
+        self.model_identity = model_identity  # of the model: states of another one mean nothing here
         self.projector = projector
-        self.ends = frozenset({0})
-        self.words: Words = FakeWords(tuple(self.piece(token) for token in range(vocabulary)))
-        self.vocabulary = vocabulary
-        self.total_cells = total_cells if total_cells is not None else cells * sequences
-        self.rollback = rollback
-        self.rounding = rounding
-        self.ledger: Ledger | None = None
-        self.history: list[list[tuple[int, int]]] = []  # (sequence, rows) of every span of every decode
-        self.faults: list[Exception] = []  # raised by the coming decodes, one each
+        self.eog_tokens = frozenset({0})
+        self.token_bytes: TokenBytes = FakeTokenBytes(
+            tuple(self.token_to_piece(token) for token in range(vocabulary_size))
+        )
+        self.vocabulary_size = vocabulary_size
+        self.total_cells = total_cells if total_cells is not None else cells_per_sequence * sequences
+        self.recurrent_snapshots = recurrent_snapshots
+        self.simulate_rounding = simulate_rounding
+        self.interner: EntryInterner | None = None
+        self.decode_history: list[list[tuple[int, int]]] = []  # (sequence, rows) of every span of every decode
+        self.injected_errors: list[Exception] = []  # raised by the coming decodes, one each
         self.closed = False
-        self._memory = [FakeMemory() for _ in range(sequences)]
-        self._logits: list[list[int]] = []
+        self._kv_caches = [FakeKVCache() for _ in range(sequences)]
+        self._logit_seeds: list[list[int]] = []
         self._interrupted = False
 
     # --- computing
 
-    def decode(self, spans: Sequence[Span]) -> None:
-        self._check(spans)
+    def decode(self, spans: Sequence[DecodeSpan]) -> None:
+        self._check_spans(spans)
         if self._interrupted:
             self._fail(Cancelled("the decode was interrupted"), spans)
-        if self.faults:
-            self._fail(self.faults.pop(0), spans)
-        self._find_room(spans)
-        self.history.append([(span.sequence, len(span.ids)) for span in spans])
-        shape = mix(*[len(span.ids) for span in spans]) if self.rounding else 0
-        self._logits = [self._compute(span, shape) if span.ends else self._begin(span) for span in spans]
+        if self.injected_errors:
+            self._fail(self.injected_errors.pop(0), spans)
+        self._check_capacity(spans)
+        self.decode_history.append([(span.sequence, len(span.entries)) for span in spans])
+        shape = hash_integers(*[len(span.entries) for span in spans]) if self.simulate_rounding else 0
+        self._logit_seeds = [
+            self._compute(span, shape) if span.completes_entry else self._add_partial_media(span) for span in spans
+        ]
 
-    def _check(self, spans: Sequence[Span]) -> None:
+    def _check_spans(self, spans: Sequence[DecodeSpan]) -> None:
         """What llama.cpp would refuse, or abort on."""
         assert 0 < sum(span.rows for span in spans) <= self.capabilities.batch_cells
-        assert sum(span.outputs for span in spans) <= self.capabilities.outputs
+        assert sum(span.outputs for span in spans) <= self.capabilities.max_outputs
         assert len({span.sequence for span in spans}) == len(spans), "one span of a sequence in a decode"
         for span in spans:
-            assert span.position == self._memory[span.sequence].position, "positions follow one another"
-            if max(span.ids) >= self.vocabulary or (min(span.ids) < 0 and self.ledger is None):
-                raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary - 1}")
-            if self.projector is not None and min(span.ids) < 0:
-                assert len(span.ids) == len(spans) == 1, "a picture has a decode for itself"
+            assert span.position == self._kv_caches[span.sequence].position, "positions follow one another"
+            if max(span.entries) >= self.vocabulary_size or (min(span.entries) < 0 and self.interner is None):
+                raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary_size - 1}")
+            if self.projector is not None and min(span.entries) < 0:
+                assert len(span.entries) == len(spans) == 1, "a picture has a decode for itself"
                 assert span.embedding is not None, "a picture has to be encoded first"
 
-    def _find_room(self, spans: Sequence[Span]) -> None:
-        needed = {span.sequence: sum(self._size(int(number))[0] for number in span.ids) for span in spans}
-        if self.capabilities.memory == "recurrent":
+    def _check_capacity(self, spans: Sequence[DecodeSpan]) -> None:
+        needed = {span.sequence: sum(self._get_entry_size(int(number))[0] for number in span.entries) for span in spans}
+        if self.capabilities.memory_kind == "recurrent":
             return  # a state does not grow
-        if self._used() + sum(needed.values()) > self.total_cells:
-            raise MemoryFull(sum(needed.values()), self.total_cells)
+        if self._count_used_cells() + sum(needed.values()) > self.total_cells:
+            raise KVCacheFull(sum(needed.values()), self.total_cells)
         for sequence, cells in needed.items():
-            if not self.capabilities.shared and len(self._memory[sequence].cells) + cells > self.capabilities.cells:
-                raise MemoryFull(cells, self.capabilities.cells)
+            if (
+                not self.capabilities.kv_unified
+                and len(self._kv_caches[sequence].cells) + cells > self.capabilities.cells_per_sequence
+            ):
+                raise KVCacheFull(cells, self.capabilities.cells_per_sequence)
 
-    def _size(self, number: int) -> tuple[int, int]:
+    def _get_entry_size(self, entry: int) -> tuple[int, int]:
         """The cells and the positions of an entry."""
-        if number >= 0 or self.ledger is None:
+        if entry >= 0 or self.interner is None:
             return 1, 1
-        media = self.ledger.media(number)
+        media = self.interner.get_media(entry)
         return media.cells, media.positions
 
-    def _fail(self, fault: Exception, spans: Sequence[Span]) -> None:
+    def _fail(self, error: Exception, spans: Sequence[DecodeSpan]) -> None:
         """As llama.cpp does: full memory changes nothing; an aborted decode leaves half of its rows behind, and
         recurrent neighbours in ruins."""
-        if not isinstance(fault, MemoryFull):
+        if not isinstance(error, KVCacheFull):
             for span in spans:
                 if span.embedding is not None:
-                    self._begin(replace(span, embedding=span.embedding.cut(0, span.rows // 2)))
+                    self._add_partial_media(replace(span, embedding=span.embedding.slice_rows(0, span.rows // 2)))
                 else:
-                    self._compute(replace(span, ids=span.ids[: len(span.ids) // 2]))
-                if self.capabilities.memory in ("recurrent", "hybrid"):
-                    self._memory[span.sequence].state ^= 0xBAD
-        raise fault
+                    self._compute(replace(span, entries=span.entries[: len(span.entries) // 2]))
+                if self.capabilities.memory_kind in ("recurrent", "hybrid"):
+                    self._kv_caches[span.sequence].recurrent_state ^= 0xBAD
+        raise error
 
-    def _complete(self, memory: FakeMemory, span: Span) -> None:
+    def _complete_media(self, kv_cache: FakeKVCache, span: DecodeSpan) -> None:
         """The last rows of a picture: memory becomes what it would be, had all come at once."""
-        media = self.ledger.media(int(span.ids[0])) if self.ledger is not None and span.ids[0] < 0 else None
+        media = (
+            self.interner.get_media(int(span.entries[0])) if self.interner is not None and span.entries[0] < 0 else None
+        )
         assert media is not None, "half a picture is in memory, and something else comes"
-        assert memory.ahead + span.rows == media.cells, "its rows come in order, each once"
-        memory.state, memory.ahead = memory.before, 0
+        assert kv_cache.partial_media_rows + span.rows == media.cells, "its rows come in order, each once"
+        kv_cache.recurrent_state, kv_cache.partial_media_rows = kv_cache.state_before_media, 0
 
-    def _begin(self, span: Span) -> list[int]:
+    def _add_partial_media(self, span: DecodeSpan) -> list[int]:
         """Take rows of a picture of which more come."""
-        memory = self._memory[span.sequence]
-        memory.before = memory.state if not memory.ahead else memory.before
-        memory.ahead += span.rows
-        if self.capabilities.memory in ("recurrent", "hybrid"):
-            memory.state = mix(memory.state, memory.ahead)
+        memory = self._kv_caches[span.sequence]
+        memory.state_before_media = (
+            memory.recurrent_state if not memory.partial_media_rows else memory.state_before_media
+        )
+        memory.partial_media_rows += span.rows
+        if self.capabilities.memory_kind in ("recurrent", "hybrid"):
+            memory.recurrent_state = hash_integers(memory.recurrent_state, memory.partial_media_rows)
         return []
 
-    def _compute(self, span: Span, shape: int = 0) -> list[int]:
+    def _compute(self, span: DecodeSpan, batch_shape: int = 0) -> list[int]:
         """Take the entries into memory; what each of them came to."""
-        memory = self._memory[span.sequence]
-        if memory.ahead:
-            self._complete(memory, span)
+        memory = self._kv_caches[span.sequence]
+        if memory.partial_media_rows:
+            self._complete_media(memory, span)
         states: list[int] = []
         contents: list[int] = []
-        for number in span.ids:
-            states = [] if number < 0 else [memory.state, *states]
-            seen = self._seen(int(number), span.embedding)
-            contents.append(self._take(memory, int(number), seen, shape and mix(shape, len(contents))))
-        kept = states[:-1][: self.rollback]  # the newest first; what the first row found is not among them
-        memory.past[: len(kept)] = kept
-        memory.rows = len(states)
+        for number in span.entries:
+            states = [] if number < 0 else [memory.recurrent_state, *states]
+            seen = self._embed_entry(int(number), span.embedding)
+            contents.append(
+                self._append_entry(memory, int(number), seen, batch_shape and hash_integers(batch_shape, len(contents)))
+            )
+        kept = states[:-1][: self.recurrent_snapshots]  # the newest first; what the first row found is not among them
+        memory.state_snapshots[: len(kept)] = kept
+        memory.last_decode_rows = len(states)
         return contents
 
-    def _seen(self, number: int, embedding: Embedding | None) -> int:
+    def _embed_entry(self, entry: int, embedding: MediaEmbedding | None) -> int:
         """What an entry is by itself: of a picture, what was encoded, or else its name."""
-        if number >= 0 or self.ledger is None:
-            return number
+        if entry >= 0 or self.interner is None:
+            return entry
         if embedding is not None:
             return int(np.ascontiguousarray(embedding.rows[0]).view(np.int64)[0])
-        return picture_number(self.ledger.media(number).digest)
+        return hash_media_digest(self.interner.get_media(entry).digest)
 
-    def _take(self, memory: FakeMemory, number: int, what: int, shape: int) -> int:
-        kind = self.capabilities.memory
-        seen = [memory.position, what, shape]
+    def _append_entry(self, kv_cache: FakeKVCache, entry: int, embedded: int, batch_shape: int) -> int:
+        kind = self.capabilities.memory_kind
+        seen = [kv_cache.position, embedded, batch_shape]
         if kind != "recurrent":
-            seen += [len(memory.cells), fold(memory.cells)]
+            seen += [len(kv_cache.cells), hash_cells(kv_cache.cells)]
         if kind == "window":
-            visible = [cell for cell in memory.window if cell.position > memory.position - WINDOW]
-            seen += [len(visible), fold(visible)]
+            visible = [cell for cell in kv_cache.window if cell.position > kv_cache.position - WINDOW_ENTRIES]
+            seen += [len(visible), hash_cells(visible)]
         if kind in ("recurrent", "hybrid"):
-            seen.append(memory.state)
-        content = mix(*seen)
-        count, positions = self._size(number)
-        cells = [Cell(memory.position + min(i, positions - 1), content + i) for i in range(count)]
-        memory.position += positions
+            seen.append(kv_cache.recurrent_state)
+        content = hash_integers(*seen)
+        count, positions = self._get_entry_size(entry)
+        cells = [FakeCell(kv_cache.position + min(i, positions - 1), content + i) for i in range(count)]
+        kv_cache.position += positions
         if kind != "recurrent":
-            memory.cells += cells
+            kv_cache.cells += cells
         if kind == "window":
-            memory.window = [cell for cell in memory.window + cells if cell.position >= memory.position - WINDOW - PAST]
+            kv_cache.window = [
+                cell
+                for cell in kv_cache.window + cells
+                if cell.position >= kv_cache.position - WINDOW_ENTRIES - WINDOW_MARGIN_ENTRIES
+            ]
         if kind in ("recurrent", "hybrid"):
-            memory.state = content
+            kv_cache.recurrent_state = content
         return content
 
-    def logits(self, span: int, row: int) -> NDArray[np.float32]:
-        noise = np.random.default_rng(self._logits[span][row]).normal(size=self.vocabulary)
+    def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
+        noise = np.random.default_rng(self._logit_seeds[span][row]).normal(size=self.vocabulary_size)
         noise[0] -= 2.5  # answers end, but not at once
         return noise.astype(np.float32)
 
-    def _used(self) -> int:
-        return len({id(cell) for memory in self._memory for cell in memory.cells})
+    def _count_used_cells(self) -> int:
+        return len({id(cell) for memory in self._kv_caches for cell in memory.cells})
 
     # --- memory
 
-    def contents(self, sequence: int) -> tuple[object, ...]:
-        return self._memory[sequence].contents()
+    def visible_state(self, sequence: int) -> tuple[object, ...]:
+        return self._kv_caches[sequence].visible_state()
 
-    def held(self, sequence: int) -> tuple[int, int] | None:
-        memory = self._memory[sequence]
+    def get_position_range(self, sequence: int) -> tuple[int, int] | None:
+        memory = self._kv_caches[sequence]
         if memory.position == 0:
             return None
-        first = {"recurrent": memory.position - 1, "hybrid": memory.position - 1}.get(self.capabilities.memory, 0)
-        if self.capabilities.memory == "window":
+        first = {"recurrent": memory.position - 1, "hybrid": memory.position - 1}.get(self.capabilities.memory_kind, 0)
+        if self.capabilities.memory_kind == "window":
             first = memory.window[0].position
         return first, memory.position - 1
 
-    def resumable(self, sequence: int, position: int) -> bool:
-        memory = self._memory[sequence]
-        if position and memory.ahead and self.capabilities.memory in ("recurrent", "hybrid"):
+    def can_resume_at(self, sequence: int, position: int) -> bool:
+        memory = self._kv_caches[sequence]
+        if position and memory.partial_media_rows and self.capabilities.memory_kind in ("recurrent", "hybrid"):
             return False
         if position == 0 or position == memory.position:
             return position <= memory.position
         if position > memory.position:
             return False
-        if self.capabilities.memory in ("recurrent", "hybrid"):
-            return memory.position - position <= min(self.rollback, memory.rows - 1)
-        if self.capabilities.memory == "window":
-            return memory.window[0].position <= max(0, position - WINDOW)
+        if self.capabilities.memory_kind in ("recurrent", "hybrid"):
+            return memory.position - position <= min(self.recurrent_snapshots, memory.last_decode_rows - 1)
+        if self.capabilities.memory_kind == "window":
+            return memory.window[0].position <= max(0, position - WINDOW_ENTRIES)
         return True
 
-    def rewind(self, sequence: int, position: int) -> bool:
+    def rewind_for_drafter(self, sequence: int, position: int) -> bool:
         return False
 
     def truncate(self, sequence: int, position: int) -> None:
         if position == 0:
-            self._memory[sequence] = FakeMemory()
+            self._kv_caches[sequence] = FakeKVCache()
             return
-        memory = self._memory[sequence]
-        memory.ahead = 0
+        memory = self._kv_caches[sequence]
+        memory.partial_media_rows = 0
         if back := memory.position - position:
-            memory.state = memory.past[back - 1] if back <= len(memory.past) else memory.state
-            memory.rows = 0  # one rollback for each decode
+            memory.recurrent_state = (
+                memory.state_snapshots[back - 1] if back <= len(memory.state_snapshots) else memory.recurrent_state
+            )
+            memory.last_decode_rows = 0  # one rollback for each decode
         memory.cells = [cell for cell in memory.cells if cell.position < position]
         memory.window = [cell for cell in memory.window if cell.position < position]
         memory.position = position
 
     def copy(self, source: int, target: int, stop: int) -> int:
-        assert self._memory[target].position == 0, "a copy needs an empty target"
-        memory = self._memory[target] = duplicate(self._memory[source], fresh=not self.capabilities.shared)
-        if not self.capabilities.shared:  # a window arrives without what lies before it
-            memory.window = [cell for cell in memory.window if cell.position >= memory.position - WINDOW]
+        assert self._kv_caches[target].position == 0, "a copy needs an empty target"
+        memory = self._kv_caches[target] = copy_kv_cache(
+            self._kv_caches[source], copy_cells=not self.capabilities.kv_unified
+        )
+        if not self.capabilities.kv_unified:  # a window arrives without what lies before it
+            memory.window = [cell for cell in memory.window if cell.position >= memory.position - WINDOW_ENTRIES]
         if stop < memory.position:
             self.truncate(target, stop)
-        return 0 if self.capabilities.shared else 100 * stop
+        return 0 if self.capabilities.kv_unified else 100 * stop
 
-    def size(self, sequence: int, scope: Scope) -> int:
-        return 64 if scope == "partial" else 64 + 100 * len(self._memory[sequence].cells)
+    def get_state_size(self, sequence: int, scope: StateScope) -> int:
+        return 64 if scope == "partial" else 64 + 100 * len(self._kv_caches[sequence].cells)
 
-    def save(self, sequence: int, scope: Scope, *, keep: bool = False) -> FakeState:
-        return FakeState(scope, duplicate(self._memory[sequence], fresh=False), self.size(sequence, scope))
+    def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> FakeState:
+        return FakeState(
+            scope, copy_kv_cache(self._kv_caches[sequence], copy_cells=False), self.get_state_size(sequence, scope)
+        )
 
-    def load(self, sequence: int, state: State) -> None:
+    def load(self, sequence: int, state: BackendState) -> None:
         if not isinstance(state, FakeState):
             raise InvalidState("it is not a fake state")
-        saved, memory = duplicate(state.memory, fresh=state.scope == "full"), self._memory[sequence]
+        saved, memory = copy_kv_cache(state.kv_cache, copy_cells=state.scope == "full"), self._kv_caches[sequence]
         if state.scope == "partial":  # the attention cells are those that are there, whatever they are
             saved.cells = [cell for cell in memory.cells if cell.position < saved.position]
-        self._memory[sequence] = FakeMemory()
-        limit = self.total_cells - self._used() if self.capabilities.shared else self.capabilities.cells
+        self._kv_caches[sequence] = FakeKVCache()
+        limit = (
+            self.total_cells - self._count_used_cells()
+            if self.capabilities.kv_unified
+            else self.capabilities.cells_per_sequence
+        )
         if len(saved.cells) > limit:
-            raise MemoryFull(len(saved.cells), limit)
-        self._memory[sequence] = saved
+            raise KVCacheFull(len(saved.cells), limit)
+        self._kv_caches[sequence] = saved
 
     @property
-    def key(self) -> bytes:
-        return f"{self.identity} {self.capabilities.memory} {self.capabilities.shared}".encode()
+    def state_key(self) -> bytes:
+        return f"{self.model_identity} {self.capabilities.memory_kind} {self.capabilities.kv_unified}".encode()
 
-    def cells(self, state: State, partial: State | None) -> FakeCells:
+    def extract_cells(self, state: BackendState, partial: BackendState | None) -> FakeCells:
         assert isinstance(state, FakeState)
         assert state.scope == "full"
-        return FakeCells(state.memory.cells)
+        return FakeCells(state.kv_cache.cells)
 
-    def join(
-        self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: State | None, position: int
+    def assemble_state(
+        self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: BackendState | None, position: int
     ) -> FakeState:
         if layout != b"fake" or not all(block.ndim == 2 and block.shape[1] == 16 for block in blocks):
             raise InvalidState("they are not cells of a fake")
         if partial is not None and not isinstance(partial, FakeState):
             raise InvalidState("it is not a fake state")
         numbers = np.concatenate([np.ascontiguousarray(block).view(np.int64) for block in blocks])
-        cells = [Cell(int(place), int(content)) for place, content in numbers]
-        memory = FakeMemory(cells, position=position)
+        cells = [FakeCell(int(place), int(content)) for place, content in numbers]
+        memory = FakeKVCache(cells, position=position)
         if partial is not None:
-            memory.window, memory.state = list(partial.memory.window), partial.memory.state
+            memory.window, memory.recurrent_state = list(partial.kv_cache.window), partial.kv_cache.recurrent_state
         return FakeState("full", memory, 64 + 100 * len(cells))
 
-    def pack(self, partial: State) -> list[bytes | memoryview]:
+    def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
         assert isinstance(partial, FakeState)
-        memory = partial.memory
-        numbers = [memory.position, memory.state]
+        memory = partial.kv_cache
+        numbers = [memory.position, memory.recurrent_state]
         for cell in memory.window:
             numbers += [cell.position, cell.content]
         return [struct.pack(f"<{len(numbers)}q", *numbers)]
 
-    def unpack(self, data: memoryview) -> FakeState:
+    def deserialize_state(self, data: memoryview) -> FakeState:
         if len(data) % 16 or not data:
             raise InvalidState("it is not a fake state")
         (position, state), *window = struct.iter_unpack("<qq", data)
-        memory = FakeMemory([], [Cell(*one) for one in window], state, position)
+        memory = FakeKVCache([], [FakeCell(*one) for one in window], state, position)
         return FakeState("partial", memory, 64)
 
     def clear(self, sequence: int) -> None:
-        self._memory[sequence] = FakeMemory()
+        self._kv_caches[sequence] = FakeKVCache()
 
     # --- the rest
 
-    def sampler(self, sampling: Sampling) -> FakeSampler:
+    def create_sampler(self, sampling: Sampling) -> FakeSampler:
         return FakeSampler(sampling)
 
-    def piece(self, token: int) -> bytes:
+    def token_to_piece(self, token: int) -> bytes:
         return bytes([97 + token % 26])
 
     def interrupt(self) -> None:
         self._interrupted = True
 
-    def uninterrupt(self) -> None:
+    def clear_interrupt(self) -> None:
         self._interrupted = False
 
     def close(self) -> None:

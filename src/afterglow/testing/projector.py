@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from afterglow.engine.entries import Entry
-from afterglow.engine.pictures import Part, entries_of
-from afterglow.llama.projector import Embedding, Measured, MediaKind, Piece
-from afterglow.media.contents import Content, Picture
-from afterglow.testing.memory import picture_number
+from afterglow.engine.multimodal.encoder_cache import MediaPart, build_media_entries
+from afterglow.engine.types.entries import Entry
+from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder, Modality
+from afterglow.media.types import ImageData, MediaData
+from afterglow.testing.memory import hash_media_digest
 
-POSITIONS = 2  # steps that every picture takes
+POSITIONS_PER_MEDIA = 2  # steps that every picture takes
 
 
 class FakeProjector:
@@ -23,35 +23,39 @@ class FakeProjector:
     (Piece(cells=5, positions=2, whole=False),)
     """
 
-    kinds: frozenset[MediaKind] = frozenset({"image", "audio"})
+    modalities: frozenset[Modality] = frozenset({"image", "audio"})
 
-    def __init__(self, key: bytes = b"fake projector", *, whole: bool = False) -> None:
+    def __init__(self, key: bytes = b"fake projector", *, non_causal: bool = False) -> None:
         self.key = key
-        self.whole = whole
-        self.calls: list[int] = []  # how many contents were encoded together, call by call
-        self.faults: list[Exception | None] = []  # raised by the coming calls, one each; None: that one works
-        self.open = threading.Event()  # encoding waits for it
-        self.open.set()
+        self.non_causal = non_causal
+        self.encoded_batch_sizes: list[int] = []  # how many contents were encoded together, call by call
+        self.injected_errors: list[Exception | None] = []  # raised by the coming calls, one each; None: that one works
+        self.encoding_allowed = threading.Event()  # encoding waits for it
+        self.encoding_allowed.set()
 
-    def measure(self, content: Content) -> Measured:
+    def measure(self, media: MediaData) -> MediaPlaceholder:
         """What stands in a prompt for it."""
-        return (Piece(content.width if isinstance(content, Picture) else 3, POSITIONS, self.whole),)
+        return (MediaChunk(media.width if isinstance(media, ImageData) else 3, POSITIONS_PER_MEDIA, self.non_causal),)
 
-    def entries(self, content: Content) -> tuple[list[Entry], dict[bytes, Part]]:
+    def build_entries(self, media: MediaData) -> tuple[list[Entry], dict[bytes, MediaPart]]:
         """What stands in a request for it, and the request's `contents`."""
-        found = entries_of(content, self.measure(content), self.key)
-        return [entry for entry, _ in found], {part.digest(self.key): part for _, part in found if part is not None}
+        found = build_media_entries(media, self.measure(media), self.key)
+        return [entry for entry, _ in found], {
+            part.compute_digest(self.key): part for _, part in found if part is not None
+        }
 
-    def encode(self, contents: Sequence[Content]) -> list[list[Embedding]]:
-        self.open.wait()
-        if self.faults and (fault := self.faults.pop(0)) is not None:
+    def encode(self, contents: Sequence[MediaData]) -> list[list[MediaEmbedding]]:
+        self.encoding_allowed.wait()
+        if self.injected_errors and (fault := self.injected_errors.pop(0)) is not None:
             raise fault
-        self.calls.append(len(contents))
-        return [[self._embedding(content)] for content in contents]
+        self.encoded_batch_sizes.append(len(contents))
+        return [[self._make_embedding(content)] for content in contents]
 
-    def _embedding(self, content: Content) -> Embedding:
-        (piece,) = self.measure(content)
-        assert isinstance(piece, Piece)
-        number = np.array([[picture_number(Part(content).digest(self.key))]], dtype=np.int64).view(np.float32)
+    def _make_embedding(self, media: MediaData) -> MediaEmbedding:
+        (piece,) = self.measure(media)
+        assert isinstance(piece, MediaChunk)
+        number = np.array([[hash_media_digest(MediaPart(media).compute_digest(self.key))]], dtype=np.int64).view(
+            np.float32
+        )
         offsets = np.zeros((piece.cells, 4), dtype=np.int32)
-        return Embedding(np.repeat(number, piece.cells, axis=0), offsets, piece.whole)
+        return MediaEmbedding(np.repeat(number, piece.cells, axis=0), offsets, piece.non_causal)

@@ -15,8 +15,8 @@ class FakeSampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.drawn = 0
-        self.accepted: list[int] = []
+        self.draw_count = 0
+        self.accepted_tokens: list[int] = []
         self.closed = False
 
     def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
@@ -24,31 +24,31 @@ class FakeSampler:
             masked = np.full_like(logits, -np.inf)
             masked[allowed] = logits[allowed]
             logits = masked
-        if self.sampling.greedy:
+        if self.sampling.is_greedy:
             return int(logits.argmax())
-        noise = np.random.default_rng([self.sampling.seed or 0, self.drawn]).gumbel(size=len(logits))
-        self.drawn += 1
+        noise = np.random.default_rng([self.sampling.seed or 0, self.draw_count]).gumbel(size=len(logits))
+        self.draw_count += 1
         return int((logits / self.sampling.temperature + noise).argmax())
 
-    def take(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+    def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         token = self.sample(logits, allowed)
         self.accept(token)
         return token
 
     def accept(self, token: int) -> None:
-        self.accepted.append(token)
+        self.accepted_tokens.append(token)
 
     def close(self) -> None:
         self.closed = True
 
 
 @dataclass(frozen=True, slots=True)
-class FakeWords:
+class FakeTokenBytes:
     """Letters; token 0 is the end."""
 
     pieces: tuple[bytes, ...]
-    ends: frozenset[int] = frozenset({0})
-    control: frozenset[int] = frozenset({0})
+    eog_tokens: frozenset[int] = frozenset({0})
+    control_tokens: frozenset[int] = frozenset({0})
 
     def tokenize(self, text: bytes) -> list[int]:
         return [self.pieces.index(bytes([byte]), 1) for byte in text]

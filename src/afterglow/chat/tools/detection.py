@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-from afterglow.chat.tools.family import Family
-from afterglow.chat.tools.gemma import FUNCTION_GEMMA, GEMMA
-from afterglow.chat.tools.harmony import HARMONY
-from afterglow.chat.tools.llama import LLAMA
-from afterglow.chat.tools.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_NAMED
-from afterglow.chat.tools.pythonic import LFM, PYTHONIC, TOOL_CODE
-from afterglow.chat.tools.sections import DEEPSEEK, DEEPSEEK_NAMED, KIMI
-from afterglow.chat.tools.tagged_json import APRIEL, GENERIC, GRANITE, HERMES, NEMOTRON
-from afterglow.chat.tools.xml import GLM, MINIMAX, QWEN_CODER, SEED
+from afterglow.chat.tools.families.deepseek_kimi import DEEPSEEK, DEEPSEEK_NAMED, KIMI
+from afterglow.chat.tools.families.gemma import FUNCTION_GEMMA, GEMMA
+from afterglow.chat.tools.families.harmony import HARMONY
+from afterglow.chat.tools.families.hermes import APRIEL, GENERIC, GRANITE, HERMES, NEMOTRON
+from afterglow.chat.tools.families.llama import LLAMA
+from afterglow.chat.tools.families.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_NAMED
+from afterglow.chat.tools.families.pythonic import LFM, PYTHONIC, TOOL_CODE
+from afterglow.chat.tools.families.xml import GLM, MINIMAX, QWEN_CODER, SEED
+from afterglow.chat.tools.family import ToolFamily
 
 # All of the texts of a line must stand in the template; the first line that fits tells. What is rarer comes first:
 # several families share `<tool_call>`, and only what stands inside tells them apart.
-SIGNS: tuple[tuple[tuple[str, ...], Family], ...] = (
+TEMPLATE_MARKERS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
     (("<|channel|>", "<|message|>", "to="), HARMONY),
     (("<start_function_call>",), FUNCTION_GEMMA),
     (("<|tool_call>call:",), GEMMA),
@@ -42,14 +42,14 @@ SIGNS: tuple[tuple[tuple[str, ...], Family], ...] = (
     (("[func_name1(params_name1=",), PYTHONIC),
     (('"name": function name, "parameters": dictionary',), LLAMA),
 )
-FAMILIES = {family.name: family for family in (GENERIC, *(family for _, family in SIGNS))}
+TOOL_FAMILIES = {family.name: family for family in (GENERIC, *(family for _, family in TEMPLATE_MARKERS))}
 
-TAGS = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-STRINGS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-TOOLS = re.compile(r"\btools\b")
+JINJA_TAG_PATTERN = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+STRING_LITERAL_PATTERN = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+TOOLS_VARIABLE_PATTERN = re.compile(r"\btools\b")
 
 
-def family_of(template: str | None) -> Family:
+def detect_family(template: str | None) -> ToolFamily:
     """The family of models with this template; `generic` where it knows no tools, or writes calls as we cannot read.
 
     A generic family's template gets no tools: they are described by `generic_messages`.
@@ -57,18 +57,21 @@ def family_of(template: str | None) -> Family:
     >>> family_of("{{ messages[0].content }}").name
     'generic'
     """
-    if template is None or not takes_tools(template):
+    if template is None or not has_tools_variable(template):
         return GENERIC
-    for signs, family in SIGNS:
+    for signs, family in TEMPLATE_MARKERS:
         if all(sign in template for sign in signs):
             return family
     return GENERIC
 
 
-def takes_tools(template: str) -> bool:
+def has_tools_variable(template: str) -> bool:
     """Whether the template reads the variable `tools`. Some write calls and never say what can be called.
 
     >>> takes_tools("{% if tools %}"), takes_tools("{{ 'no tools' }}")
     (True, False)
     """
-    return any(TOOLS.search(STRINGS.sub("", tag)) for tag in TAGS.findall(template))
+    return any(
+        TOOLS_VARIABLE_PATTERN.search(STRING_LITERAL_PATTERN.sub("", tag))
+        for tag in JINJA_TAG_PATTERN.findall(template)
+    )

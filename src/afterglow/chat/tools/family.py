@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from afterglow.chat.parts import Reader
-from afterglow.chat.tools.grammars import Grammar, Literal
-from afterglow.chat.tools.parser import NewId, new_id
-from afterglow.chat.tools.schemas import check
+from afterglow.chat.output.parts import OutputParser
+from afterglow.chat.tools.grammar.lark import LarkGrammar, LiteralWriter
+from afterglow.chat.tools.grammar.schema import check_enforceable
+from afterglow.chat.tools.parsing.parser import CallIdFactory, generate_call_id
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
-NewParser: TypeAlias = Callable[[Sequence[Tool], NewId], Reader]
-Write: TypeAlias = Callable[[Grammar, Sequence[Tool], bool], str]
-WriteAfter: TypeAlias = Callable[[Grammar, Sequence[Tool], str], str]
+ParserFactory: TypeAlias = Callable[[Sequence[Tool], CallIdFactory], OutputParser]
+CallsRuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], bool], str]
+AfterTriggerRuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ToolFamily:
     """How a family of models writes calls of tools.
 
     `markers` are the texts of control tokens that its reader must see; `stops` end a turn that calls; `triggers` begin
@@ -30,36 +30,38 @@ class Family:
     """
 
     name: str
-    parser: NewParser
-    write: Write
-    write_after: WriteAfter
+    parser_factory: ParserFactory
+    build_calls_rule: CallsRuleBuilder
+    build_after_trigger_rule: AfterTriggerRuleBuilder
     markers: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     triggers: tuple[str, ...] = ()
-    new_id: NewId = new_id
+    new_id: CallIdFactory = generate_call_id
 
-    def reader(self, tools: Sequence[Tool], new_id: NewId | None = None) -> Reader:
+    def create_parser(self, tools: Sequence[Tool], new_id: CallIdFactory | None = None) -> OutputParser:
         """A reader of one answer."""
-        return self.parser(tools, new_id or self.new_id)
+        return self.parser_factory(tools, new_id or self.new_id)
 
-    def calls_grammar(self, tools: Sequence[Tool], parallel: bool, literal: Literal) -> str:
+    def build_calls_grammar(self, tools: Sequence[Tool], parallel: bool, write_literal: LiteralWriter) -> str:
         """A grammar (llguidance's Lark) of exactly one call of these tools, or of one or more where `parallel`."""
-        self._check(tools)
-        grammar = Grammar(literal)
-        return grammar.lark(self.write(grammar, tools, parallel))
+        self._check_tools(tools)
+        grammar = LarkGrammar(write_literal)
+        return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
 
-    def after_trigger_grammar(self, tools: Sequence[Tool], literal: Literal, trigger: str | None = None) -> str:
+    def build_after_trigger_grammar(
+        self, tools: Sequence[Tool], write_literal: LiteralWriter, trigger: str | None = None
+    ) -> str:
         """What may follow a trigger (the first, unless another is named), to the end of that block of calls."""
-        self._check(tools)
+        self._check_tools(tools)
         if not self.triggers:
             raise UnsupportedOption("tools", f"no text surely begins a call of the family {self.name!r}")
         if trigger is not None and trigger not in self.triggers:
             raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, self.triggers))}, not {trigger!r}")
-        grammar = Grammar(literal)
-        return grammar.lark(self.write_after(grammar, tools, trigger or self.triggers[0]))
+        grammar = LarkGrammar(write_literal)
+        return grammar.to_lark(self.build_after_trigger_rule(grammar, tools, trigger or self.triggers[0]))
 
-    def _check(self, tools: Sequence[Tool]) -> None:
+    def _check_tools(self, tools: Sequence[Tool]) -> None:
         if not tools:
             raise InvalidArgument("tools", "must be at least one where a call is enforced")
         for tool in tools:
-            check(tool)
+            check_enforceable(tool)

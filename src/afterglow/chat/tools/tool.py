@@ -9,17 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from afterglow.chat.tools.docstrings import described
-from afterglow.chat.tools.hints import converted, hints_of, schema_of
+from afterglow.chat.tools.docstrings import parse_docstring
+from afterglow.chat.tools.function_schema import build_schema, convert_value, get_parameter_hints
 from afterglow.errors import InvalidArgument, UnsupportedOperation
 
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-OF_TOOL = frozenset({"type", "function"})
-OF_FUNCTION = frozenset({"name", "description", "parameters", "strict"})
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TOOL_FIELDS = frozenset({"type", "function"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+UNSUPPORTED_PARAMETER_KINDS = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+)
 
 
-def _nothing() -> dict[str, Any]:
+def _build_empty_schema() -> dict[str, Any]:
     return {"type": "object", "properties": {}}
 
 
@@ -37,7 +41,7 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: dict[str, Any] = field(default_factory=_nothing)
+    parameters: dict[str, Any] = field(default_factory=_build_empty_schema)
     function: Callable[..., Any] | None = None
     strict: bool = False
 
@@ -51,14 +55,14 @@ class Tool:
         """Check the arguments that a model wrote, convert them to what the function's hints ask for, and call it."""
         if self.function is None:
             raise UnsupportedOperation(f"calling {self.name}", "the tool was given without a function")
-        given = self._given(arguments)
-        hints = hints_of(self.function)
+        given = self._parse_arguments(arguments)
+        hints = get_parameter_hints(self.function)
         where = f"{self.name}.arguments"
         return self.function(
-            **{key: converted(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()}
+            **{key: convert_value(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()}
         )
 
-    def _given(self, arguments: str) -> dict[str, Any]:
+    def _parse_arguments(self, arguments: str) -> dict[str, Any]:
         where = f"{self.name}.arguments"
         try:
             given = json.loads(arguments or "{}")
@@ -76,14 +80,14 @@ class Tool:
         return given
 
 
-Offered: TypeAlias = Tool | Mapping[str, Any] | Callable[..., Any]
+ToolLike: TypeAlias = Tool | Mapping[str, Any] | Callable[..., Any]
 
 
-def tools(values: Sequence[Offered]) -> tuple[Tool, ...]:
+def parse_tools(values: Sequence[ToolLike]) -> tuple[Tool, ...]:
     """What callers offer (tools, OpenAI's dictionaries, or functions with type hints) as tools."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         raise InvalidArgument("tools", "must be a list of tools")
-    read = tuple(_tool(value, f"tools[{index}]") for index, value in enumerate(values))
+    read = tuple(_parse_tool(value, f"tools[{index}]") for index, value in enumerate(values))
     names = [tool.name for tool in read]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -93,34 +97,34 @@ def tools(values: Sequence[Offered]) -> tuple[Tool, ...]:
     return read
 
 
-def _tool(value: Offered, where: str) -> Tool:
+def _parse_tool(value: ToolLike, where: str) -> Tool:
     if isinstance(value, Tool):
         return value
     if isinstance(value, Mapping):
-        return _from_dictionary(value, where)
+        return _parse_dictionary(value, where)
     if callable(value):
-        return _from_function(value, where)
+        return _parse_function(value, where)
     raise InvalidArgument(where, f"must be a dictionary or a function, not {type(value).__name__}")
 
 
-def _from_dictionary(value: Mapping[str, Any], where: str) -> Tool:
-    _known(value, OF_TOOL, where)
+def _parse_dictionary(value: Mapping[str, Any], where: str) -> Tool:
+    _check_fields(value, TOOL_FIELDS, where)
     if value.get("type") != "function":
         raise InvalidArgument(f"{where}.type", f"must be 'function', not {value.get('type')!r}")
     function, where = value.get("function"), f"{where}.function"
     if not isinstance(function, Mapping):
         raise InvalidArgument(where, f"must be a dictionary, not {type(function).__name__}")
-    _known(function, OF_FUNCTION, where)
+    _check_fields(function, FUNCTION_FIELDS, where)
     return Tool(
-        name=_name(function.get("name"), f"{where}.name"),
-        description=_optional(function, "description", str, where) or "",
-        parameters=_parameters(_optional(function, "parameters", Mapping, where), f"{where}.parameters"),
-        strict=bool(_optional(function, "strict", bool, where)),
+        name=_check_name(function.get("name"), f"{where}.name"),
+        description=_get_optional(function, "description", str, where) or "",
+        parameters=_parse_parameters(_get_optional(function, "parameters", Mapping, where), f"{where}.parameters"),
+        strict=bool(_get_optional(function, "strict", bool, where)),
     )
 
 
-def _parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    schema = {**_nothing(), **(value or {})}
+def _parse_parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    schema = {**_build_empty_schema(), **(value or {})}
     if schema["type"] != "object":
         raise InvalidArgument(f"{where}.type", f"must be 'object', not {schema['type']!r}")
     if not isinstance(schema["properties"], Mapping):
@@ -135,20 +139,20 @@ def _parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     return schema
 
 
-def _from_function(function: Callable[..., Any], where: str) -> Tool:
-    name = _name(getattr(function, "__name__", None), f"{where}.name")
-    summary, notes = described(inspect.getdoc(function) or "")
+def _parse_function(function: Callable[..., Any], where: str) -> Tool:
+    name = _check_name(getattr(function, "__name__", None), f"{where}.name")
+    summary, notes = parse_docstring(inspect.getdoc(function) or "")
     try:
-        hints = hints_of(function)
+        hints = get_parameter_hints(function)
     except NameError as error:
         raise InvalidArgument(f"{where}.{name}", f"has a type hint that cannot be found: {error}") from None
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         place = f"{where}.{name}.{parameter.name}"
-        if parameter.kind in POSITIONAL:
+        if parameter.kind in UNSUPPORTED_PARAMETER_KINDS:
             raise InvalidArgument(place, "must be a parameter that can be given by its name")
-        schema = schema_of(hints[parameter.name], place)
+        schema = build_schema(hints[parameter.name], place)
         note = notes.get(parameter.name)
         properties[parameter.name] = {**schema, "description": note} if note else schema
         if parameter.default is inspect.Parameter.empty:
@@ -157,21 +161,21 @@ def _from_function(function: Callable[..., Any], where: str) -> Tool:
     return Tool(name=name, description=summary, parameters=schema, function=function)
 
 
-def _name(value: Any, where: str) -> str:
+def _check_name(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
-    if not NAME.fullmatch(value):
+    if not NAME_PATTERN.fullmatch(value):
         raise InvalidArgument(where, f"must be 1 to 64 of the characters a-z A-Z 0-9 _ . -, not {value!r}")
     return value
 
 
-def _optional(values: Mapping[str, Any], key: str, kind: type[Any], where: str) -> Any:
+def _get_optional(values: Mapping[str, Any], key: str, expected: type[Any], where: str) -> Any:
     value = values.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise InvalidArgument(f"{where}.{key}", f"must be a {kind.__name__}, not {type(value).__name__}")
+    if value is not None and not isinstance(value, expected):
+        raise InvalidArgument(f"{where}.{key}", f"must be a {expected.__name__}, not {type(value).__name__}")
     return value
 
 
-def _known(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+def _check_fields(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     if unknown := sorted(map(str, set(value) - known)):
         raise InvalidArgument(f"{where}.{unknown[0]}", f"is not a field; there are {', '.join(sorted(known))}")

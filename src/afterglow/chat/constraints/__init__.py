@@ -1,0 +1,1 @@
+"""Response formats, tool choice and reasoning options as grammars."""

@@ -1,0 +1,66 @@
+"""Which tools an answer may or must call: what callers write as `tool_choice`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from afterglow.chat.tools.tool import Tool
+from afterglow.errors import InvalidArgument
+
+ToolChoiceMode: TypeAlias = Literal["none", "auto", "required"]
+TOOL_CHOICE_MODES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedToolChoice:
+    """`tools` are those that may be called."""
+
+    mode: ToolChoiceMode
+    tools: tuple[Tool, ...]
+
+
+def parse_tool_choice(value: Any, tools: Sequence[Tool]) -> ResolvedToolChoice:
+    """`none`, `auto`, `required`, or OpenAI's dictionary with one tool's name or several that are allowed.
+
+    >>> tool_choice("none", ()).mode
+    'none'
+    """
+    if value is None:
+        return ResolvedToolChoice("auto" if tools else "none", tuple(tools))
+    if isinstance(value, str):
+        return _parse_mode(value, tools)
+    if not isinstance(value, Mapping) or value.get("type") not in ("function", "allowed_tools"):
+        raise InvalidArgument(
+            "tool_choice", f"must be one of {', '.join(TOOL_CHOICE_MODES)}, or name a function, not {value!r}"
+        )
+    if value["type"] == "function":
+        return ResolvedToolChoice("required", (_find_tool(value, tools, "tool_choice"),))
+    allowed = value.get("allowed_tools", value)
+    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if not isinstance(listed, list) or not listed:
+        raise InvalidArgument("tool_choice.allowed_tools.tools", "must be a list of functions")
+    names = [_find_tool(one, tools, f"tool_choice.allowed_tools.tools[{index}]") for index, one in enumerate(listed)]
+    return ResolvedToolChoice(_parse_mode(allowed.get("mode", "auto"), tools).mode, tuple(names))
+
+
+def _parse_mode(value: str, tools: Sequence[Tool]) -> ResolvedToolChoice:
+    match value:
+        case "required" if not tools:
+            raise InvalidArgument("tool_choice", "cannot be required where no tools are offered")
+        case "none" | "auto" | "required":
+            return ResolvedToolChoice(value, tuple(tools))
+        case _:
+            raise InvalidArgument(
+                "tool_choice", f"must be one of {', '.join(TOOL_CHOICE_MODES)}, or name a function, not {value!r}"
+            )
+
+
+def _find_tool(value: Any, tools: Sequence[Tool], where: str) -> Tool:
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise InvalidArgument(f"{where}.function.name", f"{name!r} is none of the tools that are offered")

@@ -1,0 +1,1 @@
+"""Generated tokens as text, reasoning and tool calls."""

@@ -1,0 +1,1 @@
+"""Chat templates: sandboxed rendering and what a template supports."""

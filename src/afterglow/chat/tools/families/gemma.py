@@ -1,0 +1,194 @@
+"""Gemma's calls: `call:name{key:value}` with strings between quotes of its own (FunctionGemma and Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, build_text_until_rule, list_properties
+from afterglow.chat.tools.parsing.json_calls import stream_json_value
+from afterglow.chat.tools.parsing.json_values import (
+    ALL_TYPES,
+    escape_json_text,
+    get_parameter_types,
+    text_to_json,
+    to_json_string,
+)
+from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
+from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
+from afterglow.chat.tools.tool import Tool
+from afterglow.errors import UnsupportedOption
+
+ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
+
+
+class GemmaToolParser(ToolParser):
+    """Reads Gemma's notation and writes JSON while it comes."""
+
+    def __init__(self, tools: Sequence[Tool], new_id: CallIdFactory, *, opening: str, closing: str, quote: str) -> None:
+        self._opening, self._closing, self._quote = opening, closing, quote
+        super().__init__(tools, new_id)
+
+    def parse(self) -> ParseSteps[None]:
+        scanner = self.scanner
+        while opening := (yield from scanner.stream_until(self._opening, sink=self.emit_text)):
+            scanner.mark(len(opening))
+            yield from scanner.take_whitespace()
+            told = yield from scanner.skip_any("call:")
+            name = (yield from scanner.take_while(is_name_char)) if told else ""
+            if not name or (yield from scanner.peek()) != "{":
+                self.reject_call(after_marker=True)
+                continue
+            self.begin_call(name)
+            if not (yield from self._parse_object(name)):
+                yield from scanner.stream_until(self._closing, sink=self.emit_arguments)
+                continue
+            yield from scanner.take_whitespace()
+            yield from scanner.skip_any(self._closing)
+
+    def _parse_object(self, tool_name: str | None = None) -> ParseSteps[bool]:
+        """An object; false where it broke off. Of a call's own arguments, the schema is known."""
+        self.emit_arguments(self.scanner.take(1))
+        first = True
+        while True:
+            yield from self.scanner.take_whitespace()
+            if (yield from self.scanner.skip_any("}")):
+                self.emit_arguments("}")
+                return True
+            key = yield from self._parse_key()
+            if not (yield from self.scanner.skip_any(":")):
+                return False
+            self.emit_arguments(("" if first else ", ") + to_json_string(key) + ": ")
+            first = False
+            known = self.tools.get(tool_name) if tool_name is not None else None
+            if not (yield from self._parse_value(get_parameter_types(known, key))):
+                return False
+            yield from self.scanner.take_whitespace()
+            yield from self.scanner.skip_any(",")
+
+    def _parse_key(self) -> ParseSteps[str]:
+        pieces: list[str] = []
+        if (yield from self.scanner.skip_any(self._quote)):
+            yield from self.scanner.stream_until(self._quote, sink=pieces.append)
+            return "".join(pieces)
+        return (yield from self.scanner.take_while(lambda char: char not in ':,{}[]<"')).strip()
+
+    def _parse_array(self) -> ParseSteps[bool]:
+        self.emit_arguments(self.scanner.take(1))
+        first = True
+        while True:
+            yield from self.scanner.take_whitespace()
+            if (yield from self.scanner.skip_any("]")):
+                self.emit_arguments("]")
+                return True
+            if not (yield from self.scanner.peek()):
+                return False
+            self.emit_arguments("" if first else ", ")
+            first = False
+            if not (yield from self._parse_value(ALL_TYPES)):
+                return False
+            yield from self.scanner.take_whitespace()
+            yield from self.scanner.skip_any(",")
+
+    def _parse_value(self, types: frozenset[str]) -> ParseSteps[bool]:
+        """One value; false where it broke off."""
+        yield from self.scanner.take_whitespace()
+        if (yield from self.scanner.skip_any(self._quote)):
+            self.emit_arguments('"')
+            ending = yield from self.scanner.stream_until(
+                self._quote, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
+            )
+            self.emit_arguments('"' if ending else "")
+            return bool(ending)
+        match (yield from self.scanner.peek()):
+            case "{":
+                return (yield from self._parse_object())
+            case "[":
+                return (yield from self._parse_array())
+            case '"':
+                return (yield from stream_json_value(self.scanner, self.emit_arguments))
+        text = yield from self.scanner.take_while(lambda char: char not in ',{}[]<"')
+        whole = bool((yield from self.scanner.peek()))
+        self.emit_arguments(text_to_json(text.strip(), types) if whole else text)
+        return whole and bool(text)
+
+
+class GemmaRuleBuilder:
+    """Writes schemas as a grammar of Gemma's notation."""
+
+    def __init__(self, grammar: LarkGrammar, family: str, quote: str) -> None:
+        self._grammar, self._family, self._quote = grammar, family, quote
+
+    def build_object(self, node: SchemaNode) -> str:
+        """An object with the members of its schema, in the order of the alphabet as the templates write them."""
+        found = sorted(list_properties(node, self._family), key=lambda member: member.name.lower())
+        if not found and node.schema.get("additionalProperties", True) is not False and "properties" not in node.schema:
+            raise UnsupportedOption(f"{node.where}.properties", f"calls as {self._family} writes them need them named")
+        written = [
+            (f"{self._grammar.literal(f'{one.name}:')} {self.build_value(one.node)}", one.required) for one in found
+        ]
+        return f"{self._grammar.literal('{')} {build_separated_rule(self._grammar, written, ',')} {self._grammar.literal('}')}"
+
+    def build_value(self, node: SchemaNode) -> str:
+        return join_alternatives(self._build_choice(choice) for choice in node.expand_choices(self._family))
+
+    def _build_choice(self, node: SchemaNode) -> str:
+        match sorted(node.allowed_types):
+            case ["string"]:
+                text = build_text_until_rule(self._grammar, node, self._family, ending=self._quote)
+                return f"{self._grammar.literal(self._quote)} {text}"
+            case ["array"]:
+                return self._build_array(node)
+            case ["object"]:
+                return self._grammar.add_rule(self.build_object(node))
+            case [_]:
+                return self._grammar.add_json_rule(node.standalone_schema)
+        raise UnsupportedOption(f"{node.where}.type", f"calls as {self._family} writes them need one type")
+
+    def _build_array(self, node: SchemaNode) -> str:
+        node.check_keywords(ARRAY_KEYWORDS, self._family)
+        least, most = node.schema.get("minItems", 0), node.schema.get("maxItems")
+        if most == 0:
+            return self._grammar.literal("[]")
+        item = self._grammar.add_rule(self.build_value(node.create_child(node.schema.get("items"), "items")))
+        bounds = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        items = f"({item} ({self._grammar.literal(',')} {item}){bounds}){'' if least else '?'}"
+        return f"{self._grammar.literal('[')} {items} {self._grammar.literal(']')}"
+
+
+def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, stop: str) -> ToolFamily:
+    """A family of these markers. Behind its calls a model goes on with the tool's answer, so that must stop it."""
+
+    def body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+        writer = GemmaRuleBuilder(grammar, name, quote)
+        calls = []
+        for tool in tools:
+            place = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
+            calls.append(f"{grammar.literal(f'call:{tool.name}')} {writer.build_object(place)}")
+        return f"{join_alternatives(calls)} {grammar.literal(closing)}"
+
+    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(f"{grammar.literal(opening)} {body(grammar, tools)}")
+        return f"{call}+" if parallel else call
+
+    return ToolFamily(
+        name=name,
+        markers=(opening, closing, quote),
+        stops=(stop,),
+        triggers=(opening,),
+        parser_factory=partial(GemmaToolParser, opening=opening, closing=closing, quote=quote),
+        build_calls_rule=write,
+        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools),
+    )
+
+
+GEMMA = build_gemma_family("gemma", "<|tool_call>", "<tool_call|>", '<|"|>', stop="<|tool_response>")
+FUNCTION_GEMMA = build_gemma_family(
+    "function-gemma",
+    "<start_function_call>",
+    "<end_function_call>",
+    "<escape>",
+    stop="<start_function_response>",
+)

@@ -1,0 +1,136 @@
+"""Families that write calls as JSON behind a marker: one object, several, or a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.parsing.json_calls import JsonCallParser
+from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser, generate_call_id
+from afterglow.chat.tools.parsing.scanner import ParseSteps
+from afterglow.chat.tools.tool import Tool
+
+
+class TaggedJsonToolParser(ToolParser):
+    """Reads JSON calls between an opening and a closing, which models now and then forget."""
+
+    def __init__(
+        self, tools: Sequence[Tool], new_id: CallIdFactory, *, openings: tuple[str, ...], closings: tuple[str, ...] = ()
+    ) -> None:
+        self._openings, self._closings = openings, closings
+        super().__init__(tools, new_id)
+
+    def parse(self) -> ParseSteps[None]:
+        while opening := (yield from self.scanner.stream_until(*self._openings, sink=self.emit_text)):
+            self.scanner.mark(len(opening))
+            yield from self.parse_block()
+
+    def parse_block(self) -> ParseSteps[None]:
+        """What stands behind the opening, which is marked."""
+        scanner = self.scanner
+        yield from scanner.take_whitespace()
+        listed = yield from scanner.skip_any("[")
+        made = 0
+        while True:
+            yield from scanner.take_whitespace()
+            if (yield from scanner.peek()) != "{":
+                break
+            if made:
+                scanner.mark()
+            if not (yield from self._parse_call()):
+                return
+            made += 1
+            yield from scanner.take_while(lambda char: char in ",;}" or char.isspace())
+        if made or (listed and (yield from scanner.peek_any("]"))):
+            yield from self._skip_closing()
+        else:
+            self.reject_call(after_marker=True)
+
+    def _parse_call(self) -> ParseSteps[bool]:
+        """Whether a call was read, and more may follow in this block."""
+        call = JsonCallParser(self, require_known_tool=False)
+        if not (yield from call.parse()):
+            self.reject_call(after_marker=True)
+            return False
+        if call.has_invalid_arguments:
+            yield from self.scanner.stream_until(*self._closings or self._openings, sink=self.emit_arguments)
+        return not call.has_invalid_arguments
+
+    def _skip_closing(self) -> ParseSteps[None]:
+        """Brackets too many and the closing, if they are there."""
+        self.scanner.clear_mark()
+        if not self._closings:
+            yield from self.scanner.skip_any("]")
+            return
+        yield from self.scanner.take_while(lambda char: char in "]}" or char.isspace())
+        yield from self.scanner.skip_any(*self._closings)
+
+
+def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_call_options: Any) -> str:
+    """One call of one of these tools as a JSON object."""
+    return join_alternatives(grammar.add_json_call_rule(tool, **json_call_options) for tool in tools)
+
+
+def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tuple[str, ...]) -> ToolFamily:
+    """A family that writes each call as an object between two tags."""
+
+    def body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+        space = "SPACE?"
+        return f"{space} {build_json_call_rule(grammar, tools)} {space} {grammar.literal(closing)}"
+
+    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(f"{grammar.literal(opening)} {body(grammar, tools)}")
+        return f"{call} (SPACE? {call})*" if parallel else call
+
+    return ToolFamily(
+        name=name,
+        markers=markers,
+        triggers=(opening,),
+        parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=(closing,)),
+        build_calls_rule=write,
+        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools),
+    )
+
+
+def build_json_list_family(
+    name: str,
+    opening: str,
+    closing: str = "",
+    *,
+    alternative_openings: tuple[str, ...] = (),
+    new_id: CallIdFactory = generate_call_id,
+    **json_call_options: Any,
+) -> ToolFamily:
+    """A family that writes all calls as one list behind a marker. `also` are openings that models confuse with it."""
+
+    def body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(build_json_call_rule(grammar, tools, **json_call_options))
+        more = f"(SPACE? {grammar.literal(',')} SPACE? {call})*" if parallel else ""
+        end = f"SPACE? {grammar.literal(closing)}" if closing else ""
+        return f"SPACE? {grammar.literal('[')} {call} {more} {grammar.literal(']')} {end}"
+
+    closings = (closing,) if closing else ("</tool_call>",) if alternative_openings else ()
+    return ToolFamily(
+        name=name,
+        markers=(opening, closing) if closing else (opening, *alternative_openings),
+        triggers=(opening,),
+        parser_factory=partial(TaggedJsonToolParser, openings=(opening, *alternative_openings), closings=closings),
+        build_calls_rule=lambda grammar, tools, parallel: (
+            f"{grammar.literal(opening)} {body(grammar, tools, parallel)}"
+        ),
+        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools, True),
+        new_id=new_id,
+    )
+
+
+TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
+HERMES = build_json_tag_family("hermes", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
+GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
+GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_openings=("<tool_call>",))
+NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
+APRIEL = build_json_list_family(
+    "apriel", "<tool_calls>", "</tool_calls>", more={"id": {"type": "string", "maxLength": 64}}
+)

@@ -1,0 +1,91 @@
+"""Llama 3's calls: bare JSON objects, perhaps behind `<|python_tag|>`, several with `;` between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.parsing.json_calls import JsonCallParser
+from afterglow.chat.tools.parsing.parser import ToolParser
+from afterglow.chat.tools.parsing.python_calls import PythonCallParser
+from afterglow.chat.tools.parsing.scanner import ParseSteps
+from afterglow.chat.tools.tool import Tool
+
+PYTHON_TAG = "<|python_tag|>"
+CALL_OBJECT_PREFIX = '{"name": "'
+
+
+class Llama3JsonToolParser(ToolParser):
+    """Reads objects where a line begins, fenced or not.
+
+    Only known names with parameters are calls: answers hold JSON too.
+    """
+
+    def parse(self) -> ParseSteps[None]:
+        while True:
+            self.emit_text((yield from self.scanner.take_whitespace()))
+            tagged = yield from self.scanner.skip_any(PYTHON_TAG)
+            if (yield from self._parse_call(bool(tagged))):
+                continue
+            ending = yield from self.scanner.stream_until("\n", PYTHON_TAG, sink=self.emit_text)
+            if ending is None:
+                return
+            if ending == PYTHON_TAG:
+                self.scanner.unread(PYTHON_TAG)
+            else:
+                self.emit_text(ending)
+
+    def _parse_call(self, after_tag: bool) -> ParseSteps[bool]:
+        """Whether a call was read. Behind the tag, one of Llama's own tools may be called as in Python."""
+        scanner = self.scanner
+        if after_tag:
+            yield from scanner.take_whitespace()
+        scanner.mark()
+        fence = yield from self.skip_fence("json")
+        if (yield from scanner.peek()) == "{":
+            call = JsonCallParser(self, require_known_tool=True)
+            made = yield from call.parse()
+            if call.has_invalid_arguments:
+                yield from scanner.stream_until(PYTHON_TAG, sink=self.emit_arguments)
+        else:
+            made = after_tag and not fence and (yield from PythonCallParser(self, require_known_tool=True).parse())
+        if not made:
+            self.reject_call(after_marker=False)
+            return False
+        yield from scanner.take_while(lambda char: char in ",;}" or char.isspace())
+        if fence:
+            yield from scanner.skip_any(fence)
+        return True
+
+
+def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    call = grammar.add_rule(
+        join_alternatives(grammar.add_json_call_rule(tool, arguments_key="parameters") for tool in tools)
+    )
+    return f"{call} (SPACE? {grammar.literal(';')} SPACE? {call})*" if parallel else call
+
+
+def _build_after_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:
+    if trigger == PYTHON_TAG:
+        return _build_calls_rule(grammar, tools, True)
+    calls = []
+    for tool in tools:
+        name, arguments = grammar.literal(f'{json.dumps(tool.name)[1:-1]}"'), grammar.add_json_rule(tool.parameters)
+        calls.append(
+            f'{name} SPACE? "," SPACE? {grammar.literal(PARAMETERS_KEY)} SPACE? {arguments} SPACE? {grammar.literal("}")}'
+        )
+    return join_alternatives(calls)
+
+
+PARAMETERS_KEY = '"parameters":'
+LLAMA = ToolFamily(
+    name="llama",
+    markers=(PYTHON_TAG,),
+    stops=("<|eom_id|>",),
+    triggers=(PYTHON_TAG, CALL_OBJECT_PREFIX),
+    parser_factory=Llama3JsonToolParser,
+    build_calls_rule=_build_calls_rule,
+    build_after_trigger_rule=_build_after_trigger_rule,
+)

@@ -1,0 +1,84 @@
+"""Mistral's calls: a JSON list behind `[TOOL_CALLS]`, and the newer `[TOOL_CALLS]name[ARGS]{…}`."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from functools import partial
+
+from afterglow.chat.tools.families.hermes import TaggedJsonToolParser, build_json_list_family
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.parsing.json_calls import stream_json_value
+from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
+from afterglow.chat.tools.tool import Tool
+
+TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+CALL_ID_LENGTH = 9
+CALL_ID_ALPHABET = string.ascii_letters + string.digits
+
+
+def generate_mistral_call_id() -> str:
+    """Mistral's templates take ids of nine letters and digits, and no others."""
+    return "".join(secrets.choice(CALL_ID_ALPHABET) for _ in range(CALL_ID_LENGTH))
+
+
+class MistralToolParser(TaggedJsonToolParser):
+    """Reads both forms. An id that the model wrote is kept: the template will write the same again."""
+
+    def parse_block(self) -> ParseSteps[None]:
+        scanner = self.scanner
+        if (yield from scanner.peek()) in ("[", "{", " ", "\n"):
+            yield from super().parse_block()
+            return
+        name = yield from scanner.take_while(is_name_char)
+        id = ""
+        if (yield from scanner.skip_any(CALL_ID_MARKER)):
+            id = yield from scanner.take_while(str.isalnum)
+        begins = yield from scanner.peek_any(ARGS_MARKER, "{")
+        if not name or not begins:
+            self.reject_call(after_marker=True)
+            return
+        self.begin_call(name, id if len(id) == CALL_ID_LENGTH else None)
+        yield from scanner.skip_any(ARGS_MARKER)
+        yield from scanner.take_whitespace()
+        if not (yield from stream_json_value(scanner, self.emit_arguments)) and (
+            yield from scanner.stream_until(TOOL_CALLS_MARKER, sink=self.emit_arguments)
+        ):
+            scanner.unread(TOOL_CALLS_MARKER)  # another call follows one that is not JSON
+
+
+def build_mistral_family(name: str, *, with_ids: bool) -> ToolFamily:
+    """The newer form, with or without ids."""
+
+    def after(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+        id = f"{grammar.literal(CALL_ID_MARKER)} /[a-zA-Z0-9]{{9}}/" if with_ids else ""
+        return join_alternatives(
+            f"{grammar.literal(tool.name)} {id} {grammar.literal(ARGS_MARKER)} {grammar.add_json_rule(tool.parameters)}"
+            for tool in tools
+        )
+
+    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(f"{grammar.literal(TOOL_CALLS_MARKER)} {after(grammar, tools)}")
+        return f"{call}+" if parallel else call
+
+    return ToolFamily(
+        name=name,
+        markers=(TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER),
+        triggers=(TOOL_CALLS_MARKER,),
+        parser_factory=partial(MistralToolParser, openings=(TOOL_CALLS_MARKER,)),
+        build_calls_rule=write,
+        build_after_trigger_rule=lambda grammar, tools, trigger: after(grammar, tools),
+        new_id=generate_mistral_call_id,
+    )
+
+
+MISTRAL = build_json_list_family(
+    "mistral",
+    TOOL_CALLS_MARKER,
+    new_id=generate_mistral_call_id,
+    more={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
+)
+MISTRAL_NAMED = build_mistral_family("mistral-named", with_ids=False)
+MISTRAL_IDS = build_mistral_family("mistral-ids", with_ids=True)

@@ -1,0 +1,128 @@
+"""Families that write calls as Python: a bare list (Llama 3.2 and 4), a list between markers, Gemma's `tool_code`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.parsing.parser import FENCE, CallIdFactory, ToolParser
+from afterglow.chat.tools.parsing.python_calls import PythonCallParser, build_python_call_rule
+from afterglow.chat.tools.parsing.scanner import ParseSteps
+from afterglow.chat.tools.tool import Tool
+
+
+class PythonicToolParser(ToolParser):
+    """Reads `[f(a=1), g()]` where a line begins, fenced or not. Only known names are calls: prose has brackets too."""
+
+    def parse(self) -> ParseSteps[None]:
+        while True:
+            self.emit_text((yield from self.scanner.take_whitespace()))
+            if (yield from self._parse_list()):
+                continue
+            ending = yield from self.scanner.stream_until("\n", sink=self.emit_text)
+            if ending is None:
+                return
+            self.emit_text(ending)
+
+    def _parse_list(self) -> ParseSteps[bool]:
+        """Whether a list of calls was read."""
+        self.scanner.mark()
+        fence = yield from self.skip_fence("python")
+        if not (yield from self.scanner.skip_any("[")):
+            self.reject_call(after_marker=False)
+            return False
+        made = yield from parse_calls(self, require_known_tool=True, after_marker=False)
+        if made and fence:
+            yield from self.scanner.take_whitespace()
+            yield from self.scanner.skip_any(fence)
+        return made
+
+
+class TaggedPythonicToolParser(ToolParser):
+    """Reads Python calls between an opening and a closing."""
+
+    def __init__(self, tools: Sequence[Tool], new_id: CallIdFactory, *, opening: str, closing: str) -> None:
+        self._opening, self._closing = opening, closing
+        super().__init__(tools, new_id)
+
+    def parse(self) -> ParseSteps[None]:
+        scanner = self.scanner
+        while opening := (yield from scanner.stream_until(self._opening, sink=self.emit_text)):
+            scanner.mark(len(opening))
+            yield from scanner.take_whitespace()
+            yield from scanner.skip_any("[", "print(")
+            if (yield from parse_calls(self, require_known_tool=False, after_marker=True)):
+                yield from scanner.take_while(lambda char: char in "])" or char.isspace())
+                yield from scanner.skip_any(self._closing)
+
+
+def parse_calls(parser: ToolParser, *, require_known_tool: bool, after_marker: bool) -> ParseSteps[bool]:
+    """Calls with commas or line ends between them, to the end of their list; whether there was one."""
+    scanner, made = parser.scanner, False
+    while True:
+        yield from scanner.take_whitespace()
+        if made:
+            if (yield from scanner.skip_any("]")) or not (yield from scanner.peek()).isalnum():
+                return True
+            scanner.mark()
+        if not (yield from PythonCallParser(parser, require_known_tool=require_known_tool).parse()):
+            parser.reject_call(after_marker=after_marker)
+            return made
+        made = True
+        yield from scanner.take_whitespace()
+        yield from scanner.skip_any(",")
+
+
+def build_call_list_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool, family: str) -> str:
+    """A list of calls."""
+    call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools))
+    more = f"({grammar.literal(', ')} {call})*" if parallel else ""
+    return f"{grammar.literal('[')} {call} {more} {grammar.literal(']')}"
+
+
+PYTHONIC = ToolFamily(
+    name="pythonic",
+    parser_factory=PythonicToolParser,
+    stops=("<|eom_id|>",),
+    build_calls_rule=partial(build_call_list_rule, family="pythonic"),
+    build_after_trigger_rule=lambda grammar, tools, trigger: build_call_list_rule(grammar, tools, True, "pythonic"),
+)
+
+
+def build_tagged_pythonic_family(name: str, opening: str, closing: str) -> ToolFamily:
+    """A family that writes a list between two markers."""
+
+    def body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        return f"{build_call_list_rule(grammar, tools, parallel, name)} {grammar.literal(closing)}"
+
+    return ToolFamily(
+        name=name,
+        markers=(opening, closing),
+        triggers=(opening,),
+        parser_factory=partial(TaggedPythonicToolParser, opening=opening, closing=closing),
+        build_calls_rule=lambda grammar, tools, parallel: (
+            f"{grammar.literal(opening)} {body(grammar, tools, parallel)}"
+        ),
+        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools, True),
+    )
+
+
+def _build_tool_code_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, "tool-code") for tool in tools))
+    newline = grammar.literal("\n")
+    more = f"({newline} {call})*" if parallel else ""
+    return f"{newline} {call} {more} {newline} {grammar.literal(FENCE)}"
+
+
+LFM = build_tagged_pythonic_family("lfm", "<|tool_call_start|>", "<|tool_call_end|>")
+TOOL_CODE = ToolFamily(
+    name="tool-code",
+    triggers=("```tool_code",),
+    parser_factory=partial(TaggedPythonicToolParser, opening="```tool_code", closing=FENCE),
+    build_calls_rule=lambda grammar, tools, parallel: (
+        f"{grammar.literal('```tool_code')} {_build_tool_code_rule(grammar, tools, parallel)}"
+    ),
+    build_after_trigger_rule=lambda grammar, tools, trigger: _build_tool_code_rule(grammar, tools, True),
+)

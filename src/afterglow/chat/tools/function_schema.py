@@ -1,0 +1,195 @@
+"""Python's type hints as JSON schemas, and JSON values as what the hints ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin
+
+from afterglow.errors import InvalidArgument
+
+SCALAR_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+ARRAY_ORIGINS = (list, tuple, Sequence)
+OBJECT_ORIGINS = (dict, Mapping)
+
+
+def get_parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The hint of every parameter; `Any` where there is none."""
+    hints = (
+        typing.get_type_hints(function) if not inspect.isclass(function) else typing.get_type_hints(function.__init__)
+    )
+    return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
+
+
+def build_schema(hint: Any, where: str) -> dict[str, Any]:
+    """The JSON schema of a type hint.
+
+    >>> schema_of(list[int], "x")
+    {'type': 'array', 'items': {'type': 'integer'}}
+    """
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint in (Any, inspect.Parameter.empty):
+        return {}
+    if hint in SCALAR_TYPES:
+        return {"type": SCALAR_TYPES[hint]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [build_schema(choice, where) for choice in arguments]}
+    if origin is typing.Annotated:
+        return build_schema(arguments[0], where)
+    if origin in ARRAY_ORIGINS:
+        return _build_array_schema(origin, arguments, where)
+    if origin in OBJECT_ORIGINS:
+        return _build_object_schema(arguments, where)
+    return _build_class_schema(hint, where)
+
+
+def _build_array_schema(origin: Any, arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
+    if origin is tuple and arguments and arguments[1:] != (...,):
+        raise InvalidArgument(where, "must be a list, or a tuple of any length: tuple[type, ...]")
+    items = build_schema(arguments[0], where) if arguments else {}
+    return {"type": "array", **({"items": items} if items else {})}
+
+
+def _build_object_schema(arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
+    if arguments and arguments[0] is not str:
+        raise InvalidArgument(where, "must be a dictionary with text as keys: JSON has no others")
+    values = build_schema(arguments[1], where) if arguments else {}
+    return {"type": "object", **({"additionalProperties": values} if values else {})}
+
+
+def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
+    if not isinstance(hint, type):
+        raise InvalidArgument(where, f"has the hint {hint!r}, which is no JSON type")
+    if issubclass(hint, Enum):
+        return {"enum": [member.value for member in hint]}
+    if _is_pydantic(hint):
+        schema: dict[str, Any] = hint.model_json_schema()  # type: ignore[attr-defined]
+        whole: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
+        return whole
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        fields = dataclasses.fields(hint)
+        return {
+            "type": "object",
+            "properties": {field.name: build_schema(hints[field.name], f"{where}.{field.name}") for field in fields},
+            "required": [field.name for field in fields if _is_required(field)],
+            "additionalProperties": False,
+        }
+    raise InvalidArgument(where, f"has the hint {hint.__name__}, which is no JSON type")
+
+
+def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, ancestors: tuple[str, ...] = ()) -> Any:
+    """A schema with its references to `$defs` written out, so that it may stand inside another."""
+    if isinstance(schema, list):
+        return [inline_references(item, definitions, where, ancestors) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        name = str(schema["$ref"]).removeprefix("#/$defs/")
+        if name in ancestors or name not in definitions:
+            raise InvalidArgument(where, f"has a schema whose part {name!r} contains itself")
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**inline_references(definitions[name], definitions, where, (*ancestors, name)), **rest}
+    return {
+        key: inline_references(value, definitions, where, ancestors) for key, value in schema.items() if key != "$defs"
+    }
+
+
+def convert_value(value: Any, hint: Any, where: str) -> Any:
+    """A JSON value as the hint asks for it."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint in (Any, inspect.Parameter.empty):
+        return value
+    if hint in SCALAR_TYPES:
+        return _convert_scalar(value, hint, where)
+    if origin is Literal:
+        return _convert_choice(value, arguments, where)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, arguments, where)
+    if origin is typing.Annotated:
+        return convert_value(value, arguments[0], where)
+    if origin in ARRAY_ORIGINS:
+        return _convert_list(value, origin, arguments, where)
+    if origin in OBJECT_ORIGINS:
+        _check_type(value, dict, "an object", where)
+        inner = arguments[1] if arguments else Any
+        return {key: convert_value(item, inner, f"{where}.{key}") for key, item in value.items()}
+    return _convert_instance(value, hint, where)
+
+
+def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is int and type(value) is float and value.is_integer():
+        return int(value)  # JSON has one kind of number: 3.0 is an integer
+    if type(value) is not hint:
+        raise InvalidArgument(
+            where, f"must be {SCALAR_TYPES[hint]}, not {SCALAR_TYPES.get(type(value), type(value).__name__)}"
+        )
+    return value
+
+
+def _convert_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    raise InvalidArgument(where, f"must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _convert_union(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    # A value that has exactly one choice's type needs no conversion: 1 of `float | int` stays an int.
+    for choice in choices:
+        if type(value) is choice:
+            return value
+    reasons = []
+    for choice in choices:
+        try:
+            return convert_value(value, choice, where)
+        except InvalidArgument as error:
+            reasons.append(error.reason)
+    raise InvalidArgument(where, " or ".join(dict.fromkeys(reasons)))
+
+
+def _convert_list(value: Any, origin: Any, arguments: tuple[Any, ...], where: str) -> Any:
+    _check_type(value, list, "an array", where)
+    inner = arguments[0] if arguments else Any
+    items = [convert_value(item, inner, f"{where}[{index}]") for index, item in enumerate(value)]
+    return tuple(items) if origin is tuple else items
+
+
+def _convert_instance(value: Any, hint: Any, where: str) -> Any:
+    if issubclass(hint, Enum):
+        return hint(_convert_choice(value, tuple(member.value for member in hint), where))
+    if _is_pydantic(hint):
+        try:
+            return hint.model_validate(value)
+        except ValueError as error:  # pydantic's own error is one
+            raise InvalidArgument(where, f"is not a {hint.__name__}: {error}") from None
+    _check_type(value, dict, "an object", where)
+    hints = typing.get_type_hints(hint)
+    fields = {field.name: field for field in dataclasses.fields(hint)}
+    if unknown := sorted(set(value) - set(fields)):
+        raise InvalidArgument(f"{where}.{unknown[0]}", f"is not a field of {hint.__name__}")
+    if missing := [name for name, field in fields.items() if _is_required(field) and name not in value]:
+        raise InvalidArgument(f"{where}.{missing[0]}", "is required")
+    return hint(**{key: convert_value(item, hints[key], f"{where}.{key}") for key, item in value.items()})
+
+
+def _check_type(value: Any, expected: type[Any], description: str, where: str) -> None:
+    if not isinstance(value, expected):
+        raise InvalidArgument(where, f"must be {description}, not {type(value).__name__}")
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _is_pydantic(hint: Any) -> bool:
+    """Whether this is a pydantic model; asked without importing pydantic, which need not be installed."""
+    return hasattr(hint, "model_json_schema") and hasattr(hint, "model_validate")

@@ -1,0 +1,1 @@
+"""Grammars that enforce tool calls."""

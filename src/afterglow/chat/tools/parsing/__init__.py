@@ -1,0 +1,1 @@
+"""Incremental parsing of tool calls."""

@@ -1,0 +1,124 @@
+"""Calls written as Python: `name(key="value", other=1)`."""
+
+from __future__ import annotations
+
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.grammar.schema import ANNOTATION_KEYWORDS, SchemaNode, build_separated_rule, list_parameters
+from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
+from afterglow.chat.tools.parsing.json_values import get_parameter_types, python_to_json
+from afterglow.chat.tools.parsing.parser import ToolParser
+from afterglow.chat.tools.parsing.scanner import CharPosition, ParseSteps, is_name_char
+from afterglow.chat.tools.tool import Tool
+
+SINGLE_QUOTED_TERMINAL = r"""/'([^'\\\n]|\\['"\\nrt])*'/"""
+
+
+class PythonValueScanner:
+    """Finds the end of one argument, character by character."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def classify(self, char: str) -> CharPosition:
+        if self._quote:
+            if char == self._quote and not self._escaped:
+                self._quote = ""
+            self._escaped = char == "\\" and not self._escaped
+        elif self._depth == 0 and char in ",)":
+            return CharPosition.OUTSIDE
+        else:
+            self._quote = char if char in "'\"" else ""
+            self._depth += (char in "([{") - (char in ")]}")
+        return CharPosition.INSIDE
+
+
+class PythonCallParser:
+    """Reads one call. `known` asks for the name of a tool before anything is believed."""
+
+    def __init__(self, parser: ToolParser, *, require_known_tool: bool) -> None:
+        self._parser, self._scanner, self._require_known_tool = parser, parser.scanner, require_known_tool
+        self._arguments = ArgumentsBuilder(parser)
+        self._started = False
+
+    def parse(self) -> ParseSteps[bool]:
+        """Whether this was a call. What was read lies behind the scanner's mark."""
+        name = yield from self._scanner.take_while(is_name_char)
+        name = name.removesuffix(".call")  # Llama's way to write a call of one of its own tools
+        if (
+            not name
+            or (self._require_known_tool and name not in self._parser.tools)
+            or not (yield from self._scanner.skip_any("("))
+        ):
+            return False
+        while True:
+            yield from self._scanner.take_whitespace()
+            if (yield from self._scanner.skip_any(")")):
+                self._begin_call(name)
+                self._arguments.finish()
+                return True
+            if not (yield from self._parse_argument(name)):
+                return self._started
+            yield from self._scanner.take_whitespace()
+            yield from self._scanner.skip_any(",")
+
+    def _begin_call(self, name: str) -> None:
+        if not self._started:
+            self._parser.begin_call(name)
+        self._started = True
+
+    def _parse_argument(self, name: str) -> ParseSteps[bool]:
+        """One `key=value`; false where it broke off or is none."""
+        key = yield from self._scanner.take_while(lambda char: char.isalnum() or char in "_-")
+        yield from self._scanner.take_whitespace()
+        if not key or not (yield from self._scanner.skip_any("=")):
+            return False
+        self._begin_call(name)
+        pieces: list[str] = []
+        verdict = yield from self._scanner.stream_value(PythonValueScanner().classify, pieces.append)
+        text = "".join(pieces)
+        if self._arguments.begin_argument(key):
+            types = get_parameter_types(self._parser.tools.get(name), key)
+            self._arguments.add_json(python_to_json(text, types) if verdict is CharPosition.OUTSIDE else text.lstrip())
+        return verdict is CharPosition.OUTSIDE
+
+
+def build_python_call_rule(grammar: LarkGrammar, tool: Tool, family: str) -> str:
+    """A call of this tool, its arguments in the schema's order."""
+    arguments = [
+        (
+            f"{grammar.literal(parameter.name + '=')} {_build_value_rule(grammar, parameter.node, family)}",
+            parameter.required,
+        )
+        for parameter in list_parameters(tool, family)
+    ]
+    return grammar.add_rule(
+        f"{grammar.literal(tool.name + '(')} {build_separated_rule(grammar, arguments, ', ')} {grammar.literal(')')}"
+    )
+
+
+def _build_value_rule(grammar: LarkGrammar, node: SchemaNode, family: str) -> str:
+    """Python's own words for truth and nothing; everything else is written as in JSON."""
+    written = []
+    for choice in node.expand_choices(family):
+        if choice.allowed_types == {"boolean"}:
+            allowed = [True, False] if choice.allowed_values is None else choice.allowed_values
+            written += [grammar.literal(str(value)) for value in allowed]
+        elif choice.allowed_types == {"null"}:
+            written.append(grammar.literal("None"))
+        else:
+            written += [
+                grammar.add_json_rule(choice.standalone_schema),
+                *_build_single_quoted_terminals(grammar, choice),
+            ]
+    return join_alternatives(written)
+
+
+def _build_single_quoted_terminals(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
+    """Text between single quotes, where its schema can be kept there."""
+    if node.allowed_types != {"string"}:
+        return []
+    if node.allowed_values is not None:
+        return [grammar.literal(repr(value)) for value in node.allowed_values if repr(value).startswith("'")]
+    return [SINGLE_QUOTED_TERMINAL] if not set(node.schema) - ANNOTATION_KEYWORDS - {"type"} else []

@@ -1,0 +1,61 @@
+"""Tools for models whose templates know none: described in the system message, called in `<tool_call>` tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.tools.tool import Tool
+
+TOOL_INSTRUCTIONS = """\
+You can call these tools. Each line is one of them, with the JSON schema of its arguments:
+{tools}
+
+To call a tool, write its name and its arguments as JSON between these tags:
+<tool_call>
+{{"name": "the tool's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>
+Write one such block for each call, and nothing after the last. The results come in <tool_response> tags.
+If no tool is needed, answer without a call."""
+
+
+def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The same conversation in words that every template knows: system, user and assistant with text alone."""
+    written: list[Message] = []
+    for message in messages:
+        if message.role == "tool":
+            _append_tool_result(written, message)
+        else:
+            written.append(_to_plain_message(message))
+    return _add_instructions(written, tools) if tools else written
+
+
+def _to_plain_message(message: Message) -> Message:
+    calls = "\n".join(_format_call(call) for call in message.tool_calls)
+    content = "\n".join(filter(None, [message.content, calls]))
+    return replace(message, content=content, tool_calls=())
+
+
+def _format_call(call: ToolCall) -> str:
+    name = json.dumps(call.name, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
+
+
+def _append_tool_result(plain_messages: list[Message], message: Message) -> None:
+    """A tool's result as the user's. Results that follow each other are one message: many templates want turns."""
+    content = f"<tool_response>\n{message.content}\n</tool_response>"
+    if plain_messages and plain_messages[-1].role == "user" and plain_messages[-1].content.endswith("</tool_response>"):
+        plain_messages[-1] = replace(plain_messages[-1], content=f"{plain_messages[-1].content}\n{content}")
+    else:
+        plain_messages.append(Message(role="user", content=content))
+
+
+def _add_instructions(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+    lines = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
+    instructions = TOOL_INSTRUCTIONS.format(tools=lines)
+    if messages and messages[0].role == "system":
+        first = replace(messages[0], content=f"{messages[0].content}\n\n{instructions}".strip())
+        return [first, *messages[1:]]
+    return [Message(role="system", content=instructions), *messages]

@@ -1,0 +1,62 @@
+"""Opening a model for a command: fetched where it is not here yet, loaded with a bar, by the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from afterglow import registry
+from afterglow.api.load import load
+from afterglow.api.model import Model
+from afterglow.cli.models import show_progress
+from afterglow.cli.settings import Settings
+from afterglow.errors import InvalidArgument, ModelNotFound
+
+
+def open_model(settings: Settings, console: Console) -> Model:
+    """The model that the settings name, ready to answer. `console` shows the way there."""
+    path = resolve_or_pull(settings.model)
+    columns = TextColumn("{task.description}", markup=False), BarColumn()
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"loading {settings.model}", total=1.0)
+
+        def show(fraction: float) -> bool:
+            bar.update(task, completed=fraction)
+            return True
+
+        return load(
+            path,
+            context=settings.context,
+            sequences=settings.sequences,
+            threads=settings.threads,
+            gpu_layers=settings.gpu_layers,
+            disk_cache=settings.disk_cache,
+            chat_template=read_template(settings.chat_template),
+            draft=settings.draft,
+            projector=settings.projector,
+            strip_media=settings.strip_media,
+            engine=settings.engine,
+            progress=show,
+        )
+
+
+def read_template(path: Path | None) -> str | None:
+    """The chat template in a file."""
+    try:
+        return None if path is None else path.expanduser().read_text()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from None
+
+
+def resolve_or_pull(name: str) -> Path:
+    """Where the model is; a known one that is not here yet is fetched first."""
+    try:
+        return registry.resolve(name)
+    except ModelNotFound:
+        if registry.parse_name(name) is None:
+            raise
+    with show_progress(name) as progress:
+        return registry.pull(name, progress)

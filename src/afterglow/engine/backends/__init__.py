@@ -1,0 +1,1 @@
+"""Backends behind the engine's Backend protocol."""

@@ -1,0 +1,203 @@
+"""Makes a llama.cpp context the engine's backend: rows out of spans, and the sequence operations."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.multimodal.encoder_cache import MediaEncoder
+from afterglow.engine.sampling.grammar import TokenBytes
+from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler, StateScope
+from afterglow.errors import InvalidState
+from afterglow.llama import kv_layout as llama_layout
+from afterglow.llama import page_buffers
+from afterglow.llama import state as llama_state
+from afterglow.llama.batch import EmbeddingBatch
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.library.devices import list_devices
+from afterglow.llama.projector import MediaEmbedding, Projector
+from afterglow.llama.sampler import SamplerChain
+from afterglow.llama.sampling import Sampling
+
+POSITION_RANGE_STRUCT = struct.Struct("<ii")  # the first and the last of a partial state
+MIN_SEQUENCES_FOR_GROUPED_ADD = 6  # sequences of one row each that are sooner added together
+
+
+class LlamaBackend:
+    """The engine's memory on llama.cpp. Unless it is made to own its model, whoever made the context closes it."""
+
+    owns_model = False
+
+    def __init__(
+        self, context: LlamaContext, sequences: int | None = None, *, projector: Projector | None = None
+    ) -> None:
+        """Use the first `sequences` of the context, or all. With a `projector`, prompts may hold pictures or sound."""
+        info, settings = context.model.info, context.settings
+        assert info.memory_kind != "none"
+        self.context = context
+        self.capabilities = Capabilities(
+            memory_kind=info.memory_kind,
+            sequences=context.sequences if sequences is None else sequences,
+            cells_per_sequence=context.cells_per_sequence,
+            batch_cells=context.batch.capacity,
+            ubatch_cells=context.ubatch,
+            max_outputs=context.max_outputs,
+            kv_unified=settings.kv_unified,
+            interruptible=all(device.kind == "cpu" for device in list_devices())
+            or not context.model.settings.gpu_layers,
+            media=frozenset() if projector is None else projector.modalities,
+            max_rollback=_compute_max_rollback(context),
+            can_replay=info.memory_kind in ("recurrent", "hybrid"),
+        )
+        self.vocabulary_size = context.model.vocabulary.size
+        self.eog_tokens = context.model.vocabulary.eog_tokens
+        self.token_bytes: TokenBytes = context.model.vocabulary
+        self.projector: MediaEncoder | None = projector
+        self._first_rows: list[int] = []
+
+    def decode(self, spans: Sequence[DecodeSpan]) -> None:
+        if spans[0].embedding is not None:
+            assert len(spans) == 1, "a picture has a decode for itself"
+            return self._decode_embedding(spans[0], spans[0].embedding)
+        self.context.batch.clear()
+        # By sequence: llama.cpp computes streams together only where their numbers follow each other in the batch.
+        # On a GPU, 8 streams in another order took 4 times as long.
+        order = sorted(range(len(spans)), key=lambda index: spans[index].sequence)
+        if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all([len(span.entries) == 1 for span in spans]):
+            self._add_single_tokens(spans, order)
+        else:
+            self._add_spans(spans, order)
+        self.context.decode()
+
+    def _add_spans(self, spans: Sequence[DecodeSpan], order: list[int]) -> None:
+        batch = self.context.batch
+        self._first_rows = [0] * len(spans)
+        for index in order:
+            span = spans[index]
+            self._first_rows[index] = batch.count
+            if len(span.entries) == 1:
+                batch.add_row(
+                    int(span.entries[0]), position=span.position, sequence=span.sequence, output=bool(span.outputs)
+                )
+            else:
+                batch.add(
+                    np.asarray(span.entries, dtype=np.int32),
+                    position=span.position,
+                    sequence=span.sequence,
+                    outputs=span.outputs,
+                )
+
+    def _add_single_tokens(self, spans: Sequence[DecodeSpan], order: list[int]) -> None:
+        ordered = [spans[index] for index in order]
+        self.context.batch.add_rows(
+            [int(span.entries[0]) for span in ordered],
+            positions=[span.position for span in ordered],
+            sequences=[span.sequence for span in ordered],
+            outputs=[span.outputs for span in ordered],
+        )
+        self._first_rows = [0] * len(spans)
+        for row, index in enumerate(order):
+            self._first_rows[index] = row
+
+    def _decode_embedding(self, span: DecodeSpan, embedding: MediaEmbedding) -> None:
+        """Compute rows of a picture or a sound."""
+        places = span.position + embedding.position_offsets
+        batch = EmbeddingBatch(
+            embedding.rows,
+            places.T if self.context.model.info.uses_mrope else places[:, 0],
+            sequence=span.sequence,
+            output=span.outputs > 0,
+        )
+        self.context.decode_embeddings(batch, causal=not embedding.non_causal)
+        self._first_rows = [batch.count - 1]
+
+    def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
+        return self.context.get_logits(self._first_rows[span] + row)
+
+    def create_sampler(self, sampling: Sampling) -> Sampler:
+        return SamplerChain(self.context.model, sampling)
+
+    def token_to_piece(self, token: int) -> bytes:
+        return self.context.model.vocabulary.token_to_piece(token, special=False)
+
+    def get_position_range(self, sequence: int) -> tuple[int, int] | None:
+        return self.context.memory.get_position_range(sequence)
+
+    def can_resume_at(self, sequence: int, position: int) -> bool:
+        return self.context.memory.can_resume(sequence, position)
+
+    def truncate(self, sequence: int, position: int) -> None:
+        removed = self.context.memory.remove(sequence, start=position)
+        assert removed, f"sequence {sequence} was not resumable at {position}"
+
+    def rewind_for_drafter(self, sequence: int, position: int) -> bool:
+        return False  # nobody guesses here
+
+    def copy(self, source: int, target: int, stop: int) -> int:
+        return self.context.memory.copy(source, target, stop=stop if self.capabilities.can_fork_anywhere else None)
+
+    def get_state_size(self, sequence: int, scope: StateScope) -> int:
+        return self.context.state.size(sequence, scope)
+
+    def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> BackendState:
+        return self.context.state.save(sequence, scope, long_lived=long_lived)
+
+    def load(self, sequence: int, state: BackendState) -> None:
+        assert isinstance(state, llama_state.SavedState)
+        self.context.state.load(sequence, state)
+
+    @property
+    def state_key(self) -> bytes:
+        return self.context.state.key
+
+    def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
+        assert isinstance(state, llama_state.SavedState)
+        return llama_layout.parse_cells(
+            state.data, 0 if partial is None else partial.nbytes - llama_layout.HEADER_BYTES
+        )
+
+    def assemble_state(
+        self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: BackendState | None, position: int
+    ) -> BackendState:
+        assert partial is None or isinstance(partial, llama_state.SavedState)
+        data = llama_layout.join_cells(
+            llama_layout.KVLayout.unpack(layout), blocks, None if partial is None else partial.data
+        )
+        return llama_state.SavedState(key=self.state_key, scope="full", positions=(0, position - 1), data=data)
+
+    def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
+        assert isinstance(partial, llama_state.SavedState)
+        return [POSITION_RANGE_STRUCT.pack(*(partial.positions or (-1, -1))), partial.data.data]
+
+    def deserialize_state(self, data: memoryview) -> BackendState:
+        if len(data) < POSITION_RANGE_STRUCT.size:
+            raise InvalidState("a partial state is cut off")
+        first, last = POSITION_RANGE_STRUCT.unpack_from(data)
+        content = page_buffers.copy_to_pages(np.frombuffer(data[POSITION_RANGE_STRUCT.size :], dtype=np.uint8))
+        return llama_state.SavedState(key=self.state_key, scope="partial", positions=(first, last), data=content)
+
+    def clear(self, sequence: int) -> None:
+        self.context.memory.remove(sequence)
+
+    def interrupt(self) -> None:
+        self.context.interrupt()
+
+    def clear_interrupt(self) -> None:
+        self.context.clear_interrupt()
+
+    def close(self) -> None:
+        if self.owns_model:
+            self.context.model.close()
+
+
+def _compute_max_rollback(context: LlamaContext) -> int:
+    """Entries that a sequence can drop after a decode. A window keeps what one ubatch more would need."""
+    match context.model.info.memory_kind:
+        case "attention":
+            return context.cells_per_sequence
+        case "window":
+            return context.cells_per_sequence if context.settings.swa_full else context.ubatch
+    return context.max_rollback

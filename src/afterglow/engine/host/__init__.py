@@ -1,0 +1,1 @@
+"""Hosts: an engine in a thread or in a child process."""

@@ -1,0 +1,172 @@
+"""A model's way from a file to a context and back: COLD, WARM (weights in RAM), ACTIVE (on the device, with a context).
+
+Every transition builds the new before it lets go of the old, so a failed one leaves the previous state usable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+from afterglow.closeable import Closeable
+from afterglow.engine.host.build import open_projector
+from afterglow.errors import Closed, LoadVetoed, WrongState
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.model import LlamaModel, ModelSettings, ProgressCallback
+from afterglow.llama.projector import Projector, ProjectorSettings
+from afterglow.llama.settings import ContextSettings
+
+
+class LoadState(StrEnum):
+    """Where a model is between its file and its use.
+
+    >>> model.state is Stage.ACTIVE, model.state == "active"
+    (True, True)
+    """
+
+    COLD = "cold"
+    WARM = "warm"
+    ACTIVE = "active"
+
+
+LoadHook = Callable[[Path, LoadState], str | None]
+"""Asked before a model is loaded for a stage; a returned text is the reason to refuse."""
+
+
+class Lifecycle(Closeable):
+    """Owns the weights and the context of one model.
+
+    >>> lifecycle = Lifecycle(path, ModelSettings(), ContextSettings())
+    >>> lifecycle.activate()
+    >>> lifecycle.stage
+    <Stage.ACTIVE: 'active'>
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model_settings: ModelSettings,
+        context_settings: ContextSettings,
+        *,
+        hooks: Sequence[LoadHook] = (),
+        projector_path: Path | None = None,
+        projector_settings: ProjectorSettings | None = None,
+    ) -> None:
+        """`projector` is the file that lets it take pictures or sound, loaded as `projecting` says."""
+        self.path = path
+        self.projector_path = projector_path
+        self.projector_settings = projector_settings or ProjectorSettings()
+        self.projector: Projector | None = None  # while ACTIVE
+        self.projector_error = ""  # why there is none
+        self.model_settings = model_settings
+        self.context_settings = context_settings
+        self.hooks = list(hooks)
+        self._lock = threading.RLock()
+        self._state = LoadState.COLD
+        self._closed = False
+        self._model: LlamaModel | None = None
+        self._context: LlamaContext | None = None
+
+    @property
+    def state(self) -> LoadState:
+        """Where the model is. Takes no lock: readable from any thread at any moment."""
+        return self._state
+
+    @property
+    def model(self) -> LlamaModel:
+        """The weights; `WrongState` while COLD."""
+        if (model := self._model) is None:
+            raise self._build_unavailable_error("the model's vocabulary and metadata", LoadState.WARM)
+        return model
+
+    @property
+    def context(self) -> LlamaContext:
+        """The context; `WrongState` unless ACTIVE."""
+        if (context := self._context) is None:
+            raise self._build_unavailable_error("computing", LoadState.ACTIVE)
+        return context
+
+    def warm(self, progress: ProgressCallback | None = None) -> None:
+        """COLD → WARM: load the weights into RAM, nothing on a GPU."""
+        with self._lock:
+            self.require("warm", LoadState.COLD)
+            self._model = self._load(LoadState.WARM, progress)
+            self._state = LoadState.WARM
+
+    def activate(self, progress: ProgressCallback | None = None) -> None:
+        """COLD or WARM → ACTIVE: weights where they compute, and a context."""
+        with self._lock:
+            self.require("activate", LoadState.COLD, LoadState.WARM)
+            old = self._model
+            model = old if old is not None and not self._uses_gpu else self._load(LoadState.ACTIVE, progress)
+            try:
+                self._context = LlamaContext(model, self.context_settings)
+            except BaseException:
+                if model is not old:
+                    model.close()
+                raise
+            self.projector, self.projector_error = open_projector(model, self.projector_path, self.projector_settings)
+            self._model, self._state = model, LoadState.ACTIVE
+            if old is not None and old is not model:
+                old.close()
+
+    def deactivate(self) -> None:
+        """ACTIVE → WARM: give back the context and the GPU, keep the weights in RAM."""
+        with self._lock:
+            self.require("deactivate", LoadState.ACTIVE)
+            old, context = self.model, self.context
+            model = self._load(LoadState.WARM, None) if self._uses_gpu else old
+            self._model, self._context, self._state = model, None, LoadState.WARM
+            self._release_projector()
+            context.close()
+            if old is not model:
+                old.close()
+
+    def unload(self) -> None:
+        """WARM or ACTIVE → COLD: give everything back."""
+        with self._lock:
+            self.require("unload", LoadState.WARM, LoadState.ACTIVE)
+            self._release()
+
+    def close(self) -> None:
+        """Give everything back for good. Closing twice is allowed."""
+        with self._lock:
+            self._release()
+            self._closed = True
+
+    @property
+    def _uses_gpu(self) -> bool:
+        return self.model_settings.gpu_layers != 0
+
+    def _load(self, state: LoadState, progress: ProgressCallback | None) -> LlamaModel:
+        for hook in self.hooks:
+            if reason := hook(self.path, state):
+                raise LoadVetoed(str(self.path), reason)
+        settings = self.model_settings
+        if state is LoadState.WARM:
+            settings = replace(settings, gpu_layers=0)
+        return LlamaModel.load(self.path, settings, progress=progress)
+
+    def _release_projector(self) -> None:
+        projector, self.projector, self.projector_error = self.projector, None, ""
+        if projector is not None:
+            projector.close()
+
+    def _release(self) -> None:
+        self._release_projector()
+        model, self._model, self._context, self._state = self._model, None, None, LoadState.COLD
+        if model is not None:
+            model.close()  # closes the context, its child
+
+    def require(self, call: str, *states: LoadState) -> None:
+        """`WrongState` unless the model is in one of these stages; `Closed` after `close`."""
+        if self._closed:
+            raise Closed("model")
+        if self._state not in states:
+            raise WrongState(call, self._state.value, " or ".join(stage.value for stage in states))
+
+    def _build_unavailable_error(self, call: str, needed: LoadState) -> Closed | WrongState:
+        return Closed("model") if self._closed else WrongState(call, self._state.value, needed.value)

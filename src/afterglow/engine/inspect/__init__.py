@@ -1,0 +1,1 @@
+"""Read-only views and maintenance of cached state."""

@@ -1,0 +1,84 @@
+"""What is kept on disk as one file, for another machine. Every byte is checked on the way in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tarfile
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from afterglow.engine.kvcache.disk import files as disk_files
+from afterglow.engine.kvcache.disk.index import DiskIndex, open_index
+from afterglow.errors import InvalidArgument, InvalidState
+
+
+def export_archive(directory: Path, target: Path, models: Collection[str] | None = None) -> int:
+    """Write what is stored, or what is stored of some models, into a new file that only its owner can read; the number
+    of segments and checkpoints. What is broken is left out."""
+    with open_index(directory) as index:
+        rows = [row for row in index.list_rows() if models is None or row.model in models]
+    if target.exists():
+        raise InvalidArgument("file", f"{target} is there already")
+    count = 0
+    try:
+        with open(target, "xb", opener=_open_private) as file, tarfile.open(fileobj=file, mode="w") as archive:
+            for row in rows:
+                path = directory / row.model / row.name
+                with contextlib.suppress(FileNotFoundError, InvalidState):
+                    disk_files.load_file(path)
+                    archive.add(path, f"{row.model}/{row.name}", recursive=False)
+                    count += 1
+            for model in sorted({row.model for row in rows}):
+                with contextlib.suppress(FileNotFoundError):
+                    archive.add(
+                        directory / model / disk_files.LABEL_FILE_NAME,
+                        f"{model}/{disk_files.LABEL_FILE_NAME}",
+                        recursive=False,
+                    )
+    except OSError as error:
+        raise InvalidArgument("file", f"{target} cannot be written: {error.strerror}") from None
+    return count
+
+
+def import_archive(directory: Path, source: Path) -> int:
+    """Take in what `export_archive` wrote; the number of segments and checkpoints. Nothing else is taken."""
+    disk_files.prepare_directory(directory)
+    try:
+        with open_index(directory) as index, tarfile.open(source, "r:") as archive:
+            return sum(_import_member(archive, member, directory, index) for member in archive)
+    except (OSError, tarfile.TarError) as error:
+        raise InvalidArgument("file", f"{source} cannot be read: {error}") from None
+
+
+def _import_member(archive: tarfile.TarFile, member: tarfile.TarInfo, directory: Path, index: DiskIndex) -> int:
+    """One member: nothing of it is believed before it was checked under its own name."""
+    model, _, name = member.name.partition("/")
+    if not member.isreg() or len(model) != 64 or not set(model) <= set("0123456789abcdef"):
+        raise InvalidState(f"{member.name[:100]!r} is nothing that afterglow keeps")
+    data = archive.extractfile(member)
+    assert data is not None  # it is a plain file
+    folder = directory / model
+    if name == disk_files.LABEL_FILE_NAME:
+        if folder.is_dir() and not disk_files.read_label(folder):
+            disk_files.write_label(folder, data.read(disk_files.MAX_LABEL_BYTES).decode("utf-8", "replace"))
+        return 0
+    if disk_files.parse_file_name(name) is None:
+        raise InvalidState(f"{member.name[:100]!r} is nothing that afterglow keeps")
+    with tempfile.TemporaryDirectory(dir=directory) as beside:
+        copy = Path(beside) / name
+        with copy.open("wb") as file:
+            while chunk := data.read(1 << 20):
+                file.write(chunk)
+        loaded = disk_files.load_file(copy)
+        if loaded.file.model.hex() != model:
+            raise InvalidState(f"{name} is of another model")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        item = disk_files.attach_payload(loaded)
+        index.add(item, disk_files.write_file(folder, item))
+    return 1
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

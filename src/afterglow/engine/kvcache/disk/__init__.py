@@ -1,0 +1,1 @@
+"""Disk tier of the prefix cache."""

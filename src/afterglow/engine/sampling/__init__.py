@@ -1,0 +1,1 @@
+"""Token constraints, stop sequences and log-probabilities."""

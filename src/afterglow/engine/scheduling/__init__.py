@@ -1,0 +1,1 @@
+"""Jobs and the decisions about what runs in the next decode."""

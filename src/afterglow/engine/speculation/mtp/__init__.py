@@ -1,0 +1,1 @@
+"""Drafting with a model's multi-token-prediction heads."""

@@ -1,0 +1,1 @@
+"""Plain values that several engine packages share."""

@@ -1,0 +1,33 @@
+"""Checks of single numbers, so that none that would abort the process reaches llama.cpp."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from afterglow.errors import InvalidArgument
+
+INT32_MAX = 2**31 - 1
+
+
+def check_integer(name: str, value: Any, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
+    """`value` as an int in [low, high], else an `InvalidArgument` that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(name, f"must be a whole number, not {value!r}") from None
+    if not low <= number <= high:
+        raise InvalidArgument(name, f"must be from {low} to {high}, not {number}")
+    return number
+
+
+def check_float(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """`value` as a finite float in [low, high], else an `InvalidArgument` that names it."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgument(name, f"must be a number, not {value!r}") from None
+    if not math.isfinite(number) or not low <= number <= high:
+        raise InvalidArgument(name, f"must be from {low:g} to {high:g}, not {number!r}")
+    return number

@@ -1,0 +1,1 @@
+"""GGUF files: header, safety inspection, memory estimate."""

@@ -1,0 +1,243 @@
+"""Cuts the attention part of a saved sequence into cells, and puts cells together again.
+
+A full state is a header, the attention cells (of a sliding-window model: those of its full layers), and the rest, which
+is what a partial state holds. Cells are stored there layer by layer; here a cell is one row of bytes: where it stands,
+then its keys and values in every layer. Rows of one sequence can be cut and joined anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidState
+from afterglow.llama import page_buffers
+
+HEADER_BYTES = 8  # magic and sequence
+STATE_MAGIC = 0xAF143CD8
+CELL_INFO_SIZES = (
+    12,
+    24,
+    20,
+)  # bytes that say where a cell stands; models with several positions for a token have more
+FLAG_SIZES = (8, 0)  # bytes before the layers that differ between builds; they are kept as they are
+MAX_LAYERS = 4096
+LAYOUT_HEADER = struct.Struct(
+    "<IIII8sI"
+)  # streams, bytes of notes, bytes of one value, bytes of flags, the flags, layers
+LAYER_RECORD = struct.Struct("<iIiI")  # type and bytes of a cell's keys, type and bytes of its values
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How a build writes the cells of a model."""
+
+    streams: int
+    cell_info_bytes: int
+    element_bytes: int  # bytes of one number where values are transposed; 0: they are not
+    flags: bytes
+    layers: tuple[tuple[int, int, int, int], ...]  # type and bytes of the keys, type and bytes of the values
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one cell."""
+        return self.cell_info_bytes + sum(keys + values for _, keys, _, values in self.layers)
+
+    def pack(self) -> bytes:
+        head = LAYOUT_HEADER.pack(
+            self.streams, self.cell_info_bytes, self.element_bytes, len(self.flags), self.flags, len(self.layers)
+        )
+        return head + b"".join(LAYER_RECORD.pack(*layer) for layer in self.layers)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> KVLayout:
+        """`InvalidState` where `data` is not what `pack` made."""
+        try:
+            streams, notes, element, size, flags, count = LAYOUT_HEADER.unpack_from(data)
+            layers = tuple(LAYER_RECORD.iter_unpack(data[LAYOUT_HEADER.size :]))
+        except struct.error as error:
+            raise InvalidState(f"its layout cannot be read: {error}") from error
+        known = 0 < streams <= 256 and notes in CELL_INFO_SIZES and size in FLAG_SIZES and element <= 8
+        known = known and not (element and any(values % element for *_, values in layers))
+        if not known or len(layers) != count or any(min(layer) < 0 for layer in layers):
+            raise InvalidState("its layout is not one of ours")
+        return cls(streams, notes, element, flags[:size], layers)
+
+
+class SavedCells:
+    """The cells of one saved sequence, in the order of their positions."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        count: int,
+        parts: Sequence[tuple[NDArray[np.uint8], int]],
+        order: NDArray[np.int64] | None,
+    ) -> None:
+        self.layout = layout.pack()
+        self.cell_bytes = layout.cell_bytes
+        self._count = count
+        self._parts = parts  # each: (cells, bytes, ...) and where it goes in a row
+        self._order = order  # None: they lie in order
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """Where they stand."""
+        written = self._parts[0][0][:, :4].copy().view("<i4")[:, 0]
+        return written if self._order is None else written[self._order]
+
+    def copy_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Cells [start, stop) as a copy to be kept, a row each."""
+        rows = page_buffers.allocate_zeros(stop - start, self.cell_bytes)
+        chosen = slice(start, stop) if self._order is None else self._order[start:stop]
+        for part, offset in self._parts:
+            taken = part[chosen]
+            rows[:, offset : offset + taken[0].size] = taken.reshape(stop - start, -1)
+        return rows
+
+
+def parse_cells(data: NDArray[np.uint8], partial_bytes: int) -> SavedCells | None:
+    """The cells in a full state that ends in `rest` bytes of a partial one; None where they lie in a way we do not
+    know."""
+    for notes, flags in itertools.product(CELL_INFO_SIZES, FLAG_SIZES):
+        try:
+            return _parse_cells(data, partial_bytes, notes, flags)
+        except (struct.error, ValueError):
+            continue
+    return None
+
+
+def _parse_cells(data: NDArray[np.uint8], partial_bytes: int, cell_info_bytes: int, flag_bytes: int) -> SavedCells:
+    at = HEADER_BYTES
+    (streams,) = struct.unpack_from("<I", data.data, at)
+    _require(0 < streams <= 256)
+    counts = 0
+    count = 0
+    while not count and counts < streams:
+        at, counts = at + 4, counts + 1
+        (count,) = struct.unpack_from("<I", data.data, at)
+    written, order = _parse_cell_info(data, at + 4, count, cell_info_bytes)
+    at += 4 + count * cell_info_bytes
+    transposed, layers = struct.unpack_from("<II", data.data, at)
+    _require(transposed in (0, 1) and layers <= MAX_LAYERS)  # none: every layer has a window
+    kept = data[at + 8 : at + 8 + flag_bytes].tobytes()
+    keys, at = _parse_matrices(data, at + 8 + flag_bytes, layers, count)
+    element = (struct.unpack_from("<iI", data.data, at)[1] if layers else 1) if transposed else 0
+    values, at = (_parse_transposed if transposed else _parse_matrices)(data, at, layers, count)
+    _require(at + 4 * (streams - counts) + partial_bytes == len(data))
+    parts, offset = [(written, 0)], cell_info_bytes
+    for _, size, part in itertools.chain.from_iterable(zip(keys, values, strict=True)):
+        parts.append((part, offset))
+        offset += size
+    described = tuple((*one[:2], *other[:2]) for one, other in zip(keys, values, strict=True))
+    return SavedCells(KVLayout(streams, cell_info_bytes, element, kept, described), count, parts, order)
+
+
+def _parse_cell_info(
+    data: NDArray[np.uint8], at: int, count: int, cell_info_bytes: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int64] | None]:
+    """Where the cells stand, and the order to read them in, where they do not lie in order."""
+    _require(bool(count) and at + count * cell_info_bytes <= len(data))
+    written = data[at : at + count * cell_info_bytes].reshape(count, cell_info_bytes)
+    positions = written[:, :4].copy().view("<i4")[:, 0]
+    owners = written[:, 4:8].copy().view("<u4")[:, 0]
+    _require(bool((positions >= 0).all()) and bool((owners == 1).all()))
+    in_order = bool((np.diff(positions) >= 0).all())
+    return written, None if in_order else np.argsort(positions, kind="stable")
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError
+
+
+CellMatrix = tuple[int, int, NDArray[np.uint8]]  # type, bytes of a cell, and (cells, bytes)
+
+
+def _parse_matrices(data: NDArray[np.uint8], at: int, layers: int, count: int) -> tuple[list[CellMatrix], int]:
+    found: list[CellMatrix] = []
+    for _ in range(layers):
+        kind, size = struct.unpack_from("<iQ", data.data, at)
+        at += 12
+        _require(0 <= kind < 256 and 0 < size < 2**31 and at + count * size <= len(data))
+        found.append((kind, size, data[at : at + count * size].reshape(count, size)))
+        at += count * size
+    return found, at
+
+
+def _parse_transposed(data: NDArray[np.uint8], at: int, layers: int, count: int) -> tuple[list[CellMatrix], int]:
+    found: list[CellMatrix] = []
+    for _ in range(layers):
+        kind, element, width = struct.unpack_from("<iII", data.data, at)
+        at += 12
+        size = element * width
+        _require(0 <= kind < 256 and 0 < element <= 8 and 0 < width < 2**28 and at + count * size <= len(data))
+        matrix = data[at : at + count * size].reshape(width, count, element).transpose(1, 0, 2)
+        found.append((kind, size, matrix))
+        at += count * size
+    return found, at
+
+
+def join_cells(
+    layout: KVLayout, blocks: Sequence[NDArray[np.uint8]], partial: NDArray[np.uint8] | None
+) -> NDArray[np.uint8]:
+    """A full state of these cells and, where the model has other memory too, of a partial state."""
+    count = sum(len(block) for block in blocks)
+    if any(block.ndim != 2 or block.shape[1] != layout.cell_bytes for block in blocks) or not count:
+        raise InvalidState("its cells are of another size")
+    heads = 12 * 2 * len(layout.layers) + 8 + len(layout.flags)
+    size = HEADER_BYTES + 4 + 4 * layout.streams + count * layout.cell_bytes + heads
+    tail = None if partial is None else partial[HEADER_BYTES:]
+    data = np.empty(size + (0 if tail is None else len(tail)), dtype=np.uint8)
+    data[:HEADER_BYTES] = (
+        np.frombuffer(struct.pack("<II", STATE_MAGIC, 0), dtype=np.uint8) if partial is None else partial[:HEADER_BYTES]
+    )
+    struct.pack_into("<II", data.data, HEADER_BYTES, layout.streams, count)
+    parts, at = _write_headers(data, HEADER_BYTES + 8, layout, count)
+    for number, block in zip(itertools.accumulate((len(block) for block in blocks), initial=0), blocks, strict=False):
+        for part, offset in parts:  # one block after the other: it stays in the processor's cache
+            part[number : number + len(block)] = block[:, offset : offset + part[0].size].reshape(
+                len(block), *part.shape[1:]
+            )
+    data[at:size] = 0  # the other streams have no cells of this sequence
+    if tail is not None:
+        data[size:] = tail
+    return data
+
+
+CellParts = list[tuple[NDArray[np.uint8], int]]  # where a part of every cell goes, and where it lies in a row
+
+
+def _write_headers(data: NDArray[np.uint8], at: int, layout: KVLayout, count: int) -> tuple[CellParts, int]:
+    """Write all heads; what is left to fill, and where it ends."""
+    parts: CellParts = [(data[at : at + count * layout.cell_info_bytes].reshape(count, layout.cell_info_bytes), 0)]
+    at += count * layout.cell_info_bytes
+    struct.pack_into("<II", data.data, at, int(layout.element_bytes > 0), len(layout.layers))
+    at += 8
+    data[at : at + len(layout.flags)] = np.frombuffer(layout.flags, dtype=np.uint8)
+    at += len(layout.flags)
+    offsets = list(
+        itertools.accumulate((keys + values for _, keys, _, values in layout.layers), initial=layout.cell_info_bytes)
+    )
+    for (kind, size, _, _), offset in zip(layout.layers, offsets, strict=False):
+        struct.pack_into("<iQ", data.data, at, kind, size)
+        parts.append((data[at + 12 : at + 12 + count * size].reshape(count, size), offset))
+        at += 12 + count * size
+    for (_, keys, kind, size), offset in zip(layout.layers, offsets, strict=False):
+        part = data[at + 12 : at + 12 + count * size]
+        if element := layout.element_bytes:
+            struct.pack_into("<iII", data.data, at, kind, element, size // element)
+            parts.append((part.reshape(size // element, count, element).transpose(1, 0, 2), offset + keys))
+        else:
+            struct.pack_into("<iQ", data.data, at, kind, size)
+            parts.append((part.reshape(count, size), offset + keys))
+        at += 12 + count * size
+    return parts, at

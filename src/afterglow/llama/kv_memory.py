@@ -1,0 +1,242 @@
+"""The sequence operations of a context's memory, for every kind of memory and in both layouts.
+
+llama.cpp aborts on some arguments and says yes to some operations it then gets wrong; this is the one place that
+knows which. Nothing is attempted when the answer is an error or False.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.llama.checks import INT32_MAX, check_integer
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel
+from afterglow.llama.settings import ContextSettings
+
+
+class StateCopier(Protocol):
+    def copy(self, source: int, target: int) -> int: ...
+
+
+class MemoryOwner(Protocol):
+    """What memory needs to know of its context."""
+
+    model: LlamaModel
+    settings: ContextSettings
+    sequences: int
+    max_rollback: int
+    is_mtp: bool
+
+    @property
+    def pointer(self) -> Any: ...
+
+    @property
+    def state(self) -> StateCopier: ...
+
+
+class KVMemory:
+    """Sequences as ranges of positions. Open ends are None.
+
+    >>> context.memory.copy(0, 1)              # sequence 1 is now what 0 is
+    >>> context.memory.remove(1, start=10)     # and forgets everything from position 10 on
+    True
+    """
+
+    def __init__(self, context: MemoryOwner) -> None:
+        self._context = context
+        self._symbols = get_library().symbols
+        self._pointer = self._symbols.llama_get_memory(context.pointer)
+        self._decoded_rows: NDArray[np.int64] = np.zeros(context.sequences, dtype=np.int64)
+        self.pending_shift = False  # positions were moved, the keys are rotated by the next decode only
+
+    @property
+    def kind(self) -> str:
+        """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory). MTP heads attend,
+        whatever the model below them does."""
+        if self._pointer == get_library().ffi.NULL:
+            return "none"
+        kind = self._context.model.info.memory_kind
+        return "attention" if self._context.is_mtp and kind in ("recurrent", "hybrid") else kind
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved: not with M-RoPE, and not where only a window is kept."""
+        if self.kind == "none" or self._context.model.info.uses_mrope:
+            return False
+        return bool(self._symbols.llama_memory_can_shift(self._get_pointer("can_shift")))
+
+    def get_position_range(self, sequence: int) -> tuple[int, int] | None:
+        """The smallest and the largest position held, or None where the sequence is empty or there is no such.
+
+        Sliding windows, and recurrent states, hold only the newest: their smallest is not 0.
+        """
+        if not 0 <= check_integer("sequence", sequence) < self._context.sequences or self.kind == "none":
+            return None
+        memory = self._get_pointer("positions")
+        last = self._symbols.llama_memory_seq_pos_max(memory, sequence)
+        return None if last < 0 else (self._symbols.llama_memory_seq_pos_min(memory, sequence), last)
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Whether the sequence could drop everything from `position` on and continue there, exactly.
+
+        The one question for all memories. Full attention: always. Sliding window: while the whole window before
+        `position` is still held. Recurrent and hybrid: at the end, or r entries before it, where the last decode
+        had more than r rows of this sequence and the context keeps r snapshots; once.
+        """
+        held = self.get_position_range(sequence)
+        position = check_integer("position", position, 0)
+        if position == 0:
+            return True
+        if held is None or position > held[1] + 1:
+            return False
+        dropped = held[1] + 1 - position
+        match self.kind:
+            case "window":
+                return held[0] <= max(0, position - self._context.model.info.sliding_window)
+            case "recurrent" | "hybrid":
+                return dropped <= max(0, min(self._context.max_rollback, int(self._decoded_rows[sequence]) - 1))
+        return True
+
+    def remove(self, sequence: int | None = None, *, start: int | None = None, stop: int | None = None) -> bool:
+        """Forget positions [start, stop) of one sequence, or of all. False: this memory cannot drop just these,
+        and nothing was changed. A whole sequence can always be removed."""
+        wanted = range(self._context.sequences) if sequence is None else [self.check_sequence(sequence)]
+        first, last = self._check_range(start, stop)
+        memory = self._get_pointer("remove")
+        if not all(self._can_remove(one, first, last) for one in wanted):
+            return False
+        return all([self._remove_range(memory, one, first, last) for one in wanted])
+
+    def _remove_range(self, memory: Any, sequence: int, first: int, last: int) -> bool:
+        held = self.get_position_range(sequence)
+        done = bool(self._symbols.llama_memory_seq_rm(memory, sequence, first, -1 if last == INT32_MAX else last))
+        if done and self.get_position_range(sequence) != held:
+            self._decoded_rows[sequence] = 0  # a second rollback before the next decode would be wrong
+        return done
+
+    def _can_remove(self, sequence: int, first: int, last: int) -> bool:
+        held = self.get_position_range(sequence)
+        if held is None or first > held[1] or last == 0:
+            return True
+        if last > held[1]:
+            return self.can_resume(sequence, first)
+        return self.kind == "attention" or (self.kind == "window" and self._context.settings.swa_full)
+
+    def copy(self, source: int, target: int, *, start: int | None = None, stop: int | None = None) -> int:
+        """Give `target` the positions [start, stop) of `source`; the bytes that were moved. The target must hold
+        nothing from `start` on.
+
+        Unified, cells are shared and nothing is moved. In streams the bytes are copied, at once: llama.cpp's own
+        copy waits for the next decode, and saving or overwriting either side before it is silently wrong.
+        """
+        self.check_sequence(source, "source")
+        self.check_sequence(target, "target")
+        first, last = self._check_range(start, stop)
+        held = self.get_position_range(source)
+        if source == target or held is None or first > held[1]:
+            return 0
+        self._check_copy(held, source, target, first, last)
+        if self._context.settings.kv_unified:
+            self._symbols.llama_memory_seq_cp(self._get_pointer("copy"), source, target, first, last)
+            self._decoded_rows[target] = 0
+            return 0
+        nbytes = self._context.state.copy(source, target)
+        if last <= held[1]:
+            assert self._remove_range(self._get_pointer("copy"), target, last, INT32_MAX)
+        if first > 0:
+            assert self._remove_range(self._get_pointer("copy"), target, 0, first)
+        return nbytes
+
+    def _check_copy(self, source_range: tuple[int, int], source: int, target: int, first: int, last: int) -> None:
+        there = self.get_position_range(target)
+        if there is not None and (there[1] >= first or not self._context.settings.kv_unified):
+            raise InvalidArgument("target", f"sequence {target} already holds positions up to {there[1]}: remove them")
+        if self.kind in ("recurrent", "hybrid") and (first > 0 or last <= source_range[1]):
+            raise UnsupportedOperation("a partial copy", f"{self.kind} memory only knows its newest state")
+        # A copied window ends where its sequence ends: what lies before it is not among the bytes that move.
+        moves = self.kind == "window" and not self._context.settings.kv_unified
+        if last <= source_range[1] and (moves or not self.can_resume(source, last)):
+            raise UnsupportedOperation("this copy", f"the window before position {last} would not come along")
+        if self.pending_shift and not self._context.settings.kv_unified:
+            raise UnsupportedOperation("a copy", "positions were shifted and wait for the next decode")
+
+    def keep_only(self, sequence: int) -> None:
+        """Remove every other sequence."""
+        self.check_sequence(sequence)
+        for other in range(self._context.sequences):
+            if other != sequence:
+                self.remove(other)
+
+    def clear(self, *, data: bool = True) -> None:
+        """Remove everything; with `data`, overwrite the cells too."""
+        self._symbols.llama_memory_clear(self._get_pointer("clear"), data)
+        self._decoded_rows[:] = 0
+        self.pending_shift = False
+
+    def shift(self, sequence: int, delta: int, *, start: int | None = None, stop: int | None = None) -> None:
+        """Add `delta` to the positions [start, stop). Takes effect on the keys at the next decode."""
+        first, last = self._check_shift("shift", sequence, start, stop)
+        held = self.get_position_range(sequence)
+        delta = check_integer("delta", delta)
+        if held is None or delta == 0:
+            return
+        if not max(first, held[0]) + delta >= 0 or held[1] + delta >= INT32_MAX:
+            raise InvalidArgument("delta", f"{delta} would move a position out of range")
+        self._symbols.llama_memory_seq_add(self._get_pointer("shift"), sequence, first, last, delta)
+        self.pending_shift = True
+
+    def divide(self, sequence: int, divisor: int, *, start: int | None = None, stop: int | None = None) -> None:
+        """Divide the positions [start, stop) by `divisor`, 1 to 255. Takes effect at the next decode."""
+        first, last = self._check_shift("divide", sequence, start, stop)
+        divisor = check_integer("divisor", divisor, 1, 255)
+        if divisor == 1 or self.get_position_range(sequence) is None:
+            return
+        self._symbols.llama_memory_seq_div(self._get_pointer("divide"), sequence, first, last, divisor)
+        self.pending_shift = True
+
+    def record_decode(self, sequences: NDArray[np.int32]) -> None:
+        """Note a decode of one row of each of `sequences`: it decides how far each can be rolled back."""
+        if not self._context.max_rollback:
+            return
+        counts = np.bincount(sequences, minlength=len(self._decoded_rows))
+        np.copyto(self._decoded_rows, counts, where=counts > 0)
+
+    def record_embedding_decode(self, sequence: int) -> None:
+        """Note a decode of a picture's rows: none of them can be rolled back, they are one thing."""
+        self._decoded_rows[sequence] = 0
+
+    def record_state_load(self, sequence: int, last: int) -> None:
+        """Note that a saved state that ends at position `last` was loaded over the sequence.
+
+        A partial state leaves the attention cells alone: what lies behind it goes, else it would be seen again.
+        """
+        self._decoded_rows[sequence] = 0  # no rollback before a decode
+        removed = self._symbols.llama_memory_seq_rm(self._get_pointer("load"), sequence, last + 1, -1)
+        assert removed, "llama.cpp did not trim what lies behind a loaded state"
+
+    def check_sequence(self, sequence: int, name: str = "sequence") -> int:
+        return check_integer(name, sequence, 0, self._context.sequences - 1)
+
+    def _check_shift(self, operation: str, sequence: int, start: int | None, stop: int | None) -> tuple[int, int]:
+        self.check_sequence(sequence)
+        first, last = self._check_range(start, stop)
+        if not self.can_shift:
+            raise UnsupportedOperation(operation, "the positions of this memory cannot be moved")
+        return first, last
+
+    def _check_range(self, start: int | None, stop: int | None) -> tuple[int, int]:
+        first = 0 if start is None else check_integer("start", start, 0)
+        last = INT32_MAX if stop is None else check_integer("stop", stop, 0)
+        if first > last:
+            raise InvalidArgument("start", f"{first} lies behind `stop` {last}")
+        return first, last
+
+    def _get_pointer(self, operation: str) -> Any:
+        assert self._context.pointer  # raises Closed with the context
+        if self._pointer == get_library().ffi.NULL:
+            raise UnsupportedOperation(operation, "this model has no memory")
+        return self._pointer

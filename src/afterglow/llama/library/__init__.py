@@ -1,0 +1,1 @@
+"""Finds and opens the native llama.cpp library."""

@@ -1,0 +1,45 @@
+"""What this processor can do, asked of the operating system. Knows nothing of llama.cpp."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+
+def get_architecture() -> str:
+    """The processor family by one name per family: `x86_64`, `aarch64`, or what the system calls it."""
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+def get_features() -> frozenset[str] | None:
+    """The instruction sets of this processor in lower case, or None where the system does not tell.
+
+    >>> cpu.features() & {"avx2", "fma"}
+    frozenset({'avx2', 'fma'})
+    """
+    if sys.platform == "linux":
+        return _read_linux_features(Path("/proc/cpuinfo"))
+    if sys.platform == "darwin":
+        return _read_macos_features()
+    return None
+
+
+def _read_linux_features(cpuinfo: Path) -> frozenset[str] | None:
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() in ("flags", "features"):
+            return frozenset(value.lower().split())
+    return None
+
+
+def _read_macos_features() -> frozenset[str] | None:
+    keys = ["machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    answer = subprocess.run(["sysctl", "-n", *keys], capture_output=True, text=True, check=False)
+    return frozenset(answer.stdout.lower().replace("avx1.0", "avx").split()) or None

@@ -1,0 +1,65 @@
+"""What llama.cpp can compute on, and how much memory is free there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from afterglow.llama.library.loader import get_library
+
+DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "integrated gpu", 3: "accelerator"}
+CGROUP_DIRECTORY = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device; memory in bytes."""
+
+    name: str
+    description: str
+    kind: str
+    backend: str
+    free_bytes: int
+    total_bytes: int
+
+
+def list_devices() -> list[Device]:
+    """Every device the opened library offers, the processor included."""
+    opened = get_library()
+    symbols = opened.symbols
+    return [_build_device(symbols.ggml_backend_dev_get(index)) for index in range(symbols.ggml_backend_dev_count())]
+
+
+def _build_device(pointer: object) -> Device:
+    opened = get_library()
+    symbols = opened.symbols
+    free, total = opened.ffi.new("size_t *"), opened.ffi.new("size_t *")
+    symbols.ggml_backend_dev_memory(pointer, free, total)
+    return Device(
+        name=opened.decode_string(symbols.ggml_backend_dev_name(pointer)),
+        description=opened.decode_string(symbols.ggml_backend_dev_description(pointer)),
+        kind=DEVICE_KINDS.get(symbols.ggml_backend_dev_type(pointer), "other"),
+        backend=opened.decode_string(symbols.ggml_backend_reg_name(symbols.ggml_backend_dev_backend_reg(pointer))),
+        free_bytes=free[0],
+        total_bytes=total[0],
+    )
+
+
+def get_free_memory(*, gpu: bool) -> int:
+    """Bytes that a context could still take: of all GPUs together, or of this machine within its container."""
+    if gpu:
+        return sum(device.free_bytes for device in list_devices() if "gpu" in device.kind)
+    return min(psutil.virtual_memory().available, _get_container_free_bytes())
+
+
+def _get_container_free_bytes() -> int:
+    try:
+        limit, used = (
+            (CGROUP_DIRECTORY / "memory.max").read_text().strip(),
+            (CGROUP_DIRECTORY / "memory.current").read_text(),
+        )
+    except OSError:
+        return 2**63
+    return 2**63 if limit == "max" else max(0, int(limit) - int(used))

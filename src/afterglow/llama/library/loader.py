@@ -1,0 +1,198 @@
+"""Opens llama.cpp: checks that this processor can run it and that it is the ABI we were written for.
+
+llama.cpp promises no ABI and wrong structs crash, so everything is measured before the first real call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import threading
+from pathlib import Path
+from typing import Any
+
+import cffi
+
+from afterglow.errors import LibraryError
+from afterglow.llama.library import cpu, logs, providers
+from afterglow.llama.library.declarations import BUILD, DECLARATIONS
+
+# The MTP calls are exported under their C++ names only. A build without them has no MTP; nothing else changes.
+MTP_NAMES = {
+    "llama_set_embeddings_nextn": "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+    "llama_get_embeddings_nextn": "_Z26llama_get_embeddings_nextnP13llama_context",
+    "llama_get_embeddings_nextn_ith": "_Z30llama_get_embeddings_nextn_ithP13llama_contexti",
+    "llama_set_nextn_layer_offset": "_Z28llama_set_nextn_layer_offsetP13llama_contexti",
+    "llama_get_ctx_other": "_Z19llama_get_ctx_otherP13llama_context",
+}
+MTP_DECLARATIONS = """
+void _Z26llama_set_embeddings_nextnP13llama_contextbb(struct llama_context *, bool, bool);
+float * _Z26llama_get_embeddings_nextnP13llama_context(struct llama_context *);
+float * _Z30llama_get_embeddings_nextn_ithP13llama_contexti(struct llama_context *, int32_t);
+void _Z28llama_set_nextn_layer_offsetP13llama_contexti(struct llama_context *, int32_t);
+struct llama_context * _Z19llama_get_ctx_otherP13llama_context(struct llama_context *);
+size_t strlen(const char *);
+"""
+
+# Defaults of the pinned build. Read through the wrong structs, some of these come out different.
+KNOWN_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama_context": {
+        "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_rs_seq": 0, "n_outputs_max_per_seq": 1,
+        "ctx_type": 0, "rope_scaling_type": -1, "pooling_type": -1, "attention_type": -1, "flash_attn_type": -1,
+        "yarn_ext_factor": -1, "type_k": 1, "type_v": 1, "moe_cache_size": 0,
+        "embeddings": 0, "offload_kqv": 1, "op_offload": 1, "swa_full": 1, "kv_unified": 0,
+    },
+    "llama_model": {
+        "n_gpu_layers": -1, "split_mode": 1, "load_mode": -1, "lazy_mode": 1, "main_gpu": 0,
+        "vocab_only": 0, "check_tensors": 0, "use_extra_bufts": 1, "no_alloc": 0, "load_mtp": 0,
+    },
+}  # fmt: skip
+
+REQUIRED_FUNCTIONS = (
+    "llama_decode",
+    "llama_memory_seq_rm",
+    "llama_state_seq_get_data_ext",
+    "mtmd_tokenize",
+    "ggml_type_size",
+)
+
+
+class Symbols:
+    """The functions of one library that may lie in several files; each name is looked up once."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def __getattr__(self, name: str) -> Any:
+        for handle in self._handles:
+            try:
+                function = getattr(handle, name)
+            except AttributeError:
+                continue
+            setattr(self, name, function)
+            return function
+        raise AttributeError(name)
+
+
+class Library:
+    """The opened library: `ffi` makes C values, `symbols` holds the functions, the rest says what it is."""
+
+    def __init__(self, location: providers.LibraryLocation) -> None:
+        self.location = location
+        self.ffi: Any = cffi.FFI()
+        self.ffi.cdef(DECLARATIONS)
+        self.ffi.cdef(MTP_DECLARATIONS)
+        self.symbols: Any = Symbols([_open_file(self.ffi, path) for path in _sort_by_load_order(location.files)])
+        self._check_abi()
+        self.log_bridge = logs.LogBridge()
+        self.version: str = self.decode_string(self.symbols.llama_version())
+        self.supports_mtp = all(hasattr(self.symbols, name) for name in MTP_NAMES.values())
+        for name, exported in MTP_NAMES.items() if self.supports_mtp else ():
+            setattr(self.symbols, name, getattr(self.symbols, exported))
+        c: Any = self.ffi.dlopen(None)
+        self.strlen: Any = c.strlen
+
+    def initialize(self) -> None:
+        """What happens once in a process: the log goes to `logging`, the compute backends are there."""
+        self._log_callback = logs.attach_log(self.log_bridge, self.ffi, self.symbols)  # lives as long as the library
+        if self.symbols.ggml_backend_dev_count() == 0:  # builds whose backends are plug-ins beside the library
+            self.symbols.ggml_backend_load_all_from_path(str(self.location.path.parent).encode())
+        self.symbols.llama_backend_init()
+
+    @property
+    def build(self) -> str:
+        """Which llama.cpp this is, as used in keys of saved states: the build, and the version it reports."""
+        return f"{self.location.provider.build} ({self.version})"
+
+    def decode_string(self, pointer: Any) -> str:
+        """A C string as text; a NULL is empty."""
+        return "" if pointer == self.ffi.NULL else self.ffi.string(pointer).decode("utf-8", "replace")
+
+    def _check_abi(self) -> None:
+        missing = [name for name in REQUIRED_FUNCTIONS if not hasattr(self.symbols, name)]
+        if missing:
+            raise self._build_abi_error(f"no function {missing[0]}")
+        for struct in KNOWN_DEFAULTS:
+            self._check_size(struct)
+            self._check_defaults(struct)
+
+    def _check_size(self, struct: str) -> None:
+        declared = self.ffi.sizeof(f"struct {struct}_params")
+        written = _measure_written_bytes(self.ffi, getattr(self.symbols, f"{struct}_default_params"))
+        # The last bytes may be padding, which nobody has to write.
+        if written is not None and not declared - 8 < written <= declared:
+            raise self._build_abi_error(f"{struct}_params of {written} bytes instead of {declared}")
+
+    def _check_defaults(self, struct: str) -> None:
+        actual = getattr(self.symbols, f"{struct}_default_params")()
+        for name, value in KNOWN_DEFAULTS[struct].items():
+            if (got := getattr(actual, name)) != value:
+                raise self._build_abi_error(f"{struct}_params.{name} = {got} where it should be {value}")
+
+    def _build_abi_error(self, found: str) -> LibraryError:
+        return LibraryError(f"the structs and functions of llama.cpp {BUILD}", f"{found} in {self.location.path}")
+
+
+_open_lock = threading.Lock()
+
+
+@functools.cache
+def get_library() -> Library:
+    """The library of this process, opened and checked at the first call.
+
+    >>> library().build
+    'b11549 (0.6.0-dev)'
+    """
+    with _open_lock:  # two first calls at once would open it twice, and pointers of one are none of the other's
+        return _open_library()
+
+
+@functools.cache
+def _open_library() -> Library:
+    found = providers.find_library()
+    check_machine(found)
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else an abort starts a debugger on the dying process
+    opened = Library(found)
+    opened.initialize()
+    return opened
+
+
+def check_machine(location: providers.LibraryLocation) -> None:
+    """Refuse what would kill the process when opened: instructions or a C library that are not there."""
+    family, has = cpu.get_architecture(), cpu.get_features()
+    missing = location.provider.required_cpu_features.get(family, frozenset()) - (has or frozenset())
+    if has is not None and missing:
+        wanted = f"a processor with {', '.join(sorted(missing))} for {location.path.name}"
+        raise LibraryError(
+            wanted, f"a {family} processor without; name a library built for it in {providers.LIBRARY_ENV_VAR}"
+        )
+    name, version = platform.libc_ver()
+    needed = location.provider.min_glibc
+    if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < needed:
+        raise LibraryError(f"glibc {needed[0]}.{needed[1]} for {location.provider.package}", f"glibc {version}")
+
+
+def _sort_by_load_order(files: tuple[Path, ...]) -> list[Path]:
+    # Where mtmd is a file of its own it needs llama, which needs ggml: opening mtmd brings the others from beside it.
+    return sorted(files, key=lambda path: (path != files[0], "mtmd" not in path.name, path.name))
+
+
+def _open_file(ffi: Any, path: Path) -> Any:
+    try:
+        return ffi.dlopen(str(path))
+    except OSError as error:
+        raise LibraryError(f"to open {path}", str(error)) from error
+
+
+def _measure_written_bytes(ffi: Any, function: Any) -> int | None:
+    """How many bytes a `*_default_params` call writes, or None where a big struct is returned another way."""
+    if cpu.get_architecture() != "x86_64":
+        return None
+    size = 1024
+    fill = ffi.cast("void (*)(void *)", function)
+    first, second = ffi.new("unsigned char[]", b"\xa5" * size), ffi.new("unsigned char[]", b"\x5a" * size)
+    fill(first)
+    fill(second)
+    pairs = zip(ffi.buffer(first, size), ffi.buffer(second, size), strict=True)
+    return max((index + 1 for index, (one, other) in enumerate(pairs) if one == other), default=0)

@@ -1,0 +1,64 @@
+"""LoRA adapters: loaded once for a model, applied to its contexts with a scale."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+from afterglow.errors import InvalidArgument, InvalidModel, ModelNotFound
+from afterglow.llama.gguf import probe
+from afterglow.llama.gguf.fingerprint import compute_fingerprint
+from afterglow.llama.handle import Handle
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.model import LlamaModel
+
+
+class AdapterUser(Protocol):
+    """A context that applies adapters."""
+
+    def remove_adapter(self, adapter: LoraAdapter) -> None: ...
+
+
+class LoraAdapter(Handle):
+    """A LoRA adapter in memory.
+
+    >>> adapter = Adapter.load(model, Path("style.gguf"))
+    >>> context.set_adapters({adapter: 0.8})
+    """
+
+    def __init__(self, pointer: Any, model: LlamaModel, path: Path) -> None:
+        super().__init__("adapter", pointer, parent=model)
+        self.model = model
+        self.path = path
+        self.fingerprint = compute_fingerprint(path)
+        self.users: weakref.WeakSet[AdapterUser] = weakref.WeakSet()
+
+    @classmethod
+    def load(cls, model: LlamaModel, path: Path, *, trust: bool = False) -> LoraAdapter:
+        """Load an adapter for `model`. One never seen with it is tried in a child process first, unless `trust`."""
+        path, opened = Path(path), get_library()
+        if not path.is_file():
+            raise ModelNotFound(str(path), "there is no such adapter file")
+        if not trust:
+            probe.ensure_safe(model.path, path)
+        opened.log_bridge.take_error("")
+        pointer = opened.symbols.llama_adapter_lora_init(model.pointer, str(path).encode())
+        if pointer == opened.ffi.NULL:
+            raise InvalidModel(str(path), opened.log_bridge.take_error("llama.cpp refused this adapter without a word"))
+        return cls(pointer, model, path)
+
+    def get_pointer_for(self, model: LlamaModel) -> Any:
+        """The native pointer, if this adapter was loaded for `model`."""
+        if self.model is not model:
+            raise InvalidArgument("adapters", f"{self.path.name} was loaded for another model")
+        return self.pointer
+
+    def close(self) -> None:
+        """Free the adapter; contexts that still apply it go on without."""
+        for user in [] if self.closed else list(self.users):
+            user.remove_adapter(self)
+        super().close()
+
+    def _free(self, pointer: Any) -> None:
+        get_library().symbols.llama_adapter_lora_free(pointer)

@@ -1,0 +1,175 @@
+"""Finds the GGUF models that other programs have downloaded. Reads only; what is malformed is passed over."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf")
+DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
+OLLAMA_MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
+# The home of the user that Ollama's installer makes for its service on Linux.
+OLLAMA_SERVICE_DIRECTORY = "/usr/share/ollama/.ollama/models"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine; `program` is whose it is. A model in parts is its first part, with the size of all."""
+
+    name: str
+    path: Path
+    size: int
+    program: str
+
+
+def discover_models() -> list[LocalModel]:
+    """Every model in the caches of llama.cpp, LM Studio, Ollama and the Hugging Face hub, sorted by name.
+
+    >>> [model.name for model in discover()]  # doctest: +SKIP
+    ['hub:owner/repo:model.gguf', 'ollama:llama3.2:1b']
+    """
+    finders: list[Callable[[], Iterator[LocalModel]]] = [
+        find_llama_cpp_models,
+        find_lm_studio_models,
+        find_hub_models,
+        find_ollama_models,
+    ]
+    found: dict[str, LocalModel] = {}
+    for finder in finders:
+        for model in finder():
+            found.setdefault(model.name, model)
+    return sorted(found.values(), key=lambda model: model.name)
+
+
+def find_llama_cpp_models() -> Iterator[LocalModel]:
+    """The files that `llama-server -hf` and its like have downloaded."""
+    default = user_cache_path("llama.cpp", appauthor=False, opinion=False)
+    root = Path(os.environ.get("LLAMA_CACHE") or default)
+    for path, size in find_models(root):
+        yield LocalModel(f"llama.cpp:{path.relative_to(root).as_posix()}", path, size, "llama.cpp")
+
+
+def find_lm_studio_models() -> Iterator[LocalModel]:
+    """The models of LM Studio, in the folder of today's releases and in that of the older ones."""
+    for folder in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
+        root = Path(os.path.expanduser(folder))
+        for path, size in find_models(root):
+            yield LocalModel(f"lmstudio:{path.relative_to(root).as_posix()}", path, size, "lmstudio")
+
+
+def get_hub_cache_directory() -> Path:
+    """Where the Hugging Face hub's library keeps its cache, read as that library reads it."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.path.expanduser(os.environ[variable]))
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expanduser(home)) / "hub"
+
+
+def find_hub_models() -> Iterator[LocalModel]:
+    """The models in the hub's cache: of each repository the snapshot that `main` names comes first, then the newest."""
+    for repository in list_directory(get_hub_cache_directory()):
+        kind, _, name = repository.name.partition("--")
+        if kind != "models" or not name:
+            continue
+        main = read_first_line(repository / "refs" / "main")
+        snapshots = list_directory(repository / "snapshots")
+        snapshots.sort(key=lambda folder: (folder.name == main, get_modified_time(folder)), reverse=True)
+        for snapshot in snapshots:
+            for path, size in find_models(snapshot):
+                file = path.relative_to(snapshot).as_posix()
+                yield LocalModel(f"hub:{name.replace('--', '/', 1)}:{file}", path, size, "hub")
+
+
+def find_ollama_models() -> Iterator[LocalModel]:
+    """The models of Ollama: each manifest names the blob that is the model."""
+    homes = [os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", OLLAMA_SERVICE_DIRECTORY]
+    for root in (Path(os.path.expanduser(home)) for home in homes):
+        for manifest in walk_files(root / "manifests"):
+            blob = find_ollama_blob(root, manifest)
+            if blob and (size := read_model_size(blob)):
+                name = parse_ollama_name(manifest.relative_to(root / "manifests").parts)
+                yield LocalModel(f"ollama:{name}", blob, size, "ollama")
+
+
+def parse_ollama_name(parts: tuple[str, ...]) -> str:
+    """The name that Ollama's users type: `ollama_name(("registry.x", "library", "qwen3", "4b"))` is `qwen3:4b`."""
+    *path, tag = parts
+    if path and path[0].startswith("registry."):  # Ollama's own registry, which it does not show
+        path = path[1:]
+    if path and path[0] == "library":
+        path = path[1:]
+    return f"{'/'.join(path)}:{tag}"
+
+
+def find_ollama_blob(root: Path, manifest: Path) -> Path | None:
+    """The file of the model that a manifest describes, or None: `ollama_blob(root, manifest)`."""
+    try:
+        layers = json.loads(manifest.read_bytes())["layers"]
+        digests = [layer["digest"] for layer in layers if layer["mediaType"] == OLLAMA_MODEL_MEDIA_TYPE]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    if not digests or not isinstance(digests[0], str) or not DIGEST_PATTERN.fullmatch(digests[0]):
+        return None
+    return root / "blobs" / digests[0].replace(":", "-")
+
+
+def find_models(root: Path) -> Iterator[tuple[Path, int]]:
+    """Each model below `root` with its size; vision projectors are no models: `dict(models_below(folder))`."""
+    for path in walk_files(root):
+        if path.suffix != ".gguf" or "mmproj" in path.name.lower():
+            continue
+        shard = SHARD_PATTERN.fullmatch(path.name)
+        if shard and int(shard["number"]) != 1:
+            continue
+        if size := read_model_size(path):
+            others = path.parent.glob(f"{glob.escape(shard['stem'])}-*-of-*.gguf") if shard else []
+            yield path, size + sum(read_model_size(other) for other in others if other != path)
+
+
+def walk_files(root: Path) -> Iterator[Path]:
+    """Every file below `root`, in order; none where it cannot be read: `list(files_below(folder))`."""
+    for parent, folders, names in os.walk(root):
+        folders.sort()
+        yield from (Path(parent, name) for name in sorted(names))
+
+
+def read_model_size(path: Path) -> int:
+    """Bytes of a GGUF file; 0 where it is something else or cannot be read: `model_size(path)`."""
+    try:
+        with path.open("rb") as stream:
+            return os.fstat(stream.fileno()).st_size if stream.read(4) == b"GGUF" else 0
+    except OSError:
+        return 0
+
+
+def list_directory(folder: Path) -> list[Path]:
+    """What is in `folder`, in order; nothing where it cannot be read: `listed(folder)`."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def read_first_line(path: Path) -> str:
+    """The first line of a small text file, or nothing: `first_line(refs / "main")`."""
+    try:
+        return path.read_text(errors="replace").partition("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+def get_modified_time(path: Path) -> float:
+    """When `path` was last changed, or 0: `modified(folder)`."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

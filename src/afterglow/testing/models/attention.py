@@ -1,0 +1,129 @@
+"""Models whose memory is keys and values: llama, and gemma3 with a sliding window.
+
+It knows the two architectures' settings and tensors, not what the models say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from afterglow.testing.models.decoder import write_random_model
+from afterglow.testing.models.writer import MetadataInput, ModelWriter
+
+# Scores of unit variance would average over a long past until nothing of it is left.
+ATTENTION_GAIN = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama:
+    """Plain attention: every token stays in memory."""
+
+    architecture: ClassVar[str] = "llama"
+    embedding_length: int = 64
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    feed_forward_length: int = 128
+    embedding_gain: float = 1.0
+
+    @property
+    def head_size(self) -> int:
+        return self.embedding_length // self.heads
+
+    def build_metadata(self) -> Mapping[str, MetadataInput]:
+        return {
+            "block_count": self.layers,
+            "feed_forward_length": self.feed_forward_length,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.dimension_count": self.head_size,
+            "rope.freq_base": 10_000.0,
+        }
+
+    def write_blocks(self, writer: ModelWriter, gain: float) -> None:
+        for layer in range(self.layers):
+            block = f"blk.{layer}"
+            writer.add_constant(f"{block}.attn_norm.weight", 1.0, self.embedding_length)
+            writer.add_constant(f"{block}.ffn_norm.weight", 1.0, self.embedding_length)
+            writer.add_matrix(
+                f"{block}.attn_q.weight", self.heads * self.head_size, self.embedding_length, gain=ATTENTION_GAIN
+            )
+            writer.add_matrix(
+                f"{block}.attn_k.weight", self.kv_heads * self.head_size, self.embedding_length, gain=ATTENTION_GAIN
+            )
+            writer.add_matrix(f"{block}.attn_v.weight", self.kv_heads * self.head_size, self.embedding_length)
+            writer.add_matrix(
+                f"{block}.attn_output.weight", self.embedding_length, self.heads * self.head_size, gain=gain
+            )
+            write_feed_forward(writer, block, self.embedding_length, self.feed_forward_length, gain=gain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3:
+    """Sliding-window attention: five layers of six forget what is older than the window."""
+
+    architecture: ClassVar[str] = "gemma3"
+    embedding_length: int = 64
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 16
+    feed_forward_length: int = 128
+    sliding_window: int = 32
+
+    @property
+    def embedding_gain(self) -> float:
+        return math.sqrt(self.embedding_length)
+
+    def build_metadata(self) -> Mapping[str, MetadataInput]:
+        return {
+            "block_count": self.layers,
+            "feed_forward_length": self.feed_forward_length,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "attention.key_length": self.head_size,
+            "attention.value_length": self.head_size,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "attention.sliding_window": self.sliding_window,
+            "rope.freq_base": 1_000_000.0,
+        }
+
+    def write_blocks(self, writer: ModelWriter, gain: float) -> None:
+        for layer in range(self.layers):
+            block = f"blk.{layer}"
+            writer.add_constant(f"{block}.attn_norm.weight", 1.0, self.embedding_length)
+            writer.add_constant(f"{block}.ffn_norm.weight", 1.0, self.embedding_length)
+            # What a block adds is normalized first, so only the norm can make it louder or silent.
+            writer.add_constant(f"{block}.post_attention_norm.weight", gain, self.embedding_length)
+            writer.add_constant(f"{block}.post_ffw_norm.weight", gain, self.embedding_length)
+            writer.add_constant(f"{block}.attn_q_norm.weight", ATTENTION_GAIN, self.head_size)
+            writer.add_constant(f"{block}.attn_k_norm.weight", ATTENTION_GAIN, self.head_size)
+            writer.add_matrix(f"{block}.attn_q.weight", self.heads * self.head_size, self.embedding_length)
+            writer.add_matrix(f"{block}.attn_k.weight", self.kv_heads * self.head_size, self.embedding_length)
+            writer.add_matrix(f"{block}.attn_v.weight", self.kv_heads * self.head_size, self.embedding_length)
+            writer.add_matrix(f"{block}.attn_output.weight", self.embedding_length, self.heads * self.head_size)
+            write_feed_forward(writer, block, self.embedding_length, self.feed_forward_length, gain=1.0)
+
+
+def write_feed_forward(writer: ModelWriter, block: str, width: int, feed_forward_length: int, *, gain: float) -> None:
+    """Add the gated feed-forward network of one block."""
+    writer.add_matrix(f"{block}.ffn_gate.weight", feed_forward_length, width)
+    writer.add_matrix(f"{block}.ffn_up.weight", feed_forward_length, width)
+    writer.add_matrix(f"{block}.ffn_down.weight", width, feed_forward_length, gain=gain)
+
+
+MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
+    "attention": partial(write_random_model, decoder=Llama(), seed=1),
+    "draft": partial(
+        write_random_model,
+        decoder=Llama(embedding_length=32, layers=1, heads=2, kv_heads=1, feed_forward_length=64),
+        seed=2,
+    ),
+    "window": partial(write_random_model, decoder=Gemma3(), seed=3),
+}

@@ -1,0 +1,119 @@
+"""Successor models: which token follows which is known by construction, on every kind of memory.
+
+It knows the cycle and the tables that make a model follow it. Their blocks compute real keys, values and states but
+add nothing to the residual stream, so a logit depends on the last token alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from afterglow.testing.models import vocabulary
+from afterglow.testing.models.attention import Gemma3, Llama
+from afterglow.testing.models.decoder import Decoder, open_text_model_writer
+from afterglow.testing.models.hybrid import MTPHead, Qwen35
+from afterglow.testing.models.mtp_heads import HyV3, Step35
+from afterglow.testing.models.recurrent import Mamba
+from afterglow.testing.models.writer import FloatArray, draw_noise
+
+CYCLE = b"abcdefghijklmnopqrstuvwxyz ."
+_CYCLE_TOKENS = tuple(vocabulary.get_byte_token(byte) for byte in CYCLE)
+_SUCCESSORS = dict(zip(_CYCLE_TOKENS, (*_CYCLE_TOKENS[1:], _CYCLE_TOKENS[0]), strict=True))
+
+# After these "successor-mtp-75" drafts the token after next: every fourth of the cycle.
+MISDRAFTED_TOKENS = frozenset(_CYCLE_TOKENS[3::4])
+
+EMBEDDING_LENGTH = 64
+SUCCESSOR_LOGIT = 24.0  # of the successor; the others are small noise, so that no two logits are equal
+_OUTSIDE_CYCLE_DIRECTION = len(CYCLE)  # the direction that all tokens outside the cycle share
+_SEED = 6
+
+
+def get_successor(token: int) -> int:
+    """The token that every successor model says after `token`; outside the cycle, the cycle's first.
+
+    >>> chr(successor_of(vocabulary.byte_token(ord("y"))) - vocabulary.byte_token(0))
+    'z'
+    """
+    return _SUCCESSORS.get(token, _CYCLE_TOKENS[0])
+
+
+def _build_directions() -> FloatArray:
+    """A Hadamard matrix: its rows are orthogonal and of length sqrt(WIDTH), exactly."""
+    rows = np.ones((1, 1), np.float32)
+    while len(rows) < EMBEDDING_LENGTH:
+        rows = np.block([[rows, rows], [rows, -rows]])
+    return rows
+
+
+def _build_token_embedding() -> FloatArray:
+    """A row per token. On the cycle it is a direction of its own; elsewhere the entry and a pair that names it."""
+    directions = _build_directions()
+    pairs = directions[EMBEDDING_LENGTH // 2 :]
+    table = np.empty((vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH), np.float32)
+    for token in range(vocabulary.VOCABULARY_SIZE):
+        first, distance = token % len(pairs), 1 + token // len(pairs)
+        table[token] = directions[_OUTSIDE_CYCLE_DIRECTION] + pairs[first] + pairs[(first + distance) % len(pairs)]
+    table[list(_CYCLE_TOKENS)] = directions[: len(_CYCLE_TOKENS)]
+    return table
+
+
+def _build_output() -> FloatArray:
+    """A row per token: it answers to the direction of the token before it."""
+    directions = _build_directions()
+    table = draw_noise(_SEED, "output", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.05)
+    for direction, token in enumerate(_CYCLE_TOKENS):
+        table[get_successor(token)] += directions[direction] * np.float32(SUCCESSOR_LOGIT / EMBEDDING_LENGTH)
+    # The final norm shrinks a sum of three directions by the root of three.
+    table[_CYCLE_TOKENS[0]] += directions[_OUTSIDE_CYCLE_DIRECTION] * np.float32(
+        math.sqrt(3.0) * SUCCESSOR_LOGIT / EMBEDDING_LENGTH
+    )
+    return table
+
+
+def _build_mtp_head(misdrafted: frozenset[int]) -> MTPHead:
+    """A head that ignores the hidden state and drafts from the token, as the model itself does."""
+    fusion = np.concatenate([np.eye(EMBEDDING_LENGTH), np.zeros((EMBEDDING_LENGTH, EMBEDDING_LENGTH))], axis=1).astype(
+        np.float32
+    )
+    table = _build_token_embedding()
+    for token in misdrafted:
+        table[token] = table[get_successor(token)]
+    return MTPHead(fusion, table)
+
+
+def write_successor_model(path: Path, decoder: Decoder) -> None:
+    """Write a model of any architecture that follows the cycle."""
+    assert decoder.embedding_length == EMBEDDING_LENGTH
+    with open_text_model_writer(path, decoder, seed=_SEED) as writer:
+        writer.add_tensor("token_embd.weight", _build_token_embedding())
+        writer.add_constant("output_norm.weight", 1.0, EMBEDDING_LENGTH)
+        writer.add_tensor("output.weight", _build_output())
+        decoder.write_blocks(writer, gain=0.0)
+
+
+def _build_accurate_mtp_head() -> MTPHead:
+    return _build_mtp_head(frozenset())
+
+
+def _build_misdrafting_mtp_head() -> MTPHead:
+    return _build_mtp_head(MISDRAFTED_TOKENS)
+
+
+MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
+    "successor-attention": partial(write_successor_model, decoder=Llama()),
+    "successor-window": partial(write_successor_model, decoder=Gemma3()),
+    "successor-recurrent": partial(write_successor_model, decoder=Mamba()),
+    "successor-hybrid": partial(write_successor_model, decoder=Qwen35()),
+    "successor-mtp": lambda path: write_successor_model(path, Qwen35(mtp_head=_build_accurate_mtp_head())),
+    "successor-mtp-75": lambda path: write_successor_model(path, Qwen35(mtp_head=_build_misdrafting_mtp_head())),
+    "successor-headed": lambda path: write_successor_model(path, HyV3(mtp_heads=(_build_misdrafting_mtp_head(),))),
+    "successor-chained": lambda path: write_successor_model(
+        path, Step35(mtp_heads=(_build_accurate_mtp_head(), _build_misdrafting_mtp_head()))
+    ),
+}

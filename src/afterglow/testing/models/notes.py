@@ -1,0 +1,106 @@
+"""A pair that names the note of a sound by its letter, known by construction: a gemma4ua projector and a llama model.
+
+A row of the projector says how much of each note is in forty milliseconds of sound, by a sine and a cosine; the first
+block squares the two and adds them, so that it does not matter where in its swing a tone begins. The second has one
+head with which text looks at rows of sound. The loudest note's letter is what the model says, and then it ends.
+Without a sound, or in silence, it says N. Everything else that a model has is there and adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from afterglow.testing.models import vocabulary
+from afterglow.testing.models.answer_head import write_answer_head
+from afterglow.testing.models.attention import Llama
+from afterglow.testing.models.audio_projector import FRAME_SAMPLES, write_gemma4ua
+from afterglow.testing.models.decoder import open_text_model_writer
+from afterglow.testing.models.writer import FloatArray, ModelWriter, draw_noise
+
+LETTERS = b"CDEFGAB"
+PITCHES_HZ = (261.63, 293.66, 329.63, 349.23, 392.0, 440.0, 493.88)  # of the letters, from middle C on, in hertz
+NO_AUDIO_LETTER = b"N"
+SAMPLE_RATE = 16_000
+EMBEDDING_LENGTH = 64
+NOTE_COUNT = len(LETTERS)
+WAVE_AXIS, LOUDNESS_AXIS, ANSWERED_AXIS, TEXT_AXIS = (
+    0,
+    2 * NOTE_COUNT,
+    3 * NOTE_COUNT,
+    3 * NOTE_COUNT + 1,
+)  # axes of the stream
+PURE_TONE_LOUDNESS = 8.0  # how loud a pure tone is on the axis of its note: the length that a norm gives a row
+ANSWER_LOGIT = 20.0
+
+
+def _build_token_embedding() -> FloatArray:
+    """A row per token: that it is text, which one, and whether it is an answer."""
+    table = draw_noise(15, "tokens", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.2)
+    table[:, : TEXT_AXIS + 1] = 0.0
+    table[:, TEXT_AXIS] = 2.0
+    table[[vocabulary.get_byte_token(letter) for letter in LETTERS + NO_AUDIO_LETTER], ANSWERED_AXIS] = 8.0
+    return table
+
+
+def _build_output() -> FloatArray:
+    """A row per token: letters answer to notes, N to text alone, and the end of a turn to an answer."""
+    table = draw_noise(15, "output", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.02)
+    for number, letter in enumerate(LETTERS):
+        table[vocabulary.get_byte_token(letter), LOUDNESS_AXIS + number] = ANSWER_LOGIT / 8
+    table[vocabulary.get_byte_token(NO_AUDIO_LETTER[0]), TEXT_AXIS] = ANSWER_LOGIT / 24
+    table[vocabulary.TURN_END_TOKEN, ANSWERED_AXIS] = ANSWER_LOGIT
+    return table
+
+
+def _write_squaring_feed_forward(writer: ModelWriter, block: str, inner: int) -> None:
+    """The feed-forward network of the first block: silu(x) x + silu(-x) (-x) is x squared."""
+    gate, down = np.zeros((inner, EMBEDDING_LENGTH), np.float32), np.zeros((EMBEDDING_LENGTH, inner), np.float32)
+    for wave in range(2 * NOTE_COUNT):
+        gate[2 * wave, WAVE_AXIS + wave], gate[2 * wave + 1, WAVE_AXIS + wave] = 1.0, -1.0
+        down[LOUDNESS_AXIS + wave // 2, 2 * wave : 2 * wave + 2] = PURE_TONE_LOUDNESS / EMBEDDING_LENGTH
+    for name, array in (("gate", gate), ("up", gate), ("down", down)):
+        writer.add_tensor(f"{block}.ffn_{name}.weight", array)
+
+
+def write_model(path: Path) -> None:
+    """Write the text model."""
+    model = Llama(layers=2)
+    with open_text_model_writer(path, model, seed=15) as writer:
+        writer.add_tensor("token_embd.weight", _build_token_embedding())
+        writer.add_constant("output_norm.weight", 1.0, EMBEDDING_LENGTH)
+        writer.add_tensor("output.weight", _build_output())
+        for block in ("blk.0", "blk.1"):
+            writer.add_constant(f"{block}.attn_norm.weight", 1.0, EMBEDDING_LENGTH)
+            writer.add_constant(f"{block}.ffn_norm.weight", 1.0, EMBEDDING_LENGTH)
+        _write_zero_attention(writer, "blk.0", model)
+        _write_squaring_feed_forward(writer, "blk.0", model.feed_forward_length)
+        notes = range(LOUDNESS_AXIS, LOUDNESS_AXIS + NOTE_COUNT)
+        write_answer_head(writer, "blk.1", model, query_axis=TEXT_AXIS, key_axes=notes, value_axes=notes)
+        for name, rows, columns in (
+            ("gate", 128, EMBEDDING_LENGTH),
+            ("up", 128, EMBEDDING_LENGTH),
+            ("down", EMBEDDING_LENGTH, 128),
+        ):
+            writer.add_constant(f"blk.1.ffn_{name}.weight", 0.0, rows, columns)
+
+
+def _write_zero_attention(writer: ModelWriter, block: str, model: Llama) -> None:
+    keys = model.kv_heads * model.head_size
+    for name, rows in (("q", EMBEDDING_LENGTH), ("k", keys), ("v", keys), ("output", EMBEDDING_LENGTH)):
+        writer.add_constant(f"{block}.attn_{name}.weight", 0.0, rows, EMBEDDING_LENGTH)
+
+
+def write_projector(path: Path) -> None:
+    """Write the projector: how much of the sine and of the cosine of each note is in a frame."""
+    weights = np.zeros((EMBEDDING_LENGTH, FRAME_SAMPLES), np.float32)
+    for number, pitch in enumerate(PITCHES_HZ):
+        turns = 2 * np.pi * pitch * np.arange(FRAME_SAMPLES) / SAMPLE_RATE
+        weights[WAVE_AXIS + 2 * number] = np.sin(turns) * 2 / FRAME_SAMPLES
+        weights[WAVE_AXIS + 2 * number + 1] = np.cos(turns) * 2 / FRAME_SAMPLES
+    write_gemma4ua(path, seed=15, weights=weights)
+
+
+MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"notes": write_model, "projector-notes": write_projector}

@@ -1,0 +1,85 @@
+"""The vocabulary of every tiny text model: byte-level BPE with a few merges, control tokens and a ChatML template.
+
+It knows token numbers and texts. It does not tokenize: llama.cpp does.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from gguf import TokenType
+
+from afterglow.testing.models.writer import ModelWriter
+
+END_OF_TEXT_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN, PADDING_TOKEN = range(4)
+CONTROL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<start_of_image>",
+    "<end_of_image>",
+)
+# "Ġ" is the printable stand-in for a space. A merge may only join what is a token already.
+MERGES = ("t h", "th e", "Ġ the", "i n", "in g", "e r", "a n", "an d", "Ġ and", "o u", "r e", "o n", "Ġ t", "Ġ w")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def get_byte_token(byte: int) -> int:
+    """The token of one byte.
+
+    >>> byte_token(0) == len(CONTROL)
+    True
+    """
+    return len(CONTROL_TOKENS) + byte
+
+
+def _build_byte_alphabet() -> list[str]:
+    """GPT-2's spelling of the 256 bytes: printable ones stand for themselves, the others for letters from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = count(256)
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _build_tokens() -> tuple[str, ...]:
+    tokens = [*CONTROL_TOKENS, *_build_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+    unused = -len(tokens) % 32  # matrix kernels and quantized blocks want whole groups of 32 rows
+    return (*tokens, *(f"<|unused_{number}|>" for number in range(unused)))
+
+
+TOKENS = _build_tokens()
+VOCABULARY_SIZE = len(TOKENS)
+
+
+def write_tokenizer(writer: ModelWriter, size: int = VOCABULARY_SIZE) -> None:
+    """Add the tokenizer's settings. A larger `size` has more tokens that nothing is made of."""
+    normal = 256 + len(MERGES)
+    unused = size - len(CONTROL_TOKENS) - normal
+    tokens = (*TOKENS, *(f"<|unused_{number}|>" for number in range(VOCABULARY_SIZE, size)))
+    kinds = [TokenType.CONTROL] * len(CONTROL_TOKENS) + [TokenType.NORMAL] * normal + [TokenType.UNUSED] * unused
+    writer.add_metadata("tokenizer", {"chat_template": CHAT_TEMPLATE})
+    writer.add_metadata(
+        "tokenizer.ggml",
+        {
+            "model": "gpt2",
+            # With "gpt-2" here llama.cpp would drop the space before a full stop when it detokenizes.
+            "pre": "qwen2",
+            "tokens": tokens,
+            "token_type": [int(kind) for kind in kinds],
+            "merges": MERGES,
+            "bos_token_id": END_OF_TEXT_TOKEN,
+            "eos_token_id": TURN_END_TOKEN,
+            # Left out, it is whichever end-like token llama.cpp's hash map yields first.
+            "eot_token_id": TURN_END_TOKEN,
+            "padding_token_id": PADDING_TOKEN,
+            "add_bos_token": False,
+        },
+    )

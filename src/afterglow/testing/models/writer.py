@@ -1,0 +1,97 @@
+"""A GGUF file in the making: settings, then tensors of seeded noise, of one value, or given.
+
+It knows the file format and how noise is drawn; it knows no architecture.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+MetadataInput: TypeAlias = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
+
+
+def draw_noise(seed: int, name: str, *shape: int, scale: float) -> FloatArray:
+    """Draw uniform noise whose standard deviation is `scale`.
+
+    Each name has its own stream, so adding a tensor to a model leaves the others as they were.
+    """
+    # The raw bits of a bit generator are what NumPy promises never to change; `Generator.normal` is not.
+    bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
+    unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
+    return (unit * np.float32(scale * math.sqrt(3.0))).reshape(shape)
+
+
+class ModelWriter:
+    """Collects settings and tensors inside a `with`, and writes the file when the block ends well.
+
+    Shapes are given as NumPy has them, slowest dimension first: a matrix that maps n numbers to m is (m, n).
+    """
+
+    def __init__(self, path: Path, architecture: str, *, seed: int, kind: str = "model") -> None:
+        self.seed = seed
+        self._gguf = gguf.GGUFWriter(path, architecture)
+        self.add_metadata("general", {"type": kind, "name": f"afterglow tiny {architecture}"})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._gguf.write_header_to_file()
+            self._gguf.write_kv_data_to_file()
+            self._gguf.write_tensors_to_file()
+        self._gguf.close()
+
+    def add_metadata(self, prefix: str, values: Mapping[str, MetadataInput]) -> None:
+        """Add metadata: each key is `prefix.key`. Every integer is unsigned, as llama.cpp reads them."""
+        for suffix, value in values.items():
+            key = f"{prefix}.{suffix}"
+            match value:
+                case bool():
+                    self._gguf.add_bool(key, value)
+                case int():
+                    self._gguf.add_uint32(key, value)
+                case float():
+                    self._gguf.add_float32(key, value)
+                case str():
+                    self._gguf.add_string(key, value)
+                case _:
+                    self._gguf.add_array(key, value)
+
+    def add_matrix(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
+        """Add a random linear map: numbers of unit variance come out with variance `gain` squared."""
+        self.add_noise(name, rows, columns, scale=gain / math.sqrt(columns))
+
+    def add_linear(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
+        """Add a random linear map with a bias of zero."""
+        self.add_matrix(f"{name}.weight", rows, columns, gain=gain)
+        self.add_constant(f"{name}.bias", 0.0, rows)
+
+    def add_norm(self, name: str, width: int) -> None:
+        """Add a layer norm that leaves what it normalizes as it is."""
+        self.add_constant(f"{name}.weight", 1.0, width)
+        self.add_constant(f"{name}.bias", 0.0, width)
+
+    def add_noise(self, name: str, *shape: int, scale: float, half: bool = False) -> None:
+        """Add a tensor of noise; `half` stores it as 16-bit floats."""
+        self.add_tensor(name, draw_noise(self.seed, name, *shape, scale=scale), half=half)
+
+    def add_constant(self, name: str, value: float, *shape: int) -> None:
+        """Add a tensor that holds one value everywhere."""
+        self.add_tensor(name, np.full(shape, value, np.float32))
+
+    def add_tensor(self, name: str, array: FloatArray, *, half: bool = False) -> None:
+        """Add a tensor as it is."""
+        self._gguf.add_tensor(name, np.ascontiguousarray(array, np.float16 if half else np.float32))

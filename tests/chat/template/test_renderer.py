@@ -1,0 +1,117 @@
+"""Chat templates: rendered as transformers does, and whatever they try, an error and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from afterglow.chat.messages import Message, parse_messages, to_template_message
+from afterglow.chat.template import renderer as module
+from afterglow.chat.template.renderer import ChatTemplate
+from afterglow.errors import InvalidArgument, InvalidTemplate
+
+CONVERSATION = parse_messages([("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"), ("user", "Bye")])
+
+
+def render(source: str | None, conversation=CONVERSATION, **options) -> str:
+    with ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}) as template:
+        return template.render(conversation, **options)
+
+
+def test_c20_a_model_without_a_template_is_written_as_chatml():
+    assert render(None, CONVERSATION[:2]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_blocks_are_trimmed_as_transformers_does():
+    source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}"
+    assert render(source) == "Be brief.\nHello\nHi\nBye\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[1]['content'] }}{{ eos_token }}", "<s>Hello</s>"),
+        ("{{ {'ä': [1, None]} | tojson }}", '{"ä": [1, null]}'),
+        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        (
+            "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }} {% endfor %}",
+            "system user ",
+        ),
+        ("{% generation %}said{% endgeneration %}", "said"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ thinking }}", "yes"),
+        ("{{ tools is none }}", "True"),
+    ],
+)
+def test_what_template_authors_rely_on_is_there(source, expected):
+    assert render(source, arguments={"thinking": "yes"}) == expected
+
+
+def test_c20_a_template_without_system_messages_gets_their_text_with_the_first_question():
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    )
+    assert render(source) == "[user] Be brief.\n\nHello\n[assistant] Hi\n[user] Bye\n"
+
+
+def test_c20_a_refusal_carries_the_template_s_reason_and_line():
+    with pytest.raises(InvalidTemplate) as caught:
+        render("line one\n{{ raise_exception('roles must alternate') }}")
+    assert (caught.value.reason, caught.value.line) == ("roles must alternate", 2)
+
+
+def test_a_syntax_error_is_refused_with_its_line():
+    with pytest.raises(InvalidTemplate) as caught:
+        render("one\ntwo\n{% for %}")
+    assert caught.value.line == 3
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_one_template_goes_on_after_another_rendering_was_ended(monkeypatch):
+    with ChatTemplate("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}fine") as one:
+        assert one.render([Message(role="user", content="x")]) == "fine"
+        monkeypatch.setattr(module, "PATIENCE", 0.5)
+        with pytest.raises(InvalidTemplate, match="longer"):
+            one.render([Message(role="user", content="loop")])
+        monkeypatch.setattr(module, "PATIENCE", 5.0)
+        assert one.render([Message(role="user", content="x")]) == "fine"
+
+
+def test_openai_s_dictionaries_are_messages():
+    (message,) = parse_messages(
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                "reasoning_content": "hm",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+            }
+        ]
+    )
+    assert (message.content, message.reasoning) == ("ab", "hm")
+    assert to_template_message(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ([], "messages"),
+        ("text", "messages"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "colour": "red"}], "messages[0].colour"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].image_url.url"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0].source"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].input_audio"),
+        ([("user", "x"), {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0]"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_its_place(value, where):
+    with pytest.raises(InvalidArgument) as caught:
+        parse_messages(value)
+    assert caught.value.name == where

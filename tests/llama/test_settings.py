@@ -1,0 +1,125 @@
+"""C19: cache types, flash attention, sizes and fit, validated before llama.cpp sees them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+
+from afterglow.errors import InvalidArgument, InvalidModel, OutOfMemory, UnsupportedOption
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.gguf import footprint
+from afterglow.llama.library import devices
+from afterglow.llama.model import LlamaModel, ModelSettings
+from afterglow.llama.settings import CACHE_TYPES, ContextSettings
+from afterglow.testing import models
+from support.contexts import LAYOUTS, distance, feed, tokens
+
+QUANTIZED = [name for name in CACHE_TYPES if name not in ("f32", "f16", "bf16")]
+
+
+@pytest.mark.parametrize("kind", CACHE_TYPES)
+def test_c19_every_cache_type_computes(open_context, kind):
+    """On the hybrid, whose heads are wide enough for quantized blocks."""
+    exact = feed(open_context("hybrid", cache_type_k="f32", cache_type_v="f32"), 0, tokens(64))
+    lossy = feed(open_context("hybrid", cache_type_k=kind, cache_type_v=kind), 0, tokens(64))
+    assert distance(exact, lossy) < (0.01 if kind in ("f32", "f16", "bf16") else 1.0)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_c19_a_quantized_value_cache_needs_flash_attention(kind):
+    with pytest.raises(UnsupportedOption, match="flash attention"):
+        ContextSettings(cache_type_v=kind, flash_attention=False)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_c19_a_head_that_blocks_do_not_divide_is_a_clear_error(open_model, kind):
+    """The tiny attention model has heads of 16."""
+    with pytest.raises(InvalidModel, match="block size 32 does not divide"):
+        LlamaContext(open_model("attention"), ContextSettings(cells=256, cache_type_k=kind))
+
+
+BAD = [
+    ("cells", 0), ("cells", 2**40), ("sequences", 0), ("sequences", 257), ("batch", 0), ("ubatch", -1), ("outputs", 0),
+    ("threads", -1), ("rollback", 65), ("key_type", "q3_k"), ("value_type", 7), ("pooling", "sum"),
+    ("rope_base", float("nan")), ("rope_scale", -1.0), ("cells", 1.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_c19_a_setting_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(InvalidArgument) as caught:
+        ContextSettings(**{name: value})
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("gpu_layers", -2), ("main_gpu", -1), ("split_mode", "diagonal"), ("tensor_split", (-1.0,))]
+)
+def test_c19_a_model_setting_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(InvalidArgument) as caught:
+        ModelSettings(**{name: value})
+    assert caught.value.name == name
+
+
+def test_c19_sizes_are_read_back_as_they_became(open_context):
+    streams = open_context("attention", cells=1000, sequences=3)
+    assert (streams.cells_per_sequence, streams.cells) == (512, 1536)  # rounded up to 256 a sequence
+    unified = open_context("attention", cells=1000, sequences=3, kv_unified=True)
+    assert (unified.cells_per_sequence, unified.cells) == (1024, 1024)
+
+
+def test_c19_a_context_that_cannot_fit_is_refused_with_both_numbers(open_model):
+    with pytest.raises(OutOfMemory) as caught:
+        LlamaContext(open_model("attention"), ContextSettings(cells=2**31 - 1000))
+    assert caught.value.needed_bytes > caught.value.available_bytes > 0
+    assert "MiB" in str(caught.value)
+
+
+BUFFER = re.compile(r"(KV|RS) buffer size = +([0-9.]+) MiB")
+
+
+@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid", "hybrid-mtp"])
+@pytest.mark.parametrize("settings", [{}, {"key_type": "f32"}, {"sequences": 4, "cells": 8192, "rollback": 2}], ids=str)
+def test_c19_the_estimate_is_what_llama_cpp_allocates(open_model, open_context, caplog, name, unified, settings):
+    model = open_model(name)
+    with caplog.at_level(logging.INFO, "afterglow.llama.cpp"):
+        context = open_context(model, kv_unified=unified, **settings)
+    allocated = sum(float(number) for _, number in BUFFER.findall(caplog.text))
+    # A rollback that the architecture does not have takes nothing.
+    estimate = model.estimate_footprint(replace(context.settings, rollback=context.max_rollback))
+    assert (estimate.cells + estimate.recurrent) / 2**20 == pytest.approx(allocated, abs=0.02)
+
+
+def test_c19_layers_go_to_the_gpu_as_far_as_they_fit(open_model):
+    header, settings = open_model("attention").header, ContextSettings(cells=256)
+    whole = footprint.estimate_footprint(header, settings)
+    assert footprint.count_layers_that_fit(header, settings, 10 * whole.total_bytes + 10**9) == -1
+    assert footprint.count_layers_that_fit(header, settings, 0) == 0
+    some = footprint.count_layers_that_fit(
+        header, settings, int((whole.compute_bytes + whole.weight_bytes * 0.6) * 16 / 15)
+    )
+    assert 0 < some < 3
+
+
+def test_c19_memory_mapping_and_locking_are_honoured(open_model, open_context):
+    plain = feed(open_context(open_model("attention", mmap=False)), 0, tokens(10))
+    locked = feed(open_context(open_model("attention", mlock=True)), 0, tokens(10))
+    assert distance(plain, locked) == 0.0
+
+
+def test_c19_threads_can_be_changed(open_context):
+    context = open_context("attention")
+    before = feed(context, 0, tokens(10))
+    context.set_threads(2, 2)
+    context.memory.clear()
+    assert distance(feed(context, 0, tokens(10)), before) == 0.0
+
+
+def test_c19_layers_for_a_gpu_that_is_not_there_stay_on_the_processor(monkeypatch):
+    monkeypatch.setattr(devices, "devices", lambda: ())
+    with LlamaModel.load(models.get_path("attention"), ModelSettings(gpu_layers=-1), trust=True) as model:
+        LlamaContext(model, ContextSettings(cells=64)).close()

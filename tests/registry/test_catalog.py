@@ -1,0 +1,58 @@
+"""Are names read as people write them, and do file names lead back to their sources?"""
+
+from __future__ import annotations
+
+import pytest
+
+from afterglow.registry import CATALOG, DEFAULT_MODEL, HubFile, WheelFile, parse_name
+from afterglow.registry.catalog import parse_filename
+
+
+def test_the_default_comes_out_of_a_wheel_with_a_sum():
+    source = CATALOG[DEFAULT_MODEL].source
+    assert isinstance(source, WheelFile)
+    assert len(source.sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "revision", "file"),
+    [
+        ("owner/repo:model.gguf", "owner/repo", "main", "model.gguf"),
+        ("hf:owner/repo:model.gguf", "owner/repo", "main", "model.gguf"),
+        ("owner/my.repo-2@v1.0:Q4/model.gguf", "owner/my.repo-2", "v1.0", "Q4/model.gguf"),
+        ("owner/repo@refs/pr/3:a b+c.gguf", "owner/repo", "refs/pr/3", "a b+c.gguf"),
+    ],
+)
+def test_a_file_of_a_hub_is_named_by_repository_revision_and_file(name, repository, revision, file):
+    entry = parse_name(name)
+    assert entry is not None
+    assert entry.source == HubFile(repository=repository, revision=revision, file=file)
+    assert entry.name == name.removeprefix("hf:")
+    assert parse_filename(entry.source.filename) == entry
+    assert "/" not in entry.source.filename
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "nothing",
+        "owner/repo",
+        "owner/repo:model.bin",
+        "owner/repo:../../model.gguf",
+        "owner/repo:/etc/model.gguf",
+        "owner/repo:a//model.gguf",
+        "owner/re--po:model.gguf",
+        "a/b/c:model.gguf",
+        "ollama:llama3.2:1b",
+        "./models/model.gguf",
+    ],
+)
+def test_anything_else_is_no_name(name):
+    assert parse_name(name) is None
+
+
+def test_every_entry_is_found_again_by_its_file_name():
+    for entry in CATALOG.values():
+        assert parse_filename(entry.source.filename) == entry
+    assert parse_filename("put-here-by-hand.gguf") is None

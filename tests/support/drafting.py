@@ -1,0 +1,91 @@
+"""A drafter whose guesses are known beforehand, and engines that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from afterglow.engine.engine import Engine
+from afterglow.engine.scheduling.job import Job
+from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, DraftRequest
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.testing import FakeBackend
+from support.play import reference, request
+
+PLAIN = EngineSettings(speculation="off")
+ROLLBACK = 6  # states that the recurrent fakes keep
+
+
+class Oracle:
+    """Knows the answers, and is wrong at every `wrong`-th token: 0 never, 1 always."""
+
+    name = "oracle"
+
+    def __init__(self, answers: dict[str, list[int]], wrong: int = 0, vocabulary: int = 64) -> None:
+        self.answers, self.wrong, self.vocabulary = answers, wrong, vocabulary
+        self.forgotten: list[str] = []
+        self.calls: list[list[tuple[str, int]]] = []
+
+    def can_draft(self, job: Job) -> bool:
+        return True
+
+    def get_draft_kind(self, job: Job) -> str:
+        return self.name
+
+    def estimate_acceptance(self, job: Job) -> float:
+        return INITIAL_ACCEPTANCE_RATE
+
+    def estimate_catch_up_entries(self, job: Job) -> float:
+        return 0.0
+
+    def catch_up(self, jobs: Sequence[Job]) -> None:
+        """Nothing to compute."""
+
+    def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
+        self.calls.append([(job.request.id, limit) for job, limit in draft_requests])
+        return [self._guess(job, limit) for job, limit in draft_requests]
+
+    def _guess(self, job: Job, limit: int) -> list[int]:
+        start = len(job.generated)
+        answer = self.answers.get(job.request.id, [])[start : start + limit]
+        return [self._spoilt(start + index, token) for index, token in enumerate(answer)]
+
+    def _spoilt(self, index: int, token: int) -> int:
+        return (token + 1) % self.vocabulary if self.wrong and index % self.wrong == 0 else token
+
+    def release(self, job: Job) -> None:
+        self.forgotten.append(job.request.id)
+
+    def run_idle_task(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def plain(kind: str, settings: EngineSettings = PLAIN, **options: object) -> Engine:
+    return Engine(FakeBackend(kind, **options), settings)  # type: ignore[arg-type]
+
+
+def guessing(
+    kind: str,
+    prompts: dict[str, tuple[list[int], dict]],
+    *,
+    wrong: int = 3,
+    length: int | str = 4,
+    settings: EngineSettings | None = None,
+    **options: object,
+) -> tuple[Engine, dict[str, list[int]], Oracle]:
+    """An engine whose drafter knows the answers to these prompts; the answers; and the drafter."""
+    answers = {id: reference(lambda: plain(kind), entries, **more) for id, (entries, more) in prompts.items()}
+    known = {  # the drafter goes on where the answer ends: guesses beyond it must not matter
+        id: reference(lambda: plain(kind), entries, **more | {"max_tokens": 60, "stop": (), "ignore_ends": True})
+        for id, (entries, more) in prompts.items()
+    }
+    oracle = Oracle(known, wrong)
+    settings = settings or EngineSettings(speculation=length, drafters=("oracle",))  # type: ignore[arg-type]
+    backend = FakeBackend(kind, **{"rollback": ROLLBACK, **options})  # type: ignore[arg-type]
+    return Engine(backend, settings, [oracle]), answers, oracle
+
+
+def requests(prompts: dict[str, tuple[list[int], dict]]) -> list:
+    return [request(id, entries, **more) for id, (entries, more) in prompts.items()]
