@@ -15,11 +15,9 @@ from afterglow.api.conversation import Conversation
 from afterglow.chat.constraints.grammar import RESPONSE_FORMAT_FIELDS
 from afterglow.cli.chat import chat
 from afterglow.cli.settings import Settings
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
-from afterglow.engine.sampling.grammar import GrammarConstraint
-from afterglow.engine.sampling.reasoning_budget import ReasoningBudget
+from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Request
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.media.policy import MediaPolicy
 from afterglow.server.settings import ServerSettings

@@ -10,7 +10,7 @@ import pytest
 
 from afterglow import ChatResponse, Conversation, TextDelta, ToolCall
 from afterglow.api.conversation import MAX_TOOL_ROUNDS
-from afterglow.chat.output.response import Delta
+from afterglow.chat.response import Delta
 from afterglow.engine.types.request import Usage
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from afterglow.engine import engine
 from afterglow.engine.kvcache import prefix_cache
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
-from afterglow.engine.multimodal.encoder_cache import EncoderCache, MediaPart
+from afterglow.engine.multimodal.encoder_cache import EncoderCache
 from afterglow.engine.scheduling.job import Job
 from afterglow.engine.scheduling.media import MediaScheduler
 from afterglow.engine.types.entries import EntryInterner
+from afterglow.engine.types.media import MediaPart
 from laws import test_images_on_the_fake as laws
 from laws.mutants import mutant, wrapped
 

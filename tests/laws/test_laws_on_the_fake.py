@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, KVCacheFull, PromptTooLong
 from afterglow.llama.sampling import Sampling
 from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, check, collect, fake, play, prompt, reference, request

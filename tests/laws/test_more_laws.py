@@ -9,11 +9,10 @@ import pytest
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.inspect import snapshots
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
 from afterglow.engine.kvcache.planner import Continue
 from afterglow.engine.types.entries import Media
 from afterglow.engine.types.request import Request
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, InvalidState, KVCacheFull, PromptTooLong
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings

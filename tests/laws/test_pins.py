@@ -6,8 +6,7 @@ import pytest
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import cache
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import InvalidArgument
 from support.play import KINDS, ask, fake, prompt, reference
 from support.truth import check_all

@@ -7,10 +7,9 @@ import contextlib
 import numpy as np
 import pytest
 
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
 from afterglow.engine.types.entries import Media
 from afterglow.engine.types.request import Request
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import InvalidArgument, KVCacheFull, RequestError
 from afterglow.llama.settings import ContextSettings
 from laws.test_more_laws import CAT, CLIP, OTHER, SYSTEM, expected, live, seeing

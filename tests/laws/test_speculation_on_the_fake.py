@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.sampling.grammar import GrammarConstraint
+from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, KVCacheFull, UnsupportedOption
 from afterglow.llama.sampling import Sampling

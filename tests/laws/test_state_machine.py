@@ -31,13 +31,12 @@ from afterglow.engine.engine import MAX_DECODE_ATTEMPTS
 from afterglow.engine.inspect import snapshots
 from afterglow.engine.kvcache import blocks, checkpoint_store, prefix_cache, sequence, store
 from afterglow.engine.kvcache import checkpoints as checkpoint
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
 from afterglow.engine.scheduling import job
 from afterglow.engine.speculation import rollback as replay
 from afterglow.engine.speculation import speculator as drafting
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.engine.types.request import Failed, Finished, Request
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, KVCacheFull
 from afterglow.llama.sampling import Sampling
 from support import truth

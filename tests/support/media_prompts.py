@@ -9,8 +9,9 @@ import numpy as np
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import EngineSpec
-from afterglow.engine.multimodal.encoder_cache import MediaPart, build_media_entries
+from afterglow.engine.multimodal.encoder_cache import build_media_entries
 from afterglow.engine.types.entries import Entry
+from afterglow.engine.types.media import MediaPart
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.projector import get_media_size
 from afterglow.llama.settings import ContextSettings

@@ -18,15 +18,15 @@ from afterglow.api.outputs import Completion
 from afterglow.api.prompts import MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
 from afterglow.chat.messages import Message, MessageLike
-from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.prompt import ChatPrompt
+from afterglow.chat.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import ToolLike
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.kvcache.explain import Explanation
-from afterglow.engine.multimodal.encoder_cache import MediaPart
 from afterglow.engine.types.entries import Entry
+from afterglow.engine.types.media import MediaPart
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument

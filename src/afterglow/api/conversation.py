@@ -15,7 +15,7 @@ from afterglow.chat.content import AttachmentSource, build_attachments
 from afterglow.chat.messages import Message, MessageLike, ToolCall, to_openai_message
 from afterglow.chat.messages import parse_messages as read_messages
 from afterglow.chat.output.parts import OutputPart
-from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
+from afterglow.chat.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import Tool, ToolLike
 from afterglow.chat.tools.tool import parse_tools as read_tools
 from afterglow.errors import InvalidArgument

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.remote_calls import MediaMeasurement
-from afterglow.engine.multimodal.encoder_cache import MediaEntry, MediaPart, build_media_entries
+from afterglow.engine.multimodal.encoder_cache import MediaEntry, build_media_entries
 from afterglow.engine.types.entries import Entry, Media
+from afterglow.engine.types.media import MediaPart
 from afterglow.errors import InvalidArgument
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, get_media_size
 from afterglow.llama.vocabulary import Vocabulary

@@ -27,8 +27,7 @@ from afterglow.chat.tools.text_tools import render_tools_as_text
 from afterglow.chat.tools.tool import Tool, ToolLike
 from afterglow.chat.tools.tool import parse_tools as read_tools
 from afterglow.closeable import Closeable
-from afterglow.engine.sampling.grammar import GrammarConstraint
-from afterglow.engine.sampling.reasoning_budget import ReasoningBudget
+from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Request
 from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary

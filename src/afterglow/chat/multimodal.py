@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Attachment, Message
-from afterglow.engine.multimodal.encoder_cache import MediaEntry, MediaPart
+from afterglow.engine.multimodal.encoder_cache import MediaEntry
 from afterglow.engine.types.entries import Entry, Media
+from afterglow.engine.types.media import MediaPart
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia
 from afterglow.llama.projector import Modality
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy

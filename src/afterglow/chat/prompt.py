@@ -16,8 +16,8 @@ from typing import Any
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character
 from afterglow.chat.template.renderer import ChatTemplate
-from afterglow.engine.multimodal.encoder_cache import MediaPart
 from afterglow.engine.types.entries import Entry, Media
+from afterglow.engine.types.media import MediaPart
 from afterglow.errors import InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 

@@ -12,7 +12,7 @@ from rich.markdown import Markdown
 from rich.text import Text as Styled
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
-from afterglow.chat.output.response import ChatResponse, Delta
+from afterglow.chat.response import ChatResponse, Delta
 
 
 class Display(Protocol):

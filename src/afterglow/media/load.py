@@ -17,7 +17,7 @@ from afterglow.media.images import decode_image
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality, abbreviate_source
 from afterglow.media.types import MediaData
 
-__all__ = ["CLOSED", "MediaPolicy", "bring", "open_attachment"]
+__all__ = ["INLINE_ONLY", "MediaPolicy", "load_media_bytes", "load_media"]
 
 SCHEME_PATTERN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: one is a drive
 BASE64_PATTERN = re.compile(r"[A-Za-z0-9+/\s]*={0,2}\s*")

@@ -10,7 +10,7 @@ from typing import Any
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.output.parts import ReasoningDelta
-from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
+from afterglow.chat.response import ChatResponse, ChatStream, Delta
 from afterglow.engine.types.request import Token, Usage
 from afterglow.server import limits
 from afterglow.server.admission import Ticket

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.multimodal.encoder_cache import MediaEncoder
-from afterglow.engine.sampling.grammar import TokenBytes
 from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan, StateScope
+from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import EntryInterner
+from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, KVCacheFull
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling

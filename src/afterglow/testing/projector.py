@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from afterglow.engine.multimodal.encoder_cache import MediaPart, build_media_entries
+from afterglow.engine.multimodal.encoder_cache import build_media_entries
 from afterglow.engine.types.entries import Entry
+from afterglow.engine.types.media import MediaPart
 from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder, Modality
 from afterglow.media.types import ImageData, MediaData
 from afterglow.testing.memory import hash_media_digest

@@ -7,12 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from afterglow.engine.kvcache.checkpoints import (
-    CheckpointSettings,
-    choose_checkpoint_positions,
-    choose_positions_to_drop,
-)
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.kvcache.checkpoints import choose_checkpoint_positions, choose_positions_to_drop
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import InvalidArgument
 from support.play import ask, fake, prompt
 

@@ -13,9 +13,8 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.kvcache import explain
 from afterglow.engine.kvcache.blocks import Block
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
 from afterglow.engine.types.backend import DecodeSpan
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.llama import page_buffers
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models

@@ -10,10 +10,10 @@ import pytest
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.thread import EngineThread
-from afterglow.engine.sampling.grammar import GrammarCompiler, GrammarConstraint
-from afterglow.engine.sampling.reasoning_budget import ReasoningBudget
+from afterglow.engine.sampling.grammar import GrammarCompiler
 from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraintFactory
+from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Finished, Request
 from afterglow.errors import Cancelled, InvalidArgument, InvalidGrammar
 from afterglow.llama.sampling import Sampling

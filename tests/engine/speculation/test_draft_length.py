@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from afterglow.engine.kvcache.cost_model import StepCosts
-from afterglow.engine.speculation.draft_length import (
-    AcceptanceEstimator,
-    DraftStats,
-    LossBudget,
-    choose_length,
-    estimate_tokens,
-)
+from afterglow.engine.speculation.draft_length import LossBudget, choose_length, estimate_tokens
+from afterglow.engine.types.draft_stats import AcceptanceEstimator, DraftStats
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 

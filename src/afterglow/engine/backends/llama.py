@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.multimodal.encoder_cache import MediaEncoder
-from afterglow.engine.sampling.grammar import TokenBytes
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler, StateScope
+from afterglow.engine.types.constraints import TokenBytes
+from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import InvalidState
 from afterglow.llama import kv_layout as llama_layout
 from afterglow.llama import page_buffers

@@ -10,11 +10,10 @@ from typing import Literal, TypeAlias
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.speculation.calibration import calibrate
-from afterglow.engine.speculation.draft_length import MAX_DRAFT_TOKENS
 from afterglow.engine.speculation.draft_model import DraftModel, check_vocabularies
 from afterglow.engine.speculation.mtp.backend import MtpBackend, MtpDrafter
 from afterglow.engine.speculation.speculator import Drafter
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf.probe import SPLIT_FILE_NAME

@@ -6,11 +6,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointSettings, choose_positions_to_drop
+from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_positions_to_drop
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.radix_tree import RadixTree
 from afterglow.engine.kvcache.ram import Victim, compute_value
 from afterglow.engine.types.entries import Entries
+from afterglow.engine.types.settings import CheckpointSettings
 
 
 class CheckpointStore:

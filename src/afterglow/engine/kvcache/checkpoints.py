@@ -8,25 +8,10 @@ from dataclasses import dataclass, field
 
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.entries import Entries
+from afterglow.engine.types.settings import CheckpointSettings
 from afterglow.llama import page_buffers
-from afterglow.llama.checks import check_integer
 
 TAIL_DISTANCE_TOKENS = 4  # tokens before the end of a prompt: templates often rewrite just these
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSettings:
-    """How often, and how many. `max_checkpoints` 0 turns them off."""
-
-    max_checkpoints: int = 8  # along one path
-    every_n_tokens: int = 8192  # 0: none
-    min_tokens: int = 64  # none before this many, except at the ends of messages
-    min_gap: int = 64  # none closer than this to another, except at the ends of messages
-    max_bytes: int = 512 * 1024 * 1024  # of all together
-
-    def __post_init__(self) -> None:
-        for name in ("max_checkpoints", "every_n_tokens", "min_tokens", "min_gap", "max_bytes"):
-            check_integer(name, getattr(self, name), 0, 2**62)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -6,46 +6,20 @@ The engine's thread asks and never waits for one; another thread reads files, en
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from afterglow.engine.multimodal.embedding_files import EmbeddingFiles
 from afterglow.engine.types.entries import Entry, Media
+from afterglow.engine.types.media import MediaEncoder, MediaPart
 from afterglow.errors import AfterglowError, Closed, EngineError
-from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder, Modality
+from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder
 from afterglow.media.types import MediaData
 
 MAX_ENCODE_BATCH = 8  # contents that are encoded in one go
-
-
-class MediaEncoder(Protocol):
-    """What makes rows of pictures: a projector, or a fake."""
-
-    key: bytes  # of everything that shapes them beside the content
-    modalities: frozenset[Modality]
-
-    def encode(self, contents: Sequence[MediaData]) -> list[list[MediaEmbedding]]:
-        """The pieces of each, as rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class MediaPart:
-    """One piece of a content that stands in a prompt."""
-
-    content: MediaData
-    piece_index: int = 0
-
-    def compute_source_key(self, projector_key: bytes, salt: str = "") -> bytes:
-        """Names the content as a projector with this key sees it, and whose it is."""
-        return hashlib.sha256(self.content.digest + projector_key + salt.encode()).digest()
-
-    def compute_digest(self, projector_key: bytes) -> bytes:
-        """Names the piece: the identity of its entry."""
-        return hashlib.sha256(self.compute_source_key(projector_key) + b" %d" % self.piece_index).digest()
 
 
 MediaEntry: TypeAlias = tuple[Entry, MediaPart | None]

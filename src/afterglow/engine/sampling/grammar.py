@@ -8,53 +8,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.sampling.stops import StopMatcher
-from afterglow.errors import InvalidArgument, InvalidGrammar
+from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes
+from afterglow.errors import InvalidGrammar
 
 MAX_COMPILED_GRAMMARS = 32  # grammars that are kept compiled: agents ask for the same shapes again and again
-MAX_GRAMMAR_CHARACTERS = 1024 * 1024  # characters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarConstraint:
-    """A grammar in llguidance's form for the whole answer; or grammars that hold from the moment their beginning in
-    `after` was written until their own end, each time anew, or `once`: then the answer ends there.
-
-    >>> Constraint(grammar='start: "yes" | "no"').after
-    ()
-    """
-
-    grammar: str = ""
-    triggers: tuple[tuple[bytes, str], ...] = ()  # beginnings, and what follows each
-    stop_after_first: bool = False
-
-    def __post_init__(self) -> None:
-        if bool(self.grammar) == bool(self.triggers):
-            raise InvalidArgument("constraint", "must be a grammar, or grammars with their beginnings")
-        for grammar in (self.grammar, *(grammar for _, grammar in self.triggers)):
-            if not isinstance(grammar, str):
-                raise InvalidArgument("grammar", f"must be text, not {type(grammar).__name__}")
-            if len(grammar) > MAX_GRAMMAR_CHARACTERS:
-                raise InvalidGrammar(f"it has {len(grammar):,} characters, {MAX_GRAMMAR_CHARACTERS:,} are allowed")
-
-
-class TokenBytes(Protocol):
-    """The tokens that a grammar is made of, as a vocabulary has them."""
-
-    @property
-    def pieces(self) -> Sequence[bytes]: ...
-    @property
-    def control_tokens(self) -> frozenset[int]: ...
-    @property
-    def eog_tokens(self) -> frozenset[int]: ...
-    def tokenize(self, text: bytes) -> list[int]: ...
 
 
 class GrammarCompiler:

@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from afterglow.engine.sampling.stops import StopMatcher
-from afterglow.errors import InvalidArgument
-from afterglow.llama.checks import check_integer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningBudget:
-    """At most `tokens` tokens between the texts `opens` and `closes`; then `ending` is written.
-
-    >>> ThoughtBudget(tokens=100, opens=b"<think>", closes=b"</think>", ending=(7, 8), open=True).tokens
-    100
-    """
-
-    max_tokens: int
-    start_marker: bytes
-    end_marker: bytes
-    closing_tokens: tuple[int, ...]  # tokens that close a thought; they contain `closes`
-    starts_open: bool  # the prompt ends inside a thought
-
-    def __post_init__(self) -> None:
-        check_integer("reasoning budget", self.max_tokens, 0)
-        if not self.end_marker or not self.closing_tokens:
-            raise InvalidArgument("reasoning budget", "needs a text and tokens that close a thought")
+from afterglow.engine.types.constraints import ReasoningBudget
 
 
 class ReasoningLimiter:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.sampling.grammar import GrammarCompiler, GrammarMatcher, TokenBytes
+from afterglow.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from afterglow.engine.sampling.reasoning_budget import ReasoningLimiter
 from afterglow.engine.types.backend import Sampler
+from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.request import Request
 
 

@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass, field
 
 from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
-from afterglow.engine.multimodal.encoder_cache import EncodeTask, MediaPart
+from afterglow.engine.multimodal.encoder_cache import EncodeTask
 from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint
-from afterglow.engine.speculation.draft_length import DraftStats
 from afterglow.engine.types.backend import DecodeSpan, Sampler
+from afterglow.engine.types.draft_stats import DraftStats
 from afterglow.engine.types.entries import Entries, round_down_to_grid
+from afterglow.engine.types.media import MediaPart
 from afterglow.engine.types.request import Request, Usage
 
 

@@ -7,9 +7,10 @@ import logging
 import numpy as np
 
 from afterglow.engine.multimodal.embedding_files import EmbeddingFiles
-from afterglow.engine.multimodal.encoder_cache import EncoderCache, MediaEncoder
+from afterglow.engine.multimodal.encoder_cache import EncoderCache
 from afterglow.engine.scheduling.job import Job
 from afterglow.engine.types.entries import EntryInterner
+from afterglow.engine.types.media import MediaEncoder
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.media.types import AudioData

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from afterglow.engine.kvcache.cost_model import StepCosts
-from afterglow.engine.speculation.draft_length import MAX_DRAFT_TOKENS
 from afterglow.engine.types.backend import Backend, DecodeSpan
+from afterglow.engine.types.settings import MAX_DRAFT_TOKENS
 from afterglow.errors import AfterglowError
 
 MAX_CALIBRATION_SECONDS = 0.25  # that it may take; what is not measured then is learned from guesses

@@ -13,8 +13,8 @@ from itertools import cycle, islice
 import numpy as np
 
 from afterglow.engine.scheduling.job import Job
-from afterglow.engine.speculation.draft_length import AcceptanceEstimator
 from afterglow.engine.speculation.speculator import DraftRequest
+from afterglow.engine.types.draft_stats import AcceptanceEstimator
 from afterglow.engine.types.entries import Entries, EntryBuffer, common_prefix_length
 
 NGRAM_TOKENS = 3  # tokens that have to agree: two agree too often, four too late

@@ -9,16 +9,11 @@ from typing import Protocol, TypeAlias
 
 from afterglow.engine.kvcache.cost_model import CostModel, RecentTimings
 from afterglow.engine.scheduling.job import Job
-from afterglow.engine.speculation.draft_length import (
-    MAX_DRAFT_TOKENS,
-    AcceptanceEstimator,
-    DraftLength,
-    LossBudget,
-    choose_length,
-)
+from afterglow.engine.speculation.draft_length import DraftLength, LossBudget, choose_length
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Capabilities
-from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.draft_stats import AcceptanceEstimator
+from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import UnsupportedOption
 
 DraftRequest: TypeAlias = tuple[Job, int]

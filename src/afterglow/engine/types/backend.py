@@ -9,9 +9,9 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.multimodal.encoder_cache import MediaEncoder
-from afterglow.engine.sampling.grammar import TokenBytes
+from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import Entries
+from afterglow.engine.types.media import MediaEncoder
 from afterglow.llama.projector import MediaEmbedding, Modality
 from afterglow.llama.sampling import Sampling
 

@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.multimodal.encoder_cache import MediaPart
-from afterglow.engine.sampling.grammar import GrammarConstraint
-from afterglow.engine.sampling.reasoning_budget import ReasoningBudget
+from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.entries import Entry
+from afterglow.engine.types.media import MediaPart
 from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.checks import check_float, check_integer
 from afterglow.llama.sampling import Sampling

@@ -8,10 +8,25 @@ from typing import Literal
 
 import psutil
 
-from afterglow.engine.kvcache.checkpoints import CheckpointSettings
-from afterglow.engine.speculation.draft_length import MAX_DRAFT_TOKENS
 from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_float, check_integer
+
+MAX_DRAFT_TOKENS = 16  # guesses behind one token; hardly anything is right so far out, and each needs an output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """How often, and how many. `max_checkpoints` 0 turns them off."""
+
+    max_checkpoints: int = 8  # along one path
+    every_n_tokens: int = 8192  # 0: none
+    min_tokens: int = 64  # none before this many, except at the ends of messages
+    min_gap: int = 64  # none closer than this to another, except at the ends of messages
+    max_bytes: int = 512 * 1024 * 1024  # of all together
+
+    def __post_init__(self) -> None:
+        for name in ("max_checkpoints", "every_n_tokens", "min_tokens", "min_gap", "max_bytes"):
+            check_integer(name, getattr(self, name), 0, 2**62)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

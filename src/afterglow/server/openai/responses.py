@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from afterglow.chat.messages import to_openai_message as plain_message
 from afterglow.chat.output.parts import TextDelta
-from afterglow.chat.output.response import Delta
+from afterglow.chat.response import Delta
 from afterglow.errors import AfterglowError
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error, to_api_error
