@@ -1,4 +1,4 @@
-"""The radix tree: matches inside edges, keeps itself small, and agrees with a plain search."""
+"""Radix tree: matches inside edges, removes empty branches, and agrees with a linear search."""
 
 from __future__ import annotations
 
@@ -7,103 +7,86 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afterglow.engine.kvcache.radix_tree import RadixNode, RadixTree
-from afterglow.engine.types.entries import EntryBuffer, EntryInterner, Media, common_prefix_length
+from afterglow.engine.types.entries import common_prefix_length
 
 
-def ids(*numbers: int) -> np.ndarray:
+def to_entries(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
 def test_a_match_may_end_inside_an_edge():
     tree: RadixTree[str] = RadixTree()
-    tree.insert(ids(1, 2, 3, 4, 5), "one")
-    match = tree.match(ids(1, 2, 3, 9))
+    tree.insert(to_entries(1, 2, 3, 4, 5), "one")
+    match = tree.match(to_entries(1, 2, 3, 9))
     assert match.length == 3
     assert tree.find_nearest(match, 5) == [("one", 3)]
 
 
-def test_the_nearest_come_first():
+def test_anchors_with_the_longest_common_prefix_come_first():
     tree: RadixTree[str] = RadixTree()
     for name, numbers in {"a": (1, 2, 3, 4), "b": (1, 2, 9), "c": (7,), "d": (1, 2, 3, 8)}.items():
-        tree.insert(ids(*numbers), name)
-    found = tree.find_nearest(tree.match(ids(1, 2, 3, 4, 5)), 10)
-    assert found[0] == ("a", 4)
-    assert dict(found) == {"a": 4, "d": 3, "b": 2, "c": 0}
+        tree.insert(to_entries(*numbers), name)
+    nearest = tree.find_nearest(tree.match(to_entries(1, 2, 3, 4, 5)), 10)
+    assert nearest[0] == ("a", 4)
+    assert dict(nearest) == {"a": 4, "d": 3, "b": 2, "c": 0}
 
 
-def test_anchors_along_a_prompt_are_those_it_runs_through():
+def test_anchors_on_the_path_of_a_prompt_are_its_prefixes():
     tree: RadixTree[str] = RadixTree()
-    for name, numbers in {"short": (1, 2), "long": (1, 2, 3, 4), "beside": (1, 5)}.items():
-        tree.insert(ids(*numbers), name)
-    assert list(tree.iter_anchors_on_path(tree.match(ids(1, 2, 3, 9)))) == ["short"]
+    for name, numbers in {"short": (1, 2), "long": (1, 2, 3, 4), "sibling": (1, 5)}.items():
+        tree.insert(to_entries(*numbers), name)
+    assert list(tree.iter_anchors_on_path(tree.match(to_entries(1, 2, 3, 9)))) == ["short"]
     assert list(tree.iter_ancestors("long")) == ["long", "short"]
 
 
-def test_what_only_one_anchor_holds_is_unique():
+def test_entries_on_the_path_of_one_anchor_only_are_unique():
     tree: RadixTree[str] = RadixTree()
-    tree.insert(ids(1, 2, 3, 4), "a")
+    tree.insert(to_entries(1, 2, 3, 4), "a")
     assert tree.count_unique_entries("a") == 4
-    tree.insert(ids(1, 2, 9), "b")
+    tree.insert(to_entries(1, 2, 9), "b")
     assert (tree.count_unique_entries("a"), tree.count_unique_entries("b")) == (2, 1)
-    tree.insert(ids(1, 2, 3, 4), "twin")
+    tree.insert(to_entries(1, 2, 3, 4), "twin")
     assert tree.count_unique_entries("a") == 0
 
 
-def nodes(node: RadixNode[str]) -> int:
-    return 1 + sum(nodes(child) for child in node.children.values())
+def count_nodes(node: RadixNode[str]) -> int:
+    return 1 + sum(count_nodes(child) for child in node.children.values())
 
 
-def test_removing_everything_leaves_nothing():
+def test_removing_every_anchor_removes_every_node():
     tree: RadixTree[int] = RadixTree()
     rng = np.random.default_rng(0)
-    for number in range(200):
-        tree.insert(rng.integers(0, 3, rng.integers(0, 20)), number)
-    for number in range(200):
-        tree.remove(number)
+    for anchor in range(200):
+        tree.insert(rng.integers(0, 3, rng.integers(0, 20)), anchor)
+    for anchor in range(200):
+        tree.remove(anchor)
     assert len(tree) == 0
-    assert nodes(tree.get_root()) == 1
+    assert count_nodes(tree.get_root()) == 1
 
 
-sequences = st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12)
+paths_strategy = st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12)
 
 
 @settings(max_examples=200, deadline=None)
-@given(sequences, st.lists(st.integers(0, 2), max_size=8), st.data())
-def test_it_agrees_with_a_plain_search(paths, query, data):
+@given(paths_strategy, st.lists(st.integers(0, 2), max_size=8), st.data())
+def test_the_tree_agrees_with_a_linear_search(paths, query, data):
     tree: RadixTree[int] = RadixTree()
-    for number, path in enumerate(paths):
-        tree.insert(ids(*path), number)
-    gone = set(data.draw(st.lists(st.sampled_from(range(len(paths))), unique=True)))
-    for number in gone:
-        tree.remove(number)
-    left = {number: path for number, path in enumerate(paths) if number not in gone}
-    expected = {number: common_prefix_length(ids(*path), ids(*query)) for number, path in left.items()}
-    assert dict(tree.find_nearest(tree.match(ids(*query)), 100)) == expected
-    along = {number for number, path in left.items() if expected[number] == len(path)}
-    assert set(tree.iter_anchors_on_path(tree.match(ids(*query)))) == along
-    for number, path in left.items():
-        others = [common_prefix_length(ids(*path), ids(*other)) for n, other in left.items() if n != number]
-        assert tree.count_unique_entries(number) == len(path) - max(others, default=0)
-
-
-def test_media_are_single_entries_with_cells_and_positions_of_their_own():
-    ledger = EntryInterner()
-    picture, other = Media(b"a", cells=256, positions=16), Media(b"b", cells=256, positions=16)
-    array = ledger.intern([1, 2, picture, 3, picture, other])
-    assert array[2] == array[4] != array[5]
-    assert array[2] < 0
-    assert ledger.count_cells(array) == 3 + 3 * 256
-    assert ledger.count_positions(array) == 3 + 3 * 16
-    assert ledger.get_media(int(array[5])) is other
-
-
-def test_a_record_grows_and_shrinks_without_losing_anything():
-    record = EntryBuffer()
-    for number in range(500):
-        record.append(number)
-    record.extend(ids(*range(500, 2000)))
-    record.truncate(1500)
-    record.append(7)
-    assert len(record) == 1501
-    assert list(record.entries[:1500]) == list(range(1500))
-    assert record.entries[1500] == 7
+    for anchor, path in enumerate(paths):
+        tree.insert(to_entries(*path), anchor)
+    removed = set(data.draw(st.lists(st.sampled_from(range(len(paths))), unique=True)))
+    for anchor in removed:
+        tree.remove(anchor)
+    remaining = {anchor: path for anchor, path in enumerate(paths) if anchor not in removed}
+    expected = {
+        anchor: common_prefix_length(to_entries(*path), to_entries(*query)) for anchor, path in remaining.items()
+    }
+    assert dict(tree.find_nearest(tree.match(to_entries(*query)), 100)) == expected
+    on_path = {anchor for anchor, path in remaining.items() if expected[anchor] == len(path)}
+    assert set(tree.iter_anchors_on_path(tree.match(to_entries(*query)))) == on_path
+    for anchor, path in remaining.items():
+        shared_lengths = [
+            common_prefix_length(to_entries(*path), to_entries(*other_path))
+            for other_anchor, other_path in remaining.items()
+            if other_anchor != anchor
+        ]
+        assert tree.count_unique_entries(anchor) == len(path) - max(shared_lengths, default=0)

@@ -1,1 +1,1 @@
-"""Prefix cache: what is computed, where it is stored, how a prompt reuses it."""
+"""Prefix cache: the KV cache of the sequences, the tiers behind it, and the plan by which a prompt reuses them."""

@@ -1,7 +1,7 @@
-"""Computed cells outside of memory, in stretches of a few entries, each found by all that comes before it. Pure.
+"""Blocks of stored KV cells, content-addressed by all entries up to their end. Pure data structures, no I/O.
 
-Stretches begin at multiples of a fixed length, so conversations that begin alike have the same ones, in this process
-and in any other. Only the last of a conversation may be shorter.
+Blocks start at multiples of the block size, so prompts with a common prefix have the same blocks, in every process.
+Only the last block of a prompt may be shorter.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 
-MAX_CACHED_HASHES = 1024  # names of stretches, about a megabyte with what they are the names of
+MAX_CACHED_HASHES = 1024  # about one megabyte with the entries that are hashed
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Block:
-    """The cells of a few entries. `rows` is None while they are on disk only."""
+    """KV cells of up to `block_size` entries. `rows` is None if they are only on disk."""
 
-    key: bytes  # names these entries after all those before them
-    parent: bytes  # the key of what comes before; of the first, the seed
-    start: int  # entries before it
-    entries: Entries  # as every process writes them
+    key: bytes  # hash of these entries and all entries before them
+    parent: bytes  # key of the previous block; of the first block, the root key of its salt
+    start: int  # number of entries before it
+    entries: Entries  # portable: the same in every process
     aligned: int  # leading entries that were computed on the deterministic grid
     cells: int
-    nbytes: int  # in RAM; of one that never was there, of its file
+    nbytes: int  # bytes in RAM, or of its file if it was never in RAM
     layout: bytes = b""
     rows: NDArray[np.uint8] | None = None
-    file_bytes: int = 0  # 0: it is not on disk
+    file_bytes: int = 0  # 0: not on disk
     pinned: bool = False
     hits: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -49,62 +49,61 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """What of a prompt is stored, from its beginning on: `length` entries, the last segment perhaps only in part."""
+    """Prefix of a prompt that is stored: `length` entries. Its last block may extend beyond it."""
 
     blocks: tuple[Block, ...] = ()
     length: int = 0
-    entries: Entries = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the prompt, so far
+    entries: Entries = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the prompt up to `length`
 
     @property
     def next_entry(self) -> int | None:
-        """The stored entry that comes after, where there is one."""
-        rest = self.length - self.blocks[-1].start if self.blocks else 0
-        return int(self.blocks[-1].entries[rest]) if self.blocks and rest < len(self.blocks[-1].entries) else None
+        """Stored entry after the prefix, if there is one."""
+        offset = self.length - self.blocks[-1].start if self.blocks else 0
+        return int(self.blocks[-1].entries[offset]) if self.blocks and offset < len(self.blocks[-1].entries) else None
 
 
 class BlockHasher:
-    """Names stretches of entries by everything before them: the model and build, the salt, every entry."""
+    """Computes block keys: chained hashes of model and build, salt, and all entries up to the end of the block."""
 
     def __init__(self, model: bytes, interner: EntryInterner, block_size: int) -> None:
-        self.block_size = block_size  # entries in a whole segment
-        self.model = model  # names everything that decides what stored bytes mean
+        self.block_size = block_size
+        self.model = model  # hash of everything that determines the meaning of stored bytes
         self._interner = interner
-        self._cached_hash = functools.lru_cache(MAX_CACHED_HASHES)(
-            self._hash_block
-        )  # a plan asks for the same names several times
+        # A plan needs the same hashes several times.
+        self._cached_hash = functools.lru_cache(MAX_CACHED_HASHES)(self._hash_block)
 
     def get_root_key(self, salt: str) -> bytes:
-        """Where the chain of a salt begins."""
+        """Return the parent key of the first block of a salt."""
         return blake3(self.model + salt.encode(), derive_key_context="afterglow prefix seed").digest()
 
     def hash_block(self, parent: bytes, entries: Entries) -> bytes:
-        """The name of these entries after `parent`."""
+        """Return the key of the block with these entries after `parent`."""
         return self._cached_hash(parent, entries.tobytes())
 
     def _hash_block(self, parent: bytes, entry_bytes: bytes) -> bytes:
         return blake3(parent + self._interner.to_portable_bytes(np.frombuffer(entry_bytes, dtype=np.int64))).digest()
 
     def hash_prefixes(self, entries: Entries, salt: str) -> list[bytes]:
-        """The names of all beginnings of `ids` in whole segments, the empty one first."""
-        names = [self.get_root_key(salt)]
+        """Return the keys of all prefixes of `entries` that consist of full blocks, the empty prefix first."""
+        keys = [self.get_root_key(salt)]
         for start in range(0, len(entries) - len(entries) % self.block_size, self.block_size):
-            names.append(self.hash_block(names[-1], entries[start : start + self.block_size]))
-        return names
+            keys.append(self.hash_block(keys[-1], entries[start : start + self.block_size]))
+        return keys
 
     def hash_checkpoint(self, parent: bytes, rest: Entries) -> bytes:
-        """The name of a checkpoint `rest` entries after `before`."""
+        """Return the key of a checkpoint after `parent` and the entries `rest`."""
         return blake3(self.hash_block(parent, rest), derive_key_context="afterglow prefix checkpoint").digest()
 
 
 class BlockTree:
-    """Which segments there are. One that is here has everything before it here, too."""
+    """Index of all stored blocks, in RAM and on disk. Invariant: the parent of every block is in the tree."""
 
     def __init__(self, hasher: BlockHasher, interner: EntryInterner) -> None:
         self.hasher = hasher
         self._interner = interner
         self._by_key: dict[bytes, Block] = {}
-        self._children: dict[bytes, list[Block]] = {}  # by the name of their parent
-        self.loss_count = 0  # segments that went
+        self._children: dict[bytes, list[Block]] = {}  # by parent key
+        self.loss_count = 0  # number of blocks removed so far
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -119,72 +118,71 @@ class BlockTree:
         return self._children.get(key, [])
 
     def find_stored_prefix(self, entries: Entries, salt: str, *, aligned: bool) -> StoredPrefix:
-        """How far a prompt is stored; with `aligned`, as far as it was computed on the deterministic grid."""
-        block, name, found, length = self.hasher.block_size, self.hasher.get_root_key(salt), [], 0
+        """Return the longest stored prefix of a prompt; with `aligned`, the part computed on the deterministic grid."""
+        block_size, parent, blocks, length = self.hasher.block_size, self.hasher.get_root_key(salt), [], 0
         while length < len(entries):
-            stretch = entries[length : length + block]
-            segment, shared = self._find_best_child(name, stretch)
-            if segment is None or not shared:
+            block, shared = self._find_best_child(parent, entries[length : length + block_size])
+            if block is None or not shared:
                 break
-            found.append(segment)
-            usable = min(shared, segment.aligned) if aligned else shared
+            blocks.append(block)
+            usable = min(shared, block.aligned) if aligned else shared
             length += usable
-            if usable < block:
+            if usable < block_size:
                 break
-            name = segment.key
-        return StoredPrefix(tuple(found), length, entries[:length])
+            parent = block.key
+        return StoredPrefix(tuple(blocks), length, entries[:length])
 
     def _find_best_child(self, parent: bytes, entries: Entries) -> tuple[Block | None, int]:
-        """The segment after `parent` that has most in common with `ids`, and how much."""
-        written = self._interner.to_portable_entries(entries)
+        """Return the child of `parent` with the longest common prefix with `entries`, and its length."""
+        portable = self._interner.to_portable_entries(entries)
         if len(entries) == self.hasher.block_size:
-            whole = self._by_key.get(self.hasher.hash_block(parent, entries))
-            if whole is not None and np.array_equal(whole.entries, written):
-                return whole, len(entries)
-        best, most = None, 0
-        for segment in self.get_children(parent):
-            shared = common_prefix_length(segment.entries, written)
-            if shared > most:
-                best, most = segment, shared
-        return best, most
+            full_block = self._by_key.get(self.hasher.hash_block(parent, entries))
+            if full_block is not None and np.array_equal(full_block.entries, portable):
+                return full_block, len(entries)
+        best, best_length = None, 0
+        for child in self.get_children(parent):
+            shared = common_prefix_length(child.entries, portable)
+            if shared > best_length:
+                best, best_length = child, shared
+        return best, best_length
 
     def has_path(self, parent: bytes, rest: Entries) -> bool:
-        """Whether everything up to `rest` entries after `parent` is stored."""
+        """Return whether everything up to the entries `rest` after `parent` is stored."""
         if parent not in self._by_key and not self._is_root_key(parent):
             return False
         return not len(rest) or self._find_best_child(parent, rest)[1] == len(rest)
 
     def _is_root_key(self, parent: bytes) -> bool:
-        return any(segment.start == 0 for segment in self.get_children(parent))
+        return any(block.start == 0 for block in self.get_children(parent))
 
     def add(self, block: Block) -> list[Block]:
-        """Take a segment in; the shorter ones that it makes superfluous, which are gone now."""
-        assert block.start == 0 or block.parent in self._by_key, "something before it is missing"
-        gone = [
-            other
-            for other in self.get_children(block.parent)
-            if other.key != block.key
-            and len(other.entries) < len(block.entries)
-            and other.aligned <= block.aligned
-            and common_prefix_length(other.entries, block.entries) == len(other.entries)
+        """Add a block; remove and return the shorter blocks that it makes redundant."""
+        assert block.start == 0 or block.parent in self._by_key, "the parent of the block is not in the tree"
+        redundant = [
+            sibling
+            for sibling in self.get_children(block.parent)
+            if sibling.key != block.key
+            and len(sibling.entries) < len(block.entries)
+            and sibling.aligned <= block.aligned
+            and common_prefix_length(sibling.entries, block.entries) == len(sibling.entries)
         ]
         if block.key in self._by_key:
-            gone.append(self._by_key[block.key])
-        for other in gone:
-            self._unlink(other)
+            redundant.append(self._by_key[block.key])
+        for sibling in redundant:
+            self._unlink(sibling)
         self._by_key[block.key] = block
         self._children.setdefault(block.parent, []).append(block)
-        return gone
+        return redundant
 
     def remove(self, block: Block) -> list[Block]:
-        """Take a segment out, and everything that builds on it; all of these."""
-        gone, waiting = [], [block]
-        while waiting:
-            one = waiting.pop()
-            gone.append(one)
-            waiting += self.get_children(one.key)
-            self._unlink(one)
-        return gone
+        """Remove a block and all its descendants; return them."""
+        removed, pending = [], [block]
+        while pending:
+            descendant = pending.pop()
+            removed.append(descendant)
+            pending += self.get_children(descendant.key)
+            self._unlink(descendant)
+        return removed
 
     def _unlink(self, block: Block) -> None:
         self.loss_count += 1

@@ -1,35 +1,44 @@
-"""Where to take checkpoints, and which to let go. Decides; the engine acts."""
+"""Checkpoints: partial states of sequences in RAM. Chooses where to take them and which to evict.
+
+A checkpoint is what a recurrent, hybrid or sliding-window model needs to resume at a position, because its state cannot
+be truncated to an arbitrary length.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.radix_tree import RadixTree
+from afterglow.engine.kvcache.ram import Victim, compute_value
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.settings import CheckpointSettings
 from afterglow.llama import page_buffers
 
-TAIL_DISTANCE_TOKENS = 4  # tokens before the end of a prompt: templates often rewrite just these
+TAIL_DISTANCE_TOKENS = 4  # chat templates often rewrite the last few tokens of a prompt
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Checkpoint:
-    """The partial state after exactly these entries."""
+    """Partial state of a sequence after exactly these entries."""
 
     entries: Entries
     state: BackendState
-    aligned: int
+    aligned: int  # leading entries that were computed on the deterministic grid
     salt: str = ""
-    parent: bytes = b""  # the name of the whole segments before it
-    start: int = 0  # entries in them
-    key: bytes = b""  # its own name
-    pinned: bool = False  # a pinned beginning is restored from it
+    parent: bytes = b""  # key of the last full block before it
+    start: int = 0  # number of entries in the full blocks before it
+    key: bytes = b""
+    pinned: bool = False  # a pinned prefix is restored from it
     last_used: float = field(default_factory=time.monotonic)
 
     @property
     def position(self) -> int:
+        """Number of entries before the checkpoint."""
         return len(self.entries)
 
     @property
@@ -40,39 +49,125 @@ class Checkpoint:
 def choose_checkpoint_positions(
     length: int, boundaries: Iterable[int], existing: Iterable[int], ubatch: int, settings: CheckpointSettings
 ) -> list[int]:
-    """Where the prefill of a prompt of `length` entries must stand still, ascending.
+    """Return the positions at which the prefill of a prompt of `length` entries must pause, ascending.
 
-    At the ends of messages; 4, and 4 + `ubatch`, before the prompt's end; and every `every_n_tokens`. `taken` are
-    the depths along this prompt that have a checkpoint already.
+    Positions are the message boundaries, 4 and 4 + `ubatch` entries before the end of the prompt, and every
+    `every_n_tokens` entries. `existing` are the positions on this prompt that already have a checkpoint.
     """
     if settings.max_checkpoints == 0:
         return []
-    chosen = {point for point in boundaries if 0 < point < length}
-    known = set(existing)
-    wanted = [length - TAIL_DISTANCE_TOKENS, length - TAIL_DISTANCE_TOKENS - ubatch]
+    chosen = {position for position in boundaries if 0 < position < length}
+    taken = set(existing)
+    optional = [length - TAIL_DISTANCE_TOKENS, length - TAIL_DISTANCE_TOKENS - ubatch]
     if settings.every_n_tokens:
-        wanted += range(settings.every_n_tokens, length, settings.every_n_tokens)
-    for point in wanted:
-        apart = all(abs(point - other) >= settings.min_gap for other in chosen | known)
-        if settings.min_tokens <= point < length and apart:
-            chosen.add(point)
-    return sorted(chosen - known)
+        optional += range(settings.every_n_tokens, length, settings.every_n_tokens)
+    for position in optional:
+        has_gap = all(abs(position - neighbour) >= settings.min_gap for neighbour in chosen | taken)
+        if settings.min_tokens <= position < length and has_gap:
+            chosen.add(position)
+    return sorted(chosen - taken)
 
 
 def choose_positions_to_drop(positions: Sequence[int], limit: int) -> list[int]:
-    """Which of the ascending `depths` along one path to let go so that `limit` remain.
+    """Return which of the ascending `positions` on one path to drop so that `limit` remain.
 
-    The newest stays, since the conversation goes on there, and so does the first: the system prompt, shared by most.
-    Of the others the one goes whose absence costs least: with the nearest neighbour before it, relative to its
-    distance from the end, so that old ones become sparse and recent ones stay dense.
+    The newest stays because the conversation continues there. The first stays because it is the system prompt, which
+    most conversations share. Of the others, drop the one with the smallest gap to its predecessor relative to its
+    distance from the end: old checkpoints become sparse, recent ones stay dense.
     """
-    kept, gone = list(positions), []
-    while len(kept) > max(limit, 0):
-        inner = range(1, len(kept) - 1)
+    remaining, dropped = list(positions), []
+    while len(remaining) > max(limit, 0):
+        inner = range(1, len(remaining) - 1)
         if not inner:
             index = 0
         else:
-            end = kept[-1] + 1
-            index = min(inner, key=lambda i: (kept[i] - kept[i - 1]) / (end - kept[i]))
-        gone.append(kept.pop(index))
-    return gone
+            end = remaining[-1] + 1
+            index = min(inner, key=lambda i: (remaining[i] - remaining[i - 1]) / (end - remaining[i]))
+        dropped.append(remaining.pop(index))
+    return dropped
+
+
+class CheckpointStore:
+    """Owns the checkpoints in RAM and bounds their number per path and their bytes.
+
+    `evict_until_free` frees bytes of the RAM budget; it returns False if that is not possible.
+    """
+
+    def __init__(
+        self, settings: CheckpointSettings, cost_model: CostModel, evict_until_free: Callable[[int], bool]
+    ) -> None:
+        self.all_checkpoints: list[Checkpoint] = []
+        self.tree: RadixTree[Checkpoint] = RadixTree()
+        self._settings = settings
+        self._cost_model = cost_model
+        self._evict_until_free = evict_until_free
+
+    @property
+    def nbytes(self) -> int:
+        return sum(checkpoint.nbytes for checkpoint in self.all_checkpoints)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(checkpoint.nbytes for checkpoint in self.all_checkpoints if checkpoint.pinned)
+
+    def find_on_path(self, entries: Entries, salt: str) -> Iterator[Checkpoint]:
+        """Yield the checkpoints on the path of these entries, deepest first."""
+        return self.tree.iter_anchors_on_path(self.tree.match(entries, salt))
+
+    def has_checkpoint_at(self, entries: Entries, salt: str) -> bool:
+        """Return whether a checkpoint exists after exactly these entries."""
+        return any(checkpoint.position == len(entries) for checkpoint in self.find_on_path(entries, salt))
+
+    def find(self, key: bytes) -> Checkpoint | None:
+        """Return the checkpoint with this key. Thread-safe."""
+        return next((checkpoint for checkpoint in self.all_checkpoints[:] if checkpoint.key == key), None)
+
+    def evict_until_fits(self, nbytes: int) -> bool:
+        """Evict until a checkpoint of `nbytes` fits; return False if it cannot."""
+        if nbytes > self._settings.max_bytes or not self._settings.max_checkpoints:
+            return False
+        while self.nbytes + nbytes > self._settings.max_bytes:
+            oldest = min(self._list_unpinned(), key=lambda checkpoint: checkpoint.last_used, default=None)
+            if oldest is None:
+                return False
+            self.drop(oldest)
+        return self._evict_until_free(nbytes)
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint for which space was freed, and thin out the paths through it to `max_checkpoints`."""
+        self.all_checkpoints.append(checkpoint)
+        self.tree.insert(checkpoint.entries, checkpoint, checkpoint.salt)
+        for end in self.tree.find_descendants(checkpoint):
+            if end not in self.tree:
+                continue  # dropped with another path
+            path = list(self.tree.iter_ancestors(end))
+            unpinned = {ancestor.position: ancestor for ancestor in path if not ancestor.pinned}
+            limit = self._settings.max_checkpoints - len(path) + len(unpinned)
+            for position in choose_positions_to_drop(sorted(unpinned), limit):
+                self.drop(unpinned[position])
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        self.all_checkpoints.remove(checkpoint)
+        self.tree.remove(checkpoint)
+
+    def estimate_seconds_saved(self, checkpoint: Checkpoint) -> float:
+        """Return the compute time that a checkpoint saves: the entries since the checkpoint before it."""
+        previous = next(itertools.islice(self.tree.iter_ancestors(checkpoint), 1, 2), None)
+        start = 0 if previous is None else previous.position
+        return (checkpoint.position - start) * self._cost_model.seconds_per_entry
+
+    def find_victim(self) -> Victim | None:
+        """Return the unpinned checkpoint with the lowest value per byte."""
+        now, best = time.monotonic(), None
+        for checkpoint in self._list_unpinned():
+            seconds_saved = self.estimate_seconds_saved(checkpoint)
+            value = compute_value(seconds_saved, checkpoint.nbytes, now - checkpoint.last_used)
+            if best is None or value < best[0]:
+                best = value, checkpoint
+        if best is None:
+            return None
+        value, victim = best
+        return Victim(value, lambda: self.drop(victim))
+
+    def _list_unpinned(self) -> list[Checkpoint]:
+        return [checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned]

@@ -1,69 +1,69 @@
-"""What things take on this machine, measured as they happen. Plans are made with these numbers."""
+"""Cost model: measured times of prefill, decode, transfers and disk reads on this machine. The planner uses it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
 
-NEW_SAMPLE_WEIGHT = 0.2  # of a new measurement
-MIN_MEASURED_BYTES = 256 * 1024  # bytes
+NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
+MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
 
 
 class CostModel:
-    """Running averages, in seconds."""
+    """Running averages of measured costs. The initial values are estimates until something was measured."""
 
     def __init__(self) -> None:
-        self.seconds_per_entry = 1e-3  # to compute one prompt entry
-        self.latest_seconds_per_entry = 1e-3  # the same, of the newest decode alone
-        self.seconds_per_byte = 2e-10  # to move one byte of memory
-        self.bytes_per_entry = 20_000.0  # of a whole state
-        self.seconds_per_disk_byte = 1e-9  # to read one byte of a file, and to check it
-        self.seconds_per_step = 1e-3  # of a decode with nothing but generating rows
+        self.seconds_per_entry = 1e-3  # prefill of one entry
+        self.latest_seconds_per_entry = 1e-3  # the same, of the latest decode only
+        self.seconds_per_byte = 2e-10  # transfer between the device and RAM
+        self.bytes_per_entry = 20_000.0  # of a full state
+        self.seconds_per_disk_byte = 1e-9  # reading and verifying a file
+        self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
-        self._has_entry_time = False  # whether `per_entry` was ever measured
-        self._has_entry_size = False  # whether `bytes_per_entry` was ever measured
+        self._has_entry_time = False  # whether `seconds_per_entry` was measured
+        self._has_entry_size = False  # whether `bytes_per_entry` was measured
 
     def record_prefill(self, entries: int, seconds: float) -> None:
-        """A decode of prompt entries took so long."""
+        """Record a decode of prompt entries."""
         self.latest_seconds_per_entry = measured = max(seconds / entries, 1e-9)
-        # A machine that is slower than was guessed is believed at once: what is too cheap to compute is not kept.
+        # The first measurement replaces the estimate if it is slower: if computing seems too cheap, nothing is stored.
         weight = 1.0 if not self._has_entry_time and measured > self.seconds_per_entry else NEW_SAMPLE_WEIGHT
         self.seconds_per_entry += weight * (measured - self.seconds_per_entry)
         self._has_entry_time = True
 
     def record_decode_step(self, seconds: float) -> None:
-        """A decode of generating rows only took so long."""
+        """Record a decode without prompt entries."""
         self.seconds_per_step += NEW_SAMPLE_WEIGHT * (seconds - self.seconds_per_step)
 
     def record_transfer(self, nbytes: int, seconds: float, entries: int) -> None:
-        """Saving, loading or copying a state took so long. A small one tells only what a call costs."""
+        """Record saving, loading or copying the state of a sequence of `entries` entries (0: size not measured)."""
         if nbytes >= MIN_MEASURED_BYTES:
             self.seconds_per_byte += NEW_SAMPLE_WEIGHT * (seconds / nbytes - self.seconds_per_byte)
         if nbytes and entries:
-            weight = (
-                NEW_SAMPLE_WEIGHT if self._has_entry_size else 1.0
-            )  # a size needs no averaging, but for short sequences
+            # Sizes need no averaging, except over short sequences.
+            weight = NEW_SAMPLE_WEIGHT if self._has_entry_size else 1.0
             self.bytes_per_entry += weight * (nbytes / entries - self.bytes_per_entry)
             self._has_entry_size = True
 
     def record_disk_read(self, nbytes: int, seconds: float) -> None:
-        """Reading files took so long."""
+        """Record reading files."""
         if nbytes >= MIN_MEASURED_BYTES:
             self.seconds_per_disk_byte += NEW_SAMPLE_WEIGHT * (seconds / nbytes - self.seconds_per_disk_byte)
 
     def estimate_copy_seconds(self, entries: int) -> float:
-        """Expected seconds to copy a sequence of so many entries: there and back."""
+        """Return the expected seconds to copy a sequence between streams: one transfer out and one in."""
         return 2 * entries * self.bytes_per_entry * self.seconds_per_byte
 
 
 class RecentTimings:
-    """What something takes: of its last measurements one of the shortest. Whatever else the machine does makes them
-    longer, and says nothing of it.
+    """Duration of an operation: the lower quartile of its latest measurements.
 
-    >>> price = Recent()
+    Other load on the machine only ever makes a measurement longer, so the short ones are the accurate ones.
+
+    >>> timings = RecentTimings()
     >>> for seconds in (9.0, 1.2, 1.0):
-    ...     price.add(seconds)
-    >>> price.seconds
+    ...     timings.add(seconds)
+    >>> timings.seconds
     1.0
     """
 
@@ -77,7 +77,7 @@ class RecentTimings:
 
     @property
     def seconds(self) -> float:
-        """Asked for far less often than measured."""
+        """Duration in seconds. Sorted on access, because it is read far less often than measured."""
         return sorted(self._samples)[(len(self._samples) - 1) // 4] if self._samples else 0.0
 
     def __len__(self) -> int:
@@ -85,51 +85,51 @@ class RecentTimings:
 
 
 class StepCosts:
-    """Seconds of a decode by how many generating rows it has: what guessing ahead costs on this machine."""
+    """Seconds of a decode step by its number of generating rows: the price of draft tokens on this machine."""
 
-    MIN_SAMPLES = 3  # measurements after which a number can be judged by
+    MIN_SAMPLES = 3  # measurements before a row count is trusted
 
     def __init__(self) -> None:
-        self._measured_rows: list[int] = []  # that were measured, ascending
-        self._timings: dict[
-            int, RecentTimings
-        ] = {}  # empty after the first decode of its kind, which prepares the others
+        self._measured_rows: list[int] = []  # measured row counts, ascending
+        # By row count. Empty after the first decode of that size, which is not measured: it prepares the later ones.
+        self._timings: dict[int, RecentTimings] = {}
 
     def record(self, rows: int, seconds: float) -> None:
-        """A decode of so many generating rows took so long."""
-        price = self._timings.get(rows)
-        if price is None:
+        """Record a decode step with this number of generating rows."""
+        timings = self._timings.get(rows)
+        if timings is None:
             self._timings[rows] = RecentTimings()
             return
-        if not len(price):
+        if not len(timings):
             self._measured_rows.insert(bisect_left(self._measured_rows, rows), rows)
-        price.add(seconds)
+        timings.add(seconds)
 
     @property
     def max_measured_rows(self) -> int:
-        """The most rows that were measured."""
         return self._measured_rows[-1] if self._measured_rows else 0
 
     def is_measured(self, rows: int) -> bool:
-        """Whether a decode of so many rows was measured often enough to be judged by."""
+        """Return whether steps with this number of rows were measured often enough."""
         return len(self._timings.get(rows, ())) >= self.MIN_SAMPLES
 
     def is_first(self, rows: int) -> bool:
-        """Whether a decode of so many rows would be the first: it prepares what the others use."""
+        """Return whether a step with this number of rows would be the first, which prepares the later ones."""
         return rows not in self._timings
 
     def estimate_seconds(self, rows: int, seconds_per_row: float) -> float:
-        """Expected seconds of so many rows: between those that were measured, or beyond as they grew; `per_row` is for
-        each row more where only one number was measured. More rows never cost less."""
+        """Return the expected seconds of a step: interpolated between measured row counts, extrapolated beyond them.
+
+        `seconds_per_row` is the slope if only one row count was measured. More rows never cost less.
+        """
         if not self._measured_rows:
             return rows * seconds_per_row
-        place = bisect_left(self._measured_rows, rows)
-        if place == len(self._measured_rows):
+        index = bisect_left(self._measured_rows, rows)
+        if index == len(self._measured_rows):
             return self._extrapolate(rows, seconds_per_row)
-        upper = self._measured_rows[place]
-        if upper == rows or place == 0:
+        upper = self._measured_rows[index]
+        if upper == rows or index == 0:
             return self._timings[upper].seconds
-        lower = self._measured_rows[place - 1]
+        lower = self._measured_rows[index - 1]
         low, high = self._timings[lower].seconds, max(self._timings[lower].seconds, self._timings[upper].seconds)
         return low + (high - low) * (rows - lower) / (upper - lower)
 
@@ -137,6 +137,6 @@ class StepCosts:
         last = self._measured_rows[-1]
         slope = seconds_per_row
         if len(self._measured_rows) > 1:
-            before = self._measured_rows[-2]
-            slope = max(0.0, self._timings[last].seconds - self._timings[before].seconds) / (last - before)
+            previous = self._measured_rows[-2]
+            slope = max(0.0, self._timings[last].seconds - self._timings[previous].seconds) / (last - previous)
         return self._timings[last].seconds + slope * (rows - last)

@@ -1,4 +1,4 @@
-"""Why a prompt was, or would be, computed as far as it was."""
+"""Explanation of prefix hits and misses: how much of a prompt is reused, and why not more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from afterglow.engine.types.entries import Entries
 
-MAX_EVICTED_PREFIXES = 64  # evicted sequences whose entries are kept, so that it can be told what is missing
-MAX_EVICTED_PREFIX_BYTES = 4 * 1024**2  # of all their entries; the last is kept however long it is
+MAX_EVICTED_PREFIXES = 64  # evicted sequences whose entries are recorded, so that a miss can be explained
+MAX_EVICTED_PREFIX_BYTES = 4 * 1024**2  # of all recorded entries; the latest is recorded regardless of its length
 MissCause: TypeAlias = Literal[
     "nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "evicted"
 ]
@@ -17,15 +17,15 @@ MissCause: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a prompt was, or would be, computed as far as it was."""
+    """How much of a prompt was, or would be, reused, and why not more."""
 
     prompt_entries: int
-    reused_entries: int  # entries that need not be computed
-    shared_entries: int  # entries that the best match in memory has in common with the prompt
-    next_prompt_entry: int | None  # the first differing entry of the prompt
-    next_cached_entry: int | None  # and of what is in memory
-    cause: MissCause  # why not more of what is shared, or was, is reused
-    evicted_entries: int = 0  # entries of the prompt that memory held once
+    reused_entries: int  # entries that are not computed
+    shared_entries: int  # common prefix of the prompt and its best match in the cache
+    next_prompt_entry: int | None  # first entry of the prompt after the common prefix
+    next_cached_entry: int | None  # first entry of the match after the common prefix
+    cause: MissCause  # why not more of what is, or was, cached is reused
+    evicted_entries: int = 0  # entries of the prompt that were cached once
 
     @property
     def computed_entries(self) -> int:
@@ -34,36 +34,39 @@ class Explanation:
 
     @property
     def lost_entries(self) -> int:
-        """Entries that have to be computed again for that cause."""
+        """Entries that have to be computed again because of `cause`."""
         return max(
             0, min(max(self.shared_entries, self.evicted_entries), self.prompt_entries - 1) - self.reused_entries
         )
 
 
 class EvictionHistory:
-    """What sequences held that had to go."""
+    """Entries of recently evicted sequences."""
 
     def __init__(self) -> None:
         self._evicted: deque[tuple[str, Entries]] = deque(maxlen=MAX_EVICTED_PREFIXES)
 
     def add(self, entries: Entries, salt: str) -> None:
-        """These entries go."""
+        """Record the entries of an evicted sequence."""
         if len(entries):
             self._evicted.append((salt, entries.copy()))
-            while len(self._evicted) > 1 and sum(gone.nbytes for _, gone in self._evicted) > MAX_EVICTED_PREFIX_BYTES:
+            while len(self._evicted) > 1 and self._count_bytes() > MAX_EVICTED_PREFIX_BYTES:
                 self._evicted.popleft()
 
+    def _count_bytes(self) -> int:
+        return sum(entries.nbytes for _, entries in self._evicted)
+
     def find_by_salt(self, salt: str) -> list[Entries]:
-        """What went of a salt, the last first."""
-        return [ids for whose, ids in reversed(self._evicted) if whose == salt]
+        """Return the entries of evicted sequences with this salt, the latest first."""
+        return [entries for evicted_salt, entries in reversed(self._evicted) if evicted_salt == salt]
 
 
 def find_miss_cause(
     *, shared: int, reused: int, length: int, evicted: int, grid_position: int | None, is_windowed: bool
 ) -> MissCause:
-    """Why so much of a prompt is reused and not more; `edge` is the last whole chunk in the deterministic mode.
+    """Return why not more of a prompt is reused. `grid_position`: end of the last full chunk, in deterministic mode.
 
-    >>> cause_of(shared=10, reused=10, length=20, evicted=0, edge=None, window=False)
+    >>> find_miss_cause(shared=10, reused=10, length=20, evicted=0, grid_position=None, is_windowed=False)
     'all of it'
     """
     usable = min(shared, length - 1)

@@ -1,21 +1,28 @@
-"""Beginnings that are never let go. Which ones there are, and which goes first where they take too much."""
+"""Pinned prefixes: the list of pins, the blocks and checkpoints that they protect, and the limit of their bytes."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from afterglow.engine.kvcache.blocks import BlockTree
+from afterglow.engine.kvcache.checkpoints import CheckpointStore
+from afterglow.engine.kvcache.disk.files import build_file_name
+from afterglow.engine.kvcache.disk.tier import DiskTier
+from afterglow.engine.kvcache.ram import MAX_PINNED_FRACTION, RamTier
 from afterglow.engine.types.entries import Entries, common_prefix_length
+from afterglow.errors import InvalidArgument
 
-MAX_PINNED_FRACTION = 0.5  # of a budget that pinned things may take: something has to be left for everything else
+logger = logging.getLogger("afterglow.engine.kvcache.pins")
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A beginning that is never let go. `system`: nobody asked for this one, it is the system prompt of requests."""
+    """Prefix that is never evicted. `is_system`: pinned automatically, as the system prompt of a request."""
 
     salt: str
     entries: Entries
@@ -24,7 +31,7 @@ class Pin:
 
 
 class Pins:
-    """All pins of an engine."""
+    """All pins of an engine, as plain values."""
 
     def __init__(self) -> None:
         self._pins: list[Pin] = []
@@ -34,34 +41,141 @@ class Pins:
 
     @property
     def total_entries(self) -> int:
-        """Of all together."""
         return sum(len(pin.entries) for pin in self._pins)
 
     def add(self, entries: Entries, salt: str, *, is_system: bool = False) -> None:
         self._pins.append(Pin(salt, entries.copy(), is_system))
 
     def find(self, entries: Entries, salt: str) -> Pin | None:
-        """The pin on exactly these entries."""
+        """Return the pin on exactly these entries."""
         return next((pin for pin in self._pins if pin.salt == salt and np.array_equal(pin.entries, entries)), None)
 
     def remove(self, entries: Entries, salt: str) -> bool:
-        """Take a pin back; False: there was none on exactly these entries."""
+        """Remove the pin on exactly these entries; return False if there is none."""
         pin = self.find(entries, salt)
         if pin is not None:
             self._pins.remove(pin)
         return pin is not None
 
     def is_pinned(self, entries: Entries, salt: str, index: int) -> bool:
-        """Whether the entry with this index belongs to a pinned beginning."""
+        """Return whether the entry at this index is part of a pinned prefix."""
         return any(pin.salt == salt and common_prefix_length(pin.entries, entries) > index for pin in self._pins)
 
     def find_positions(self, entries: Entries, salt: str) -> list[int]:
-        """Where pinned beginnings of these entries end."""
-        own = [pin for pin in self._pins if pin.salt == salt]
-        return [len(pin.entries) for pin in own if common_prefix_length(pin.entries, entries) == len(pin.entries)]
+        """Return the positions at which pinned prefixes of these entries end."""
+        pins = [pin for pin in self._pins if pin.salt == salt]
+        return [len(pin.entries) for pin in pins if common_prefix_length(pin.entries, entries) == len(pin.entries)]
 
     def find_lru(self, *, system_only: bool = False) -> Pin | None:
-        """The one that goes first: of those that nobody asked for the one not used for longest; then, unless only
-        `system` ones may go, of the others."""
-        found = [pin for pin in self._pins if pin.is_system or not system_only]
-        return min(found, key=lambda pin: (not pin.is_system, pin.last_used), default=None)
+        """Return the pin to remove first: the least recently used system pin; if there is none and `system_only` is
+        False, the least recently used of the others."""
+        candidates = [pin for pin in self._pins if pin.is_system or not system_only]
+        return min(candidates, key=lambda pin: (not pin.is_system, pin.last_used), default=None)
+
+
+class PinManager:
+    """Owns the pins, keeps the `pinned` flags of blocks, checkpoints and files in agreement with them, and bounds their
+    bytes in RAM. `bytes_per_entry` returns the stored size of an entry, 0 if it is not known yet."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        checkpoints: CheckpointStore,
+        tree: BlockTree,
+        disk_tier: DiskTier | None,
+        bytes_per_entry: Callable[[], float],
+    ) -> None:
+        self.pins = Pins()
+        self._ram = ram
+        self._checkpoints = checkpoints
+        self._tree = tree
+        self._disk_tier = disk_tier
+        self._bytes_per_entry = bytes_per_entry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pinned blocks and checkpoints in RAM."""
+        return self._ram.count_pinned_bytes() + self._checkpoints.pinned_bytes
+
+    @property
+    def limit(self) -> int:
+        return int(self._ram.limit * MAX_PINNED_FRACTION)
+
+    def pin(self, entries: Entries, salt: str, *, is_system: bool = False) -> None:
+        """Never evict these entries once they are stored.
+
+        System pins give way, least recently used first, to each other and to explicit pins. If there is still not
+        enough space, a system pin is not added, and an explicit pin raises `InvalidArgument`.
+        """
+        existing = self.pins.find(entries, salt)
+        if existing is not None:
+            existing.last_used, existing.is_system = time.monotonic(), existing.is_system and is_system
+            return
+        needed = int(len(entries) * self._bytes_per_entry())
+        while (used := int(self.pins.total_entries * self._bytes_per_entry())) + needed > self.limit:
+            oldest = self.pins.find_lru(system_only=True) if needed <= self.limit else None
+            if oldest is not None:
+                self.unpin(oldest.entries, oldest.salt)
+            elif is_system:
+                return
+            else:
+                raise InvalidArgument(
+                    "entries",
+                    f"need {needed:,} bytes to pin; existing pins use {used:,} of {self.limit:,} bytes (half of "
+                    "`ram_cache_bytes`): unpin a prefix or increase `ram_cache_bytes`",
+                )
+        self.pins.add(entries, salt, is_system=is_system)
+        self._sync_block_pins(entries, salt)
+        self.enforce_limit()
+
+    def unpin(self, entries: Entries, salt: str) -> bool:
+        """Remove the pin on exactly these entries; return False if there is none."""
+        removed = self.pins.remove(entries, salt)
+        return self._sync_block_pins(entries, salt) or removed
+
+    def enforce_limit(self) -> None:
+        """Remove the oldest pins while their actual bytes exceed the limit."""
+        while self.nbytes > self.limit:
+            oldest = self.pins.find_lru()
+            if oldest is None:  # only blocks pinned on disk are left; they stay pinned there
+                for block in self._ram:
+                    block.pinned = False
+                return
+            if not oldest.is_system:
+                logger.warning(
+                    "removed a pin of %d entries: pins exceed half of `ram_cache_bytes`", len(oldest.entries)
+                )
+            self.unpin(oldest.entries, oldest.salt)
+
+    def on_checkpoint_added(self) -> None:
+        """Update the pins after a checkpoint was added: a pinned prefix may now be restored from it."""
+        self._sync_checkpoint_pins()
+        self.enforce_limit()
+
+    def _sync_checkpoint_pins(self) -> None:
+        """Pin the deepest checkpoint on each pinned prefix, from which it is restored, and unpin all others."""
+        needed = {next(self._checkpoints.find_on_path(pin.entries, pin.salt), None) for pin in self.pins}
+        changed = [
+            checkpoint
+            for checkpoint in self._checkpoints.all_checkpoints
+            if checkpoint.pinned != (checkpoint in needed)
+        ]
+        for checkpoint in changed:
+            checkpoint.pinned = not checkpoint.pinned
+        self._sync_disk_pins([(build_file_name("state", checkpoint.key), checkpoint.pinned) for checkpoint in changed])
+
+    def _sync_block_pins(self, entries: Entries, salt: str) -> bool:
+        """Set the `pinned` flags on this path as the pins require; return whether a block changed."""
+        self._sync_checkpoint_pins()
+        changed = []
+        for block in self._tree.find_stored_prefix(entries, salt, aligned=False).blocks:
+            if block.pinned != self.pins.is_pinned(entries, salt, block.start):
+                block.pinned = not block.pinned
+                changed.append((build_file_name("cells", block.key), block.pinned))
+        self._sync_disk_pins(changed)
+        return bool(changed)
+
+    def _sync_disk_pins(self, changed: list[tuple[str, bool]]) -> None:
+        if self._disk_tier is not None and changed:
+            for wanted in (True, False):
+                self._disk_tier.writer.pin([name for name, pinned in changed if pinned == wanted], pinned=wanted)

@@ -1,4 +1,4 @@
-"""How to begin a request: what of its prompt is in memory already, and the cheapest way to it. Pure."""
+"""Prefix planner: chooses the cheapest way to start a prompt from cached state. A pure function of `PlanInputs`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.sequence import Sequence as Slot
 
-# How likely an entry that is thrown away is asked for again, right after it was used and per half-life later.
+# Probability that an evicted entry is needed again, if it was just used. It halves with each half-life of idle time.
 REUSE_PROBABILITY = 0.5
-DEVICE_HALF_LIFE_SECONDS = 600.0  # seconds
+DEVICE_HALF_LIFE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseCandidate:
-    """A sequence in memory that begins like the prompt."""
+    """Sequence on the device that shares a prefix with the prompt."""
 
     slot: Slot
-    shared_entries: int  # entries they have in common, as far as memory holds them
-    idle_seconds: float  # seconds since it was used; busy sequences have none
+    shared_entries: int  # length of the common prefix, as far as the KV cache holds it
+    idle_seconds: float  # since its last use; 0 for busy sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Use this idle sequence itself: keep its first entries, back to a checkpoint where one is named."""
+    """Reuse an idle sequence in place: truncate it, or restore a checkpoint if one is given."""
 
     slot: Slot
     reuse_length: int
@@ -37,7 +37,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Copy the first entries of this sequence into another slot, back to a checkpoint where one is named."""
+    """Copy the prefix of a sequence to another slot, then restore a checkpoint if one is given."""
 
     source: Slot
     reuse_length: int
@@ -47,7 +47,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Load a checkpoint that is complete by itself into a slot."""
+    """Load a checkpoint that is complete without attention cells into a slot."""
 
     checkpoint: Checkpoint
     reuse_length: int
@@ -56,7 +56,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class LoadStored:
-    """Load stored cells into a slot, and over them a checkpoint where one is named."""
+    """Load stored blocks into a slot, then restore a checkpoint if one is given."""
 
     stored_prefix: StoredPrefix
     reuse_length: int
@@ -66,7 +66,7 @@ class LoadStored:
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """Nothing usable is in memory: begin at the beginning."""
+    """Prefix miss: compute the prompt from its first entry."""
 
     target: Slot
     reuse_length: int = 0
@@ -77,30 +77,30 @@ PrefixPlan: TypeAlias = Continue | Fork | Restore | LoadStored | Fresh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """Everything a plan depends on."""
+    """Everything that a plan depends on."""
 
-    prompt_length: int  # of the prompt
+    prompt_length: int
     candidates: Sequence[ReuseCandidate]
-    checkpoints: Sequence[Checkpoint]  # along the prompt, deepest first
-    target: Slot | None  # the slot that can best be spared; None: every one is busy
-    target_eviction_cost: float  # seconds that sparing it is expected to cost later
+    checkpoints: Sequence[Checkpoint]  # on the path of the prompt, deepest first
+    target: Slot | None  # the slot with the lowest eviction cost; None: all are busy
+    target_eviction_cost: float  # expected seconds that evicting it costs later
     can_resume_at: Callable[[Slot, int], bool]
     can_fork_anywhere: bool
     checkpoints_need_cells: bool
     has_copy_cost: bool
     cost_model: CostModel
-    round_down: Callable[[int], int] = lambda keep: keep
-    stored_prefix: StoredPrefix = field(default_factory=StoredPrefix)  # what of the prompt is stored outside of memory
-    estimate_load_seconds: Callable[[StoredPrefix, int], float] = lambda cover, keep: 0.0
+    round_down: Callable[[int], int] = lambda length: length  # to a reusable length, in deterministic mode
+    stored_prefix: StoredPrefix = field(default_factory=StoredPrefix)  # prefix of the prompt in the RAM and disk tiers
+    estimate_load_seconds: Callable[[StoredPrefix, int], float] = lambda stored_prefix, reuse_length: 0.0
     estimate_checkpoint_seconds: Callable[[Checkpoint], float] = lambda checkpoint: 0.0
-    cells_suffice: bool = True  # memory is nothing but cells
-    estimate_store_seconds: Callable[[int], float] | None = None  # seconds to store so many entries, where that is done
+    cells_suffice: bool = True  # the state of a sequence is nothing but cells
+    estimate_store_seconds: Callable[[int], float] | None = None  # to store a sequence; None: evicted ones are lost
 
 
 def plan_prefix(inputs: PlanInputs) -> PrefixPlan | None:
-    """The cheapest way to begin, or None where it has to wait for a slot.
+    """Return the cheapest plan, or None if the request has to wait for a slot.
 
-    At least the last entry is computed again, because its logits are needed: reuse is planned over all but it.
+    At least the last entry is always recomputed, because its logits are needed.
     """
     options = [
         *_list_continue_options(inputs),
@@ -122,76 +122,84 @@ def _estimate_compute_seconds(inputs: PlanInputs, plan: PrefixPlan) -> float:
 def _find_reusable_length(
     inputs: PlanInputs, candidate: ReuseCandidate, *, is_copy: bool
 ) -> tuple[int, Checkpoint | None]:
-    """How many of the source's entries can be kept, in place or in a copy, and with which checkpoint."""
+    """Return how many entries of a candidate are reusable, in place or in a copy, and the checkpoint needed for it."""
     shared = inputs.round_down(min(candidate.shared_entries, inputs.prompt_length - 1))
-    whole = shared == len(candidate.slot)
-    if inputs.can_resume_at(candidate.slot, shared) and (whole or not is_copy or inputs.can_fork_anywhere):
+    is_whole = shared == len(candidate.slot)
+    if inputs.can_resume_at(candidate.slot, shared) and (is_whole or not is_copy or inputs.can_fork_anywhere):
         return shared, None
+    checkpoint = _find_checkpoint(inputs, shared)
+    return (0, None) if checkpoint is None else (checkpoint.position, checkpoint)
+
+
+def _find_checkpoint(inputs: PlanInputs, length: int) -> Checkpoint | None:
+    """Return the deepest reusable checkpoint within the first `length` entries."""
     for checkpoint in inputs.checkpoints:
-        if checkpoint.position <= shared and inputs.round_down(checkpoint.position) == checkpoint.position:
-            return checkpoint.position, checkpoint
-    return 0, None
+        if checkpoint.position <= length and inputs.round_down(checkpoint.position) == checkpoint.position:
+            return checkpoint
+    return None
 
 
 def _list_continue_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
     options: list[tuple[float, PrefixPlan]] = []
-    for source in inputs.candidates:
-        if source.slot.busy:
+    for candidate in inputs.candidates:
+        slot = candidate.slot
+        if slot.busy:
             continue
-        keep, checkpoint = _find_reusable_length(inputs, source, is_copy=False)
-        if keep:
-            moving = inputs.estimate_store_seconds and inputs.estimate_store_seconds(len(source.slot))
-            lost = estimate_eviction_cost(len(source.slot) - keep, source.idle_seconds, inputs.cost_model, moving)
-            options.append((lost, Continue(source.slot, keep, checkpoint)))
+        length, checkpoint = _find_reusable_length(inputs, candidate, is_copy=False)
+        if length:
+            transfer = inputs.estimate_store_seconds and inputs.estimate_store_seconds(len(slot))
+            cost = estimate_eviction_cost(len(slot) - length, candidate.idle_seconds, inputs.cost_model, transfer)
+            options.append((cost, Continue(slot, length, checkpoint)))
     return options
 
 
 def _list_fork_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
     options: list[tuple[float, PrefixPlan]] = []
-    for source in inputs.candidates:
+    for candidate in inputs.candidates:
         target = inputs.target
-        if target is None or target is source.slot:
+        if target is None or target is candidate.slot:
             continue
-        keep, checkpoint = _find_reusable_length(inputs, source, is_copy=True)
-        if keep:
-            moving = inputs.cost_model.estimate_copy_seconds(len(source.slot)) if inputs.has_copy_cost else 0.0
-            options.append((inputs.target_eviction_cost + moving, Fork(source.slot, keep, target, checkpoint)))
+        length, checkpoint = _find_reusable_length(inputs, candidate, is_copy=True)
+        if length:
+            transfer = inputs.cost_model.estimate_copy_seconds(len(candidate.slot)) if inputs.has_copy_cost else 0.0
+            options.append((inputs.target_eviction_cost + transfer, Fork(candidate.slot, length, target, checkpoint)))
     return options
 
 
 def _list_restore_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
     if inputs.checkpoints_need_cells or inputs.target is None:
         return []
-    for checkpoint in inputs.checkpoints:
-        depth = checkpoint.position
-        if depth < inputs.prompt_length and inputs.round_down(depth) == depth:
-            moving = inputs.estimate_checkpoint_seconds(checkpoint)
-            return [(inputs.target_eviction_cost + moving, Restore(checkpoint, depth, inputs.target))]
-    return []
+    checkpoint = _find_checkpoint(inputs, inputs.prompt_length - 1)
+    if checkpoint is None:
+        return []
+    cost = inputs.target_eviction_cost + inputs.estimate_checkpoint_seconds(checkpoint)
+    return [(cost, Restore(checkpoint, checkpoint.position, inputs.target))]
 
 
 def _list_load_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
-    cover, target = inputs.stored_prefix, inputs.target
-    if target is None or not cover.length:
+    stored_prefix, target = inputs.stored_prefix, inputs.target
+    if target is None or not stored_prefix.length:
         return []
-    keep = inputs.round_down(min(cover.length, inputs.prompt_length - 1))
+    length = inputs.round_down(min(stored_prefix.length, inputs.prompt_length - 1))
     checkpoint = None
     if not inputs.cells_suffice:
-        usable = [one for one in inputs.checkpoints if one.position <= keep]
-        checkpoint = next((one for one in usable if inputs.round_down(one.position) == one.position), None)
-        keep = checkpoint.position if checkpoint else 0
-    if not keep:
+        checkpoint = _find_checkpoint(inputs, length)
+        length = checkpoint.position if checkpoint else 0
+    if not length:
         return []
-    moving = inputs.estimate_load_seconds(cover, keep)
-    moving += inputs.estimate_checkpoint_seconds(checkpoint) if checkpoint else 0.0
-    return [(inputs.target_eviction_cost + moving, LoadStored(cover, keep, target, checkpoint))]
+    transfer = inputs.estimate_load_seconds(stored_prefix, length)
+    transfer += inputs.estimate_checkpoint_seconds(checkpoint) if checkpoint else 0.0
+    return [(inputs.target_eviction_cost + transfer, LoadStored(stored_prefix, length, target, checkpoint))]
 
 
 def estimate_eviction_cost(
     entry_count: int, idle_seconds: float, cost_model: CostModel, transfer_seconds: float | None = None
 ) -> float:
-    """Seconds that giving entries up is expected to cost later: to compute them again, or to store and load what
-    holds them, where that takes `moving` seconds each way."""
-    returning = REUSE_PROBABILITY * math.pow(0.5, idle_seconds / DEVICE_HALF_LIFE_SECONDS)
-    computing = returning * entry_count * cost_model.seconds_per_entry
-    return computing if transfer_seconds is None else min(computing, transfer_seconds + returning * transfer_seconds)
+    """Return the expected seconds that evicting entries costs later.
+
+    That is the time to compute them again or, if they can be stored in `transfer_seconds`, the time to store them and
+    to load them again, whichever is less.
+    """
+    probability = REUSE_PROBABILITY * math.pow(0.5, idle_seconds / DEVICE_HALF_LIFE_SECONDS)
+    recompute = probability * entry_count * cost_model.seconds_per_entry
+    return recompute if transfer_seconds is None else min(recompute, transfer_seconds + probability * transfer_seconds)

@@ -1,4 +1,7 @@
-"""The bytes that are kept in RAM outside of memory: never more than the limit. Decides what goes; others act."""
+"""RAM tier of the prefix cache: blocks in least-recently-used order and the byte budget of everything in RAM.
+
+Chooses what to evict; the store evicts it.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,30 @@ from dataclasses import dataclass
 
 from afterglow.engine.kvcache.blocks import Block
 
-STORED_HALF_LIFE_SECONDS = 3600.0  # seconds in which what is stored becomes half as likely to be asked for
+STORED_HALF_LIFE_SECONDS = 3600.0  # the probability that stored data is reused halves in this time
+MAX_PINNED_FRACTION = 0.5  # of the budget of a tier; the rest stays available for unpinned data
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Something that lies in RAM and can be spared: what it is worth, and how to let go of it."""
+    """Eviction candidate in RAM: its value in seconds saved per byte, and the function that evicts it."""
 
     value: float
     evict: Callable[[], None]
 
 
 class RamTier:
-    """Holds segments, and accounts for everything in RAM; `others` are the bytes of what is not a segment."""
+    """Holds blocks and accounts for all bytes in RAM. `other_bytes` returns the bytes that are not in blocks.
+
+    Blocks are ordered by last use, and a block is always ordered before the blocks that precede it in the prompt.
+    Least-recently-used eviction therefore never orphans a block.
+    """
 
     def __init__(self, limit: int, other_bytes: Callable[[], int]) -> None:
         self.limit = limit
         self.block_bytes = 0
         self._other_bytes = other_bytes
-        self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # what builds on one lies before it
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
 
     @property
     def used_bytes(self) -> int:
@@ -44,36 +52,37 @@ class RamTier:
         return block.key in self._blocks
 
     def put(self, block: Block) -> None:
-        """Keep a segment; room was made for it."""
+        """Add a block. The caller has freed space for it."""
         self._blocks[block.key] = block
         self.block_bytes += block.nbytes
-        assert self.used_bytes <= self.limit, "more than the limit is kept in RAM"
+        assert self.used_bytes <= self.limit, "the RAM tier exceeds its limit"
 
     def drop(self, block: Block) -> None:
-        """Give the bytes of a segment back."""
+        """Remove a block and free its rows."""
         del self._blocks[block.key]
         block.rows = None
         self.block_bytes -= block.nbytes
 
     def get(self, key: bytes) -> Block | None:
-        """For other threads, too."""
+        """Return the block with this key. Thread-safe."""
         return self._blocks.get(key)
 
     def touch(self, blocks: Iterable[Block], now: float) -> None:
-        """Note that a path was used. What lies deeper goes first, so that nothing is left without its beginning."""
-        for segment in reversed(list(blocks)):
-            segment.last_used = now
-            if segment.key in self._blocks:
-                self._blocks.move_to_end(segment.key)
+        """Record the use of a path. Deeper blocks are evicted first, so that no block loses its predecessors."""
+        for block in reversed(list(blocks)):
+            block.last_used = now
+            if block.key in self._blocks:
+                self._blocks.move_to_end(block.key)
 
     def find_lru_block(self, protected: set[bytes]) -> Block | None:
-        """The segment that was not used for longest, but for pinned ones and those that are `kept`."""
-        return next((one for one in self._blocks.values() if not one.pinned and one.key not in protected), None)
+        """Return the least recently used block that is neither pinned nor protected."""
+        unpinned = (block for block in self._blocks.values() if not block.pinned)
+        return next((block for block in unpinned if block.key not in protected), None)
 
     def count_pinned_bytes(self) -> int:
-        return sum(segment.nbytes for segment in self._blocks.values() if segment.pinned)
+        return sum(block.nbytes for block in self._blocks.values() if block.pinned)
 
 
 def compute_value(seconds_saved: float, nbytes: int, idle_seconds: float) -> float:
-    """Seconds that keeping a thing is expected to save, per byte."""
+    """Return the compute time that stored data is expected to save, in seconds per byte."""
     return seconds_saved * math.pow(0.5, idle_seconds / STORED_HALF_LIFE_SECONDS) / max(nbytes, 1)

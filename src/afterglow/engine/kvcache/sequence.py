@@ -1,4 +1,4 @@
-"""A slot of memory and the record of what is in it. The only object that changes memory."""
+"""Sequence of the backend's KV cache together with the entries in it. The only code that changes the KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from afterglow.engine.types.entries import Entries, EntryBuffer, EntryInterner
 
 @dataclass(frozen=True, slots=True)
 class SavedSequence:
-    """A whole sequence, taken out of memory."""
+    """Full copy of a sequence outside the KV cache."""
 
     entries: Entries
     state: BackendState
@@ -24,23 +24,24 @@ class SavedSequence:
 
 
 class Sequence:
-    """Invariant: `record` is exactly what memory holds, entry for entry."""
+    """One sequence (slot) of the KV cache.
+
+    Invariant: `entries` are exactly what the KV cache holds, entry for entry.
+    """
 
     def __init__(self, seq_id: int, backend: Backend, interner: EntryInterner) -> None:
         self.seq_id = seq_id
         self.entry_buffer = EntryBuffer()
-        self.aligned = 0  # leading entries computed in whole chunks of the deterministic grid
-        self.salt = ""  # whose it is: others never see what it holds
+        self.aligned = 0  # leading entries that were computed in full chunks of the deterministic grid
+        self.salt = ""  # requests with another salt never reuse its contents
         self.busy = False
         self.last_used = time.monotonic()
         self._backend = backend
         self._interner = interner
-        self.position = 0  # of the next entry; with media not the number of entries
-        self.cell_count = 0  # that its entries fill
-        self.loss_count = 0  # how often it held more than afterwards
-        self.partial_media_rows = (
-            0  # rows of the next entry, a picture, that memory holds already and the record does not
-        )
+        self.position = 0  # of the next entry; with media this is not the number of entries
+        self.cell_count = 0
+        self.loss_count = 0  # number of times that entries were dropped
+        self.partial_media_rows = 0  # rows of the next entry, a media entry, that the KV cache already holds
 
     def __len__(self) -> int:
         return self.entry_buffer.length
@@ -50,22 +51,22 @@ class Sequence:
         return self.entry_buffer.entries
 
     def position_at(self, length: int) -> int:
-        """The position of the entry with index `length`."""
+        """Return the position of the entry with index `length`."""
         return self.position if length == len(self) else self._interner.count_positions(self.entries[:length])
 
     def can_resume_at(self, length: int) -> bool:
-        """Whether the sequence could go on after its first `length` entries."""
-        # At its end it can. Memory does not always know where that is: a picture's last position may not be held.
+        """Return whether the sequence can continue after its first `length` entries."""
+        # At its end it always can. The backend may not know the end: the last position of an image may have no cell.
         return (length == len(self) and not self.partial_media_rows) or self._backend.can_resume_at(
             self.seq_id, self.position_at(length)
         )
 
     def append_decoded(self, entries: Entries | list[int]) -> None:
-        """Note that memory took these entries."""
+        """Record entries that the backend has decoded. A list contains only tokens: one cell and one position each."""
         self.partial_media_rows = 0
-        if isinstance(entries, list):  # tokens: each has one cell, and one position
-            for number in entries:
-                self.entry_buffer.append(number)
+        if isinstance(entries, list):
+            for token in entries:
+                self.entry_buffer.append(token)
             self.position += len(entries)
             self.cell_count += len(entries)
         else:
@@ -74,12 +75,15 @@ class Sequence:
             self.cell_count += self._interner.count_cells(entries)
 
     def drop_partial_media(self) -> None:
-        """Let half a picture go, where there is one."""
+        """Drop the rows of an incomplete media entry, if there is one."""
         if self.partial_media_rows:
             self.repair(is_intact=True)
 
     def repair(self, *, is_intact: bool) -> None:
-        """Make memory what the record says, or empty: it may hold more, and, where it is not `whole`, anything."""
+        """Make the KV cache match `entries` again, or clear it.
+
+        The KV cache may hold more than `entries`; if it is not `is_intact`, its contents are undefined.
+        """
         if is_intact and self._backend.can_resume_at(self.seq_id, self.position):
             self._backend.truncate(self.seq_id, self.position)
             self.partial_media_rows = 0
@@ -87,13 +91,13 @@ class Sequence:
             self.clear()
 
     def truncate(self, length: int) -> None:
-        """Forget everything after the first `length` entries; only where `resumable`."""
+        """Drop everything after the first `length` entries. Allowed only if `can_resume_at` is true."""
         if length < len(self):
             self._backend.truncate(self.seq_id, self.position_at(length))
             self._set_length(length)
 
     def rewind_for_drafter(self) -> None:
-        """Let the last entry be computed again, where whatever guesses has to see that."""
+        """Drop the last token if the drafter must see it decoded again."""
         if len(self) > 1 and self.entries[-1] >= 0 and self._backend.rewind_for_drafter(self.seq_id, self.position):
             self._set_length(len(self) - 1)
 
@@ -102,7 +106,7 @@ class Sequence:
         self._set_length(0)
 
     def copy_from(self, source: Sequence, length: int) -> int:
-        """Become the first `length` entries of `source`. The bytes that were moved."""
+        """Replace the contents with the first `length` entries of `source`; return the number of bytes moved."""
         self.clear()
         nbytes = self._backend.copy(source.seq_id, self.seq_id, source.position_at(length))
         self.append_decoded(source.entries[:length].copy())
@@ -111,7 +115,7 @@ class Sequence:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what `save` would return."""
+        """Number of bytes that `save` would return."""
         return self._backend.get_state_size(self.seq_id, "full") + self.entries.nbytes
 
     def save(self) -> SavedSequence:
@@ -119,14 +123,14 @@ class Sequence:
         return SavedSequence(self.entries.copy(), state, self.aligned, self.salt)
 
     def load(self, entries: Entries, state: BackendState, aligned: int) -> None:
-        """Become what `state` held when it was saved with these entries."""
+        """Replace the contents with a full state that was saved after these entries."""
         self._set_length(0)
         self._backend.load(self.seq_id, state)
         self.append_decoded(entries)
         self.aligned = aligned
 
     def restore(self, length: int, state: BackendState, aligned: int) -> None:
-        """Go back to the first `length` entries with a partial state; the cells before it are still here."""
+        """Return to the first `length` entries with a partial state. The cells before it are still in the KV cache."""
         self._backend.load(self.seq_id, state)
         self._set_length(length)
         self.aligned = min(aligned, length)

@@ -1,1 +1,1 @@
-"""Plain values that several engine packages share."""
+"""Plain values and protocols that several engine packages share."""

@@ -1,4 +1,4 @@
-"""The seam between the engine and whatever computes. `LlamaBackend` and `FakeBackend` stand behind it."""
+"""Protocol between the engine and the code that computes. `LlamaBackend` and `FakeBackend` implement it."""
 
 from __future__ import annotations
 
@@ -12,164 +12,192 @@ from numpy.typing import NDArray
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaEncoder
-from afterglow.llama.projector import MediaEmbedding, Modality
+from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
+from afterglow.media.policy import Modality
 
 StateScope = Literal["full", "partial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the backend's memory is like: known at load, never learned by failing."""
+    """Limits and abilities of a backend and its KV cache.
+
+    They are known when the model is loaded and never change. The prefix cache and the scheduler decide by them what
+    to attempt; nothing is discovered by trying an operation and failing.
+    """
 
     memory_kind: Literal["attention", "window", "recurrent", "hybrid"]
+    """KV cells only, with a sliding window, recurrent state only, or both KV cells and recurrent state."""
     sequences: int
-    cells_per_sequence: int  # of one sequence
-    batch_cells: int  # of one decode
-    ubatch_cells: int  # computed at once
-    max_outputs: int  # rows of one decode that may give logits
-    kv_unified: bool  # unified: sequences share the cells, and a copy costs nothing
-    interruptible: bool  # a decode can be stopped in the middle
-    media: frozenset[Modality] = frozenset()  # what prompts may hold beside tokens
-    max_rollback: int = 0  # newest entries that a sequence can drop again right after a decode
-    can_replay: bool = False  # it can go back to a partial state that was saved before a decode
+    """Number of sequences (slots)."""
+    cells_per_sequence: int
+    """KV cells available to one sequence."""
+    batch_cells: int
+    """Maximum rows of one decode."""
+    ubatch_cells: int
+    """Rows that are computed at once; a decode is split into pieces of this size."""
+    max_outputs: int
+    """Maximum rows of one decode that return logits."""
+    kv_unified: bool
+    """Sequences share one set of cells, so that copying a prefix is free. Otherwise each has its own stream."""
+    interruptible: bool
+    """A running decode can be stopped."""
+    media: frozenset[Modality] = frozenset()
+    """Modalities that prompts may contain in addition to tokens."""
+    max_rollback: int = 0
+    """Number of newest entries that a sequence can drop right after a decode, e.g. rejected draft tokens."""
+    can_replay: bool = False
+    """A sequence can return to a partial state that was saved before a decode."""
 
     @property
     def has_partial_state(self) -> bool:
-        """Checkpoints smaller than the whole state exist."""
+        """Checkpoints smaller than the full state exist, and resuming needs one."""
         return self.memory_kind != "attention"
 
     @property
     def can_fork_anywhere(self) -> bool:
-        """A copy can be cut at any entry where its source could. Otherwise only whole sequences can be copied."""
+        """A copy can end at any position at which its source can resume. Otherwise only full sequences are copied."""
         return self.memory_kind == "attention" or (self.memory_kind == "window" and self.kv_unified)
 
     @property
     def checkpoints_need_cells(self) -> bool:
-        """A partial state is complete only over attention cells that are still there."""
+        """A partial state is complete only together with the attention cells before it."""
         return self.memory_kind != "recurrent"
 
     @property
     def has_attention_cells(self) -> bool:
-        """There are attention cells, which can be cut anywhere."""
+        """The KV cache has attention cells, which can be truncated at any entry."""
         return self.memory_kind != "recurrent"
 
     @property
     def survives_abort(self) -> bool:
-        """A decode that was stopped leaves the other sequences in its batch whole."""
+        """A decode that was interrupted leaves the other sequences of its batch intact."""
         return self.memory_kind in ("attention", "window")
 
 
 class BackendState(Protocol):
-    """A saved sequence."""
+    """Saved state of a sequence, full or partial."""
 
     @property
     def nbytes(self) -> int: ...
 
 
 class BackendCells(Protocol):
-    """The attention cells of a saved sequence, in the order of its entries."""
+    """Attention cells of a saved sequence, in the order of its entries."""
 
-    layout: bytes  # what `join` needs to know of them
-    cell_bytes: int  # bytes of one
+    layout: bytes  # format of the cells, as `Backend.assemble_state` needs it
+    cell_bytes: int  # bytes of one cell
 
     def __len__(self) -> int: ...
     def copy_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Cells [start, stop) as a copy, a row of bytes each."""
+        """Return a copy of cells [start, stop), one row of bytes per cell."""
 
 
 class Sampler(Protocol):
-    """Chooses tokens. `take` draws, from the `allowed` ones where that is given, and moves its state on; `accept` only
-    moves it on, with a token that somebody else chose."""
+    """Samples tokens for one request."""
 
-    def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int: ...
-    def accept(self, token: int) -> None: ...
+    def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        """Sample a token, from the `allowed` ones if given, and update the sampler's state with it."""
+
+    def accept(self, token: int) -> None:
+        """Update the sampler's state with a token that was chosen elsewhere."""
+
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class DecodeSpan:
-    """Consecutive entries of one sequence in one decode; the last `outputs` of them give logits.
+    """Consecutive entries of one sequence in one decode. The last `outputs` of them return logits.
 
-    They are tokens, or one picture or sound, which then has a decode for itself.
+    The entries are tokens, or a single image or audio clip, which is decoded in a batch of its own.
     """
 
     sequence: int
     entries: Entries | list[int]
     position: int
     outputs: int
-    embedding: MediaEmbedding | None = None  # of the picture or sound: its rows, or the next of them
-    completes_entry: bool = True  # these are its last
+    embedding: MediaEmbedding | None = None  # all or the next rows of the media entry
+    completes_entry: bool = True  # these are the last rows of the media entry
 
     @property
     def rows(self) -> int:
-        """Rows that a decode computes for it."""
+        """Number of batch rows of the span."""
         return len(self.entries) if self.embedding is None else len(self.embedding.rows)
 
 
 class Backend(Protocol):
-    """Memory for sequences and the decode that fills it. One thread; no policy."""
+    """KV cache of a fixed number of sequences and the decode that fills it.
+
+    A backend has mechanisms only: it stores, copies, truncates and computes what it is told to. Policies such as prefix
+    reuse, eviction and scheduling belong to the engine. All methods are called on the engine's thread, except those
+    marked thread-safe. A sequence is identified by its number; positions count from 0 and are those of llama.cpp, which
+    differ from entry counts if the sequence contains media.
+    """
 
     capabilities: Capabilities
-    vocabulary_size: int  # tokens there are
-    eog_tokens: frozenset[int]  # those that end an answer
-    token_bytes: TokenBytes  # what they are made of
-    projector: MediaEncoder | None  # what encodes pictures and sounds, on another thread
+    vocabulary_size: int
+    eog_tokens: frozenset[int]  # tokens that end a generation
+    token_bytes: TokenBytes  # bytes of each token, for grammars
+    projector: MediaEncoder | None  # encodes images and audio, on another thread
 
     @property
     def state_key(self) -> bytes:
-        """Equal keys: bytes that were taken out of memory there mean the same here."""
+        """Key of model, build and settings. Saved bytes are valid only in a backend with an equal key."""
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
-        """Compute all spans in one decode. MemoryFull: nothing was applied. Cancelled, DecodeFailed: ask `held`."""
+        """Compute all spans in one batch.
+
+        `KVCacheFull`: nothing was changed. `Cancelled`, `DecodeFailed`: the sequences may hold some of the rows; check
+        `get_position_range`.
+        """
 
     def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
-        """The logits after a row of a span of the last decode: a view."""
+        """Return a view of the logits after a row of a span of the last decode."""
 
     def create_sampler(self, sampling: Sampling) -> Sampler: ...
     def token_to_piece(self, token: int) -> bytes: ...
     def get_position_range(self, sequence: int) -> tuple[int, int] | None:
-        """The first and last position in memory."""
+        """Return the first and last position in the KV cache; None if the sequence is empty."""
 
     def can_resume_at(self, sequence: int, position: int) -> bool:
-        """Could this sequence drop everything from `position` on and continue there, exactly?"""
+        """Return whether the sequence can be truncated at `position` and continue there with exact results."""
 
     def truncate(self, sequence: int, position: int) -> None:
-        """Drop everything from `position` on. Only where `resumable`."""
+        """Drop everything from `position` on. Allowed only if `can_resume_at` is true."""
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
-        """Drop the entry before `position`, where whatever guesses has to see it computed once more to go on from
-        there; whether it did."""
+        """Drop the entry before `position` if the drafter must see it decoded again; return whether it was dropped."""
 
     def copy(self, source: int, target: int, stop: int) -> int:
-        """Give the empty `target` the positions before `stop` of `source`; the bytes that were moved."""
+        """Copy the positions before `stop` to the empty sequence `target`; return the number of bytes moved."""
 
     def get_state_size(self, sequence: int, scope: StateScope) -> int:
-        """The bytes that `save` would take."""
+        """Return the number of bytes that `save` would return."""
 
     def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> BackendState:
-        """What a sequence holds; to `keep`, or for a moment, which is faster."""
+        """Save the state of a sequence. Use `long_lived` for a state that is stored; the default is faster."""
 
     def load(self, sequence: int, state: BackendState) -> None: ...
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
-        """The cells in a full state, given the partial state of the same moment; None where they cannot be told."""
+        """Return the cells in a full state, given the partial state saved with it; None if the format is not known."""
 
     def assemble_state(
         self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: BackendState | None, position: int
     ) -> BackendState:
-        """A full state of these rows of cells and a partial state, whose next entry stands at `position`."""
+        """Build a full state from rows of cells and a partial state. Its next entry has position `position`."""
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
-        """A partial state as bytes, from any thread."""
+        """Return a partial state as bytes. Thread-safe."""
 
     def deserialize_state(self, data: memoryview) -> BackendState:
-        """The reverse; `InvalidState` where it is none."""
+        """Return the partial state in `data`; raise `InvalidState` if there is none."""
 
     def clear(self, sequence: int) -> None: ...
     def interrupt(self) -> None:
-        """Stop the decode that runs, from any thread."""
+        """Stop the running decode. Thread-safe."""
 
     def clear_interrupt(self) -> None:
-        """Let the next decode run, should an interruption have come too late."""
+        """Discard an interrupt that arrived after its decode had ended, so that the next decode runs."""
 
     def close(self) -> None: ...

@@ -9,25 +9,27 @@ from typing import Protocol
 from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.llama.checks import check_integer
 
-MAX_GRAMMAR_CHARACTERS = 1024 * 1024  # characters
+MAX_GRAMMAR_CHARACTERS = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConstraint:
-    """A grammar in llguidance's form for the whole answer; or grammars that hold from the moment their beginning in
-    `after` was written until their own end, each time anew, or `once`: then the answer ends there.
+    """Grammar of the generated text, in llguidance's format: one for the whole text, or several with triggers.
 
-    >>> Constraint(grammar='start: "yes" | "no"').after
+    A triggered grammar applies after its trigger text was generated, until the grammar ends, and again after each later
+    trigger. With `stop_after_first`, generation ends when the first triggered grammar ends.
+
+    >>> GrammarConstraint(grammar='start: "yes" | "no"').triggers
     ()
     """
 
     grammar: str = ""
-    triggers: tuple[tuple[bytes, str], ...] = ()  # beginnings, and what follows each
+    triggers: tuple[tuple[bytes, str], ...] = ()  # trigger texts, each with its grammar
     stop_after_first: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.grammar) == bool(self.triggers):
-            raise InvalidArgument("constraint", "must be a grammar, or grammars with their beginnings")
+            raise InvalidArgument("constraint", "must have either a grammar or triggers")
         for grammar in (self.grammar, *(grammar for _, grammar in self.triggers)):
             if not isinstance(grammar, str):
                 raise InvalidArgument("grammar", f"must be text, not {type(grammar).__name__}")
@@ -36,7 +38,7 @@ class GrammarConstraint:
 
 
 class TokenBytes(Protocol):
-    """The tokens that a grammar is made of, as a vocabulary has them."""
+    """Tokens of a vocabulary as bytes, for compiling grammars."""
 
     @property
     def pieces(self) -> Sequence[bytes]: ...
@@ -49,19 +51,21 @@ class TokenBytes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningBudget:
-    """At most `tokens` tokens between the texts `opens` and `closes`; then `ending` is written.
+    """At most `max_tokens` tokens between the texts `start_marker` and `end_marker`; then `closing_tokens` are forced.
 
-    >>> ThoughtBudget(tokens=100, opens=b"<think>", closes=b"</think>", ending=(7, 8), open=True).tokens
+    >>> ReasoningBudget(
+    ...     max_tokens=100, start_marker=b"<think>", end_marker=b"</think>", closing_tokens=(7, 8), starts_open=True
+    ... ).max_tokens
     100
     """
 
     max_tokens: int
     start_marker: bytes
     end_marker: bytes
-    closing_tokens: tuple[int, ...]  # tokens that close a thought; they contain `closes`
-    starts_open: bool  # the prompt ends inside a thought
+    closing_tokens: tuple[int, ...]  # tokens that end the reasoning; their text contains `end_marker`
+    starts_open: bool  # the prompt ends inside a reasoning section
 
     def __post_init__(self) -> None:
         check_integer("reasoning budget", self.max_tokens, 0)
         if not self.end_marker or not self.closing_tokens:
-            raise InvalidArgument("reasoning budget", "needs a text and tokens that close a thought")
+            raise InvalidArgument("reasoning budget", "needs an end marker and closing tokens")

@@ -1,4 +1,4 @@
-"""What an engine did, in numbers."""
+"""Counters of the engine and of the cache tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from afterglow.engine.types.backend import DecodeSpan
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What the engine did so far."""
+    """Totals of an engine since it started."""
 
     decodes: int = 0
     rows: int = 0
@@ -20,41 +20,41 @@ class EngineCounters:
     coalesced: int = 0
     interrupted: int = 0
     max_batch_jobs: int = 0  # most jobs in one decode
-    draft_steps: int = 0  # times that somebody's guesses were computed
-    draft_tokens: int = 0  # guesses that were computed
-    accepted_tokens: int = 0  # and those of them that were right
-    replayed_entries: int = 0  # entries computed again, because memory could not drop wrong guesses without them
-    encoded_media: int = 0  # pictures and sounds
+    draft_steps: int = 0  # times that a draft was verified
+    draft_tokens: int = 0  # draft tokens that were decoded
+    accepted_tokens: int = 0  # draft tokens that were accepted
+    replayed_entries: int = 0  # entries decoded again because the KV cache could not drop only the rejected drafts
+    encoded_media: int = 0  # images and audio clips
 
     def record_decode(self, spans: Sequence[DecodeSpan], replayed: int) -> tuple[int, int]:
-        """There was a decode; its rows, and how many of them were guesses."""
-        rows, guesses = 0, 0
+        """Count a decode; return its rows and how many of them were draft tokens."""
+        rows, draft_tokens = 0, 0
         for span in spans:
             rows += span.rows
-            guesses += max(span.outputs - 1, 0)
+            draft_tokens += max(span.outputs - 1, 0)
         self.decodes += 1
         self.rows += rows
         self.replayed_entries += replayed
         self.max_batch_jobs = max(self.max_batch_jobs, len(spans))
-        return rows, guesses
+        return rows, draft_tokens
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """What one tier did so far."""
+    """Totals of one cache tier since the engine started."""
 
-    saves: int = 0  # sequences of which something was stored
+    saves: int = 0  # sequences of which blocks were stored
     saved_bytes: int = 0
-    hits: int = 0  # prompts that began from here
-    misses: int = 0  # prompts that found nothing here, nor in memory
-    hit_entries: int = 0  # that need not be computed because of it
+    hits: int = 0  # prompts loaded from this tier
+    misses: int = 0  # prompts with a prefix miss on the device and in this tier
+    hit_entries: int = 0  # entries that did not have to be computed
     loaded_bytes: int = 0
-    evictions: int = 0  # segments and checkpoints that had to make room
-    rejected_saves: int = 0  # sequences for which there was no room
+    evictions: int = 0  # blocks and checkpoints
+    rejected_saves: int = 0  # sequences not stored because there was no space
     seconds_saved: float = 0.0
 
     def record_hit(self, entries: int, nbytes: int, seconds_saved: float) -> None:
-        """A prompt began from here."""
+        """Count a prompt that was loaded from this tier."""
         self.hits += 1
         self.hit_entries += entries
         self.loaded_bytes += nbytes

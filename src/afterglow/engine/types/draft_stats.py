@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PRIOR_WEIGHT_TOKENS = 4.0  # guesses that what is usual counts for
-DECAY_PER_STEP = 0.9  # what a round before the last counts for
+PRIOR_WEIGHT_TOKENS = 4.0  # number of draft tokens that the prior counts as
+DECAY_PER_STEP = 0.9  # weight of a verification step relative to the one after it
 
 
 @dataclass(slots=True)
 class AcceptanceEstimator:
-    """How likely a guess is right if those before it were; newer rounds count more."""
+    """Estimates the probability that a draft token is accepted if those before it were. Newer steps weigh more."""
 
     decay: float = DECAY_PER_STEP
     prior_weight: float = PRIOR_WEIGHT_TOKENS
@@ -18,28 +18,31 @@ class AcceptanceEstimator:
     drafted: float = 0.0
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Of `drafted` guesses the first `accepted` were right. Those behind the first wrong one tell nothing."""
+        """Add a step of which the first `accepted` of `drafted` tokens were accepted.
+
+        Tokens after the first rejected one carry no information and are not counted.
+        """
         self.accepted = self.decay * self.accepted + accepted
         self.drafted = self.decay * self.drafted + min(drafted, accepted + 1)
 
     def estimate(self, prior: float) -> float:
-        """The estimate; `usual` is what others had."""
+        """Return the acceptance probability; `prior` is that of other requests."""
         return (self.accepted + self.prior_weight * prior) / (self.drafted + self.prior_weight)
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """What is known of the guesses about one answer."""
+    """Draft statistics of one request."""
 
-    acceptance: dict[str, AcceptanceEstimator] = field(default_factory=dict)  # by kind
-    last_kind: str = ""  # of the last guesses
-    last_decode: int = 0  # the decode in which guesses were last verified, or first considered
-    disabled: bool = False  # its memory could not drop a wrong guess: never again
+    acceptance: dict[str, AcceptanceEstimator] = field(default_factory=dict)  # by draft kind
+    last_kind: str = ""  # kind of the last draft
+    last_decode: int = 0  # decode in which a draft was last verified or, before that, first considered
+    disabled: bool = False  # the KV cache could not drop a rejected token: never draft again
 
     def estimate_acceptance(self, kind: str, prior: float) -> float:
-        """How likely guesses of this kind are right."""
-        known = self.acceptance.get(kind)
-        return prior if known is None else known.estimate(prior)
+        """Return the acceptance probability of a draft kind."""
+        estimator = self.acceptance.get(kind)
+        return prior if estimator is None else estimator.estimate(prior)
 
     def update(self, kind: str, drafted: int, accepted: int) -> None:
         self.acceptance.setdefault(kind, AcceptanceEstimator()).update(drafted, accepted)

@@ -1,4 +1,4 @@
-"""What a prompt is made of: tokens, and pictures or clips as single entries. Knows nothing of text."""
+"""Entries of a prompt: tokens, and each image or audio clip as one entry. Contains no text."""
 
 from __future__ import annotations
 
@@ -19,68 +19,65 @@ Entries: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """One picture or clip. It is one entry, so no match, cut or checkpoint can fall inside it."""
+    """Image or audio clip. It is a single entry, so that no match, truncation or checkpoint can fall inside it."""
 
-    digest: bytes  # of the content and of the projector settings that shape it
-    cells: int  # KV cells it fills
-    positions: int  # steps it takes; with M-RoPE another number
-    non_causal: bool = False  # its rows see one another, so they have to be computed in one go
+    digest: bytes  # of the content and of the projector settings that determine its embedding
+    cells: int  # KV cells it occupies
+    positions: int  # positions it advances; with M-RoPE this differs from the number of cells
+    non_causal: bool = False  # its rows attend to each other, so they must be in one decode
 
 
 Entry: TypeAlias = int | Media
 
 
 class EntryInterner:
-    """Gives every media a negative number, so that entries are arrays and a match is one comparison."""
+    """Assigns a negative id to each distinct media entry, so that prompts are integer arrays and fast to compare."""
 
     def __init__(self) -> None:
         self._media_by_id: list[Media] = []
         self._ids_by_media: dict[Media, int] = {}
 
     def intern(self, entries: Sequence[Entry] | NDArray[np.generic]) -> Entries:
-        """The entries as numbers: tokens as they are, equal media as equal negative numbers."""
+        """Return the entries as integers: tokens unchanged, equal media as equal negative ids."""
         if isinstance(entries, np.ndarray):
             if entries.ndim != 1 or entries.dtype.kind not in "iu" or (entries.size and int(entries.min()) < 0):
-                raise InvalidArgument("entries", "must be one row of token ids")
+                raise InvalidArgument("entries", "must be a one-dimensional array of token ids")
             return entries.astype(np.int64)
-        if set(map(type, entries)) <= {int}:  # almost always: one by one they take a quarter of a microsecond each
+        # Fast path for tokens only, the usual case: one at a time, each entry takes a quarter of a microsecond.
+        if set(map(type, entries)) <= {int}:
             with contextlib.suppress(OverflowError):
-                numbers = np.array(entries, dtype=np.int64)
-                if not numbers.size or numbers.min() >= 0:
-                    return numbers
+                tokens = np.array(entries, dtype=np.int64)
+                if not tokens.size or tokens.min() >= 0:
+                    return tokens
         return np.array([self._intern_entry(entry) for entry in entries], dtype=np.int64)
-
-    def _intern_entry(self, entry: Entry) -> int:
-        return self._intern_media(entry) if isinstance(entry, Media) else check_integer("entries", entry, 0)
 
     def get_media(self, media_id: int) -> Media:
         return self._media_by_id[-media_id - 1]
 
     def count_cells(self, entries: Entries) -> int:
-        """KV cells that these entries fill."""
-        return len(entries) + sum(self.get_media(int(number)).cells - 1 for number in entries[entries < 0])
+        """Return the number of KV cells that these entries occupy."""
+        return len(entries) + sum(self.get_media(int(media_id)).cells - 1 for media_id in entries[entries < 0])
 
     def count_positions(self, entries: Entries) -> int:
-        """Positions that these entries take."""
-        return len(entries) + sum(self.get_media(int(number)).positions - 1 for number in entries[entries < 0])
+        """Return the number of positions that these entries advance."""
+        return len(entries) + sum(self.get_media(int(media_id)).positions - 1 for media_id in entries[entries < 0])
 
     def to_portable_entries(self, entries: Entries) -> Entries:
-        """The same entries with numbers for media that are the same in every process."""
+        """Return the entries with media ids that are the same in every process."""
         if not len(entries) or entries.min() >= 0:
             return entries
-        numbers = entries.copy()
+        portable = entries.copy()
         for index in np.flatnonzero(entries < 0):
-            numbers[index] = -1 - (int.from_bytes(self._hash_media(int(entries[index]))[:8], "little") >> 1)
-        return numbers
+            portable[index] = -1 - (int.from_bytes(self._hash_media(int(entries[index]))[:8], "little") >> 1)
+        return portable
 
     def to_portable_bytes(self, entries: Entries) -> bytes:
-        """The entries as bytes that are the same in every process, and for no other entries."""
-        media = b"".join(self._hash_media(int(number)) for number in entries[entries < 0])
+        """Return bytes that are the same in every process and differ for different entries."""
+        media = b"".join(self._hash_media(int(media_id)) for media_id in entries[entries < 0])
         return self.to_portable_entries(entries).astype("<i8", copy=False).tobytes() + media
 
-    def _hash_media(self, media_id: int) -> bytes:
-        media = self.get_media(media_id)
-        return blake3(repr((media.digest, media.cells, media.positions)).encode()).digest()
+    def _intern_entry(self, entry: Entry) -> int:
+        return self._intern_media(entry) if isinstance(entry, Media) else check_integer("entries", entry, 0)
 
     def _intern_media(self, media: Media) -> int:
         if media not in self._ids_by_media:
@@ -88,9 +85,13 @@ class EntryInterner:
             self._ids_by_media[media] = -len(self._media_by_id)
         return self._ids_by_media[media]
 
+    def _hash_media(self, media_id: int) -> bytes:
+        media = self.get_media(media_id)
+        return blake3(repr((media.digest, media.cells, media.positions)).encode()).digest()
+
 
 class EntryBuffer:
-    """A growing array of entries. Appending does not copy what is there."""
+    """Growing array of entries with amortized constant-time append."""
 
     def __init__(self, entries: Entries | None = None) -> None:
         self.length = 0 if entries is None else len(entries)
@@ -103,7 +104,7 @@ class EntryBuffer:
 
     @property
     def entries(self) -> Entries:
-        """A view that later changes may overwrite."""
+        """View of the entries. Later changes may overwrite it."""
         return self._buffer[: self.length]
 
     def append(self, entry: int) -> None:
@@ -129,7 +130,7 @@ class EntryBuffer:
 
 
 def common_prefix_length(left: Entries, right: Entries) -> int:
-    """How many entries two arrays share from the start."""
+    """Return the number of leading entries that two arrays have in common."""
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     first = int(different.argmax()) if length else 0
@@ -137,14 +138,15 @@ def common_prefix_length(left: Entries, right: Entries) -> int:
 
 
 def round_down_to_grid(length: int, entries: Entries, grid: int) -> int:
-    """The end of the last whole chunk within the first `length` entries, where chunks end at multiples of `grid` and
-    every picture is one by itself.
+    """Return the end of the last complete chunk within the first `length` entries.
 
-    >>> last_edge(10, np.array([1, 2, 3, 4, 5, -1, 7, 8, 9, 10]), 4), last_edge(5, np.arange(5), 4)
+    Chunks end at multiples of `grid`, and every media entry is a chunk of its own.
+
+    >>> round_down_to_grid(10, np.array([1, 2, 3, 4, 5, -1, 7, 8, 9, 10]), 4), round_down_to_grid(5, np.arange(5), 4)
     (8, 4)
-    >>> last_edge(7, np.array([1, 2, 3, 4, 5, -1, 7]), 4)
+    >>> round_down_to_grid(7, np.array([1, 2, 3, 4, 5, -1, 7]), 4)
     6
     """
     start = length - length % grid
-    pictures = np.flatnonzero(entries[start:length] < 0)
-    return start + int(pictures[-1]) + 1 if len(pictures) else start
+    media = np.flatnonzero(entries[start:length] < 0)
+    return start + int(media[-1]) + 1 if len(media) else start

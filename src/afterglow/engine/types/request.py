@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers: plain values that can cross a process border."""
+"""Requests to the engine and the events it returns: plain values that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -21,34 +21,54 @@ FinishReason: TypeAlias = Literal["stop", "length", "deadline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked. It never changes."""
+    """Generation request: one prompt and the options of its generation. Immutable.
+
+    >>> Request(id="1", entries=[3, 1, 4], max_tokens=16).use_prefix_cache
+    True
+    """
 
     id: str
+    """Identifies the request in events. Must be unique among the requests of an engine that have not ended."""
     entries: Sequence[Entry] | NDArray[np.int64]
-    media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # of the media among the entries, by their digests
-    boundaries: frozenset[int] = frozenset()  # where a later prompt may diverge: the ends of messages
-    system_length: int = 0  # entries that its system messages and tools are: other requests begin so, too
+    """Prompt: token ids, and one `Media` entry per image or audio clip."""
+    media: Mapping[bytes, MediaPart] = field(default_factory=dict)
+    """Content of the media entries, by digest."""
+    boundaries: frozenset[int] = frozenset()
+    """Positions at which a later prompt may diverge, i.e. the ends of messages. Checkpoints are taken there."""
+    system_length: int = 0
+    """Number of leading entries that are system messages and tools, which other requests are likely to share."""
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None  # None: until the model ends or memory does
-    stop: tuple[bytes, ...] = ()  # texts that end the answer, wherever they fall among tokens
+    max_tokens: int | None = None
+    """Maximum generated tokens. None: until the model ends the text or its sequence is full."""
+    stop: tuple[bytes, ...] = ()
+    """Texts that end the generation. They may start or end inside a token."""
     stop_tokens: frozenset[int] = frozenset()
-    constraint: GrammarConstraint | None = None  # what the answer may be
-    reasoning_budget: ReasoningBudget | None = None  # how long it may think
-    ignore_eos: bool = False  # go on after the model's own end tokens
-    logprobs: int | None = None  # how many alternatives to report with each token; None: no logprobs at all
-    priority: int = 0  # higher goes first
-    deadline: float | None = None  # seconds from submission; the answer so far is the answer then
+    constraint: GrammarConstraint | None = None
+    """Grammar that the generated text must match."""
+    reasoning_budget: ReasoningBudget | None = None
+    """Limit on the number of reasoning tokens."""
+    ignore_eos: bool = False
+    """Continue after the model's end-of-generation tokens."""
+    logprobs: int | None = None
+    """Number of alternatives returned with each token. None: no log-probabilities at all."""
+    priority: int = 0
+    """Requests with a higher priority are scheduled first."""
+    deadline: float | None = None
+    """Seconds after submission at which the request finishes with the tokens generated so far."""
     use_prefix_cache: bool = True
-    sequence: int | None = None  # the slot of memory to use, where the caller wants a certain one
-    salt: str = ""  # whose prompt it is: what was computed for one salt is never used, nor seen, with another
+    """Reuse the computed prefixes of other requests. False: compute the whole prompt."""
+    sequence: int | None = None
+    """Number of the sequence (slot) to use. None: the planner chooses."""
+    salt: str = ""
+    """Cache salt of the tenant. Cached state is never shared between, nor visible to, requests of different salts."""
 
     @property
     def is_constrained(self) -> bool:
-        """Whether something leads the choice of tokens that has to be compiled first."""
+        """Whether the request has a token constraint, which must be compiled before it starts."""
         return self.constraint is not None or self.reasoning_budget is not None
 
     def check(self) -> None:
-        """`InvalidArgument` where a field is of another kind: it would be found out in the middle of a step."""
+        """Raise `InvalidArgument` if a field has a wrong type or range, before an engine step could fail on it."""
         for name in ("max_tokens", "logprobs", "sequence"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, 0)
@@ -66,32 +86,46 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a request took. Times in seconds."""
+    """Tokens and time that one request used.
 
-    prompt_tokens: int = 0  # tokens, and the cells of pictures and sounds
-    cached_tokens: int = 0  # those of them that were not computed again
-    media_tokens: int = 0  # cells of pictures and sounds in the prompt
-    audio_tokens: int = 0  # of these, the cells of sounds
-    cached_media_tokens: int = 0  # of these, the cells that were in memory
-    encoded_media: int = 0  # pictures and sounds that had to be encoded
+    An image or audio clip counts as the KV cells that it occupies. The three times are consecutive: `queue_seconds`
+    until the request gets a sequence, `prefill_seconds` until its first token, `decode_seconds` until its end.
+    """
+
+    prompt_tokens: int = 0
+    """Prompt length, including media."""
+    cached_tokens: int = 0
+    """Prompt tokens that were a prefix hit and not computed, including media."""
+    media_tokens: int = 0
+    """Prompt tokens that are images or audio."""
+    audio_tokens: int = 0
+    """Media tokens that are audio."""
+    cached_media_tokens: int = 0
+    """Media tokens that were a prefix hit."""
+    encoded_media: int = 0
+    """Images and audio clips that had to be encoded."""
     generated_tokens: int = 0
-    draft_tokens: int = 0  # tokens that were guessed and computed before they were drawn
-    accepted_tokens: int = 0  # and those of them that were drawn: as many decodes were saved
-    draft_steps: int = 0  # decodes that had guesses
-    speculation_seconds_saved: float = 0.0  # by guesses, as far as measured; less than 0 where they lost
+    draft_tokens: int = 0
+    """Draft tokens that were decoded for verification."""
+    accepted_tokens: int = 0
+    """Draft tokens that were accepted. Each one saved a decode."""
+    draft_steps: int = 0
+    """Decodes that contained draft tokens."""
+    speculation_seconds_saved: float = 0.0
+    """Measured time that speculative decoding saved; negative if it cost time."""
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
     @property
     def mean_draft_length(self) -> float:
-        """How many tokens were guessed at a time, on average."""
+        """Average number of draft tokens per draft step."""
         return self.draft_tokens / self.draft_steps if self.draft_steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """So many of the prompt's entries are in memory."""
+    """Number of prompt entries that are in the KV cache."""
 
     request_id: str
     computed_entries: int
@@ -99,9 +133,9 @@ class PrefillProgress:
 
 
 class Token(NamedTuple):
-    """The next token of an answer. `alternatives` are the likeliest tokens here with their log-probabilities.
+    """Next generated token. `alternatives` are the most likely tokens at its position with their log-probabilities.
 
-    A tuple, since there are so many: they are made and sent on in half the time.
+    A named tuple because tokens are frequent: it is created and sent in half the time of a dataclass.
     """
 
     request_id: str
@@ -112,7 +146,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. `stop` is the text or token that ended it, where one did."""
+    """The generation is complete. `stop_reason` is the stop text or token that ended it, if any."""
 
     request_id: str
     finish_reason: FinishReason
@@ -122,7 +156,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There is no answer, or only the part that came before."""
+    """The request ended with an error. Tokens sent before it remain valid."""
 
     request_id: str
     error: AfterglowError

@@ -1,4 +1,4 @@
-"""What an engine may be told when it is made."""
+"""Settings of an engine, fixed when it is created."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ import psutil
 from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_float, check_integer
 
-MAX_DRAFT_TOKENS = 16  # guesses behind one token; hardly anything is right so far out, and each needs an output
+# Per draft. Tokens further ahead are hardly ever accepted, and each needs an output row.
+MAX_DRAFT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """How often, and how many. `max_checkpoints` 0 turns them off."""
+    """Frequency and limits of checkpoints, for models whose state cannot be truncated at any entry.
 
-    max_checkpoints: int = 8  # along one path
-    every_n_tokens: int = 8192  # 0: none
-    min_tokens: int = 64  # none before this many, except at the ends of messages
-    min_gap: int = 64  # none closer than this to another, except at the ends of messages
-    max_bytes: int = 512 * 1024 * 1024  # of all together
+    >>> CheckpointSettings(max_checkpoints=4).every_n_tokens
+    8192
+    """
+
+    max_checkpoints: int = 8
+    """Maximum checkpoints on one path of prompts. 0 disables checkpoints."""
+    every_n_tokens: int = 8192
+    """Interval of regular checkpoints. 0: only at message boundaries and near the end of a prompt."""
+    min_tokens: int = 64
+    """No checkpoint before this many entries, except at message boundaries."""
+    min_gap: int = 64
+    """No checkpoint closer than this to another one, except at message boundaries."""
+    max_bytes: int = 512 * 1024 * 1024
+    """Maximum bytes of all checkpoints in RAM."""
 
     def __post_init__(self) -> None:
         for name in ("max_checkpoints", "every_n_tokens", "min_tokens", "min_gap", "max_bytes"):
@@ -31,29 +41,41 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What the engine may be told.
+    """Settings of scheduling, the prefix cache and speculative decoding of one engine. Checked when created.
 
-    >>> EngineSettings(gap=0.05, deterministic=True).grid
+    >>> EngineSettings(max_token_gap=0.05, deterministic=True).grid
     64
     """
 
-    max_token_gap: float = (
-        0.2  # seconds between tokens of running answers that prompts should not exceed: people read so fast
-    )
+    max_token_gap: float = 0.2
+    """Target for the time between tokens of running requests, in seconds. Prefill is chunked so that it does not delay
+    them longer. The default is about reading speed."""
     deterministic: bool = False
-    grid: int = 64  # entries in a chunk, in deterministic mode
-    swap_bytes: int = 1024**3  # for sequences of jobs that had to make room
-    ram_cache_bytes: int | None = None  # for all that is kept in RAM; None: a quarter of what is free, 2 GiB at most
-    disk_cache_directory: Path | None = None  # where to keep what should outlive this process; None: nowhere
-    disk_cache_label: str = ""  # the model's file or name, shown with what is kept of it
-    disk_cache_bytes: int = 10 * 1024**3  # of all files there, whichever model's
-    encoder_cache_bytes: int = 256 * 1024**2  # of encoded pictures that are kept in RAM, for when they come again
-    block_size: int = 64  # entries in one stored segment
-    pin_system_prompts: bool = False  # never let go of the system prompts of requests, within half of what may be kept
+    """Bit-identical output regardless of load and cache contents. Slower with concurrent requests."""
+    grid: int = 64
+    """Entries per prefill chunk in deterministic mode."""
+    swap_bytes: int = 1024**3
+    """RAM for the sequences of preempted requests."""
+    ram_cache_bytes: int | None = None
+    """Budget of the RAM tier: blocks, checkpoints and swapped-out sequences. None: a quarter of the available RAM, at
+    most 2 GiB. 0: nothing is stored, neither in RAM nor on disk."""
+    disk_cache_directory: Path | None = None
+    """Directory of the disk tier, which outlives the process and can be shared by processes. None disables the tier."""
+    disk_cache_label: str = ""
+    """Name or file of the model, shown in listings of the disk tier."""
+    disk_cache_bytes: int = 10 * 1024**3
+    """Budget of the disk tier: all files in the directory, of all models."""
+    encoder_cache_bytes: int = 256 * 1024**2
+    """RAM for the embeddings of images and audio, so that repeated media are not encoded again."""
+    block_size: int = 64
+    """Entries per block of the RAM and disk tiers."""
+    pin_system_prompts: bool = False
+    """Never evict the system prompts of requests, up to half of the budget of each tier."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
-    # Guess ahead as far as it pays, never, or always so many tokens; and who may guess: all there are, or these.
     speculation: Literal["auto", "off"] | int = "auto"
+    """Speculative decoding: "auto" drafts as many tokens as pays off, a number always drafts that many."""
     drafters: tuple[str, ...] | None = None
+    """Names of the drafters to use. None: all available ones."""
 
     def __post_init__(self) -> None:
         check_float("max_token_gap", self.max_token_gap, 0)
@@ -77,7 +99,7 @@ class EngineSettings:
 
     @property
     def ram_cache_limit(self) -> int:
-        """Bytes that may be kept in RAM outside of memory, as things stand now."""
+        """Budget of the RAM tier in bytes, from the RAM that is available now if it is not set."""
         if self.ram_cache_bytes is not None:
             return self.ram_cache_bytes
         return int(min(2 * 1024**3, psutil.virtual_memory().available // 4))

@@ -1,1 +1,1 @@
-"""Disk tier of the prefix cache."""
+"""Disk tier of the prefix cache: files, their index, the writer thread and the prefetcher."""

@@ -1,4 +1,4 @@
-"""Files of the disk tier that are read and checked on a thread of their own, while the engine goes on with others."""
+"""Prefetcher: reads and checks files of the disk tier on a thread, while the engine computes other requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TypeAlias
 from afterglow.engine.kvcache.disk.files import FileKind, LoadedFile
 
 FileKey: TypeAlias = tuple[FileKind, bytes]
-MAX_PENDING_FILES = 4096  # files that are remembered; they are mapped, so that they take no memory of ours
+MAX_PENDING_FILES = 4096  # they are memory-mapped, so that they use no RAM of this process
 
 
 class Prefetcher:
-    """Reads by name; what was read waits here to be taken."""
+    """Reads files by key and holds them until they are popped."""
 
     def __init__(self, load: Callable[[FileKind, bytes], LoadedFile]) -> None:
         self._load = load
@@ -23,23 +23,23 @@ class Prefetcher:
         self._pending: OrderedDict[FileKey, Future[tuple[LoadedFile, float]]] = OrderedDict()
 
     def submit(self, file_keys: Iterable[FileKey]) -> bool:
-        """Read these, if nobody does yet. True: not all of them are there."""
-        waiting = False
-        for name in file_keys:
-            file = self._pending.get(name)
-            if file is None:
-                file = self._pending[name] = self._pool.submit(self._timed_load, *name)
-            waiting = waiting or not file.done()
+        """Start reading the files that are not being read yet; return whether some are not complete."""
+        incomplete = False
+        for file_key in file_keys:
+            future = self._pending.get(file_key)
+            if future is None:
+                future = self._pending[file_key] = self._pool.submit(self._timed_load, *file_key)
+            incomplete = incomplete or not future.done()
         while len(self._pending) > MAX_PENDING_FILES:
             self._pending.popitem(last=False)[1].cancel()
-        return waiting
+        return incomplete
 
     def pop(self, kind: FileKind, key: bytes) -> tuple[LoadedFile, float] | None:
-        """A file that was read, and the seconds that took; None: it was not, or is broken."""
-        file = self._pending.pop((kind, key), None)
-        if file is None or not file.done() or file.cancelled() or file.exception() is not None:
+        """Return a file that was read and the seconds it took; None if it was not read or is damaged."""
+        future = self._pending.pop((kind, key), None)
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
             return None
-        return file.result()
+        return future.result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The disk tier as the engine's thread sees it: segments and checkpoints that are in files, found by their names."""
+"""Disk tier as the engine's thread sees it: blocks and checkpoints in files, found by their keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 
-MIN_PREFETCH_SECONDS = 0.005  # seconds of reading that running answers would notice
+MIN_PREFETCH_SECONDS = 0.005  # shorter reads do not noticeably delay running requests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskCheckpoint:
-    """A partial state that is in a file: after `start` entries in whole segments named `parent`, and the `rest`."""
+    """Checkpoint in a file: `start` entries in the full blocks up to key `parent`, followed by the entries `rest`.
+
+    It takes the place of the state of a `Checkpoint` that is not loaded.
+    """
 
     key: bytes
     parent: bytes
@@ -41,7 +44,10 @@ class DiskCheckpoint:
 
 
 class DiskTier:
-    """What of the engine's model is on disk. `segment` and `checkpoint` find what is in RAM, from any thread."""
+    """Blocks and checkpoints of the engine's model on disk.
+
+    `find_block` and `find_checkpoint` return what is in RAM by key; the writer calls them on its own thread.
+    """
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class DiskTier:
         self._cost_model = cost_model
         self._find_block = find_block
         self._find_checkpoint = find_checkpoint
-        self._checkpoints: dict[bytes, list[DiskCheckpoint]] = {}  # by the name of the whole segments before them
+        self._checkpoints: dict[bytes, list[DiskCheckpoint]] = {}  # by parent key
         self.writer = DiskWriter(
             settings.disk_cache_directory,
             limit=settings.disk_cache_bytes,
@@ -70,175 +76,200 @@ class DiskTier:
         )
         self.prefetcher = Prefetcher(self.writer.load)
 
-    # --- what is there
+    # --- lookup
 
     def sync(self, tree: BlockTree) -> list[Block]:
-        """Hear what came and went; the segments that are nowhere any more."""
+        """Apply the writer's file events to the tree; return the blocks that were removed from it."""
         lost: list[Block] = []
-        for news in self.writer.drain_events():
-            match news:
+        for event in self.writer.drain_events():
+            match event:
                 case FileAdded(row) if row.kind == "cells":
-                    self._add_found(row, tree)
+                    self._add_block(row, tree)
                 case FileAdded(row):
                     self._add_checkpoint(
                         DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.aligned, row.nbytes)
                     )
                 case FileRemoved("cells", key):
-                    lost += self._remove_lost(key, tree)
+                    lost += self._remove_block(key, tree)
                 case FileRemoved("state", key):
                     self._remove_checkpoint(key)
         return lost
 
-    def _add_found(self, row: IndexRow, tree: BlockTree) -> None:
-        known = tree.get(row.key)
-        if known is not None:
-            known.file_bytes = row.nbytes
+    def _add_block(self, row: IndexRow, tree: BlockTree) -> None:
+        existing = tree.get(row.key)
+        if existing is not None:
+            existing.file_bytes = row.nbytes
         elif row.start == 0 or tree.get(row.parent) is not None:
-            age = max(0.0, time.time() - row.last_used)
+            idle_seconds = max(0.0, time.time() - row.last_used)
             tree.add(
                 Block(
-                    key=row.key, parent=row.parent, start=row.start, entries=row.entries, aligned=row.aligned, cells=row.cells,
-                    nbytes=row.nbytes, file_bytes=row.nbytes, pinned=bool(row.pinned), hits=row.hits,
-                    last_used=time.monotonic() - age,
+                    key=row.key,
+                    parent=row.parent,
+                    start=row.start,
+                    entries=row.entries,
+                    aligned=row.aligned,
+                    cells=row.cells,
+                    nbytes=row.nbytes,
+                    file_bytes=row.nbytes,
+                    pinned=bool(row.pinned),
+                    hits=row.hits,
+                    last_used=time.monotonic() - idle_seconds,
                 )
-            )  # fmt: skip
+            )
 
-    def _remove_lost(self, key: bytes, tree: BlockTree) -> list[Block]:
-        segment = tree.get(key)
-        if segment is None:
+    def _remove_block(self, key: bytes, tree: BlockTree) -> list[Block]:
+        block = tree.get(key)
+        if block is None:
             return []
-        segment.file_bytes = 0
-        return [] if segment.rows is not None else tree.remove(segment)
+        block.file_bytes = 0
+        return [] if block.rows is not None else tree.remove(block)
 
     def _add_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
-        beside = self._checkpoints.setdefault(checkpoint.parent, [])
-        beside[:] = [other for other in beside if other.key != checkpoint.key] + [checkpoint]
+        siblings = self._checkpoints.setdefault(checkpoint.parent, [])
+        siblings[:] = [sibling for sibling in siblings if sibling.key != checkpoint.key] + [checkpoint]
 
     def _remove_checkpoint(self, key: bytes) -> None:
-        for parent, beside in list(self._checkpoints.items()):
-            beside[:] = [other for other in beside if other.key != key]
-            if not beside:
+        for parent, siblings in list(self._checkpoints.items()):
+            siblings[:] = [sibling for sibling in siblings if sibling.key != key]
+            if not siblings:
                 del self._checkpoints[parent]
 
     def list_checkpoints(self) -> list[DiskCheckpoint]:
-        return [shelved for beside in self._checkpoints.values() for shelved in beside]
+        return [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings]
 
     def find_checkpoints(self, prefix_keys: Sequence[bytes], entries: Entries, block_size: int) -> list[DiskCheckpoint]:
-        """The states that a prompt runs through, deepest first; `names` are those of its beginnings, by segment."""
-        found = []
-        for index, name in enumerate(prefix_keys):
-            for shelved in self._checkpoints.get(name, ()):
-                following = self._interner.to_portable_entries(
-                    entries[index * block_size : index * block_size + len(shelved.rest)]
-                )
-                if shelved.start == index * block_size and common_prefix_length(following, shelved.rest) == len(
-                    shelved.rest
-                ):
-                    found.append(shelved)
-        return sorted(found, key=lambda shelved: -shelved.position)
+        """Return the checkpoints on the path of a prompt, deepest first. `prefix_keys`: keys of its full blocks."""
+        matches = []
+        for index, key in enumerate(prefix_keys):
+            start = index * block_size
+            for checkpoint in self._checkpoints.get(key, ()):
+                rest = self._interner.to_portable_entries(entries[start : start + len(checkpoint.rest)])
+                shared = common_prefix_length(rest, checkpoint.rest)
+                if checkpoint.start == start and shared == len(checkpoint.rest):
+                    matches.append(checkpoint)
+        return sorted(matches, key=lambda checkpoint: -checkpoint.position)
+
+    def touch(self, blocks: Sequence[Block], checkpoint: DiskCheckpoint | None) -> None:
+        """Record the use of blocks and of a checkpoint."""
+        names = [build_file_name("cells", block.key) for block in blocks if block.is_on_disk]
+        self.writer.touch(names if checkpoint is None else [*names, build_file_name("state", checkpoint.key)])
 
     def clear(self) -> None:
-        """Forget everything of this model."""
+        """Delete all files of this model."""
         self.writer.clear()
         self._checkpoints = {}
 
-    # --- to the disk
+    def close(self, timeout: float) -> None:
+        """Write what is queued, for at most `timeout` seconds, and stop the threads."""
+        self.prefetcher.close()
+        self.writer.close(timeout)
+
+    # --- writing
 
     def enqueue(self, source: Block | Checkpoint) -> None:
-        """Write a segment or a checkpoint, some time."""
+        """Queue a block or a checkpoint for writing, unless it is on disk."""
         if isinstance(source, Block):
             if not source.is_on_disk:
                 self.writer.enqueue("cells", source.key)
-        elif all(shelved.key != source.key for shelved in self._checkpoints.get(source.parent, ())):
+        elif all(checkpoint.key != source.key for checkpoint in self._checkpoints.get(source.parent, ())):
             self.writer.enqueue("state", source.key)
 
     def _build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
-        """On the disk's thread: what is to be written, if it is still in RAM."""
+        """Return the file to write, if its contents are still in RAM. Runs on the writer's thread."""
         return self._build_block_file(key) if kind == "cells" else self._build_checkpoint_file(key)
 
     def _build_block_file(self, key: bytes) -> CacheFile | None:
-        segment = self._find_block(key)
-        rows = None if segment is None else segment.rows
-        if segment is None or rows is None:
+        block = self._find_block(key)
+        rows = None if block is None else block.rows
+        if block is None or rows is None:
             return None
         return CacheFile(
-            kind="cells", model=self._model, key=key, parent=segment.parent, start=segment.start, entries=segment.entries,
-            aligned=segment.aligned, cells=segment.cells, seconds=len(segment.entries) * self._cost_model.seconds_per_entry,
-            value=self._value_per_byte, layout=segment.layout, payload=[rows.reshape(-1).data], pinned=segment.pinned,
-        )  # fmt: skip
-
-    @property
-    def _value_per_byte(self) -> float:
-        """Seconds that a byte of cells or of the checkpoints over them saves: neither is of use without the other."""
-        return self._cost_model.seconds_per_entry / max(self._cost_model.bytes_per_entry, 1.0)
+            kind="cells",
+            model=self._model,
+            key=key,
+            parent=block.parent,
+            start=block.start,
+            entries=block.entries,
+            aligned=block.aligned,
+            cells=block.cells,
+            seconds=len(block.entries) * self._cost_model.seconds_per_entry,
+            value=self._value_per_byte,
+            layout=block.layout,
+            payload=[rows.reshape(-1).data],
+            pinned=block.pinned,
+        )
 
     def _build_checkpoint_file(self, key: bytes) -> CacheFile | None:
         checkpoint = self._find_checkpoint(key)
         if checkpoint is None:
             return None
         seconds = checkpoint.position * self._cost_model.seconds_per_entry
-        alone = not self._backend.capabilities.has_attention_cells
+        is_standalone = not self._backend.capabilities.has_attention_cells
         return CacheFile(
-            kind="state", model=self._model, key=key, parent=checkpoint.parent, start=checkpoint.start,
-            entries=self._interner.to_portable_entries(checkpoint.entries), aligned=checkpoint.aligned, cells=0,
-            seconds=seconds, value=seconds / checkpoint.nbytes if alone else self._value_per_byte, layout=b"",
-            payload=self._backend.serialize_state(checkpoint.state), pinned=checkpoint.pinned,
-        )  # fmt: skip
+            kind="state",
+            model=self._model,
+            key=key,
+            parent=checkpoint.parent,
+            start=checkpoint.start,
+            entries=self._interner.to_portable_entries(checkpoint.entries),
+            aligned=checkpoint.aligned,
+            cells=0,
+            seconds=seconds,
+            value=seconds / checkpoint.nbytes if is_standalone else self._value_per_byte,
+            layout=b"",
+            payload=self._backend.serialize_state(checkpoint.state),
+            pinned=checkpoint.pinned,
+        )
 
-    # --- from the disk
+    @property
+    def _value_per_byte(self) -> float:
+        """Seconds saved per byte of cells and of the checkpoints over them: neither is of use without the other."""
+        return self._cost_model.seconds_per_entry / max(self._cost_model.bytes_per_entry, 1.0)
+
+    # --- reading
 
     def prefetch(self, blocks: Sequence[Block], checkpoint: DiskCheckpoint | None) -> bool:
-        """Read these on a thread of its own, where that takes long enough to be felt. True: they are not there yet."""
-        names: list[FileKey] = [("cells", segment.key) for segment in blocks if segment.rows is None]
-        nbytes = sum(segment.nbytes for segment in blocks if segment.rows is None)
+        """Read files on another thread if that takes noticeable time; return whether they are not complete yet."""
+        file_keys: list[FileKey] = [("cells", block.key) for block in blocks if block.rows is None]
+        nbytes = sum(block.nbytes for block in blocks if block.rows is None)
         if checkpoint is not None:
-            names.append(("state", checkpoint.key))
+            file_keys.append(("state", checkpoint.key))
             nbytes += checkpoint.nbytes
-        return nbytes * self._cost_model.seconds_per_disk_byte > MIN_PREFETCH_SECONDS and self.prefetcher.submit(names)
+        seconds = nbytes * self._cost_model.seconds_per_disk_byte
+        return seconds > MIN_PREFETCH_SECONDS and self.prefetcher.submit(file_keys)
 
     def _load_file(self, kind: FileKind, key: bytes) -> LoadedFile:
-        """A file, from wherever it is by now; what reading it took is measured."""
+        """Return a file, prefetched or read now, and record the time of reading it."""
         started = time.perf_counter()
-        ready = self.prefetcher.pop(kind, key)
-        loaded = self.writer.load(kind, key) if ready is None else ready[0]
-        self._cost_model.record_disk_read(
-            len(loaded.payload), time.perf_counter() - started if ready is None else ready[1]
-        )
+        prefetched = self.prefetcher.pop(kind, key)
+        loaded = self.writer.load(kind, key) if prefetched is None else prefetched[0]
+        seconds = time.perf_counter() - started if prefetched is None else prefetched[1]
+        self._cost_model.record_disk_read(len(loaded.payload), seconds)
         return loaded
 
     def load_rows(self, block: Block) -> NDArray[np.uint8]:
-        """The cells of a segment, out of its file; `InvalidState` where it does not hold what it should."""
+        """Return the cells of a block from its file; raise `InvalidState` if the file does not match the block."""
         loaded = self._load_file("cells", block.key)
-        item, rows = loaded.file, loaded.to_rows()
-        same = (item.parent, item.start, item.cells) == (block.parent, block.start, block.cells)
-        if not same or not np.array_equal(item.entries, block.entries):
+        file, rows = loaded.file, loaded.to_rows()
+        matches = (file.parent, file.start, file.cells) == (block.parent, block.start, block.cells)
+        if not matches or not np.array_equal(file.entries, block.entries):
             self.writer.remove("cells", block.key)
-            raise InvalidState("a file holds other entries than it should")
-        block.layout = item.layout
+            raise InvalidState("a file contains other entries than expected")
+        block.layout = file.layout
         return rows
 
     def load_state(self, checkpoint: DiskCheckpoint, entries: Entries) -> BackendState:
-        """A partial state, out of its file; `InvalidState` where it is not the one after `ids`."""
+        """Return a partial state from its file; raise `InvalidState` if it is not the state after `entries`."""
         try:
             loaded = self._load_file("state", checkpoint.key)
             if not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(entries)):
                 self.writer.remove("state", checkpoint.key)
-                raise InvalidState("a file holds other entries than it should")
+                raise InvalidState("a file contains other entries than expected")
             state = self._backend.deserialize_state(loaded.payload)
         except InvalidState:
             self._remove_checkpoint(checkpoint.key)
             raise
         return state
-
-    def close(self, timeout: float) -> None:
-        """Wait so long for what is still to be written."""
-        self.prefetcher.close()
-        self.writer.close(timeout)
-
-    def touch(self, blocks: Sequence[Block], checkpoint: DiskCheckpoint | None) -> None:
-        """Note that these were used."""
-        names = [build_file_name("cells", segment.key) for segment in blocks if segment.is_on_disk]
-        self.writer.touch(names if checkpoint is None else [*names, build_file_name("state", checkpoint.key)])
 
 
 def open_disk_tier(
@@ -250,11 +281,11 @@ def open_disk_tier(
     find_block: Callable[[bytes], Block | None],
     find_checkpoint: Callable[[bytes], Checkpoint | None],
 ) -> DiskTier | None:
-    """The disk tier; None where none is wanted, or the disk does not let us."""
+    """Return the disk tier; None if it is disabled or the directory cannot be used."""
     if settings.disk_cache_directory is None or not settings.disk_cache_bytes:
         return None
     try:
         return DiskTier(settings, model, backend, interner, cost_model, find_block, find_checkpoint)
     except OSError as error:
-        logger.warning("there is no prefix cache in %s: %s", settings.disk_cache_directory, error)
+        logger.warning("disk cache disabled: %s cannot be used: %s", settings.disk_cache_directory, error)
         return None
