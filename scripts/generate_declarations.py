@@ -1,10 +1,10 @@
-"""Write src/afterglow/llama/declarations.py from the public headers of the pinned llama.cpp build.
+"""Generates src/afterglow/llama/library/declarations.py from the public headers of the pinned llama.cpp build.
 
     python scripts/generate_declarations.py LLAMA_CPP_SOURCE b11549
 
-LLAMA_CPP_SOURCE is a llama.cpp tree; the sdist of the pinned `xllamacpp` carries the matching one under
-`thirdparty/llama.cpp`. Needs a C preprocessor (`cc -E`); users never run this. Review the diff of what it
-writes; never edit the file by hand.
+LLAMA_CPP_SOURCE is a llama.cpp tree; the sdist of the pinned `xllamacpp` contains the matching one under
+`thirdparty/llama.cpp`. Needs a C preprocessor (`cc -E`); users never run this. Review the diff of the generated file;
+never edit it by hand.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-TARGET = Path(__file__).parent.parent / "src" / "afterglow" / "llama" / "declarations.py"
-INCLUDE = ("include", "ggml/include", "tools/mtmd")
-WHOLE = ("llama.h", "mtmd.h")
+TARGET = Path(__file__).parent.parent / "src" / "afterglow" / "llama" / "library" / "declarations.py"
+INCLUDE_FOLDERS = ("include", "ggml/include", "tools/mtmd")
+COMPLETE_HEADERS = ("llama.h", "mtmd.h")
 
-# From ggml only what llama.h mentions and what `doctor` and the logs need.
-FROM_GGML = re.compile(
+# From ggml, only the declarations that llama.h uses and that `doctor` and the log bridge need.
+GGML_DECLARATION = re.compile(
     r"^(extern )?(enum ggml_(type|log_level|backend_dev_type)\b.*\{"
     r"|typedef struct \w+ ?\* ?ggml_backend_(buffer_type|dev|reg)_t;"
     r"|typedef \w+ \(\*ggml_(log_callback|abort_callback|backend_sched_eval_callback)\)"
     r"|.*\bggml_backend_(dev_count|dev_get|dev_name|dev_description|dev_memory|dev_type|load_all_from_path|load_all)\("
     r"|.*\bggml_(backend_reg_name|backend_dev_backend_reg|blck_size|type_size|version|commit)\()"
 )
-LEAVE_OUT = re.compile(r"deprecated|llama_opt_|FILE \*|numa|threadpool|init_from_user|set_tensor_data")
+EXCLUDED = re.compile(r"deprecated|llama_opt_|FILE \*|numa|threadpool|init_from_user|set_tensor_data")
 
 HEADER = '''"""The C declarations of llama.cpp {build}, for cffi.
 
@@ -42,41 +42,43 @@ DECLARATIONS = """
 '''
 
 
-def preprocessed(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield (header name, line) for every line that the C preprocessor keeps."""
-    program = "\n".join(f'#include "{name}"' for name in ("ggml-backend.h", *WHOLE))
-    command = ["cc", "-E", "-x", "c", *(f"-I{source / folder}" for folder in INCLUDE), "-"]
+def preprocess(source: Path) -> Iterator[tuple[str, str]]:
+    """Yield (header name, line) for every line of the C preprocessor's output."""
+    program = "\n".join(f'#include "{name}"' for name in ("ggml-backend.h", *COMPLETE_HEADERS))
+    command = ["cc", "-E", "-x", "c", *(f"-I{source / folder}" for folder in INCLUDE_FOLDERS), "-"]
     output = subprocess.run(command, input=program, capture_output=True, text=True, check=True).stdout
     header = ""
     for line in output.splitlines():
-        if marker := re.match(r'# \d+ "([^"]+)"', line):
-            header = Path(marker[1]).name
+        if line_marker := re.match(r'# \d+ "([^"]+)"', line):
+            header = Path(line_marker[1]).name
         elif line.strip():
             yield header, line.strip()
 
 
-def statements(source: Path) -> Iterator[tuple[str, str]]:
+def iter_declarations(source: Path) -> Iterator[tuple[str, str]]:
     """Yield (header name, declaration), each up to its semicolon at brace depth zero."""
     collected: list[str] = []
-    for header, line in preprocessed(source):
+    for header, line in preprocess(source):
         collected.append(line)
         text = " ".join(collected)
         if text.endswith(";") and text.count("{") == text.count("}"):
             yield header, text
             collected = []
-        elif text.endswith("}") and text.count("{") == text.count("}"):  # an inline function's body
+        elif text.endswith("}") and text.count("{") == text.count("}"):  # the body of an inline function
             collected = []
 
 
-def wanted(header: str, statement: str) -> bool:
-    if LEAVE_OUT.search(statement) or "static inline" in statement:
+def is_needed(header: str, declaration: str) -> bool:
+    if EXCLUDED.search(declaration) or "static inline" in declaration:
         return False
-    return header in WHOLE or (header.startswith("ggml") and FROM_GGML.search(statement) is not None)
+    return header in COMPLETE_HEADERS or (
+        header.startswith("ggml") and GGML_DECLARATION.search(declaration) is not None
+    )
 
 
-def readable(statement: str) -> str:
-    """One declaration in cffi's C, a field or constant per line."""
-    text = re.sub(r"__attribute__ ?\(\(.*?\)\)|\bextern\b", "", statement)
+def format_declaration(declaration: str) -> str:
+    """Format a declaration for cffi, with one field or constant per line."""
+    text = re.sub(r"__attribute__ ?\(\(.*?\)\)|\bextern\b", "", declaration)
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"\(\s+", "(", text)
     if "{" in text:
@@ -90,9 +92,11 @@ def readable(statement: str) -> str:
 
 def main() -> None:
     source, build = Path(sys.argv[1]), sys.argv[2]
-    kept = dict.fromkeys(readable(text) for header, text in statements(source) if wanted(header, text))
-    TARGET.write_text(HEADER.format(build=build, text="\n".join(kept).replace("\\", "\\\\")))
-    print(f"{TARGET}: {len(kept)} declarations")
+    declarations = dict.fromkeys(
+        format_declaration(text) for header, text in iter_declarations(source) if is_needed(header, text)
+    )
+    TARGET.write_text(HEADER.format(build=build, text="\n".join(declarations).replace("\\", "\\\\")))
+    print(f"{TARGET}: {len(declarations)} declarations")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny models and small contexts for the binding's tests."""
+"""Fixtures for tests of the binding: tiny models and small contexts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def open_model(stack: ExitStack) -> OpenModel:
-    """Load a tiny model by name; closed at the end of the test."""
+    """Return a function that loads a tiny model by name; closed at the end of the test."""
 
     def load(name: str, **settings: object) -> LlamaModel:
         model = LlamaModel.load(models.get_path(name), ModelSettings(**settings), trust=True)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def open_model(stack: ExitStack) -> OpenModel:
 
 @pytest.fixture
 def open_context(open_model: OpenModel, stack: ExitStack) -> OpenContext:
-    """A small single-threaded context on a tiny model; closed at the end of the test."""
+    """Return a function that creates a small single-threaded context; closed at the end of the test."""
 
     def make(name: str | LlamaModel, **settings: object) -> LlamaContext:
         model = open_model(name) if isinstance(name, str) else name

@@ -1,30 +1,31 @@
-"""Every argument that would end the process is a typed error instead. Each case runs in a process of its own."""
+"""Every argument that would abort the process raises a typed error. Each case runs in its own process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from support.abort_cases import OURS, RAW
+from support import abort_cases
+from support.abort_cases import BINDING_CASES, NATIVE_CASES
 
-CASES = Path(__file__).with_name("abort_cases.py")
-
-
-def run(form: str, case: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, CASES, form, case], capture_output=True, text=True, timeout=60, check=False)
+pytestmark = pytest.mark.native
 
 
-@pytest.mark.parametrize("case", OURS)
-def test_it_is_a_typed_error_and_the_process_lives(case: str) -> None:
-    done = run("ours", case)
-    assert (done.returncode, done.stdout.strip()) == (0, OURS[case][1]), done.stderr
+def run_case(form: str, case: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, abort_cases.__file__, form, case]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("case", RAW)
-def test_the_raw_call_really_ends_the_process(case: str) -> None:
-    """So that the guard is known to guard something."""
-    done = run("raw", case)
-    assert done.returncode < 0, f"it survived: {done.stdout}{done.stderr}"
+@pytest.mark.parametrize("case", BINDING_CASES)
+def test_the_binding_raises_a_typed_error(case: str) -> None:
+    result = run_case("binding", case)
+    assert (result.returncode, result.stdout.strip()) == (0, BINDING_CASES[case][1]), result.stderr
+
+
+@pytest.mark.parametrize("case", NATIVE_CASES)
+def test_the_native_call_aborts_the_process(case: str) -> None:
+    """Shows that the check of the binding is necessary."""
+    result = run_case("native", case)
+    assert result.returncode < 0, f"it survived: {result.stdout}{result.stderr}"

@@ -1,4 +1,4 @@
-"""Bytes that are kept: they take what is counted for them, and go back to the system when they are let go."""
+"""Long-lived buffers take the accounted memory and return it to the system when freed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import pytest
 
 from afterglow.llama import page_buffers
 
-BLOCK = 34_304  # bytes that a segment of a small model takes
+BLOCK_BYTES = 34_304  # a buffer of a small model
 
 
-def taken() -> int:
+def get_rss() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_every_second_block_that_is_let_go_goes_back_to_the_system():
-    """In a heap those that stay would hold the others."""
-    blocks = [page_buffers.allocate_zeros(64, BLOCK // 64) for _ in range(2000)]
-    full = taken()
-    del blocks[::2]
-    assert full - taken() >= 0.95 * 1000 * page_buffers.get_allocated_bytes(BLOCK)
+def test_freed_buffers_return_to_the_system():
+    """In a heap, the remaining buffers would prevent it."""
+    buffers = [page_buffers.allocate_zeros(64, BLOCK_BYTES // 64) for _ in range(2000)]
+    full = get_rss()
+    del buffers[::2]
+    assert full - get_rss() >= 0.95 * 1000 * page_buffers.get_allocated_bytes(BLOCK_BYTES)
 
 
-def test_blocks_take_what_is_counted_for_them():
-    before = taken()
-    blocks = [page_buffers.allocate_zeros(BLOCK) for _ in range(1000)]
-    assert taken() - before == pytest.approx(
-        sum(page_buffers.get_allocated_bytes(block.nbytes) for block in blocks), rel=0.05
+def test_buffers_take_the_accounted_memory():
+    before = get_rss()
+    buffers = [page_buffers.allocate_zeros(BLOCK_BYTES) for _ in range(1000)]
+    assert get_rss() - before == pytest.approx(
+        sum(page_buffers.get_allocated_bytes(buffer.nbytes) for buffer in buffers), rel=0.05
     )
 
 
@@ -37,14 +37,14 @@ def test_blocks_take_what_is_counted_for_them():
     "nbytes",
     [0, 1, page_buffers.MIN_MAPPED_BYTES - 1, page_buffers.MIN_MAPPED_BYTES, page_buffers.MIN_MAPPED_BYTES + 1, 10**6],
 )
-def test_bytes_are_zero_and_can_be_written(nbytes):
-    block = page_buffers.allocate_zeros(nbytes)
-    assert not block.any()
-    block[:] = 7
-    assert block.nbytes == nbytes <= page_buffers.get_allocated_bytes(nbytes) < nbytes + mmap.PAGESIZE
+def test_buffers_are_zeroed_and_writable(nbytes):
+    buffer = page_buffers.allocate_zeros(nbytes)
+    assert not buffer.any()
+    buffer[:] = 7
+    assert buffer.nbytes == nbytes <= page_buffers.get_allocated_bytes(nbytes) < nbytes + mmap.PAGESIZE
 
 
-def test_a_copy_is_equal_and_apart():
+def test_a_copy_is_equal_and_independent():
     rows = np.arange(200 * 300, dtype=np.uint8).reshape(200, 300)
     copy = page_buffers.copy_to_pages(rows[:, 50:250])
     assert np.array_equal(copy, rows[:, 50:250])
@@ -52,17 +52,17 @@ def test_a_copy_is_equal_and_apart():
     assert copy.any()
 
 
-def test_where_the_system_has_no_more_pages_the_heap_has_to_do(monkeypatch):
-    def refused(*arguments: object, **options: object) -> None:
+def test_without_free_mappings_the_heap_is_used(monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
         raise OSError("too many")
 
-    monkeypatch.setattr(mmap, "mmap", refused)
+    monkeypatch.setattr(mmap, "mmap", fail)
     assert page_buffers.allocate_zeros(100, 1000).shape == (100, 1000)
 
 
-def test_the_system_s_pieces_are_not_used_up(monkeypatch):
+def test_the_number_of_mappings_is_limited(monkeypatch):
     monkeypatch.setattr(page_buffers, "MAX_MAPPINGS", len(page_buffers._mappings) + 2)
-    blocks = [page_buffers.allocate_zeros(BLOCK) for _ in range(4)]
+    buffers = [page_buffers.allocate_zeros(BLOCK_BYTES) for _ in range(4)]
     assert len(page_buffers._mappings) == page_buffers.MAX_MAPPINGS
-    del blocks
+    del buffers
     assert len(page_buffers._mappings) == page_buffers.MAX_MAPPINGS - 2

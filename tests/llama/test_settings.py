@@ -1,4 +1,4 @@
-"""C19: cache types, flash attention, sizes and fit, validated before llama.cpp sees them."""
+"""C19: cache types, flash attention, sizes and memory estimate are validated before llama.cpp uses them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from afterglow.llama.library import devices
 from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import CACHE_TYPES, ContextSettings
 from afterglow.testing import models
-from support.contexts import LAYOUTS, distance, feed, tokens
+from support.contexts import KV_LAYOUTS, decode_tokens, max_difference, random_tokens
 
 QUANTIZED = [name for name in CACHE_TYPES if name not in ("f32", "f16", "bf16")]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 def test_c19_every_cache_type_computes(open_context, kind):
-    """On the hybrid, whose heads are wide enough for quantized blocks."""
-    exact = feed(open_context("hybrid", cache_type_k="f32", cache_type_v="f32"), 0, tokens(64))
-    lossy = feed(open_context("hybrid", cache_type_k=kind, cache_type_v=kind), 0, tokens(64))
-    assert distance(exact, lossy) < (0.01 if kind in ("f32", "f16", "bf16") else 1.0)
+    """Uses the hybrid model, whose heads are wide enough for quantized blocks."""
+    exact = decode_tokens(open_context("hybrid", cache_type_k="f32", cache_type_v="f32"), 0, random_tokens(64))
+    lossy = decode_tokens(open_context("hybrid", cache_type_k=kind, cache_type_v=kind), 0, random_tokens(64))
+    assert max_difference(exact, lossy) < (0.01 if kind in ("f32", "f16", "bf16") else 1.0)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -34,22 +35,23 @@ def test_c19_a_quantized_value_cache_needs_flash_attention(kind):
         ContextSettings(cache_type_v=kind, flash_attention=False)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_c19_a_head_that_blocks_do_not_divide_is_a_clear_error(open_model, kind):
+def test_c19_a_head_size_that_blocks_do_not_divide_is_rejected(open_model, kind):
     """The tiny attention model has heads of 16."""
     with pytest.raises(InvalidModel, match="block size 32 does not divide"):
         LlamaContext(open_model("attention"), ContextSettings(cells=256, cache_type_k=kind))
 
 
-BAD = [
+INVALID_SETTINGS = [
     ("cells", 0), ("cells", 2**40), ("sequences", 0), ("sequences", 257), ("batch", 0), ("ubatch", -1), ("outputs", 0),
-    ("threads", -1), ("rollback", 65), ("key_type", "q3_k"), ("value_type", 7), ("pooling", "sum"),
-    ("rope_base", float("nan")), ("rope_scale", -1.0), ("cells", 1.5),
+    ("threads", -1), ("recurrent_snapshots", 65), ("cache_type_k", "q3_k"), ("cache_type_v", 7), ("pooling", "sum"),
+    ("rope_freq_base", float("nan")), ("rope_freq_scale", -1.0), ("cells", 1.5),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
-def test_c19_a_setting_out_of_range_is_refused_by_name(name, value):
+@pytest.mark.parametrize(("name", "value"), INVALID_SETTINGS, ids=str)
+def test_c19_a_setting_out_of_range_is_rejected_by_name(name, value):
     with pytest.raises(InvalidArgument) as caught:
         ContextSettings(**{name: value})
     assert caught.value.name == name
@@ -58,20 +60,22 @@ def test_c19_a_setting_out_of_range_is_refused_by_name(name, value):
 @pytest.mark.parametrize(
     ("name", "value"), [("gpu_layers", -2), ("main_gpu", -1), ("split_mode", "diagonal"), ("tensor_split", (-1.0,))]
 )
-def test_c19_a_model_setting_out_of_range_is_refused_by_name(name, value):
+def test_c19_a_model_setting_out_of_range_is_rejected_by_name(name, value):
     with pytest.raises(InvalidArgument) as caught:
         ModelSettings(**{name: value})
     assert caught.value.name == name
 
 
-def test_c19_sizes_are_read_back_as_they_became(open_context):
+@pytest.mark.native
+def test_c19_actual_sizes_are_read_back(open_context):
     streams = open_context("attention", cells=1000, sequences=3)
-    assert (streams.cells_per_sequence, streams.cells) == (512, 1536)  # rounded up to 256 a sequence
+    assert (streams.cells_per_sequence, streams.cells) == (512, 1536)  # rounded up to 256 per sequence
     unified = open_context("attention", cells=1000, sequences=3, kv_unified=True)
     assert (unified.cells_per_sequence, unified.cells) == (1024, 1024)
 
 
-def test_c19_a_context_that_cannot_fit_is_refused_with_both_numbers(open_model):
+@pytest.mark.native
+def test_c19_a_context_that_cannot_fit_is_rejected_with_both_numbers(open_model):
     with pytest.raises(OutOfMemory) as caught:
         LlamaContext(open_model("attention"), ContextSettings(cells=2**31 - 1000))
     assert caught.value.needed_bytes > caught.value.available_bytes > 0
@@ -81,20 +85,24 @@ def test_c19_a_context_that_cannot_fit_is_refused_with_both_numbers(open_model):
 BUFFER = re.compile(r"(KV|RS) buffer size = +([0-9.]+) MiB")
 
 
-@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.native
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
 @pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid", "hybrid-mtp"])
-@pytest.mark.parametrize("settings", [{}, {"key_type": "f32"}, {"sequences": 4, "cells": 8192, "rollback": 2}], ids=str)
-def test_c19_the_estimate_is_what_llama_cpp_allocates(open_model, open_context, caplog, name, unified, settings):
+@pytest.mark.parametrize(
+    "settings", [{}, {"cache_type_k": "f32"}, {"sequences": 4, "cells": 8192, "recurrent_snapshots": 2}], ids=str
+)
+def test_c19_the_estimate_equals_what_llama_cpp_allocates(open_model, open_context, caplog, name, unified, settings):
     model = open_model(name)
     with caplog.at_level(logging.INFO, "afterglow.llama.cpp"):
         context = open_context(model, kv_unified=unified, **settings)
     allocated = sum(float(number) for _, number in BUFFER.findall(caplog.text))
-    # A rollback that the architecture does not have takes nothing.
-    estimate = model.estimate_footprint(replace(context.settings, rollback=context.max_rollback))
-    assert (estimate.cells + estimate.recurrent) / 2**20 == pytest.approx(allocated, abs=0.02)
+    # Snapshots that the architecture does not support take no memory.
+    estimate = model.estimate_footprint(replace(context.settings, recurrent_snapshots=context.max_rollback))
+    assert (estimate.kv_cache_bytes + estimate.recurrent_bytes) / 2**20 == pytest.approx(allocated, abs=0.02)
 
 
-def test_c19_layers_go_to_the_gpu_as_far_as_they_fit(open_model):
+@pytest.mark.native
+def test_c19_as_many_layers_as_fit_go_to_the_gpu(open_model):
     header, settings = open_model("attention").header, ContextSettings(cells=256)
     whole = footprint.estimate_footprint(header, settings)
     assert footprint.count_layers_that_fit(header, settings, 10 * whole.total_bytes + 10**9) == -1
@@ -105,21 +113,24 @@ def test_c19_layers_go_to_the_gpu_as_far_as_they_fit(open_model):
     assert 0 < some < 3
 
 
-def test_c19_memory_mapping_and_locking_are_honoured(open_model, open_context):
-    plain = feed(open_context(open_model("attention", mmap=False)), 0, tokens(10))
-    locked = feed(open_context(open_model("attention", mlock=True)), 0, tokens(10))
-    assert distance(plain, locked) == 0.0
+@pytest.mark.native
+def test_c19_mmap_and_mlock_do_not_change_the_logits(open_model, open_context):
+    plain = decode_tokens(open_context(open_model("attention", mmap=False)), 0, random_tokens(10))
+    locked = decode_tokens(open_context(open_model("attention", mlock=True)), 0, random_tokens(10))
+    assert max_difference(plain, locked) == 0.0
 
 
+@pytest.mark.native
 def test_c19_threads_can_be_changed(open_context):
     context = open_context("attention")
-    before = feed(context, 0, tokens(10))
+    before = decode_tokens(context, 0, random_tokens(10))
     context.set_threads(2, 2)
     context.memory.clear()
-    assert distance(feed(context, 0, tokens(10)), before) == 0.0
+    assert max_difference(decode_tokens(context, 0, random_tokens(10)), before) == 0.0
 
 
-def test_c19_layers_for_a_gpu_that_is_not_there_stay_on_the_processor(monkeypatch):
-    monkeypatch.setattr(devices, "devices", lambda: ())
+@pytest.mark.native
+def test_c19_without_a_gpu_its_layers_stay_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(devices, "list_devices", lambda: ())
     with LlamaModel.load(models.get_path("attention"), ModelSettings(gpu_layers=-1), trust=True) as model:
         LlamaContext(model, ContextSettings(cells=64)).close()

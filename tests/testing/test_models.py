@@ -1,6 +1,6 @@
-"""Does llama.cpp accept every tiny model, and does each behave as its construction promises?
+"""llama.cpp loads every tiny model, and each behaves as constructed.
 
-llama.cpp is called raw here: the files are judged, not the binding.
+Calls llama.cpp natively: tests the files, not the binding.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from afterglow.llama.library.declarations import DECLARATIONS
 from afterglow.testing import models
 from afterglow.testing.models import constructed, vocabulary
 
-HEADED = ["attention-mtp", "window-chained", "window-chained-short", "hybrid-mtp"]
-RANDOM = ["attention", "draft", "window", "recurrent", "hybrid", *HEADED]
+pytestmark = pytest.mark.native
+
+MTP_MODELS = ["attention-mtp", "window-chained", "window-chained-short", "hybrid-mtp"]
+RANDOM_MODELS = ["attention", "draft", "window", "recurrent", "hybrid", *MTP_MODELS]
 SUCCESSORS = [name for name in models.list_names() if name.startswith("successor-")]
-TEXT = [*RANDOM, *SUCCESSORS]
+TEXT_MODELS = [*RANDOM_MODELS, *SUCCESSORS]
 
 PROJECTORS = {"projector-llava": "attention", "projector-gemma3": "window", "projector-qwen": "hybrid"}
 
-Numbers = npt.NDArray[np.float32]
+FloatArray = npt.NDArray[np.float32]
 ffi = cffi.FFI()
 ffi.cdef(DECLARATIONS)
 
 
 @ffi.callback("void(enum ggml_log_level, const char *, void *)")
 def silence(level: int, text: Any, data: Any) -> None:
-    """llama.cpp's log, unheard."""
+    """Discard llama.cpp's log."""
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +63,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Session:
-    """One model and one context of it."""
+    """One model and one context."""
 
     def __init__(self, lib: Any, path: Path, stack: ExitStack, **options: Any) -> None:
         self.lib = lib
         loading = lib.llama_model_default_params()
-        loading.load_mtp = True  # not the default, and an MTP context of a model without its head aborts
+        loading.load_mtp = True  # not the default; an MTP context of a model without its head aborts
         self.model = lib.llama_model_load_from_file(str(path).encode(), loading)
         assert self.model != ffi.NULL
         stack.callback(lib.llama_model_free, self.model)
         parameters = lib.llama_context_default_params()
         parameters.n_ctx, parameters.n_threads, parameters.n_threads_batch = 512, 1, 1
-        parameters.swa_full = False  # the default keeps what has left the window
+        parameters.swa_full = False  # the default keeps cells that left the window
         for name, value in options.items():
             setattr(parameters, name, value)
         self.context = lib.llama_init_from_model(self.model, parameters)
@@ -90,14 +92,14 @@ class Session:
         count = self.lib.llama_detokenize(self.vocabulary, tokens, len(tokens), text, len(text), False, True)
         return bytes(ffi.buffer(text, count))
 
-    def decode(self, tokens: list[int]) -> Numbers:
-        """Append to what was decoded before; the logits after the last token."""
+    def decode(self, tokens: list[int]) -> FloatArray:
+        """Append tokens; return the logits after the last."""
         buffer = ffi.new("llama_token[]", tokens)
         assert self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(buffer, len(tokens))) == 0
         return self.array(self.lib.llama_get_logits_ith(self.context, -1), vocabulary.VOCABULARY_SIZE)
 
-    def draft_after(self, token: int, position: int, state: Numbers) -> int:
-        """The token that the MTP head drafts."""
+    def draft_after(self, token: int, position: int, state: FloatArray) -> int:
+        """Return the token that the MTP head drafts."""
         batch = self.lib.llama_batch_ext_init(self.context)
         row = self.lib.llama_batch_ext_add_token(batch, 0, token)
         data = ffi.from_buffer("float[]", state)
@@ -109,12 +111,12 @@ class Session:
         return int(self.array(self.lib.llama_get_logits_ith(self.context, -1), vocabulary.VOCABULARY_SIZE).argmax())
 
     @staticmethod
-    def array(numbers: Any, count: int) -> Numbers:
+    def array(numbers: Any, count: int) -> FloatArray:
         assert numbers != ffi.NULL
         return np.frombuffer(ffi.buffer(numbers, 4 * count), np.float32).copy()
 
-    def memory(self) -> bytes:
-        """All that the context remembers of its sequence."""
+    def save_state(self) -> bytes:
+        """Return the state of the sequence."""
         size = self.lib.llama_state_seq_get_size(self.context, 0)
         data = ffi.new("uint8_t[]", size)
         assert self.lib.llama_state_seq_get_data(self.context, data, size, 0) == size
@@ -134,47 +136,50 @@ def load(lib: Any, directory: Path) -> Load:
     return session
 
 
-def test_every_promised_name_is_offered() -> None:
-    pairs = {"colours", "projector-colours", "notes", "projector-notes"}
-    hearing = {"projector-wave", "projector-ultravox", "projector-both"}
-    assert set(models.list_names()) == {*TEXT, *PROJECTORS, *pairs, *hearing, "embedding", "adapter"}
+def test_all_documented_models_exist() -> None:
+    pairs = {"colors", "projector-colors", "notes", "projector-notes"}
+    audio = {"projector-wave", "projector-ultravox", "projector-both"}
+    assert set(models.list_names()) == {*TEXT_MODELS, *PROJECTORS, *pairs, *audio, "embedding", "adapter"}
     assert len(SUCCESSORS) == 8
 
 
-def test_an_unknown_name_is_a_model_not_found() -> None:
+def test_an_unknown_name_raises_model_not_found() -> None:
     with pytest.raises(ModelNotFound, match="successor-window"):
         models.get_path("gigantic")
 
 
 @pytest.mark.parametrize("name", models.list_names())
-def test_a_model_has_the_same_bytes_wherever_it_is_written(name: str, tmp_path: Path) -> None:
+def test_a_model_is_byte_identical_in_every_directory(name: str, tmp_path: Path) -> None:
     first, second = (models.get_path(name, tmp_path / place) for place in ("here", "there"))
     assert first.name == second.name
     assert first.read_bytes() == second.read_bytes()
     assert [file.name for file in first.parent.iterdir()] == [first.name]
 
 
-def test_a_model_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_an_existing_model_is_not_written_again(tmp_path: Path) -> None:
     written = models.get_path("draft", tmp_path).stat()
     assert models.get_path("draft", tmp_path).stat() == written
 
 
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
     assert models.get_path("draft").parent == tmp_path / "tiny"
     for module in (models, constructed, vocabulary):
         assert doctest.testmod(module).failed == 0
 
 
-def test_processes_that_race_end_with_one_good_file(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from afterglow import tiny; models.path('window', Path(sys.argv[1]))"
-    racers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "race")]) for _ in range(4)]
-    assert [racer.wait() for racer in racers] == [0, 0, 0, 0]
-    (survivor,) = (tmp_path / "race").iterdir()
-    assert survivor.read_bytes() == models.get_path("window", tmp_path).read_bytes()
+def test_concurrent_processes_write_one_valid_file(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from afterglow.testing import models; "
+        "models.get_path('window', Path(sys.argv[1]))"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "race")]) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0, 0, 0, 0]
+    (written,) = (tmp_path / "race").iterdir()
+    assert written.read_bytes() == models.get_path("window", tmp_path).read_bytes()
 
 
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", TEXT_MODELS)
 def test_a_text_model_decodes_to_finite_logits(name: str, load: Load) -> None:
     with load(name) as session:
         logits = session.decode(session.tokenize(b"<|im_start|>user\nWhere is the cat?<|im_end|>\n"))
@@ -183,8 +188,8 @@ def test_a_text_model_decodes_to_finite_logits(name: str, load: Load) -> None:
         assert session.lib.llama_model_n_ctx_train(session.model) == 4096
 
 
-@pytest.mark.parametrize("name", TEXT)
-def test_a_model_has_the_memory_its_name_says(name: str, load: Load) -> None:
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_a_model_has_the_memory_kind_of_its_name(name: str, load: Load) -> None:
     with load(name) as session:
         lib, model = session.lib, session.model
         assert lib.llama_model_is_recurrent(model) == ("recurrent" in name)
@@ -193,8 +198,8 @@ def test_a_model_has_the_memory_its_name_says(name: str, load: Load) -> None:
         assert lib.llama_model_n_layer_nextn(model) == ("mtp" in name or "headed" in name) + 2 * ("chained" in name)
 
 
-@pytest.mark.parametrize("name", TEXT)
-def test_all_text_models_read_and_write_every_byte_alike(name: str, load: Load) -> None:
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_all_text_models_tokenize_every_byte_alike(name: str, load: Load) -> None:
     with load(name) as session:
         for byte in range(256):
             assert session.detokenize([vocabulary.get_byte_token(byte)]) == bytes([byte])
@@ -206,26 +211,26 @@ def test_all_text_models_read_and_write_every_byte_alike(name: str, load: Load) 
         assert vocabulary.VOCABULARY_SIZE % 32 == 0
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_a_random_model_sees_the_first_token_of_a_long_prompt(name: str, load: Load) -> None:
-    prompt = load_logits(load, name, b"a" + b"The cat sat on the mat. " * 5)
-    other = load_logits(load, name, b"b" + b"The cat sat on the mat. " * 5)
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_the_first_token_of_a_long_prompt_affects_a_random_model(name: str, load: Load) -> None:
+    prompt = compute_logits(load, name, b"a" + b"The cat sat on the mat. " * 5)
+    other = compute_logits(load, name, b"b" + b"The cat sat on the mat. " * 5)
     assert np.abs(prompt - other).max() > 0.01
 
 
-def load_logits(load: Load, name: str, prompt: bytes) -> Numbers:
+def compute_logits(load: Load, name: str, prompt: bytes) -> FloatArray:
     with load(name) as session:
         return session.decode(session.tokenize(prompt))
 
 
-def test_an_mtp_head_changes_nothing_that_the_model_says(load: Load) -> None:
-    plain, headed = (load_logits(load, name, b"The cat sat on") for name in ("hybrid", "hybrid-mtp"))
-    assert np.array_equal(plain, headed)
+def test_an_mtp_head_does_not_change_the_logits(load: Load) -> None:
+    without_head, with_head = (compute_logits(load, name, b"The cat sat on") for name in ("hybrid", "hybrid-mtp"))
+    assert np.array_equal(without_head, with_head)
 
 
 @pytest.mark.parametrize("name", SUCCESSORS)
 @pytest.mark.parametrize("prompt", [models.CYCLE[:5], b"<|im_start|>user\nHello?<|im_end|>\n"])
-def test_a_successor_model_counts_on_in_its_cycle(name: str, prompt: bytes, load: Load) -> None:
+def test_a_successor_model_follows_its_cycle(name: str, prompt: bytes, load: Load) -> None:
     with load(name) as session:
         tokens = session.tokenize(prompt)
         for step in range(40):
@@ -238,41 +243,43 @@ def test_a_successor_model_counts_on_in_its_cycle(name: str, prompt: bytes, load
         assert session.detokenize(tokens[-40:]) == (models.CYCLE * 3)[start : start + 40]
 
 
-def test_the_cycle_is_one_token_per_byte_however_often_it_repeats(load: Load) -> None:
+def test_the_repeated_cycle_is_one_token_per_byte(load: Load) -> None:
     with load("successor-attention") as session:
         text = models.CYCLE * 3
         assert session.tokenize(text) == [vocabulary.get_byte_token(byte) for byte in text]
 
 
 @pytest.mark.parametrize("name", SUCCESSORS)
-def test_the_blocks_of_a_successor_model_remember_and_say_nothing(name: str, load: Load) -> None:
-    memories, logits = [], []
+def test_the_blocks_of_a_successor_model_fill_the_memory_and_add_nothing_to_the_logits(name: str, load: Load) -> None:
+    states, logits = [], []
     for prompt in (b"abcdefgh", b"abcXefgh"):
         with load(name) as session:
             logits.append(session.decode(session.tokenize(prompt)))
-            memories.append(np.frombuffer(session.memory(), np.uint8))
+            states.append(np.frombuffer(session.save_state(), np.uint8))
     assert np.array_equal(*logits)
-    assert len(memories[0]) == len(memories[1])
-    assert np.count_nonzero(memories[0]) > len(memories[0]) // 2
-    assert np.count_nonzero(memories[0] != memories[1]) > 64
+    assert len(states[0]) == len(states[1])
+    assert np.count_nonzero(states[0]) > len(states[0]) // 2
+    assert np.count_nonzero(states[0] != states[1]) > 64
 
 
 @pytest.mark.parametrize(("name", "accepted"), [("successor-mtp", 28), ("successor-mtp-75", 21)])
-def test_an_mtp_head_drafts_as_many_right_tokens_as_promised(name: str, accepted: int, load: Load, lib: Any) -> None:
+def test_an_mtp_head_drafts_the_documented_number_of_correct_tokens(
+    name: str, accepted: int, load: Load, lib: Any
+) -> None:
     with load(name, ctx_type=lib.LLAMA_CONTEXT_TYPE_MTP) as session:
         state = np.ones(constructed.EMBEDDING_LENGTH, np.float32)
         cycle = [vocabulary.get_byte_token(byte) for byte in models.CYCLE]
         drafts = [session.draft_after(token, position, state) for position, token in enumerate(cycle)]
-    right = {token: draft == models.get_successor(token) for token, draft in zip(cycle, drafts, strict=True)}
-    assert sum(right.values()) == accepted
-    assert all(right[token] or token in constructed.MISDRAFTED_TOKENS for token in cycle)
+    correct = {token: draft == models.get_successor(token) for token, draft in zip(cycle, drafts, strict=True)}
+    assert sum(correct.values()) == accepted
+    assert all(correct[token] or token in constructed.MISDRAFTED_TOKENS for token in cycle)
 
 
-def test_texts_that_share_words_have_close_embeddings(load: Load) -> None:
+def test_texts_with_common_words_have_close_embeddings(load: Load) -> None:
     with load("embedding", embeddings=True) as session:
         lib = session.lib
 
-        def embed(text: bytes) -> Numbers:
+        def embed(text: bytes) -> FloatArray:
             tokens = ffi.new("llama_token[]", session.tokenize(text))
             assert lib.llama_decode(session.context, lib.llama_batch_get_one(tokens, len(tokens))) == 0
             vector = session.array(lib.llama_get_embeddings_seq(session.context, 0), 64)
@@ -281,12 +288,12 @@ def test_texts_that_share_words_have_close_embeddings(load: Load) -> None:
         text, longer, changed, other = map(embed, (b"the cat sat", b"the cat sat on", b"the cat ran", b"queen world?"))
         assert np.isfinite(text).all()
         assert text @ longer > text @ changed > text @ other
-        assert len(session.tokenize(b"the cat sat")) == 5  # between a start and a separator
+        assert len(session.tokenize(b"the cat sat")) == 5  # with [CLS] and [SEP]
 
 
 @pytest.mark.parametrize("name", ["attention", "successor-attention"])
-def test_the_adapter_moves_the_logits_of_the_llama_models(name: str, load: Load, directory: Path) -> None:
-    plain = load_logits(load, name, b"the cat")
+def test_the_adapter_changes_the_logits_of_the_llama_models(name: str, load: Load, directory: Path) -> None:
+    plain = compute_logits(load, name, b"the cat")
     with load(name) as session:
         lib = session.lib
         adapter = lib.llama_adapter_lora_init(session.model, str(models.get_path("adapter", directory)).encode())
@@ -299,7 +306,7 @@ def test_the_adapter_moves_the_logits_of_the_llama_models(name: str, load: Load,
 
 
 @pytest.mark.parametrize(("name", "model"), PROJECTORS.items())
-def test_a_projector_turns_a_picture_into_embeddings_of_its_model(
+def test_a_projector_encodes_an_image_to_embeddings_of_its_model(
     name: str, model: str, load: Load, directory: Path
 ) -> None:
     with load(model) as session, ExitStack() as stack:
@@ -310,24 +317,24 @@ def test_a_projector_turns_a_picture_into_embeddings_of_its_model(
         assert projector != ffi.NULL
         stack.callback(lib.mtmd_free, projector)
         assert lib.mtmd_decode_use_mrope(projector) == (name == "projector-qwen")
-        dark, bright = (picture_embedding(session, projector, shade, name) for shade in (10, 240))
+        dark, bright = (encode_image(session, projector, shade, name) for shade in (10, 240))
         assert np.isfinite(dark).all()
         assert np.abs(dark - bright).max() > 0.1
 
 
-def picture_embedding(session: Session, projector: Any, shade: int, name: str) -> Numbers:
-    """Encode a picture of one colour, checking what this dialect says of its tokens."""
+def encode_image(session: Session, projector: Any, shade: int, name: str) -> FloatArray:
+    """Encode an image of one color, and check the positions of this projector type."""
     lib = session.lib
     with ExitStack() as stack:
-        picture = lib.mtmd_bitmap_init(64, 48, bytes([shade, 128, 255 - shade]) * (64 * 48))
-        stack.callback(lib.mtmd_bitmap_free, picture)
+        bitmap = lib.mtmd_bitmap_init(64, 48, bytes([shade, 128, 255 - shade]) * (64 * 48))
+        stack.callback(lib.mtmd_bitmap_free, bitmap)
         chunks = lib.mtmd_input_chunks_init()
         stack.callback(lib.mtmd_input_chunks_free, chunks)
         text = ffi.new("char[]", b"See " + ffi.string(lib.mtmd_default_marker()) + b" here")
-        asked = ffi.new("mtmd_input_text *", (text, len(text) - 1, True, True))
-        assert lib.mtmd_tokenize(projector, chunks, asked, ffi.new("mtmd_bitmap *[]", [picture]), 1) == 0
-        found = (lib.mtmd_input_chunks_get(chunks, row) for row in range(lib.mtmd_input_chunks_size(chunks)))
-        (image,) = (chunk for chunk in found if lib.mtmd_input_chunk_get_type(chunk) == lib.MTMD_INPUT_CHUNK_TYPE_IMAGE)
+        input_text = ffi.new("mtmd_input_text *", (text, len(text) - 1, True, True))
+        assert lib.mtmd_tokenize(projector, chunks, input_text, ffi.new("mtmd_bitmap *[]", [bitmap]), 1) == 0
+        items = (lib.mtmd_input_chunks_get(chunks, row) for row in range(lib.mtmd_input_chunks_size(chunks)))
+        (image,) = (chunk for chunk in items if lib.mtmd_input_chunk_get_type(chunk) == lib.MTMD_INPUT_CHUNK_TYPE_IMAGE)
         tokens, positions = lib.mtmd_input_chunk_get_n_tokens(image), lib.mtmd_input_chunk_get_n_pos(image)
         assert (positions < tokens) == (name == "projector-qwen")
         assert lib.mtmd_decode_use_non_causal(projector, image) == (name == "projector-gemma3")

@@ -1,1 +1,1 @@
-"""The binding: native handles, numbers and bytes. It knows llama.cpp and has no policy."""
+"""Binding to llama.cpp: native handles, numbers and bytes. Contains no policy."""

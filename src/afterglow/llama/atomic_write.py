@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes: a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write beside the target, flush to the disk, move into place; a failure leaves nothing."""
+    """Write a temporary file beside `path`, flush it to disk and rename it. A failure leaves nothing behind."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            for part in chunks:
-                file.write(part)
+            for chunk in chunks:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""The rows of one decode, in C arrays made once and filled through numpy views."""
+"""The rows of one decode, in C arrays that are allocated once and filled through NumPy views."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from afterglow.llama.library.loader import get_library
 
 
 class Batch:
-    """Rows to decode: each has a token, a position, a sequence, and may ask for an output (logits).
+    """Rows to decode: each has a token, a position, a sequence and an output flag (logits).
 
     >>> batch.clear()
     >>> batch.add([1, 2, 3], position=0, sequence=0, outputs=1)   # logits after the last of the three
@@ -24,14 +24,14 @@ class Batch:
         self.count = 0
         self._arrays = {
             "token": ffi.new("llama_token[]", capacity),
-            # Rows with a hidden state may be read as if they had four positions each, as pictures do.
+            # llama.cpp may read rows with a hidden state as if they had four positions each, like image rows.
             "pos": ffi.new("llama_pos[]", 4 * capacity if hidden_width else capacity),
             "sequence": ffi.new("llama_seq_id[]", capacity),
             "n_seq_id": ffi.new("int32_t[]", [1] * capacity),
             "logits": ffi.new("int8_t[]", capacity),
             "seq_id": ffi.new("llama_seq_id *[]", capacity),
         }
-        for row in range(capacity):  # every row belongs to one sequence, so these pointers never change
+        for row in range(capacity):  # each row belongs to exactly one sequence, so these pointers never change
             self._arrays["seq_id"][row] = self._arrays["sequence"] + row
         self.tokens: NDArray[np.int32] = np.frombuffer(ffi.buffer(self._arrays["token"]), dtype=np.int32)
         self.positions: NDArray[np.int32] = np.frombuffer(ffi.buffer(self._arrays["pos"]), dtype=np.int32)
@@ -41,7 +41,7 @@ class Batch:
         for field in ("token", "pos", "n_seq_id", "seq_id", "logits"):
             setattr(self.native, field, self._arrays[field])
         self.hidden_states: NDArray[np.float32] | None = None
-        if hidden_width:  # rows that carry a hidden state beside their token, as MTP contexts want them
+        if hidden_width:  # rows with a hidden state in addition to their token, as MTP contexts require
             self._arrays["embd"] = ffi.new("float[]", capacity * hidden_width)
             hidden = np.frombuffer(ffi.buffer(self._arrays["embd"]), dtype=np.float32)
             self.hidden_states = hidden.reshape(capacity, hidden_width)
@@ -51,7 +51,7 @@ class Batch:
         self.count = 0
 
     def add(self, tokens: Sequence[int] | NDArray[np.int32], *, position: int, sequence: int, outputs: int = 0) -> None:
-        """Append consecutive tokens of one sequence from `position` on; the last `outputs` of them want logits."""
+        """Append consecutive tokens of one sequence, from `position` on; the last `outputs` of them get logits."""
         start, stop = self._reserve_rows(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = np.arange(position, position + len(tokens), dtype=np.int32)
@@ -62,7 +62,7 @@ class Batch:
         self.count = stop
 
     def add_row(self, token: int, *, position: int, sequence: int, output: bool) -> None:
-        """Append one row: what generating sequences do at every step."""
+        """Append one row, as a decoding sequence does at every step."""
         row, stop = self._reserve_rows(1)
         self.tokens[row] = token
         self.positions[row] = position
@@ -73,7 +73,7 @@ class Batch:
     def add_rows(
         self, tokens: Sequence[int], *, positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[int]
     ) -> None:
-        """Append one row of each of many sequences: for more than a few, sooner done than one by one."""
+        """Append one row of each of several sequences: faster than `add_row` for more than a few."""
         start, stop = self._reserve_rows(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = positions
@@ -82,7 +82,7 @@ class Batch:
         self.count = stop
 
     def _reserve_rows(self, rows: int) -> tuple[int, int]:
-        """Where so many more rows begin and end."""
+        """Return the start and the end of `rows` more rows; raise `InvalidArgument` if they do not fit."""
         stop = self.count + rows
         if stop > self.capacity:
             raise InvalidArgument("tokens", f"would make a batch of {stop} rows; {self.capacity} fit")
@@ -90,14 +90,14 @@ class Batch:
 
 
 class EmbeddingBatch:
-    """Rows of one sequence that are no tokens, made for one decode."""
+    """Embedding rows of one sequence (image or audio), for one decode."""
 
     def __init__(
         self, rows: NDArray[np.float32], positions: NDArray[np.int32], *, sequence: int, output: bool = False
     ) -> None:
-        """`positions` has one number for a row, or four with M-RoPE, all firsts before all seconds.
+        """`positions` has one number per row, or four with M-RoPE: first those of the first axis, then the second, ….
 
-        With `output` the last row gives logits.
+        With `output`, the last row gets logits.
         """
         ffi = get_library().ffi
         self.count = len(rows)
@@ -107,12 +107,12 @@ class EmbeddingBatch:
         outputs[-1] = output
         self.rows = np.ascontiguousarray(rows, dtype=np.float32)
         self.positions = np.ascontiguousarray(positions, dtype=np.int32)
-        number = ffi.new("llama_seq_id *", sequence)
+        sequence_id = ffi.new("llama_seq_id *", sequence)
         self._arrays = (
             outputs,
-            number,
+            sequence_id,
             ffi.new("int32_t[]", [1] * self.count),
-            ffi.new("llama_seq_id *[]", [number] * self.count),
+            ffi.new("llama_seq_id *[]", [sequence_id] * self.count),
         )
         self.native = ffi.new("llama_batch *")[0]
         self.native.n_tokens = self.count

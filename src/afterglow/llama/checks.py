@@ -1,4 +1,4 @@
-"""Checks of single numbers, so that none that would abort the process reaches llama.cpp."""
+"""Range checks of single numbers, so that no value that aborts the process reaches llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ INT32_MAX = 2**31 - 1
 
 
 def check_integer(name: str, value: Any, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
-    """`value` as an int in [low, high], else an `InvalidArgument` that names it."""
+    """Return `value` as an int in [low, high]; raise `InvalidArgument` for `name` otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidArgument(name, f"must be a whole number, not {value!r}") from None
+        raise InvalidArgument(name, f"must be an integer, not {value!r}") from None
     if not low <= number <= high:
         raise InvalidArgument(name, f"must be from {low} to {high}, not {number}")
     return number
 
 
 def check_float(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """`value` as a finite float in [low, high], else an `InvalidArgument` that names it."""
+    """Return `value` as a finite float in [low, high]; raise `InvalidArgument` for `name` otherwise."""
     try:
         number = float(value)
     except (TypeError, ValueError):

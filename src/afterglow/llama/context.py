@@ -1,4 +1,4 @@
-"""A context: memory for sequences, and the decode that fills it. Single-threaded; validates before every call."""
+"""A llama.cpp context: KV memory of sequences, and decode. Single-threaded; validates before every native call."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.state import StateSerializer
+from afterglow.llama.threads import AdaptiveThreads
 
 DECODE_ABORTED = 2
 
 
 class LlamaContext(Handle):
-    """Sequences in memory and the means to extend them.
+    """A context of a model: decodes batches into the memory of its sequences.
 
-    >>> with Context(model, ContextSettings(cells=1024)) as context:
+    >>> with LlamaContext(model, ContextSettings(cells=1024)) as context:
     ...     context.batch.add(tokens, position=0, sequence=0, outputs=1)
     ...     context.decode()
-    ...     int(context.logits(len(tokens) - 1).argmax())
+    ...     int(context.get_logits(len(tokens) - 1).argmax())
     """
 
     def __init__(self, model: LlamaModel, settings: ContextSettings, *, mtp_target: LlamaContext | None = None) -> None:
-        self._library = opened = get_library()
+        self._library = get_library()
         self.model = model
         self.settings = settings
         pointer = _create_pointer(model, settings, mtp_target)
         super().__init__("context", pointer, parent=mtp_target or model)
-        symbols = opened.symbols
+        symbols = self._library.symbols
         self.cells: int = symbols.llama_n_ctx(pointer)
         self.cells_per_sequence: int = symbols.llama_n_ctx_seq(pointer)
         self.sequences: int = symbols.llama_n_seq_max(pointer)
@@ -52,19 +53,20 @@ class LlamaContext(Handle):
         self.adapters: dict[LoraAdapter, float] = {}
         self.decode_count = 0
         self._row_count = 0  # of the last decode
-        self._output_indices: dict[int, int] = {}  # of the rows that asked for one, among its outputs
-        self._logits: NDArray[np.float32] | None = None  # once somebody asked
+        self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
+        self._logits: NDArray[np.float32] | None = None  # of the last decode; read on first use
         self._abort_flag = _install_abort_callback(pointer)
+        self._adaptive_threads = AdaptiveThreads(settings.threads) if settings.adaptive_threads else None
 
     def _free(self, pointer: Any) -> None:
         self._logits = None
         self._library.symbols.llama_free(pointer)
 
     def decode(self, batch: Batch | None = None) -> None:
-        """Compute the rows of `batch` (this context's own where none is given) and put them in memory.
+        """Decode the rows of `batch`, by default this context's own, into memory.
 
-        `MemoryFull`: nothing was applied. `Cancelled` (see `interrupt`) and `DecodeFailed`: rows of finished
-        parts may have been applied; ask `memory.positions` and truncate your record.
+        After `KVCacheFull` nothing was applied. After `Cancelled` (see `interrupt`) and `DecodeFailed`, rows of
+        completed ubatches may have been applied: read `memory.get_position_range` and truncate accordingly.
         """
         batch = batch or self.batch
         outputs = self._check_batch(batch)
@@ -74,9 +76,9 @@ class LlamaContext(Handle):
         self._row_count, self._output_indices = batch.count, dict(zip(outputs, range(len(outputs)), strict=True))
 
     def decode_embeddings(self, batch: EmbeddingBatch, *, causal: bool = True) -> None:
-        """Compute rows that are no tokens. Not `causal`: they see one another, and have to fit into one ubatch.
+        """Decode embedding rows. If not `causal`, the rows attend to one another and must fit into one ubatch.
 
-        What it raises, and what is applied then, is as with `decode`.
+        Errors are those of `decode`.
         """
         self._check_embedding_batch(batch, causal)
         symbols = self._library.symbols
@@ -91,43 +93,45 @@ class LlamaContext(Handle):
         self._row_count, self._output_indices = batch.count, {batch.count - 1: 0} if batch.output else {}
 
     def _compute(self, native: Any, rows: int) -> None:
-        """The native call; what the last one gave is gone, whatever comes of this one."""
+        """Call `llama_decode`. The outputs of the previous decode become invalid, even if this one fails."""
         self._row_count, self._output_indices, self._logits = 0, {}, None
+        if self._adaptive_threads is not None and (threads := self._adaptive_threads.poll()) is not None:
+            self.set_threads(threads, threads)
         code = self._library.symbols.llama_decode(self.pointer, native)
         self._abort_flag[0] = b"\0"
         self.decode_count += 1
-        if code != -1:  # before anything else, a decode applies the shifts that wait
+        if code != -1:  # a decode applies pending shifts first
             self.memory.pending_shift = False
         if code != 0:
             raise self._build_error(code, rows)
 
     def _check_embedding_batch(self, batch: EmbeddingBatch, causal: bool) -> None:
-        most = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)
-        if not 0 < batch.count <= most:
-            raise InvalidArgument("rows", f"must be 1 to {most} in one decode, not {batch.count}")
+        limit = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)
+        if not 0 < batch.count <= limit:
+            raise InvalidArgument("rows", f"must be 1 to {limit} in one decode, not {batch.count}")
         width = self._library.symbols.llama_model_n_embd_inp(self.model.pointer)
         if batch.rows.shape != (batch.count, width):
-            raise InvalidArgument("rows", f"must be {width} numbers each, not of the shape {batch.rows.shape}")
-        numbers = 4 if self.model.info.uses_mrope else 1
-        if batch.positions.size != numbers * batch.count or int(batch.positions.min()) < 0:
-            raise InvalidArgument("positions", f"must be {numbers} for each row, and not negative")
+            raise InvalidArgument("rows", f"must have {width} numbers each, not the shape {batch.rows.shape}")
+        axes = 4 if self.model.info.uses_mrope else 1
+        if batch.positions.size != axes * batch.count or int(batch.positions.min()) < 0:
+            raise InvalidArgument("positions", f"must be {axes} per row, and not negative")
         if self.is_mtp or self.settings.embeddings:
-            raise UnsupportedOperation("rows", "this context takes tokens only")
+            raise UnsupportedOperation("rows", "this context accepts tokens only")
         self.memory.check_sequence(batch.sequence)
 
     def _check_batch(self, batch: Batch) -> Sequence[int]:
-        """The rows that give outputs. Refuses every batch that would abort the process."""
+        """Reject a batch that would abort the process; return the rows with outputs."""
         count = batch.count
         if not 0 < count <= self.batch.capacity:
             raise InvalidArgument("batch", f"must have 1 to {self.batch.capacity} rows, not {count}")
         if not self.model.info.is_causal and count > self.ubatch:
             raise InvalidArgument("batch", f"must have at most {self.ubatch} rows on a non-causal model, not {count}")
         if self.is_mtp and batch.hidden_states is None:
-            raise InvalidArgument("batch", "needs a hidden state beside each token in an MTP context")
+            raise InvalidArgument("batch", "needs a hidden state for each token in an MTP context")
         outputs = range(count) if self.settings.embeddings else batch.outputs[:count].nonzero()[0].tolist()
         if len(outputs) > self.max_outputs:
             raise InvalidArgument("outputs", f"must be at most {self.max_outputs} in one decode, not {len(outputs)}")
-        # Without their sign, numbers below zero are the largest. Lists, because for a few rows they are the fastest.
+        # As unsigned numbers, negative ones are the largest. Lists, because they are the fastest for a few rows.
         if max(batch.tokens[:count].view(np.uint32).tolist()) >= self.model.vocabulary.size:
             raise InvalidArgument("tokens", f"must be from 0 to {self.model.vocabulary.size - 1}")
         if max(batch.sequences[:count].view(np.uint32).tolist()) >= self.sequences:
@@ -135,33 +139,33 @@ class LlamaContext(Handle):
         return outputs
 
     def _build_error(self, code: int, rows: int) -> Exception:
-        reason = self._library.log_bridge.take_error("no reason was given")
+        reason = self._library.log_bridge.take_error("no reason given")
         if code == 1:
             return KVCacheFull(rows, self.cells_per_sequence)
         if code == DECODE_ABORTED:
             return Cancelled(f"a decode of {rows} rows was interrupted")
         if code == -1:
-            return InvalidArgument("batch", f"was refused by llama.cpp: {reason}")
+            return InvalidArgument("batch", f"was rejected by llama.cpp: {reason}")
         return DecodeFailed(code, reason)
 
     def interrupt(self) -> None:
-        """Stop the decode that is running, or else the next, from any thread: it raises `Cancelled`. CPU only."""
+        """Abort the running decode, or else the next one, with `Cancelled`. Thread-safe. CPU only."""
         self._abort_flag[0] = b"\1"
 
     def clear_interrupt(self) -> None:
-        """Let the next decode run, should an interruption have come too late for the last."""
+        """Clear an interrupt that came too late for the last decode, so that the next one runs."""
         self._abort_flag[0] = b"\0"
 
     def get_logits(self, row: int) -> NDArray[np.float32]:
-        """The logits after `row` of the last decode: a view that the next decode overwrites."""
-        place = self._output_indices.get(row)
-        if place is None:
+        """Return the logits after `row` of the last decode, as a view that the next decode overwrites."""
+        index = self._output_indices.get(row)
+        if index is None:
             raise _build_missing_output_error(row)
-        view: NDArray[np.float32] = (self._read_logits() if self._logits is None else self._logits)[place]
+        view: NDArray[np.float32] = (self._read_logits() if self._logits is None else self._logits)[index]
         return view
 
     def _read_logits(self) -> NDArray[np.float32]:
-        """One row for each output of the last decode: asked for at once, since every native call has its price."""
+        """Read the logits of all outputs of the last decode at once, to save native calls."""
         pointer = self._library.symbols.llama_get_logits(self.pointer)
         if pointer == self._library.ffi.NULL:
             raise UnsupportedOperation("logits", "this context computes no logits")
@@ -170,10 +174,10 @@ class LlamaContext(Handle):
         return self._logits
 
     def get_embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
-        """The embedding of a row, or of a whole sequence where this context pools: a copy."""
+        """Return a copy of the embedding of a row, or of a whole sequence if this context pools."""
         symbols, width = self._library.symbols, self.model.embedding_width
         if not self.settings.embeddings:
-            raise UnsupportedOperation("embedding", "the context was made without `embeddings`")
+            raise UnsupportedOperation("embedding", "the context was created without `embeddings`")
         if sequence is not None:
             if self.pooling == 0:
                 raise UnsupportedOperation("the embedding of a sequence", "this context does not pool")
@@ -188,14 +192,20 @@ class LlamaContext(Handle):
         return self._view_floats(pointer, width).copy()
 
     def get_hidden_state(self, row: int) -> NDArray[np.float32]:
-        """The hidden state that MTP heads read, after `row` of the last decode: a view. See `keep_hidden`."""
+        """Return the hidden state for MTP heads after `row` of the last decode, as a view.
+
+        Requires `enable_hidden_states`.
+        """
         if not 0 <= row < max(self._row_count, 1):
             raise InvalidArgument("row", f"{row} was not in the last decode")
         pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
         return self._view_floats(pointer, self._get_hidden_width())
 
     def get_hidden_states(self) -> NDArray[np.float32]:
-        """The hidden states after every row of the last decode: a view. Only where every row's are kept."""
+        """Return the hidden states after every row of the last decode, as a view.
+
+        Requires `enable_hidden_states(every_row=True)`.
+        """
         if not self._row_count:
             raise InvalidArgument("rows", "there are none: nothing was decoded, or the last decode failed")
         pointer = self._library.symbols.llama_get_embeddings_nextn(self.pointer)
@@ -203,13 +213,13 @@ class LlamaContext(Handle):
         return self._view_floats(pointer, self._row_count * width).reshape(-1, width)
 
     def set_mtp_head(self, head: int) -> None:
-        """Let the next decode of an MTP context run this head of a chain."""
+        """Select the MTP head that the next decode of an MTP context runs."""
         self._library.symbols.llama_set_nextn_layer_offset(self.pointer, head)
 
     def enable_hidden_states(self, *, every_row: bool) -> None:
-        """From the next decode on, keep the hidden states that MTP heads read; of output rows, or of every row."""
+        """Store the hidden states for MTP heads from the next decode on: of output rows, or of every row."""
         if not self._library.supports_mtp:
-            raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
+            raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its functions")
         self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
 
     def set_adapters(self, adapters: Mapping[LoraAdapter, float]) -> None:
@@ -222,23 +232,23 @@ class LlamaContext(Handle):
             self.pointer, array, len(pointers), ffi.new("float[]", scales)
         )
         if code != 0:
-            raise InvalidArgument("adapters", f"were refused by llama.cpp with code {code}")
+            raise InvalidArgument("adapters", f"were rejected by llama.cpp with code {code}")
         self.adapters = dict(adapters)
         for adapter in adapters:
             adapter.users.add(self)
 
     def remove_adapter(self, adapter: LoraAdapter) -> None:
-        """Stop using an adapter that is being closed."""
+        """Stop applying an adapter that is being closed."""
         if not self.closed and adapter in self.adapters:
-            self.set_adapters({other: scale for other, scale in self.adapters.items() if other is not adapter})
+            self.set_adapters({applied: scale for applied, scale in self.adapters.items() if applied is not adapter})
 
     @property
     def adapter_key(self) -> str:
-        """What the applied adapters do to the numbers, as text for keys."""
+        """The applied adapters and their scales as text, for the keys of saved states."""
         return repr(sorted((adapter.fingerprint, scale) for adapter, scale in self.adapters.items() if scale))
 
     def set_threads(self, threads: int, batch_threads: int) -> None:
-        """Threads for decodes of one row, and of more."""
+        """Set the threads for decodes of one row, and of several rows."""
         self._library.symbols.llama_set_n_threads(self.pointer, max(threads, 1), max(batch_threads, 1))
 
     def _get_hidden_width(self) -> int:
@@ -249,33 +259,35 @@ class LlamaContext(Handle):
 
 
 def _create_pointer(model: LlamaModel, settings: ContextSettings, mtp_target: LlamaContext | None) -> Any:
-    opened = get_library()
+    library = get_library()
     parameters = settings.build_parameters()
     if mtp_target is not None:
-        if not opened.supports_mtp:
-            raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its calls")
+        if not library.supports_mtp:
+            raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its functions")
         if not model.settings.mtp or not model.info.mtp_layer_count:
             raise UnsupportedOperation("MTP", "the model has no MTP heads, or was loaded without `mtp`")
         parameters.ctx_type = 1
         parameters.ctx_other = mtp_target.pointer
     model.check_fits(settings)
-    opened.log_bridge.take_error("")
-    pointer = opened.symbols.llama_init_from_model(model.pointer, parameters)
-    if pointer == opened.ffi.NULL:
-        raise InvalidModel(
-            str(model.path), opened.log_bridge.take_error("llama.cpp made no context and gave no reason")
-        )
+    library.log_bridge.take_error("")
+    pointer = library.symbols.llama_init_from_model(model.pointer, parameters)
+    if pointer == library.ffi.NULL:
+        reason = library.log_bridge.take_error("llama.cpp created no context and gave no reason")
+        raise InvalidModel(str(model.path), reason)
     return pointer
 
 
 def _build_missing_output_error(row: int | None) -> InvalidArgument:
-    return InvalidArgument("row", f"{row} asked for no output in the last decode")
+    return InvalidArgument("row", f"{row} has no output in the last decode")
 
 
 def _install_abort_callback(pointer: Any) -> Any:
-    """Let a byte stop a decode. The callback is C's own `strlen` over that byte, so no Python runs inside."""
-    opened = get_library()
-    flag = opened.ffi.new("char[2]")
-    callback = opened.ffi.cast("ggml_abort_callback", opened.strlen)
-    opened.symbols.llama_set_abort_callback(pointer, callback, flag)
+    """Install an abort callback and return its flag byte; a non-zero byte aborts the decode.
+
+    The callback is C's `strlen` on that byte, so no Python code runs inside a decode.
+    """
+    library = get_library()
+    flag = library.ffi.new("char[2]")
+    callback = library.ffi.cast("ggml_abort_callback", library.strlen)
+    library.symbols.llama_set_abort_callback(pointer, callback, flag)
     return flag

@@ -1,4 +1,4 @@
-"""One native object, one owner, one life: closing a parent closes its children first."""
+"""Ownership of native objects: each has one handle, and closing a parent closes its children first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class Handle(Closeable):
-    """Owns a native pointer until `close`. Subclasses say how to free it.
+    """Owns a native pointer until `close`. Subclasses implement `_free`.
 
-    >>> with Model.load(path) as model, model.context(cells=512) as context:
+    >>> with LlamaModel.load(path) as model, LlamaContext(model, ContextSettings(cells=512)) as context:
     ...     ...
     """
 
@@ -29,7 +29,7 @@ class Handle(Closeable):
 
     @property
     def pointer(self) -> Any:
-        """The native pointer; `Closed` once this handle or one it belongs to was closed."""
+        """The native pointer. Raises `Closed` after this handle or one of its parents was closed."""
         if self._pointer is None:
             raise Closed(self._name)
         return self._pointer
@@ -39,7 +39,7 @@ class Handle(Closeable):
         return self._pointer is None
 
     def close(self) -> None:
-        """Free the native object and everything made from it. Closing twice is allowed."""
+        """Free the native object and everything created from it. Closing twice is allowed."""
         if self._pointer is None:
             return
         for child in reversed(self._children[:]):
@@ -55,5 +55,5 @@ class Handle(Closeable):
 
 
 def list_open_handles() -> list[Handle]:
-    """Every handle that was not closed yet: empty when nothing leaks."""
+    """Return every handle that is still open; empty if nothing leaks."""
     return list(_open_handles)

@@ -1,8 +1,8 @@
-"""Cuts the attention part of a saved sequence into cells, and puts cells together again.
+"""Splits the attention part of a saved sequence into cells, and joins cells to a state.
 
-A full state is a header, the attention cells (of a sliding-window model: those of its full layers), and the rest, which
-is what a partial state holds. Cells are stored there layer by layer; here a cell is one row of bytes: where it stands,
-then its keys and values in every layer. Rows of one sequence can be cut and joined anywhere.
+A full state is a header, the attention cells (of a sliding-window model: those of its full-attention layers), and the
+bytes of a partial state. llama.cpp stores cells layer by layer; here a cell is one row of bytes: its cell info
+(position and owner), then its keys and values in every layer. Rows of a sequence can be split and joined anywhere.
 """
 
 from __future__ import annotations
@@ -20,26 +20,21 @@ from afterglow.llama import page_buffers
 
 HEADER_BYTES = 8  # magic and sequence
 STATE_MAGIC = 0xAF143CD8
-CELL_INFO_SIZES = (
-    12,
-    24,
-    20,
-)  # bytes that say where a cell stands; models with several positions for a token have more
-FLAG_SIZES = (8, 0)  # bytes before the layers that differ between builds; they are kept as they are
+CELL_INFO_SIZES = (12, 24, 20)  # models with several positions per token have more
+FLAG_SIZES = (8, 0)  # bytes before the layers that differ between builds; stored unchanged
 MAX_LAYERS = 4096
-LAYOUT_HEADER = struct.Struct(
-    "<IIII8sI"
-)  # streams, bytes of notes, bytes of one value, bytes of flags, the flags, layers
+# streams, cell_info_bytes, element_bytes, number of flag bytes, flags, layers
+LAYOUT_HEADER = struct.Struct("<IIII8sI")
 LAYER_RECORD = struct.Struct("<iIiI")  # type and bytes of a cell's keys, type and bytes of its values
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How a build writes the cells of a model."""
+    """How a llama.cpp build stores the cells of a model."""
 
     streams: int
     cell_info_bytes: int
-    element_bytes: int  # bytes of one number where values are transposed; 0: they are not
+    element_bytes: int  # bytes of one element if the values are transposed; 0: they are not
     flags: bytes
     layers: tuple[tuple[int, int, int, int], ...]  # type and bytes of the keys, type and bytes of the values
 
@@ -56,17 +51,17 @@ class KVLayout:
 
     @classmethod
     def unpack(cls, data: bytes) -> KVLayout:
-        """`InvalidState` where `data` is not what `pack` made."""
+        """Parse the result of `pack`; raise `InvalidState` for anything else."""
         try:
-            streams, notes, element, size, flags, count = LAYOUT_HEADER.unpack_from(data)
+            streams, cell_info_bytes, element, size, flags, count = LAYOUT_HEADER.unpack_from(data)
             layers = tuple(LAYER_RECORD.iter_unpack(data[LAYOUT_HEADER.size :]))
         except struct.error as error:
             raise InvalidState(f"its layout cannot be read: {error}") from error
-        known = 0 < streams <= 256 and notes in CELL_INFO_SIZES and size in FLAG_SIZES and element <= 8
-        known = known and not (element and any(values % element for *_, values in layers))
-        if not known or len(layers) != count or any(min(layer) < 0 for layer in layers):
-            raise InvalidState("its layout is not one of ours")
-        return cls(streams, notes, element, flags[:size], layers)
+        valid = 0 < streams <= 256 and cell_info_bytes in CELL_INFO_SIZES and size in FLAG_SIZES and element <= 8
+        valid = valid and not (element and any(values % element for *_, values in layers))
+        if not valid or len(layers) != count or any(min(layer) < 0 for layer in layers):
+            raise InvalidState("its layout is unknown")
+        return cls(streams, cell_info_bytes, element, flags[:size], layers)
 
 
 class SavedCells:
@@ -82,34 +77,33 @@ class SavedCells:
         self.layout = layout.pack()
         self.cell_bytes = layout.cell_bytes
         self._count = count
-        self._parts = parts  # each: (cells, bytes, ...) and where it goes in a row
-        self._order = order  # None: they lie in order
+        self._parts = parts  # each: an array (cells, bytes, ...) and its offset in a row
+        self._order = order  # None: stored in order of position
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """Where they stand."""
-        written = self._parts[0][0][:, :4].copy().view("<i4")[:, 0]
-        return written if self._order is None else written[self._order]
+        """The position of each cell."""
+        positions = self._parts[0][0][:, :4].copy().view("<i4")[:, 0]
+        return positions if self._order is None else positions[self._order]
 
     def copy_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Cells [start, stop) as a copy to be kept, a row each."""
+        """Copy cells [start, stop) to a long-lived buffer, one row per cell."""
         rows = page_buffers.allocate_zeros(stop - start, self.cell_bytes)
-        chosen = slice(start, stop) if self._order is None else self._order[start:stop]
+        selection = slice(start, stop) if self._order is None else self._order[start:stop]
         for part, offset in self._parts:
-            taken = part[chosen]
-            rows[:, offset : offset + taken[0].size] = taken.reshape(stop - start, -1)
+            selected = part[selection]
+            rows[:, offset : offset + selected[0].size] = selected.reshape(stop - start, -1)
         return rows
 
 
 def parse_cells(data: NDArray[np.uint8], partial_bytes: int) -> SavedCells | None:
-    """The cells in a full state that ends in `rest` bytes of a partial one; None where they lie in a way we do not
-    know."""
-    for notes, flags in itertools.product(CELL_INFO_SIZES, FLAG_SIZES):
+    """Parse the cells of a full state that ends in `partial_bytes` of a partial state; None for an unknown layout."""
+    for cell_info_bytes, flag_bytes in itertools.product(CELL_INFO_SIZES, FLAG_SIZES):
         try:
-            return _parse_cells(data, partial_bytes, notes, flags)
+            return _parse_cells(data, partial_bytes, cell_info_bytes, flag_bytes)
         except (struct.error, ValueError):
             continue
     return None
@@ -124,77 +118,77 @@ def _parse_cells(data: NDArray[np.uint8], partial_bytes: int, cell_info_bytes: i
     while not count and counts < streams:
         at, counts = at + 4, counts + 1
         (count,) = struct.unpack_from("<I", data.data, at)
-    written, order = _parse_cell_info(data, at + 4, count, cell_info_bytes)
+    cell_info, order = _parse_cell_info(data, at + 4, count, cell_info_bytes)
     at += 4 + count * cell_info_bytes
     transposed, layers = struct.unpack_from("<II", data.data, at)
-    _require(transposed in (0, 1) and layers <= MAX_LAYERS)  # none: every layer has a window
-    kept = data[at + 8 : at + 8 + flag_bytes].tobytes()
+    _require(transposed in (0, 1) and layers <= MAX_LAYERS)  # zero if every layer has a sliding window
+    flags = data[at + 8 : at + 8 + flag_bytes].tobytes()
     keys, at = _parse_matrices(data, at + 8 + flag_bytes, layers, count)
     element = (struct.unpack_from("<iI", data.data, at)[1] if layers else 1) if transposed else 0
     values, at = (_parse_transposed if transposed else _parse_matrices)(data, at, layers, count)
     _require(at + 4 * (streams - counts) + partial_bytes == len(data))
-    parts, offset = [(written, 0)], cell_info_bytes
+    parts, offset = [(cell_info, 0)], cell_info_bytes
     for _, size, part in itertools.chain.from_iterable(zip(keys, values, strict=True)):
         parts.append((part, offset))
         offset += size
-    described = tuple((*one[:2], *other[:2]) for one, other in zip(keys, values, strict=True))
-    return SavedCells(KVLayout(streams, cell_info_bytes, element, kept, described), count, parts, order)
+    layer_sizes = tuple((*key[:2], *value[:2]) for key, value in zip(keys, values, strict=True))
+    return SavedCells(KVLayout(streams, cell_info_bytes, element, flags, layer_sizes), count, parts, order)
 
 
 def _parse_cell_info(
     data: NDArray[np.uint8], at: int, count: int, cell_info_bytes: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64] | None]:
-    """Where the cells stand, and the order to read them in, where they do not lie in order."""
+    """Return the info of each cell, and the order of the positions if the cells are not stored in order."""
     _require(bool(count) and at + count * cell_info_bytes <= len(data))
-    written = data[at : at + count * cell_info_bytes].reshape(count, cell_info_bytes)
-    positions = written[:, :4].copy().view("<i4")[:, 0]
-    owners = written[:, 4:8].copy().view("<u4")[:, 0]
+    cell_info = data[at : at + count * cell_info_bytes].reshape(count, cell_info_bytes)
+    positions = cell_info[:, :4].copy().view("<i4")[:, 0]
+    owners = cell_info[:, 4:8].copy().view("<u4")[:, 0]
     _require(bool((positions >= 0).all()) and bool((owners == 1).all()))
     in_order = bool((np.diff(positions) >= 0).all())
-    return written, None if in_order else np.argsort(positions, kind="stable")
+    return cell_info, None if in_order else np.argsort(positions, kind="stable")
 
 
-def _require(holds: bool) -> None:
-    if not holds:
+def _require(condition: bool) -> None:
+    if not condition:
         raise ValueError
 
 
-CellMatrix = tuple[int, int, NDArray[np.uint8]]  # type, bytes of a cell, and (cells, bytes)
+CellMatrix = tuple[int, int, NDArray[np.uint8]]  # type, bytes per cell, array of shape (cells, bytes)
 
 
 def _parse_matrices(data: NDArray[np.uint8], at: int, layers: int, count: int) -> tuple[list[CellMatrix], int]:
-    found: list[CellMatrix] = []
+    matrices: list[CellMatrix] = []
     for _ in range(layers):
         kind, size = struct.unpack_from("<iQ", data.data, at)
         at += 12
         _require(0 <= kind < 256 and 0 < size < 2**31 and at + count * size <= len(data))
-        found.append((kind, size, data[at : at + count * size].reshape(count, size)))
+        matrices.append((kind, size, data[at : at + count * size].reshape(count, size)))
         at += count * size
-    return found, at
+    return matrices, at
 
 
 def _parse_transposed(data: NDArray[np.uint8], at: int, layers: int, count: int) -> tuple[list[CellMatrix], int]:
-    found: list[CellMatrix] = []
+    matrices: list[CellMatrix] = []
     for _ in range(layers):
         kind, element, width = struct.unpack_from("<iII", data.data, at)
         at += 12
         size = element * width
         _require(0 <= kind < 256 and 0 < element <= 8 and 0 < width < 2**28 and at + count * size <= len(data))
         matrix = data[at : at + count * size].reshape(width, count, element).transpose(1, 0, 2)
-        found.append((kind, size, matrix))
+        matrices.append((kind, size, matrix))
         at += count * size
-    return found, at
+    return matrices, at
 
 
 def join_cells(
     layout: KVLayout, blocks: Sequence[NDArray[np.uint8]], partial: NDArray[np.uint8] | None
 ) -> NDArray[np.uint8]:
-    """A full state of these cells and, where the model has other memory too, of a partial state."""
+    """Build a full state of these cells and, if the model has other memory too, of a partial state."""
     count = sum(len(block) for block in blocks)
     if any(block.ndim != 2 or block.shape[1] != layout.cell_bytes for block in blocks) or not count:
-        raise InvalidState("its cells are of another size")
-    heads = 12 * 2 * len(layout.layers) + 8 + len(layout.flags)
-    size = HEADER_BYTES + 4 + 4 * layout.streams + count * layout.cell_bytes + heads
+        raise InvalidState("its cells have the wrong size")
+    header_bytes = 12 * 2 * len(layout.layers) + 8 + len(layout.flags)
+    size = HEADER_BYTES + 4 + 4 * layout.streams + count * layout.cell_bytes + header_bytes
     tail = None if partial is None else partial[HEADER_BYTES:]
     data = np.empty(size + (0 if tail is None else len(tail)), dtype=np.uint8)
     data[:HEADER_BYTES] = (
@@ -202,9 +196,9 @@ def join_cells(
     )
     struct.pack_into("<II", data.data, HEADER_BYTES, layout.streams, count)
     parts, at = _write_headers(data, HEADER_BYTES + 8, layout, count)
-    for number, block in zip(itertools.accumulate((len(block) for block in blocks), initial=0), blocks, strict=False):
-        for part, offset in parts:  # one block after the other: it stays in the processor's cache
-            part[number : number + len(block)] = block[:, offset : offset + part[0].size].reshape(
+    for start, block in zip(itertools.accumulate((len(block) for block in blocks), initial=0), blocks, strict=False):
+        for part, offset in parts:  # block by block, so that a block stays in the CPU cache
+            part[start : start + len(block)] = block[:, offset : offset + part[0].size].reshape(
                 len(block), *part.shape[1:]
             )
     data[at:size] = 0  # the other streams have no cells of this sequence
@@ -213,11 +207,11 @@ def join_cells(
     return data
 
 
-CellParts = list[tuple[NDArray[np.uint8], int]]  # where a part of every cell goes, and where it lies in a row
+CellParts = list[tuple[NDArray[np.uint8], int]]  # destination of a part of every cell, and its offset in a row
 
 
 def _write_headers(data: NDArray[np.uint8], at: int, layout: KVLayout, count: int) -> tuple[CellParts, int]:
-    """Write all heads; what is left to fill, and where it ends."""
+    """Write all headers; return the parts that remain to be filled, and their end."""
     parts: CellParts = [(data[at : at + count * layout.cell_info_bytes].reshape(count, layout.cell_info_bytes), 0)]
     at += count * layout.cell_info_bytes
     struct.pack_into("<II", data.data, at, int(layout.element_bytes > 0), len(layout.layers))

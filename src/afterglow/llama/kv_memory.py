@@ -1,7 +1,7 @@
-"""The sequence operations of a context's memory, for every kind of memory and in both layouts.
+"""Sequence operations on a context's KV memory, for every memory kind, with streams and unified.
 
-llama.cpp aborts on some arguments and says yes to some operations it then gets wrong; this is the one place that
-knows which. Nothing is attempted when the answer is an error or False.
+llama.cpp aborts on some arguments and silently computes wrong results after some operations; this module rejects
+both. If an operation raises or returns False, nothing was changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StateCopier(Protocol):
 
 
 class MemoryOwner(Protocol):
-    """What memory needs to know of its context."""
+    """The part of a context that `KVMemory` uses."""
 
     model: LlamaModel
     settings: ContextSettings
@@ -39,10 +39,10 @@ class MemoryOwner(Protocol):
 
 
 class KVMemory:
-    """Sequences as ranges of positions. Open ends are None.
+    """Operations on sequences as ranges of positions [start, stop); None is an open end.
 
-    >>> context.memory.copy(0, 1)              # sequence 1 is now what 0 is
-    >>> context.memory.remove(1, start=10)     # and forgets everything from position 10 on
+    >>> context.memory.copy(0, 1)              # sequence 1 is now a copy of sequence 0
+    >>> context.memory.remove(1, start=10)     # and drops everything from position 10 on
     True
     """
 
@@ -51,12 +51,14 @@ class KVMemory:
         self._symbols = get_library().symbols
         self._pointer = self._symbols.llama_get_memory(context.pointer)
         self._decoded_rows: NDArray[np.int64] = np.zeros(context.sequences, dtype=np.int64)
-        self.pending_shift = False  # positions were moved, the keys are rotated by the next decode only
+        self.pending_shift = False  # positions were shifted; the next decode rotates the keys
 
     @property
     def kind(self) -> str:
-        """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory). MTP heads attend,
-        whatever the model below them does."""
+        """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory).
+
+        MTP heads use attention even if the model is recurrent or hybrid.
+        """
         if self._pointer == get_library().ffi.NULL:
             return "none"
         kind = self._context.model.info.memory_kind
@@ -64,15 +66,15 @@ class KVMemory:
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be moved: not with M-RoPE, and not where only a window is kept."""
+        """Whether positions can be shifted: not with M-RoPE, and not with a sliding window."""
         if self.kind == "none" or self._context.model.info.uses_mrope:
             return False
         return bool(self._symbols.llama_memory_can_shift(self._get_pointer("can_shift")))
 
     def get_position_range(self, sequence: int) -> tuple[int, int] | None:
-        """The smallest and the largest position held, or None where the sequence is empty or there is no such.
+        """Return the smallest and the largest position, or None if the sequence is empty or does not exist.
 
-        Sliding windows, and recurrent states, hold only the newest: their smallest is not 0.
+        Sliding windows and recurrent states have only the newest positions: their smallest is not 0.
         """
         if not 0 <= check_integer("sequence", sequence) < self._context.sequences or self.kind == "none":
             return None
@@ -81,88 +83,91 @@ class KVMemory:
         return None if last < 0 else (self._symbols.llama_memory_seq_pos_min(memory, sequence), last)
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        """Whether the sequence could drop everything from `position` on and continue there, exactly.
+        """Return whether the sequence can drop everything from `position` on and continue there exactly.
 
-        The one question for all memories. Full attention: always. Sliding window: while the whole window before
-        `position` is still held. Recurrent and hybrid: at the end, or r entries before it, where the last decode
-        had more than r rows of this sequence and the context keeps r snapshots; once.
+        Full attention: always. Sliding window: while the whole window before `position` is in memory. Recurrent and
+        hybrid: at the end, or r entries before it if the last decode had more than r rows of this sequence and the
+        context has r snapshots; once per decode.
         """
-        held = self.get_position_range(sequence)
+        current = self.get_position_range(sequence)
         position = check_integer("position", position, 0)
         if position == 0:
             return True
-        if held is None or position > held[1] + 1:
+        if current is None or position > current[1] + 1:
             return False
-        dropped = held[1] + 1 - position
+        dropped = current[1] + 1 - position
         match self.kind:
             case "window":
-                return held[0] <= max(0, position - self._context.model.info.sliding_window)
+                return current[0] <= max(0, position - self._context.model.info.sliding_window)
             case "recurrent" | "hybrid":
                 return dropped <= max(0, min(self._context.max_rollback, int(self._decoded_rows[sequence]) - 1))
         return True
 
     def remove(self, sequence: int | None = None, *, start: int | None = None, stop: int | None = None) -> bool:
-        """Forget positions [start, stop) of one sequence, or of all. False: this memory cannot drop just these,
-        and nothing was changed. A whole sequence can always be removed."""
-        wanted = range(self._context.sequences) if sequence is None else [self.check_sequence(sequence)]
+        """Remove positions [start, stop) of one sequence, or of all sequences.
+
+        Returns False if this memory cannot remove exactly these; nothing is changed then. A whole sequence can always
+        be removed.
+        """
+        sequences = range(self._context.sequences) if sequence is None else [self.check_sequence(sequence)]
         first, last = self._check_range(start, stop)
         memory = self._get_pointer("remove")
-        if not all(self._can_remove(one, first, last) for one in wanted):
+        if not all(self._can_remove(number, first, last) for number in sequences):
             return False
-        return all([self._remove_range(memory, one, first, last) for one in wanted])
+        return all([self._remove_range(memory, number, first, last) for number in sequences])
 
     def _remove_range(self, memory: Any, sequence: int, first: int, last: int) -> bool:
-        held = self.get_position_range(sequence)
-        done = bool(self._symbols.llama_memory_seq_rm(memory, sequence, first, -1 if last == INT32_MAX else last))
-        if done and self.get_position_range(sequence) != held:
+        before = self.get_position_range(sequence)
+        removed = bool(self._symbols.llama_memory_seq_rm(memory, sequence, first, -1 if last == INT32_MAX else last))
+        if removed and self.get_position_range(sequence) != before:
             self._decoded_rows[sequence] = 0  # a second rollback before the next decode would be wrong
-        return done
+        return removed
 
     def _can_remove(self, sequence: int, first: int, last: int) -> bool:
-        held = self.get_position_range(sequence)
-        if held is None or first > held[1] or last == 0:
+        current = self.get_position_range(sequence)
+        if current is None or first > current[1] or last == 0:
             return True
-        if last > held[1]:
+        if last > current[1]:
             return self.can_resume(sequence, first)
         return self.kind == "attention" or (self.kind == "window" and self._context.settings.swa_full)
 
     def copy(self, source: int, target: int, *, start: int | None = None, stop: int | None = None) -> int:
-        """Give `target` the positions [start, stop) of `source`; the bytes that were moved. The target must hold
-        nothing from `start` on.
+        """Copy positions [start, stop) of `source` to `target`; return the number of bytes copied.
 
-        Unified, cells are shared and nothing is moved. In streams the bytes are copied, at once: llama.cpp's own
-        copy waits for the next decode, and saving or overwriting either side before it is silently wrong.
+        The target must be empty from `start` on. If unified, the cells are shared and no bytes are copied. With
+        streams, the bytes are copied immediately: llama.cpp's own copy is deferred to the next decode, and saving or
+        overwriting either side before it is silently wrong.
         """
         self.check_sequence(source, "source")
         self.check_sequence(target, "target")
         first, last = self._check_range(start, stop)
-        held = self.get_position_range(source)
-        if source == target or held is None or first > held[1]:
+        source_range = self.get_position_range(source)
+        if source == target or source_range is None or first > source_range[1]:
             return 0
-        self._check_copy(held, source, target, first, last)
+        self._check_copy(source_range, source, target, first, last)
         if self._context.settings.kv_unified:
             self._symbols.llama_memory_seq_cp(self._get_pointer("copy"), source, target, first, last)
             self._decoded_rows[target] = 0
             return 0
         nbytes = self._context.state.copy(source, target)
-        if last <= held[1]:
+        if last <= source_range[1]:
             assert self._remove_range(self._get_pointer("copy"), target, last, INT32_MAX)
         if first > 0:
             assert self._remove_range(self._get_pointer("copy"), target, 0, first)
         return nbytes
 
     def _check_copy(self, source_range: tuple[int, int], source: int, target: int, first: int, last: int) -> None:
-        there = self.get_position_range(target)
-        if there is not None and (there[1] >= first or not self._context.settings.kv_unified):
-            raise InvalidArgument("target", f"sequence {target} already holds positions up to {there[1]}: remove them")
+        existing = self.get_position_range(target)
+        if existing is not None and (existing[1] >= first or not self._context.settings.kv_unified):
+            raise InvalidArgument("target", f"sequence {target} already has positions up to {existing[1]}: remove them")
         if self.kind in ("recurrent", "hybrid") and (first > 0 or last <= source_range[1]):
-            raise UnsupportedOperation("a partial copy", f"{self.kind} memory only knows its newest state")
-        # A copied window ends where its sequence ends: what lies before it is not among the bytes that move.
-        moves = self.kind == "window" and not self._context.settings.kv_unified
-        if last <= source_range[1] and (moves or not self.can_resume(source, last)):
-            raise UnsupportedOperation("this copy", f"the window before position {last} would not come along")
+            raise UnsupportedOperation("a partial copy", f"{self.kind} memory has only its newest state")
+        # A copied window ends at the end of its sequence: the bytes do not contain what comes before it.
+        copies_window = self.kind == "window" and not self._context.settings.kv_unified
+        if last <= source_range[1] and (copies_window or not self.can_resume(source, last)):
+            raise UnsupportedOperation("this copy", f"the window before position {last} would not be copied")
         if self.pending_shift and not self._context.settings.kv_unified:
-            raise UnsupportedOperation("a copy", "positions were shifted and wait for the next decode")
+            raise UnsupportedOperation("a copy", "positions were shifted; decode first to apply the shift")
 
     def keep_only(self, sequence: int) -> None:
         """Remove every other sequence."""
@@ -172,25 +177,25 @@ class KVMemory:
                 self.remove(other)
 
     def clear(self, *, data: bool = True) -> None:
-        """Remove everything; with `data`, overwrite the cells too."""
+        """Remove all sequences; with `data`, also overwrite the cells."""
         self._symbols.llama_memory_clear(self._get_pointer("clear"), data)
         self._decoded_rows[:] = 0
         self.pending_shift = False
 
     def shift(self, sequence: int, delta: int, *, start: int | None = None, stop: int | None = None) -> None:
-        """Add `delta` to the positions [start, stop). Takes effect on the keys at the next decode."""
+        """Add `delta` to the positions [start, stop). The next decode applies it to the keys."""
         first, last = self._check_shift("shift", sequence, start, stop)
-        held = self.get_position_range(sequence)
+        current = self.get_position_range(sequence)
         delta = check_integer("delta", delta)
-        if held is None or delta == 0:
+        if current is None or delta == 0:
             return
-        if not max(first, held[0]) + delta >= 0 or held[1] + delta >= INT32_MAX:
+        if not max(first, current[0]) + delta >= 0 or current[1] + delta >= INT32_MAX:
             raise InvalidArgument("delta", f"{delta} would move a position out of range")
         self._symbols.llama_memory_seq_add(self._get_pointer("shift"), sequence, first, last, delta)
         self.pending_shift = True
 
     def divide(self, sequence: int, divisor: int, *, start: int | None = None, stop: int | None = None) -> None:
-        """Divide the positions [start, stop) by `divisor`, 1 to 255. Takes effect at the next decode."""
+        """Divide the positions [start, stop) by `divisor`, 1 to 255. The next decode applies it to the keys."""
         first, last = self._check_shift("divide", sequence, start, stop)
         divisor = check_integer("divisor", divisor, 1, 255)
         if divisor == 1 or self.get_position_range(sequence) is None:
@@ -199,24 +204,24 @@ class KVMemory:
         self.pending_shift = True
 
     def record_decode(self, sequences: NDArray[np.int32]) -> None:
-        """Note a decode of one row of each of `sequences`: it decides how far each can be rolled back."""
+        """Record the sequence of each row of a decode: the row count bounds how far a sequence can be rolled back."""
         if not self._context.max_rollback:
             return
         counts = np.bincount(sequences, minlength=len(self._decoded_rows))
         np.copyto(self._decoded_rows, counts, where=counts > 0)
 
     def record_embedding_decode(self, sequence: int) -> None:
-        """Note a decode of a picture's rows: none of them can be rolled back, they are one thing."""
+        """Record a decode of media rows: they cannot be rolled back individually."""
         self._decoded_rows[sequence] = 0
 
     def record_state_load(self, sequence: int, last: int) -> None:
-        """Note that a saved state that ends at position `last` was loaded over the sequence.
+        """Record that a saved state that ends at position `last` was loaded into the sequence.
 
-        A partial state leaves the attention cells alone: what lies behind it goes, else it would be seen again.
+        A partial state does not replace attention cells: remove those after its end, which would be visible again.
         """
         self._decoded_rows[sequence] = 0  # no rollback before a decode
         removed = self._symbols.llama_memory_seq_rm(self._get_pointer("load"), sequence, last + 1, -1)
-        assert removed, "llama.cpp did not trim what lies behind a loaded state"
+        assert removed, "llama.cpp did not remove the cells after a loaded state"
 
     def check_sequence(self, sequence: int, name: str = "sequence") -> int:
         return check_integer(name, sequence, 0, self._context.sequences - 1)
@@ -225,18 +230,18 @@ class KVMemory:
         self.check_sequence(sequence)
         first, last = self._check_range(start, stop)
         if not self.can_shift:
-            raise UnsupportedOperation(operation, "the positions of this memory cannot be moved")
+            raise UnsupportedOperation(operation, "the positions of this memory cannot be shifted")
         return first, last
 
     def _check_range(self, start: int | None, stop: int | None) -> tuple[int, int]:
         first = 0 if start is None else check_integer("start", start, 0)
         last = INT32_MAX if stop is None else check_integer("stop", stop, 0)
         if first > last:
-            raise InvalidArgument("start", f"{first} lies behind `stop` {last}")
+            raise InvalidArgument("start", f"{first} is after `stop`, {last}")
         return first, last
 
     def _get_pointer(self, operation: str) -> Any:
-        assert self._context.pointer  # raises Closed with the context
+        assert self._context.pointer  # raises Closed after the context was closed
         if self._pointer == get_library().ffi.NULL:
             raise UnsupportedOperation(operation, "this model has no memory")
         return self._pointer

@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded once for a model, applied to its contexts with a scale."""
+"""LoRA adapters: loaded once per model, applied to its contexts with a scale."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class AdapterUser(Protocol):
 
 
 class LoraAdapter(Handle):
-    """A LoRA adapter in memory.
+    """A loaded LoRA adapter.
 
-    >>> adapter = Adapter.load(model, Path("style.gguf"))
+    >>> adapter = LoraAdapter.load(model, Path("style.gguf"))
     >>> context.set_adapters({adapter: 0.8})
     """
 
@@ -36,26 +36,27 @@ class LoraAdapter(Handle):
 
     @classmethod
     def load(cls, model: LlamaModel, path: Path, *, trust: bool = False) -> LoraAdapter:
-        """Load an adapter for `model`. One never seen with it is tried in a child process first, unless `trust`."""
-        path, opened = Path(path), get_library()
+        """Load an adapter for `model`. A new pair is first loaded in a child process, unless `trust` is set."""
+        path, library = Path(path), get_library()
         if not path.is_file():
             raise ModelNotFound(str(path), "there is no such adapter file")
         if not trust:
             probe.ensure_safe(model.path, path)
-        opened.log_bridge.take_error("")
-        pointer = opened.symbols.llama_adapter_lora_init(model.pointer, str(path).encode())
-        if pointer == opened.ffi.NULL:
-            raise InvalidModel(str(path), opened.log_bridge.take_error("llama.cpp refused this adapter without a word"))
+        library.log_bridge.take_error("")
+        pointer = library.symbols.llama_adapter_lora_init(model.pointer, str(path).encode())
+        if pointer == library.ffi.NULL:
+            reason = library.log_bridge.take_error("llama.cpp rejected this adapter and gave no reason")
+            raise InvalidModel(str(path), reason)
         return cls(pointer, model, path)
 
     def get_pointer_for(self, model: LlamaModel) -> Any:
-        """The native pointer, if this adapter was loaded for `model`."""
+        """Return the native pointer; raise `InvalidArgument` if the adapter was loaded for another model."""
         if self.model is not model:
             raise InvalidArgument("adapters", f"{self.path.name} was loaded for another model")
         return self.pointer
 
     def close(self) -> None:
-        """Free the adapter; contexts that still apply it go on without."""
+        """Free the adapter; contexts that still apply it continue without it."""
         for user in [] if self.closed else list(self.users):
             user.remove_adapter(self)
         super().close()

@@ -1,4 +1,4 @@
-"""Weights in memory: loading, metadata and what kind of memory the model needs. Has no context of its own."""
+"""A loaded model: weights, metadata, vocabulary and memory kind. Contexts are created from it (context.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How to load the weights."""
+    """Settings for loading the weights."""
 
     gpu_layers: int = 0  # layers on the GPU; -1: all
     main_gpu: int = 0
@@ -38,9 +38,9 @@ class ModelSettings:
     tensor_split: tuple[float, ...] = ()  # proportions over the GPUs; empty: by free memory
     mmap: bool = True
     mlock: bool = False
-    mtp: bool = False  # load the multi-token-prediction heads too
+    mtp: bool = False  # load the multi-token-prediction (MTP) heads too
     vocab_only: bool = False
-    check_tensors: bool = False  # look for NaN and broken blocks in every weight; slow
+    check_tensors: bool = False  # check every weight for NaN and invalid blocks; slow
 
     def __post_init__(self) -> None:
         check_integer("gpu_layers", self.gpu_layers, -1)
@@ -53,7 +53,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a model is."""
+    """Properties of a model."""
 
     path: Path
     description: str
@@ -67,16 +67,16 @@ class ModelInfo:
     vocabulary_size: int
     trained_context_length: int
     memory_kind: MemoryKind
-    sliding_window: int  # tokens a sliding-window layer sees; 0: none
-    uses_mrope: bool  # positions and cells are different numbers
+    sliding_window: int  # tokens visible to a sliding-window layer; 0: none
+    uses_mrope: bool  # positions and cells are counted separately
     is_causal: bool
 
 
 class LlamaModel(Handle):
-    """Loaded weights.
+    """A model loaded by llama.cpp.
 
-    >>> with Model.load(Path("model.gguf")) as model:
-    ...     model.info.memory
+    >>> with LlamaModel.load(Path("model.gguf")) as model:
+    ...     model.info.memory_kind
     'attention'
     """
 
@@ -96,10 +96,10 @@ class LlamaModel(Handle):
         progress: ProgressCallback | None = None,
         trust: bool = False,
     ) -> LlamaModel:
-        """Load a GGUF file (of a split model: its first part).
+        """Load a GGUF file; for a split model, its first part.
 
-        A file never seen before is first checked and probed in a child process, because a malformed one aborts
-        inside llama.cpp; `trust` skips that. `progress` gets 0.0 to 1.0; returning False cancels.
+        A new file is first inspected and loaded in a child process, because a malformed file aborts inside llama.cpp;
+        `trust` skips that. `progress` is called with 0.0 to 1.0; returning False cancels the load.
         """
         path, settings = Path(path), settings or ModelSettings()
         if not path.is_file():
@@ -114,7 +114,7 @@ class LlamaModel(Handle):
 
     @functools.cached_property
     def metadata(self) -> dict[str, str]:
-        """The file's metadata as llama.cpp prints it; long arrays are shortened by it."""
+        """The file's metadata as llama.cpp formats it; llama.cpp shortens long arrays."""
         symbols = self._library.symbols
         count = symbols.llama_model_meta_count(self.pointer)
         keys = [self._read_string(symbols.llama_model_meta_key_by_index, index) for index in range(count)]
@@ -159,43 +159,42 @@ class LlamaModel(Handle):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The identity of the weights by their content, all parts together."""
+        """Content fingerprint of the weights, over all files of a split model."""
         return blake3(
-            "".join(compute_fingerprint(part) for part in probe.list_split_files(self.path)).encode()
+            "".join(compute_fingerprint(file) for file in probe.list_split_files(self.path)).encode()
         ).hexdigest()
 
     @property
     def embedding_width(self) -> int:
-        """Floats in one embedding this model gives out."""
+        """Number of floats in one output embedding."""
         return int(self._library.symbols.llama_model_n_embd_out(self.pointer))
 
     @property
     def class_count(self) -> int:
-        """Numbers a ranking model gives out."""
+        """Number of output classes of a ranking model."""
         return int(self._library.symbols.llama_model_n_cls_out(self.pointer))
 
     def estimate_footprint(self, settings: ContextSettings) -> Footprint:
-        """What this model and a context of `settings` take, in bytes."""
+        """Estimate the memory of this model and a context of `settings`."""
         return estimate_footprint(self.header, settings)
 
     def check_fits(self, settings: ContextSettings) -> None:
-        """`OutOfMemory`, with both numbers, where a context of `settings` cannot fit beside what is loaded."""
+        """Raise `OutOfMemory` if a context of `settings` does not fit into the free memory."""
         needed = self.estimate_footprint(settings).context_bytes
-        # Layers for a GPU stay on the processor where there is none.
+        # Without a GPU, layers meant for it stay on the CPU.
         available = get_free_memory(gpu=True) if self.settings.gpu_layers != 0 else 0
         available = available or get_free_memory(gpu=False)
         if needed > available:
-            raise OutOfMemory(needed, available, "ask for fewer cells or sequences, or smaller cache types")
+            raise OutOfMemory(needed, available, "use fewer cells or sequences, or smaller cache types")
 
     def get_chat_template(self, name: str | None = None) -> str | None:
-        """The model's own chat template, or the one it calls `name` (for example `tool_use`)."""
-        wanted = self._library.ffi.NULL if name is None else name.encode()
-        return (
-            self._library.decode_string(self._library.symbols.llama_model_chat_template(self.pointer, wanted)) or None
-        )
+        """Return the model's default chat template, or the template `name`, for example `tool_use`."""
+        name_argument = self._library.ffi.NULL if name is None else name.encode()
+        template = self._library.symbols.llama_model_chat_template(self.pointer, name_argument)
+        return self._library.decode_string(template) or None
 
     def _read_string(self, function: Any, *arguments: Any) -> str:
-        """Call one of llama.cpp's functions that fill a text buffer, with a buffer that is large enough."""
+        """Call a llama.cpp function that fills a text buffer, with a buffer that is large enough."""
         ffi = self._library.ffi
         size = function(self.pointer, *arguments, ffi.NULL, 0) + 1
         buffer = ffi.new("char[]", max(size, 1))
@@ -204,36 +203,37 @@ class LlamaModel(Handle):
 
 
 def _load_pointer(path: Path, settings: ModelSettings, progress: ProgressCallback | None) -> Any:
-    opened = get_library()
-    ffi, symbols = opened.ffi, opened.symbols
-    stopped: list[BaseException] = []
+    library = get_library()
+    ffi, symbols = library.ffi, library.symbols
+    errors: list[BaseException] = []
 
     @ffi.callback("bool(float, void *)")  # type: ignore[untyped-decorator]
     def report(fraction: float, _: Any) -> bool:
         try:
             if progress is not None and progress(fraction) is False:
-                stopped.append(Cancelled(f"loading {path} was cancelled by its progress callback"))
-        except BaseException as error:  # must not cross C; raised again below
-            stopped.append(error)
-        return not stopped
+                errors.append(Cancelled(f"loading {path} was cancelled by its progress callback"))
+        except BaseException as error:  # must not propagate through C; raised again below
+            errors.append(error)
+        return not errors
 
-    parameters, keep = _build_parameters(settings)
+    parameters, tensor_split = _build_parameters(settings)
     parameters.progress_callback = report
-    opened.log_bridge.take_error("")
+    library.log_bridge.take_error("")
     pointer = symbols.llama_model_load_from_file(str(path).encode(), parameters)
-    del keep
-    if stopped:
-        if pointer != ffi.NULL:  # said no at the very end
+    del tensor_split  # `parameters` points to it
+    if errors:
+        if pointer != ffi.NULL:  # cancelled by the last call, after the load was complete
             symbols.llama_model_free(pointer)
-        raise stopped[0]
+        raise errors[0]
     if pointer == ffi.NULL:
-        raise InvalidModel(str(path), opened.log_bridge.take_error("llama.cpp refused it without a word"))
+        raise InvalidModel(str(path), library.log_bridge.take_error("llama.cpp rejected it and gave no reason"))
     return pointer
 
 
 def _build_parameters(settings: ModelSettings) -> tuple[Any, Any]:
-    opened = get_library()
-    parameters = opened.symbols.llama_model_default_params()
+    """Return `llama_model_params` and the array it points to, which must stay alive as long as the parameters."""
+    library = get_library()
+    parameters = library.symbols.llama_model_default_params()
     parameters.n_gpu_layers = settings.gpu_layers
     parameters.main_gpu = settings.main_gpu
     parameters.split_mode = SPLIT_MODES[settings.split_mode]
@@ -241,7 +241,7 @@ def _build_parameters(settings: ModelSettings) -> tuple[Any, Any]:
     parameters.load_mtp = settings.mtp
     parameters.vocab_only = settings.vocab_only
     parameters.check_tensors = settings.check_tensors
-    split = opened.ffi.new("float[]", opened.symbols.llama_max_devices())
+    split = library.ffi.new("float[]", library.symbols.llama_max_devices())
     if len(settings.tensor_split) > len(split):
         raise InvalidArgument("tensor_split", f"has {len(settings.tensor_split)} shares for {len(split)} devices")
     split[0 : len(settings.tensor_split)] = settings.tensor_split

@@ -1,7 +1,7 @@
-"""Memory for bytes that are kept: whole pages of the system, which has them back as soon as nobody needs them.
+"""Buffers for long-lived bytes: anonymous mappings that return to the system as soon as they are freed.
 
-Bytes that stay would lie between those of states that are copied and soon gone again, in the heap of one thread. It
-would have holes that nothing fits into, and the process more memory than it may keep.
+In the heap of one thread, long-lived bytes would lie between short-lived copies of states. The heap would fragment,
+and the process would use more memory than its budget.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_MAPPED_BYTES = 16 * 1024  # bytes that are not worth pages of their own
-MAX_MAPPINGS = 16_384  # pieces at a time: Linux lets a process have 65,530, and llama.cpp needs some of them itself
-MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # they are filled at once
+MIN_MAPPED_BYTES = 16 * 1024  # smaller buffers come from the heap
+MAX_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings, and llama.cpp needs some of them itself
+# Populated at once, because the caller fills the buffer immediately.
+MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def get_allocated_bytes(nbytes: int) -> int:
-    """What so many bytes take.
+    """Return the memory that a buffer of `nbytes` takes: whole pages if it is mapped.
 
-    >>> size(1000), size(8 * mmap.PAGESIZE - 5) == 8 * mmap.PAGESIZE
+    >>> get_allocated_bytes(1000), get_allocated_bytes(8 * mmap.PAGESIZE - 5) == 8 * mmap.PAGESIZE
     (1000, True)
     """
     return nbytes if nbytes < MIN_MAPPED_BYTES else -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def allocate_zeros(*shape: int) -> NDArray[np.uint8]:
-    """Bytes to be filled and kept."""
+    """Allocate a zeroed long-lived buffer."""
     nbytes = int(np.prod(shape))
     if nbytes >= MIN_MAPPED_BYTES and len(_mappings) < MAX_MAPPINGS:
-        with contextlib.suppress(OSError):  # the system has no more: the heap has to do
-            piece = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS)
-            _mappings.add(piece)
-            return np.frombuffer(piece, dtype=np.uint8).reshape(shape)
+        with contextlib.suppress(OSError):  # the system has no more mappings: fall back to the heap
+            mapping = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS)
+            _mappings.add(mapping)
+            return np.frombuffer(mapping, dtype=np.uint8).reshape(shape)
     return np.zeros(shape, dtype=np.uint8)
 
 
 def copy_to_pages(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A copy to be kept."""
-    kept = allocate_zeros(*data.shape)
-    kept[...] = data
-    return kept
+    """Copy `data` to a long-lived buffer."""
+    copy = allocate_zeros(*data.shape)
+    copy[...] = data
+    return copy

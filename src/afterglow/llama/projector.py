@@ -1,6 +1,6 @@
-"""A projector (an mmproj file): pictures and sounds as rows that the text model reads like embedded tokens.
+"""Multimodal projector (mmproj file): encodes images and audio to rows that the text model reads like token embeddings.
 
-It measures, encodes and says where rows stand. It keeps nothing that it encoded.
+It measures and encodes media and computes row positions. It caches nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,25 +23,23 @@ from afterglow.llama.gguf.fingerprint import compute_fingerprint
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
+from afterglow.media.policy import Modality
 from afterglow.media.resampling import count_resampled, resample
 from afterglow.media.types import AudioData, ImageData, MediaData
 
-Modality: TypeAlias = Literal["image", "audio"]
-TEXT_CHUNK, IMAGE_CHUNK = 0, 1  # mtmd's numbers of what a chunk is
-BATCH_FULL, BATCH_INCOMPATIBLE = 2, 3  # why a chunk does not go into a batch
-MAX_IMAGE_SIDE_PIXELS = 2**15  # pixels; larger ones only cost memory, every projector shrinks them
-MIN_AUDIO_SECONDS = (
-    0.1  # seconds; shorter sounds are filled up with silence: mtmd aborts on one sample, some families on more
-)
+TEXT_CHUNK, IMAGE_CHUNK = 0, 1  # mtmd's chunk types
+BATCH_FULL, BATCH_INCOMPATIBLE = 2, 3  # mtmd's codes for a chunk that cannot be added to a batch
+MAX_IMAGE_SIDE_PIXELS = 2**15  # larger images only cost memory: every projector scales them down
+MIN_AUDIO_SECONDS = 0.1  # shorter audio is padded with silence: mtmd aborts on one sample, some families on more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorSettings:
-    """How to load a projector. The tokens of a picture are bounded where the projector can vary them."""
+    """Settings for loading a projector. The token limits apply to projectors with a variable number of tokens."""
 
     use_gpu: bool = False
     threads: int = 0  # 0: llama.cpp's default
-    image_min_tokens: int | None = None  # of one picture; None: the projector's own
+    image_min_tokens: int | None = None  # per image; None: the projector's default
     image_max_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +55,7 @@ class ProjectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """All of a picture that decides how much room it takes."""
+    """The properties of an image that determine its number of tokens."""
 
     width: int
     height: int
@@ -65,20 +63,20 @@ class ImageSize:
 
 @dataclass(frozen=True, slots=True)
 class AudioLength:
-    """All of a sound that decides how much room it takes."""
+    """The properties of audio that determine its number of tokens."""
 
     sample_rate: int
-    sample_count: int  # of samples
+    sample_count: int
 
 
 MediaSize: TypeAlias = ImageSize | AudioLength
 
 
 def get_media_size(content: MediaData) -> MediaSize:
-    """What of a content decides how much room it takes.
+    """Return the properties of media that determine its number of tokens.
 
-    >>> measurable(Sound(rate=16_000, samples=bytes(4 * 800)))
-    Length(rate=16000, count=800)
+    >>> get_media_size(AudioData(sample_rate=16_000, samples=bytes(4 * 800)))
+    AudioLength(sample_rate=16000, sample_count=800)
     """
     if isinstance(content, ImageData):
         return ImageSize(content.width, content.height)
@@ -87,23 +85,23 @@ def get_media_size(content: MediaData) -> MediaSize:
 
 @dataclass(frozen=True, slots=True)
 class MediaChunk:
-    """Rows that belong together: a picture, a tile of one, a stretch of sound."""
+    """Rows that belong together: an image, a tile of an image, or a section of audio."""
 
     cells: int
-    positions: int  # steps that the text behind it is further; with M-RoPE another number than cells
-    non_causal: bool  # its rows see one another, so they have to be computed in one go
+    positions: int  # by how much the position of the following text advances; differs from `cells` with M-RoPE
+    non_causal: bool  # its rows attend to one another, so they must be decoded together
 
 
 MediaPlaceholder: TypeAlias = tuple[int | MediaChunk, ...]
-"""What stands in the prompt for a picture or a sound: its pieces, and the tokens that the model wants around them."""
+"""Prompt entries of an image or of audio: its chunks, and the tokens that the model expects around them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaEmbedding:
-    """An encoded piece: its rows, and for each where it stands, counted from the piece's first position.
+    """An encoded chunk: its rows and their position offsets from the first position of the chunk.
 
-    `offsets` has four numbers for a row: time, height, width, and one that is not used. Without M-RoPE the first
-    counts.
+    `position_offsets` has four numbers per row: time, height, width, and an unused one. Without M-RoPE only the first
+    is used.
     """
 
     rows: NDArray[np.float32]
@@ -111,7 +109,7 @@ class MediaEmbedding:
     non_causal: bool
 
     def slice_rows(self, start: int, stop: int) -> MediaEmbedding:
-        """Some of its rows."""
+        """Return rows [start, stop) as an embedding."""
         return MediaEmbedding(self.rows[start:stop], self.position_offsets[start:stop], self.non_causal)
 
     @property
@@ -120,13 +118,13 @@ class MediaEmbedding:
 
 
 class Projector(Handle):
-    """An mmproj file in memory, beside the model that it was made for; closed with it.
+    """A loaded mmproj file. It belongs to a model and is closed with it.
 
-    `measure` is for any thread. Encoding takes its turn: mtmd encodes one batch at a time.
+    `measure` is thread-safe. `encode` calls are serialized: mtmd encodes one batch at a time.
 
     >>> with Projector.load(model, Path("mmproj.gguf")) as projector:
-    ...     projector.measure(Shape(640, 480))
-    ...     ((embedding,),) = projector.encode([picture])
+    ...     projector.measure(ImageSize(640, 480))
+    ...     ((embedding,),) = projector.encode([image])
     """
 
     def __init__(self, pointer: Any, model: LlamaModel, path: Path, settings: ProjectorSettings) -> None:
@@ -136,57 +134,57 @@ class Projector(Handle):
         self.model = model
         self.path = path
         self.settings = settings
-        kinds: dict[Modality, bool] = {
+        support: dict[Modality, bool] = {
             "image": symbols.mtmd_support_vision(pointer),
             "audio": symbols.mtmd_support_audio(pointer),
         }
-        self.modalities: frozenset[Modality] = frozenset(kind for kind, can in kinds.items() if can)
+        self.modalities: frozenset[Modality] = frozenset(modality for modality, has in support.items() if has)
         self.sample_rate: int = max(0, symbols.mtmd_get_audio_sample_rate(pointer))
-        self._min_samples = int(MIN_AUDIO_SECONDS * self.sample_rate)  # samples
+        self._min_samples = int(MIN_AUDIO_SECONDS * self.sample_rate)
         self.uses_mrope = bool(symbols.mtmd_decode_use_mrope(pointer))
         self.embedding_width: int = symbols.llama_model_n_embd_inp(model.pointer)
-        # Everything that shapes what comes out, beside the content. The model's file is in the keys of its states.
+        # Everything that affects the embeddings, except the media itself. The state keys contain the model's file.
         parts = (self._library.build, compute_fingerprint(path), settings.image_min_tokens, settings.image_max_tokens)
         self.key = hashlib.sha256(repr(parts).encode()).digest()
-        self.encoded_count = 0  # pictures and sounds so far
+        self.encoded_count = 0  # encoded images and audio clips
         self._encode_lock = threading.RLock()
 
     @classmethod
     def load(
         cls, model: LlamaModel, path: Path, settings: ProjectorSettings | None = None, *, trust: bool = False
     ) -> Projector:
-        """Load a projector for `model`. One never seen with it is tried in a child process first, unless `trust`."""
-        path, settings, opened = Path(path), settings or ProjectorSettings(), get_library()
+        """Load a projector for `model`. A new pair is first loaded in a child process, unless `trust` is set."""
+        path, settings, library = Path(path), settings or ProjectorSettings(), get_library()
         if not path.is_file():
             raise ModelNotFound(str(path), "there is no such projector file")
         if not trust:
             probe.ensure_safe(model.path, path)
-        parameters = opened.symbols.mtmd_context_params_default()
+        parameters = library.symbols.mtmd_context_params_default()
         parameters.use_gpu = settings.use_gpu
         parameters.warmup = False
         parameters.print_timings = False
         parameters.n_threads = settings.threads or parameters.n_threads
         parameters.image_min_tokens = settings.image_min_tokens or -1
         parameters.image_max_tokens = settings.image_max_tokens or -1
-        opened.log_bridge.take_error("")
-        pointer = opened.symbols.mtmd_init_from_file(str(path).encode(), model.pointer, parameters)
-        if pointer == opened.ffi.NULL:
-            raise InvalidModel(str(path), opened.log_bridge.take_error("mtmd refused this projector without a word"))
+        library.log_bridge.take_error("")
+        pointer = library.symbols.mtmd_init_from_file(str(path).encode(), model.pointer, parameters)
+        if pointer == library.ffi.NULL:
+            reason = library.log_bridge.take_error("mtmd rejected this projector and gave no reason")
+            raise InvalidModel(str(path), reason)
         return cls(pointer, model, path, settings)
 
     def measure(self, content: MediaData | MediaSize) -> MediaPlaceholder:
-        """What will stand in a prompt for this, without encoding it."""
-        asked = get_media_size(content) if isinstance(content, MediaData) else content
-        with self._open_bitmap(asked) as bitmap, self._tokenize_bitmap(bitmap) as chunks:
-            measured: list[int | MediaChunk] = []
+        """Return the prompt entries of this media without encoding it."""
+        size = get_media_size(content) if isinstance(content, MediaData) else content
+        with self._open_bitmap(size) as bitmap, self._tokenize_bitmap(bitmap) as chunks:
+            placeholder: list[int | MediaChunk] = []
             for chunk in chunks:
-                measured += (
-                    self._read_tokens(chunk) if self._get_chunk_type(chunk) == TEXT_CHUNK else [self._read_chunk(chunk)]
-                )
-        return tuple(measured)
+                is_text = self._get_chunk_type(chunk) == TEXT_CHUNK
+                placeholder += self._read_tokens(chunk) if is_text else [self._read_chunk(chunk)]
+        return tuple(placeholder)
 
     def encode(self, contents: Sequence[MediaData]) -> list[list[MediaEmbedding]]:
-        """The pieces of each, as rows; several at once, as many as mtmd takes together."""
+        """Encode media to the embeddings of its chunks, in batches as large as mtmd allows."""
         with self._encode_lock, ExitStack() as stack:
             groups: list[list[Any]] = []
             for content in contents:
@@ -198,7 +196,7 @@ class Projector(Handle):
             return [[next(embeddings) for _ in group] for group in groups]
 
     def close(self) -> None:
-        """Free the projector, after an encoding that runs."""
+        """Free the projector; waits for a running `encode`."""
         with self._encode_lock:
             super().close()
 
@@ -209,55 +207,55 @@ class Projector(Handle):
 
     def _encode_chunks(self, chunks: list[Any]) -> list[MediaEmbedding]:
         symbols = self._library.symbols
-        done: list[MediaEmbedding] = []
-        while len(done) < len(chunks):
+        embeddings: list[MediaEmbedding] = []
+        while len(embeddings) < len(chunks):
             batch = symbols.mtmd_batch_init(self.pointer)
             try:
-                taken = self._fill_batch(batch, chunks[len(done) :])
+                added = self._fill_batch(batch, chunks[len(embeddings) :])
                 self._check_code(symbols.mtmd_batch_encode(batch))
-                done += [
-                    self._read_embedding(chunk, symbols.mtmd_batch_get_output_embd(batch, chunk)) for chunk in taken
+                embeddings += [
+                    self._read_embedding(chunk, symbols.mtmd_batch_get_output_embd(batch, chunk)) for chunk in added
                 ]
             finally:
                 symbols.mtmd_batch_free(batch)
-        return done
+        return embeddings
 
     def _fill_batch(self, batch: Any, chunks: list[Any]) -> list[Any]:
-        """Add as many of the chunks as go together; at least one."""
-        taken: list[Any] = []
+        """Add as many chunks as the batch accepts, at least one; return them."""
+        added: list[Any] = []
         for chunk in chunks:
             code = self._library.symbols.mtmd_batch_add_chunk(batch, chunk)
-            if code in (BATCH_FULL, BATCH_INCOMPATIBLE) and taken:
+            if code in (BATCH_FULL, BATCH_INCOMPATIBLE) and added:
                 break
             self._check_code(code)
-            taken.append(chunk)
-        return taken
+            added.append(chunk)
+        return added
 
     def _check_code(self, code: int) -> None:
         if code != 0:
-            raise DecodeFailed(code, self._library.log_bridge.take_error("mtmd did not encode it and gave no reason"))
+            raise DecodeFailed(code, self._library.log_bridge.take_error("mtmd failed to encode and gave no reason"))
 
     def _read_embedding(self, chunk: Any, pointer: Any) -> MediaEmbedding:
-        piece = self._read_chunk(chunk)
+        media_chunk = self._read_chunk(chunk)
         if pointer == self._library.ffi.NULL:
-            raise DecodeFailed(-1, "mtmd encoded a picture and gave nothing out")
-        size = piece.cells * self.embedding_width * 4
+            raise DecodeFailed(-1, "mtmd encoded a chunk and returned no embedding")
+        size = media_chunk.cells * self.embedding_width * 4
         rows = np.frombuffer(self._library.ffi.buffer(pointer, size), dtype=np.float32).copy()
         return MediaEmbedding(
-            rows.reshape(piece.cells, self.embedding_width),
-            self._read_position_offsets(chunk, piece.cells),
-            piece.non_causal,
+            rows.reshape(media_chunk.cells, self.embedding_width),
+            self._read_position_offsets(chunk, media_chunk.cells),
+            media_chunk.non_causal,
         )
 
     def _read_position_offsets(self, chunk: Any, cells: int) -> NDArray[np.int32]:
         if self._get_chunk_type(chunk) != IMAGE_CHUNK or not self.uses_mrope:
             return np.repeat(np.arange(cells, dtype=np.int32)[:, None], 4, axis=1)
         image = self._library.symbols.mtmd_input_chunk_get_tokens_image(chunk)
-        where = self._library.symbols.mtmd_image_tokens_get_decoder_pos
-        places = [where(image, 0, row) for row in range(cells)]
-        return np.array([(place.t, place.y, place.x, place.z) for place in places], dtype=np.int32)
+        get_position = self._library.symbols.mtmd_image_tokens_get_decoder_pos
+        positions = [get_position(image, 0, row) for row in range(cells)]
+        return np.array([(position.t, position.y, position.x, position.z) for position in positions], dtype=np.int32)
 
-    # --- what mtmd makes of a content
+    # --- media as mtmd bitmaps and chunks
 
     @contextmanager
     def _open_bitmap(self, content: MediaData | MediaSize) -> Iterator[Any]:
@@ -277,28 +275,28 @@ class Projector(Handle):
             symbols.mtmd_bitmap_free(bitmap)
 
     def _check_supported(self, content: MediaData | MediaSize) -> None:
-        kind: Modality = "audio" if isinstance(content, AudioData | AudioLength) else "image"
-        if kind not in self.modalities:
-            able = " and ".join(sorted(self.modalities)) or "nothing"
-            raise UnsupportedMedia("content", f"the projector {self.path.name} takes {able}, not {kind}")
+        modality: Modality = "audio" if isinstance(content, AudioData | AudioLength) else "image"
+        if modality not in self.modalities:
+            supported = " and ".join(sorted(self.modalities)) or "nothing"
+            raise UnsupportedMedia("content", f"the projector {self.path.name} supports {supported}, not {modality}")
         if isinstance(content, ImageData | ImageSize) and max(content.width, content.height) > MAX_IMAGE_SIDE_PIXELS:
             size = f"{content.width} by {content.height}"
             raise UnsupportedMedia(
-                "content", f"a picture of {size} is too large, the limit is {MAX_IMAGE_SIDE_PIXELS} on a side"
+                "content", f"an image of {size} pixels is too large, the limit is {MAX_IMAGE_SIDE_PIXELS} per side"
             )
 
     def _resample(self, audio: AudioData) -> NDArray[np.float32]:
-        """A sound as the projector hears it: at its rate, and not too short."""
+        """Return the samples at the projector's sample rate, padded to the minimum length."""
         samples = np.frombuffer(resample(audio, self.sample_rate).samples, np.float32)
         return np.pad(samples, (0, max(0, self._min_samples - len(samples))))
 
     def _count_samples(self, length: AudioLength) -> int:
-        """How many samples the projector hears of a sound of this length."""
+        """Return the number of samples after resampling and padding."""
         return max(self._min_samples, count_resampled(length.sample_count, length.sample_rate, self.sample_rate))
 
     @contextmanager
     def _tokenize_bitmap(self, bitmap: Any) -> Iterator[list[Any]]:
-        """What stands for it in a prompt, as mtmd has it."""
+        """Yield mtmd's chunks of a prompt that consists of this bitmap."""
         ffi, symbols = self._library.ffi, self._library.symbols
         chunks = symbols.mtmd_input_chunks_init()
         try:
@@ -306,10 +304,10 @@ class Projector(Handle):
             text = ffi.new("mtmd_input_text *", (marker, len(ffi.string(marker)), False, True))
             code = symbols.mtmd_tokenize(self.pointer, chunks, text, ffi.new("mtmd_bitmap *[]", [bitmap]), 1)
             if code != 0:
-                raise UnsupportedMedia(
-                    "content", self._library.log_bridge.take_error(f"mtmd refused it with code {code}")
-                )
-            yield [symbols.mtmd_input_chunks_get(chunks, row) for row in range(symbols.mtmd_input_chunks_size(chunks))]
+                reason = self._library.log_bridge.take_error(f"mtmd rejected it with code {code}")
+                raise UnsupportedMedia("content", reason)
+            count = symbols.mtmd_input_chunks_size(chunks)
+            yield [symbols.mtmd_input_chunks_get(chunks, index) for index in range(count)]
         finally:
             symbols.mtmd_input_chunks_free(chunks)
 

@@ -1,4 +1,4 @@
-"""llama.cpp's samplers as one chain with one order on every path. Chooses; decides nothing about requests."""
+"""Sampler chain of llama.cpp's samplers in a fixed order. Independent of requests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from afterglow.llama.model import LlamaModel
 from afterglow.llama.sampling import Sampling
 
 CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-MAX_GRAMMAR_BYTES = 256 * 1024  # bytes
-MAX_GRAMMAR_NESTING = 100  # llama.cpp's parser recurses; deeper is a stack overflow, not an error
-MIN_SHORTLIST_CANDIDATES = 8192  # candidates that take the native chain longer than it takes to leave most of them out
-SHORTLIST_COLUMN_DEPTH = 64  # of the columns in which the likeliest are looked for
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_GRAMMAR_NESTING = 100  # llama.cpp's parser recurses: deeper nesting is a stack overflow, not an error
+MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is faster than building a shortlist
+SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `find_shortlist`
 
 
 class SamplerChain(Handle):
-    """Chooses tokens as `sampling` says. `sample` draws, `accept` moves the state on; nothing else does.
+    """Samples tokens with the given parameters. `sample` draws a token, `accept` updates the state.
 
     >>> chain = SamplerChain(model, Sampling(temperature=0.7, seed=1))
-    >>> token = chain.sample(context.logits(row))
+    >>> token = chain.sample(context.get_logits(row))
     >>> chain.accept(token)
     """
 
@@ -36,7 +36,7 @@ class SamplerChain(Handle):
         self.sampling = sampling
         self.seed = secrets.randbits(32) if sampling.seed is None or sampling.seed < 0 else sampling.seed % 2**32
         self._grammar: Any = None
-        self._grammar_ended = False  # the grammar took its end: it must not be asked again
+        self._grammar_ended = False  # the grammar accepted an end token and must not be called again
         super().__init__("sampler", _build_chain(model, sampling, self.seed), parent=model)
         if sampling.grammar:
             try:
@@ -44,29 +44,28 @@ class SamplerChain(Handle):
             except InvalidGrammar:
                 self.close()
                 raise
-        # Nothing but an argmax, perhaps of logits with biases: that needs no candidates, and remembers nothing.
+        # Only an argmax, possibly of biased logits: needs no candidate array and has no state.
         stages = get_library().symbols.llama_sampler_chain_n(self._pointer)
         self._is_argmax = sampling.is_greedy and not sampling.grammar and stages == 1 + bool(sampling.logit_bias)
         self._bias_tokens = np.array(list(sampling.logit_bias), dtype=np.intp)
         self._bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._biases_only_lower = bool(self._bias_values.size) and float(self._bias_values.max()) <= 0
         self._logits_shape = (model.vocabulary.size,)
-        # Nothing looks at any candidate before all but the likeliest are gone.
+        # Top-k comes first, so no sampler sees the candidates that it drops.
         self._uses_shortlist = not sampling.grammar and _get_first_sampler_name(self._pointer) == b"top-k"
-        self._candidate_buffer: NDArray[np.void] | None = None  # made when first needed: an argmax needs none
-        self._candidates: NDArray[np.void] | None = None  # those of the last draw, in the buffer
+        self._candidate_buffer: NDArray[np.void] | None = None  # allocated on first use: an argmax needs none
+        self._candidates: NDArray[np.void] | None = None  # the candidates of the last draw, a view of the buffer
         self._candidate_array = get_library().ffi.new("llama_token_data_array *")
 
     def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
-        """`sample`, and `accept` what came of it."""
+        """Sample a token and accept it."""
         token = self.sample(logits, allowed)
         if not self._is_argmax:
             self.accept(token)
         return token
 
     def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
-        """The next token, one of the `allowed` ones where that is given. The state does not move: `accept` what is
-        kept."""
+        """Draw the next token, from `allowed` if given. Does not change the state: call `accept` for a used token."""
         if logits.shape != self._logits_shape:
             raise InvalidArgument("logits", f"must be {self.model.vocabulary.size} numbers, not {logits.shape}")
         if self._is_argmax:
@@ -76,15 +75,15 @@ class SamplerChain(Handle):
         if self._grammar is not None:
             self._apply_grammar()
         get_library().symbols.llama_sampler_apply(self.pointer, self._candidate_array)
-        chosen = self._candidate_array.selected
-        assert 0 <= chosen < self._candidate_array.size, "a chain always ends in a sampler that selects"
-        return int(self._candidate_array.data[chosen].id)
+        selected = self._candidate_array.selected
+        assert 0 <= selected < self._candidate_array.size, "the last sampler of a chain always selects a token"
+        return int(self._candidate_array.data[selected].id)
 
     def _find_argmax(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> int:
-        """The first of those with the largest logit."""
+        """Return the first token with the largest logit."""
         if self._biases_only_lower and allowed is None:
             top = int(logits.argmax())
-            if top not in self.sampling.logit_bias:  # nobody can overtake it: a copy of all logits is saved
+            if top not in self.sampling.logit_bias:  # no other logit can exceed it: saves a copy of all logits
                 return top
         if self._bias_values.size:
             logits = logits.copy()
@@ -92,20 +91,20 @@ class SamplerChain(Handle):
         return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
 
     def accept(self, token: int) -> None:
-        """Note that `token` was kept. `InvalidArgument` where the grammar forbids it: llama.cpp would abort."""
+        """Update the state with `token`; raise `InvalidArgument` if the grammar forbids it (llama.cpp would abort)."""
         self.model.vocabulary.check_token(token)
         if self._grammar is not None and not self._grammar_ended:
             if not self.is_allowed(token):
-                raise InvalidArgument("token", f"{token} is not allowed by the grammar here")
+                raise InvalidArgument("token", f"{token} is not allowed by the grammar at this position")
             get_library().symbols.llama_sampler_accept(self._grammar, token)
             self._grammar_ended = token in self.model.vocabulary.eog_tokens
         elif self._grammar_ended:
-            raise InvalidArgument("token", f"{token} comes after the grammar's end")
+            raise InvalidArgument("token", f"{token} comes after the end of the grammar")
         if not self._is_argmax:
             get_library().symbols.llama_sampler_accept(self.pointer, token)
 
     def is_allowed(self, token: int) -> bool:
-        """Whether the grammar, if there is one, lets `token` be next."""
+        """Return whether the grammar allows `token` next; always True without a grammar."""
         self.model.vocabulary.check_token(token)
         if self._grammar is None:
             return True
@@ -118,7 +117,7 @@ class SamplerChain(Handle):
         return bool(np.isfinite(single[0].logit))
 
     def reset(self) -> None:
-        """Back to the beginning: nothing accepted, the grammar at its start, the seed as it was."""
+        """Reset to the initial state: no accepted tokens, the grammar at its start, the original seed."""
         symbols = get_library().symbols
         symbols.llama_sampler_reset(self.pointer)
         self._grammar_ended = False
@@ -126,30 +125,32 @@ class SamplerChain(Handle):
             symbols.llama_sampler_reset(self._grammar)
 
     def clone(self) -> SamplerChain:
-        """A second chain in the same state; what happens to one does not touch the other."""
+        """Return an independent chain in the same state."""
         symbols = get_library().symbols
-        twin = SamplerChain(self.model, self.sampling)
-        fresh, twin._pointer = twin._pointer, symbols.llama_sampler_clone(self.pointer)
-        symbols.llama_sampler_free(fresh)
+        clone = SamplerChain(self.model, self.sampling)
+        initial, clone._pointer = clone._pointer, symbols.llama_sampler_clone(self.pointer)
+        symbols.llama_sampler_free(initial)
         if self._grammar is not None:
-            symbols.llama_sampler_free(twin._grammar)
-            twin._grammar = symbols.llama_sampler_clone(self._grammar)
-        twin._grammar_ended, twin.seed = self._grammar_ended, self.seed
-        return twin
+            symbols.llama_sampler_free(clone._grammar)
+            clone._grammar = symbols.llama_sampler_clone(self._grammar)
+        clone._grammar_ended, clone.seed = self._grammar_ended, self.seed
+        return clone
 
     def _fill_candidates(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> None:
-        """What is not allowed is not a candidate: with -inf instead, mirostat would compute with infinities."""
+        """Fill the candidate array with the allowed tokens.
+
+        Tokens that are not allowed are left out: with -inf instead, mirostat would compute with infinities.
+        """
         values = logits if allowed is None else logits[allowed]
-        if self._uses_shortlist and (places := find_shortlist(values, self.sampling.top_k)) is not None:
-            allowed, values = places if allowed is None else allowed[places], values[places]
+        if self._uses_shortlist and (indices := find_shortlist(values, self.sampling.top_k)) is not None:
+            allowed, values = indices if allowed is None else allowed[indices], values[indices]
         if self._candidate_buffer is None:
             self._candidate_buffer = np.zeros(len(logits), dtype=CANDIDATE_DTYPE)
         self._candidates = self._candidate_buffer[: len(values)]
         self._candidates["id"] = np.arange(len(values), dtype=np.int32) if allowed is None else allowed
         self._candidates["logit"] = values
-        self._candidate_array.data = get_library().ffi.from_buffer(
-            "llama_token_data *", self._candidate_buffer
-        )  # a sampler may have moved it
+        # Set at every draw, because a sampler may have changed the pointer.
+        self._candidate_array.data = get_library().ffi.from_buffer("llama_token_data *", self._candidate_buffer)
         self._candidate_array.size = len(values)
         self._candidate_array.selected = -1
         self._candidate_array.sorted = False
@@ -160,7 +161,7 @@ class SamplerChain(Handle):
             raise InvalidArgument("grammar", "has ended: there is no next token")
         get_library().symbols.llama_sampler_apply(self._grammar, self._candidate_array)
         if not np.isfinite(self._candidates["logit"]).any():
-            raise InvalidGrammar("no token of this model continues it here")
+            raise InvalidGrammar("no token of this model continues it at this position")
 
     def _free(self, pointer: Any) -> None:
         symbols = get_library().symbols
@@ -170,51 +171,51 @@ class SamplerChain(Handle):
 
 
 def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:
-    """Places that hold the `count` largest, and others; None where nothing is won by leaving the rest out.
+    """Return indices that include those of the `count` largest logits; None if a shortlist would not save time.
 
-    The numbers are looked at as columns of 64. What is in a column whose largest is not among the `count` largest of
-    columns is smaller than so many others, so it is not among the largest of all. Out of 128,000 that takes a quarter
-    of the time that the native chain would take, for every token of every answer.
+    The logits are divided into columns of 64. A column whose maximum is not among the `count` largest column maxima
+    contains none of the `count` largest logits. For 128,000 logits this takes a quarter of the time that the native
+    chain would take, for every sampled token.
 
-    >>> places = shortlist(np.arange(10_000, dtype=np.float32), 2)
-    >>> len(places), places[-2:]
+    >>> indices = find_shortlist(np.arange(10_000, dtype=np.float32), 2)
+    >>> len(indices), indices[-2:]
     (144, array([9998, 9999]))
     """
     width = len(logits) // SHORTLIST_COLUMN_DEPTH
     if len(logits) < MIN_SHORTLIST_CANDIDATES or count > width:
         return None
-    largest = logits[: SHORTLIST_COLUMN_DEPTH * width].reshape(SHORTLIST_COLUMN_DEPTH, width).max(axis=0)
-    columns = np.flatnonzero(largest >= np.partition(largest, width - count)[width - count])
-    if len(columns) < count:  # some are no numbers
+    maxima = logits[: SHORTLIST_COLUMN_DEPTH * width].reshape(SHORTLIST_COLUMN_DEPTH, width).max(axis=0)
+    columns = np.flatnonzero(maxima >= np.partition(maxima, width - count)[width - count])
+    if len(columns) < count:  # some are NaN
         return None
-    places = (columns + width * np.arange(SHORTLIST_COLUMN_DEPTH)[:, None]).ravel()
-    return np.concatenate([places, np.arange(SHORTLIST_COLUMN_DEPTH * width, len(logits))])
+    indices = (columns + width * np.arange(SHORTLIST_COLUMN_DEPTH)[:, None]).ravel()
+    return np.concatenate([indices, np.arange(SHORTLIST_COLUMN_DEPTH * width, len(logits))])
 
 
 def _get_first_sampler_name(chain: Any) -> bytes:
-    """What the first sampler of a native chain is called."""
-    opened = get_library()
-    first = opened.symbols.llama_sampler_chain_get(chain, 0)
-    return bytes(opened.ffi.string(opened.symbols.llama_sampler_name(first)))
+    """Return the name of the first sampler of a native chain."""
+    library = get_library()
+    first = library.symbols.llama_sampler_chain_get(chain, 0)
+    return bytes(library.ffi.string(library.symbols.llama_sampler_name(first)))
 
 
 def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:
-    """The native chain in the documented order. The last link always selects."""
-    opened = get_library()
-    ffi, symbols, size = opened.ffi, opened.symbols, model.vocabulary.size
-    links: list[Any] = []
+    """Build the native chain in the order that `Sampling` documents. The last sampler always selects a token."""
+    library = get_library()
+    ffi, symbols, size = library.ffi, library.symbols, model.vocabulary.size
+    samplers: list[Any] = []
     if sampling.logit_bias:
         bias = ffi.new("llama_logit_bias[]", [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()])
-        links.append(symbols.llama_sampler_init_logit_bias(size, len(bias), bias))
+        samplers.append(symbols.llama_sampler_init_logit_bias(size, len(bias), bias))
     penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     if sampling.repeat_last_n and penalties != (1.0, 0.0, 0.0):
-        links.append(symbols.llama_sampler_init_penalties(size, sampling.repeat_last_n, *penalties))
+        samplers.append(symbols.llama_sampler_init_penalties(size, sampling.repeat_last_n, *penalties))
     if sampling.dry_multiplier and sampling.dry_penalty_last_n:
-        links.append(_build_dry(model, sampling))
-    links += _build_selectors(sampling, seed, size)
+        samplers.append(_build_dry(model, sampling))
+    samplers += _build_selectors(sampling, seed, size)
     chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
-    for link in links:
-        symbols.llama_sampler_chain_add(chain, link)
+    for sampler in samplers:
+        symbols.llama_sampler_chain_add(chain, sampler)
     return chain
 
 
@@ -228,41 +229,41 @@ def _build_selectors(sampling: Sampling, seed: int, size: int) -> list[Any]:
         if sampling.mirostat == 1:
             return [temperature, symbols.llama_sampler_init_mirostat(size, seed, tau, eta, 100)]
         return [temperature, symbols.llama_sampler_init_mirostat_v2(seed, tau, eta)]
-    links = []
+    samplers = []
     if sampling.top_n_sigma >= 0:
-        links.append(symbols.llama_sampler_init_top_n_sigma(sampling.top_n_sigma))
+        samplers.append(symbols.llama_sampler_init_top_n_sigma(sampling.top_n_sigma))
     if sampling.top_k:
-        links.append(symbols.llama_sampler_init_top_k(sampling.top_k))
+        samplers.append(symbols.llama_sampler_init_top_k(sampling.top_k))
     if sampling.typical_p < 1:
-        links.append(symbols.llama_sampler_init_typical(sampling.typical_p, 1))
+        samplers.append(symbols.llama_sampler_init_typical(sampling.typical_p, 1))
     if sampling.top_p < 1:
-        links.append(symbols.llama_sampler_init_top_p(sampling.top_p, 1))
+        samplers.append(symbols.llama_sampler_init_top_p(sampling.top_p, 1))
     if sampling.min_p > 0:
-        links.append(symbols.llama_sampler_init_min_p(sampling.min_p, 1))
+        samplers.append(symbols.llama_sampler_init_min_p(sampling.min_p, 1))
     if sampling.xtc_probability > 0:
-        links.append(symbols.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed))
-    links.append(
+        samplers.append(symbols.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed))
+    samplers.append(
         symbols.llama_sampler_init_temp_ext(sampling.temperature, sampling.dynatemp_range, sampling.dynatemp_exponent)
     )
-    return [*links, symbols.llama_sampler_init_dist(seed)]
+    return [*samplers, symbols.llama_sampler_init_dist(seed)]
 
 
 def _build_dry(model: LlamaModel, sampling: Sampling) -> Any:
-    opened = get_library()
-    texts = [opened.ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
-    return opened.symbols.llama_sampler_init_dry(
+    library = get_library()
+    breakers = [library.ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
+    return library.symbols.llama_sampler_init_dry(
         model.vocabulary.pointer,
         sampling.dry_multiplier,
         sampling.dry_base,
         sampling.dry_allowed_length,
         sampling.dry_penalty_last_n,
-        opened.ffi.new("char *[]", texts),
-        len(texts),
+        library.ffi.new("char *[]", breakers),
+        len(breakers),
     )
 
 
 def _build_grammar(model: LlamaModel, text: str) -> Any:
-    opened = get_library()
+    library = get_library()
     data = text.encode()
     if len(data) > MAX_GRAMMAR_BYTES:
         raise InvalidGrammar(f"it has {len(data):,} bytes, {MAX_GRAMMAR_BYTES:,} are allowed")
@@ -272,8 +273,8 @@ def _build_grammar(model: LlamaModel, text: str) -> Any:
         deepest = max(deepest, depth)
     if deepest > MAX_GRAMMAR_NESTING:
         raise InvalidGrammar(f"it nests {deepest} groups, {MAX_GRAMMAR_NESTING} are allowed")
-    opened.log_bridge.take_error("")
-    pointer = opened.symbols.llama_sampler_init_grammar(model.vocabulary.pointer, data, b"root")
-    if pointer == opened.ffi.NULL:
-        raise InvalidGrammar(opened.log_bridge.take_error("it cannot be parsed, or has no rule `root`"))
+    library.log_bridge.take_error("")
+    pointer = library.symbols.llama_sampler_init_grammar(model.vocabulary.pointer, data, b"root")
+    if pointer == library.ffi.NULL:
+        raise InvalidGrammar(library.log_bridge.take_error("it cannot be parsed, or has no rule `root`"))
     return pointer

@@ -1,4 +1,4 @@
-"""How the next token is chosen, as plain values. `SamplerChain` (sampler.py) does it."""
+"""Sampling parameters of a request, as plain values. `SamplerChain` (sampler.py) applies them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ DEFAULT_DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Every way to shape the choice. The order is always: logit bias, grammar, penalties, DRY, top-n-sigma, top-k,
-    typical, top-p, min-p, XTC, temperature, draw. Mirostat takes the place of everything from top-n-sigma to XTC
-    and of the draw. At temperature 0 the most likely token that bias, grammar, penalties and DRY leave is taken.
+    """Sampling parameters, named as in llama.cpp and in OpenAI's API.
+
+    The order is fixed: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC,
+    temperature, draw. Mirostat replaces the stages from top-n-sigma to XTC, and the draw. Temperature 0 is the argmax
+    after logit bias, grammar, penalties and DRY.
 
     >>> yes_or_no = Sampling(temperature=0, grammar='root ::= "yes" | "no"')
     >>> model.complete("Is the sky blue? Answer:", sampling=yes_or_no).text in ("yes", "no")
@@ -33,7 +35,7 @@ class Sampling:
     top_n_sigma: float = -1.0  # negative: off
     xtc_probability: float = 0.0  # 0: off
     xtc_threshold: float = 0.1
-    repeat_last_n: int = 64  # tokens that repetition, frequency and presence look back; 0: off
+    repeat_last_n: int = 64  # newest tokens that the repeat, frequency and presence penalties cover; 0: off
     repeat_penalty: float = 1.0  # 1: off
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -46,7 +48,7 @@ class Sampling:
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     logit_bias: dict[int, float] = field(default_factory=dict)
-    grammar: str = ""  # GBNF with a rule called `root`; empty: none
+    grammar: str = ""  # GBNF with a rule `root`; empty: none
     seed: int | None = None  # None or negative: random
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class Sampling:
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         for bias in self.logit_bias.values():
-            if bias != float("-inf"):  # the one way to forbid a token
+            if bias != float("-inf"):  # allowed: it bans the token
                 check_float("logit_bias", bias)
         for text in (self.grammar, *self.dry_sequence_breakers):
             if "\0" in text:

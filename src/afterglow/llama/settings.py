@@ -1,4 +1,4 @@
-"""How a context is made: validated numbers that become llama.cpp's parameters."""
+"""Settings of a context: validated, then converted to llama.cpp's parameters."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ MAX_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSettings:
-    """Everything about a context that the caller may choose.
+    """Settings of a context.
 
-    `cells` is the total over all sequences. In streams (`unified=False`) each sequence has cells / sequences of
-    them for itself; unified, all share.
+    `cells` is the total over all sequences. With `kv_unified=False` each sequence is a stream with cells / sequences
+    cells of its own; with `kv_unified=True` all sequences share the cells.
     """
 
     cells: int = 4096
     sequences: int = 1
-    batch: int = 512  # rows one decode may hold
+    batch: int = 512  # maximum rows of one decode
     ubatch: int = 512  # rows computed at once
-    outputs: int = 64  # rows of one decode that may ask for logits; each costs a vocabulary of floats
+    outputs: int = 64  # maximum rows of one decode with logits; each costs one float per token of the vocabulary
     threads: int = 0  # 0: llama.cpp's default
+    adaptive_threads: bool = False  # use fewer than `threads` while other processes keep cores busy
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
-    flash_attention: bool | None = None  # None: where the model and the device can
+    flash_attention: bool | None = None  # None: if the model and the device support it
     kv_unified: bool = False
     swa_full: bool = False  # keep all cells of sliding-window layers, not only the window
-    recurrent_snapshots: int = 0  # entries a recurrent or hybrid sequence can drop after a decode, where it can at all
+    recurrent_snapshots: int = 0  # rollback depth of recurrent and hybrid models, if the architecture supports it
     embeddings: bool = False
     pooling: PoolingType = "model"
-    rope_freq_base: float = 0.0  # 0: the model's
-    rope_freq_scale: float = 0.0  # 0: the model's
+    rope_freq_base: float = 0.0  # 0: from the model
+    rope_freq_scale: float = 0.0  # 0: from the model
 
     def __post_init__(self) -> None:
         check_integer("cells", self.cells, 1, INT32_MAX - 256)
@@ -51,6 +52,8 @@ class ContextSettings:
         check_integer("ubatch", self.ubatch, 1)
         check_integer("outputs", self.outputs, 1)
         check_integer("threads", self.threads, 0, 512)
+        if self.adaptive_threads and not self.threads:
+            raise InvalidArgument("adaptive_threads", "needs `threads`, the maximum")
         check_integer("recurrent_snapshots", self.recurrent_snapshots, 0, 64)
         check_float("rope_freq_base", self.rope_freq_base, 0)
         check_float("rope_freq_scale", self.rope_freq_scale, 0)
@@ -59,13 +62,13 @@ class ContextSettings:
                 raise InvalidArgument(name, f"must be one of {', '.join(CACHE_TYPES)}, not {getattr(self, name)!r}")
         if self.pooling not in get_args(PoolingType):
             raise InvalidArgument("pooling", f"must be one of {', '.join(POOLING_TYPES)}, not {self.pooling!r}")
-        if self.max_outputs < self.sequences:  # llama.cpp aborts
+        if self.max_outputs < self.sequences:  # llama.cpp would abort
             raise InvalidArgument("outputs", f"and `batch` must be at least `sequences`, {self.sequences}")
         if self.cache_type_v not in UNQUANTIZED_CACHE_TYPES and self.flash_attention is False:
-            raise UnsupportedOption("cache_type_v", f"{self.cache_type_v} needs flash attention, which was turned off")
+            raise UnsupportedOption("cache_type_v", f"{self.cache_type_v} needs flash attention, which is disabled")
 
     def build_parameters(self) -> Any:
-        """These settings as llama.cpp's struct, started from its own defaults."""
+        """Return `llama_context_params` with these settings; other fields have llama.cpp's defaults."""
         parameters = get_library().symbols.llama_context_default_params()
         parameters.n_ctx = self.cells
         parameters.n_seq_max = self.sequences
@@ -89,5 +92,5 @@ class ContextSettings:
 
     @property
     def max_outputs(self) -> int:
-        """Rows of one decode that may ask for logits; with embeddings every row does."""
+        """Maximum rows of one decode with outputs. With embeddings every row has one."""
         return self.batch if self.embeddings else min(self.outputs, self.batch)

@@ -1,4 +1,4 @@
-"""Saving and loading the state of sequences: in this process as is, outside it in a sealed envelope."""
+"""Saves and loads the state of sequences: as raw bytes within the process, in a checksummed envelope outside it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ENVELOPE = struct.Struct(f"<{len(MAGIC)}s32s32s?iiQ")  # magic, checksum, key, p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What one sequence held. `partial` is only what cannot be cut: recurrent states, sliding windows."""
+    """The saved state of one sequence. A partial state has only what cannot be split: recurrent states, windows."""
 
-    key: bytes  # everything that decides whether these bytes mean the same elsewhere
+    key: bytes  # hash of everything that determines whether another context can load these bytes
     scope: StateScope
     positions: tuple[int, int] | None
     data: NDArray[np.uint8]
@@ -40,21 +40,21 @@ class SavedState:
         return int(self.data.nbytes)
 
     def to_bytes(self) -> bytes:
-        """The state in an envelope that `from_bytes` can check without trusting anything in it."""
+        """Serialize the state to an envelope that `from_bytes` can verify."""
         first, last = self.positions or (-1, -1)
-        tail = ENVELOPE.pack(MAGIC, b"", self.key, self.scope == "partial", first, last, self.nbytes)
-        body = tail[len(MAGIC) + 32 :] + self.data.tobytes()
+        header = ENVELOPE.pack(MAGIC, b"", self.key, self.scope == "partial", first, last, self.nbytes)
+        body = header[len(MAGIC) + 32 :] + self.data.tobytes()
         return MAGIC + blake3(body).digest() + body
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> SavedState:
-        """The state in `data`; `InvalidState` where it is truncated, damaged or something else."""
+        """Deserialize a state; raise `InvalidState` if `data` is truncated, damaged or not a state."""
         view = memoryview(data)
         if len(view) < ENVELOPE.size or bytes(view[: len(MAGIC)]) != MAGIC:
             raise InvalidState("it is not an afterglow state of this version")
         _, checksum, key, partial, first, last, size = ENVELOPE.unpack_from(view)
         if len(view) != ENVELOPE.size + size:
-            raise InvalidState(f"it has {len(view) - ENVELOPE.size} bytes where {size} were saved")
+            raise InvalidState(f"it has {len(view) - ENVELOPE.size} bytes instead of {size}")
         if blake3(view[len(MAGIC) + 32 :]).digest() != checksum:
             raise InvalidState("its checksum is wrong")
         positions = None if last < 0 else (first, last)
@@ -63,7 +63,7 @@ class SavedState:
 
 
 class StateOwner(Protocol):
-    """What saving needs to know of its context."""
+    """The part of a context that `StateSerializer` uses."""
 
     model: LlamaModel
     settings: ContextSettings
@@ -80,7 +80,7 @@ class StateOwner(Protocol):
 
 
 class StateSerializer:
-    """Save and load sequences of one context.
+    """Saves and loads sequences of one context.
 
     >>> state = context.state.save(0)
     >>> context.state.load(1, state)
@@ -92,7 +92,7 @@ class StateSerializer:
 
     @property
     def key(self) -> bytes:
-        """Equal keys: a state saved there means the same here."""
+        """Hash of everything that a state depends on: states can be loaded by contexts with the same key."""
         settings = self._context.settings
         parts = (
             self._library.build,
@@ -111,7 +111,7 @@ class StateSerializer:
         return blake3(repr(parts).encode()).digest()
 
     def size(self, sequence: int, scope: StateScope = "full") -> int:
-        """The bytes that `save` would take."""
+        """Return the number of bytes that `save` would produce."""
         self._context.memory.check_sequence(sequence)
         self._check_scope(scope)
         return int(
@@ -119,11 +119,11 @@ class StateSerializer:
         )
 
     def save(self, sequence: int, scope: StateScope = "full", *, long_lived: bool = False) -> SavedState:
-        """What the sequence holds, as a copy: to `keep`, or for a moment, which is faster."""
+        """Copy the state of a sequence. Set `long_lived` for a copy that is stored; a short-lived copy is faster."""
         memory = self._context.memory
         size = self.size(sequence, scope)
         if memory.pending_shift:
-            raise UnsupportedOperation("a save", "positions were shifted and wait for the next decode")
+            raise UnsupportedOperation("a save", "positions were shifted; decode first to apply the shift")
         symbols, pointer, flags = self._library.symbols, self._context.pointer, SCOPE_FLAGS[scope]
         data = page_buffers.allocate_zeros(size) if long_lived else np.empty(size, dtype=np.uint8)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
@@ -132,10 +132,10 @@ class StateSerializer:
         return SavedState(key=self.key, scope=scope, positions=memory.get_position_range(sequence), data=data)
 
     def load(self, sequence: int, state: SavedState) -> None:
-        """Make the sequence hold what it held when `state` was saved.
+        """Restore a sequence from a saved state.
 
-        A partial state brings back only its part: the attention cells before its end must still be there and be
-        the same. Those behind it are removed.
+        A partial state restores only its part: the attention cells before its end must be present and unchanged. Those
+        after its end are removed.
         """
         memory = self._context.memory
         memory.check_sequence(sequence)
@@ -152,48 +152,49 @@ class StateSerializer:
         read = self._library.symbols.llama_state_seq_set_data_ext(
             self._context.pointer, source, state.nbytes, sequence, SCOPE_FLAGS[state.scope]
         )
-        if read != state.nbytes:  # its key fits, so what is missing is room: others hold the cells
+        if read != state.nbytes:  # the key matches, so cells are missing: other sequences use them
             memory.remove(sequence)
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)
         memory.record_state_load(sequence, last)
 
     def copy(self, source: int, target: int) -> int:
-        """Make `target` hold what `source` does, at once and in any layout. The bytes that were moved."""
+        """Copy `source` to `target` immediately, with streams or unified; return the number of bytes copied."""
         state = self.save(source)
         self.load(target, state)
         return state.nbytes
 
     def save_file(self, path: Path, sequence: int | None = None) -> None:
-        """Write one sequence, or all, to a file: whole or not at all."""
-        wanted = range(self._context.sequences) if sequence is None else [sequence]
-        blobs = [(one, self.save(one).to_bytes()) for one in wanted]
-        write_atomically(
-            Path(path), [part for one, blob in blobs for part in (struct.pack("<iQ", one, len(blob)), blob)]
-        )
+        """Write one sequence, or all, to a file atomically."""
+        sequences = range(self._context.sequences) if sequence is None else [sequence]
+        blobs = [(number, self.save(number).to_bytes()) for number in sequences]
+        chunks = [chunk for number, blob in blobs for chunk in (struct.pack("<iQ", number, len(blob)), blob)]
+        write_atomically(Path(path), chunks)
 
     def load_file(self, path: Path, sequence: int | None = None) -> list[int]:
-        """Load a file of `save_file`; with `sequence`, its one state into that sequence. Everything is checked
-        before anything is loaded. The sequences that were loaded."""
+        """Load a file of `save_file` and return the loaded sequences. With `sequence`, load its only state into that.
+
+        All states are checked before the first is loaded.
+        """
         states = _read_states(path)
         if sequence is not None:
             if len(states) != 1:
-                raise InvalidState(f"the file holds {len(states)} sequences, not one")
+                raise InvalidState(f"the file has {len(states)} sequences, not one")
             states = {check_integer("sequence", sequence): next(iter(states.values()))}
-        for one, state in states.items():
-            self._context.memory.check_sequence(one)
+        for number, state in states.items():
+            self._context.memory.check_sequence(number)
             if state.key != self.key:
                 raise InvalidState("it was saved by another model, build, adapter or kind of context")
-        for one, state in states.items():
-            self.load(one, state)
+        for number, state in states.items():
+            self.load(number, state)
         return list(states)
 
     def _check_scope(self, scope: StateScope) -> None:
         kind = self._context.memory.kind
         if kind == "none":
             raise UnsupportedOperation("a state", "this model has no memory")
-        # Some builds write everything here and some nothing: there is no smaller part of full attention.
+        # Some builds write everything here and some nothing: full attention has no smaller part.
         if scope == "partial" and kind == "attention":
-            raise UnsupportedOperation("a partial state", "attention memory has no part that cannot be cut")
+            raise UnsupportedOperation("a partial state", "full attention has no recurrent state and no window")
 
 
 def _read_states(path: Path) -> dict[int, SavedState]:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, in bytes. Belongs to a model; safe to use from several threads at once."""
+"""Tokenization and detokenization, in bytes. A vocabulary belongs to a model and is thread-safe."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ class Vocabulary:
         self._library = get_library()
         self._pointer = self._library.symbols.llama_model_get_vocab(model.pointer)
         self.size: int = self._library.symbols.llama_vocab_n_tokens(self._pointer)
-        self._piece_cache: dict[tuple[int, bool], bytes] = {}  # that were asked for
+        self._piece_cache: dict[tuple[int, bool], bytes] = {}
 
     @property
     def pointer(self) -> Any:
-        assert self._model.pointer  # raises Closed with the model
+        assert self._model.pointer  # raises Closed after the model was closed
         return self._pointer
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens this model has, by llama.cpp's names (`bos`, `eos`, `eot`, …)."""
+        """The special tokens of this model, by llama.cpp's names (`bos`, `eos`, `eot`, …)."""
         symbols = self._library.symbols
-        found = {name: getattr(symbols, f"llama_vocab_{name}")(self.pointer) for name in SPECIAL_TOKEN_NAMES}
-        return {name: token for name, token in found.items() if token >= 0}
+        tokens = {name: getattr(symbols, f"llama_vocab_{name}")(self.pointer) for name in SPECIAL_TOKEN_NAMES}
+        return {name: token for name, token in tokens.items() if token >= 0}
 
     @functools.cached_property
     def eog_tokens(self) -> frozenset[int]:
-        """The tokens that end an answer."""
-        is_end = self._library.symbols.llama_vocab_is_eog
-        return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
+        """The end-of-generation tokens."""
+        is_eog = self._library.symbols.llama_vocab_is_eog
+        return frozenset(token for token in range(self.size) if is_eog(self.pointer, token))
 
     def get_text(self, token: int) -> str:
-        """A token as the file writes it: what stands for a control token in templates."""
+        """Return the text of a token as stored in the file: a control token's spelling in chat templates."""
         pointer = self._library.symbols.llama_vocab_get_text(self.pointer, self.check_token(token))
         return self._library.decode_string(pointer)
 
     @functools.cached_property
     def control_tokens_by_text(self) -> dict[str, int]:
-        """The control tokens by the text that stands for them in templates."""
+        """The control tokens by their spelling in chat templates."""
         attributes = self._library.symbols.llama_vocab_get_attr
         control = [token for token in range(self.size) if attributes(self.pointer, token) & CONTROL_OR_UNKNOWN]
         return {text: token for token in control if (text := self.get_text(token))}
@@ -68,7 +68,7 @@ class Vocabulary:
         return frozenset(self.control_tokens_by_text.values())
 
     def get_strip_flags(self, token: int) -> tuple[bool, bool]:
-        """Whether a control token takes the white space before it, and behind it, away."""
+        """Return whether a control token strips the whitespace before it, and after it."""
         attributes = self._library.symbols.llama_vocab_get_attr(self.pointer, self.check_token(token))
         return bool(attributes & STRIPS_BEFORE), bool(attributes & STRIPS_AFTER)
 
@@ -77,34 +77,37 @@ class Vocabulary:
         return bool(self._library.symbols.llama_vocab_get_add_bos(self.pointer))
 
     def tokenize(self, text: str | bytes, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
-        """The token ids of `text`. With `special`, control tokens written in the text become control tokens;
-        with `bos`, the model's start (and end) tokens are added where it wants them."""
+        """Return the token ids of `text`.
+
+        With `parse_special`, the spelling of a control token becomes that control token. With `add_special`, the BOS
+        and EOS tokens are added if the model requires them.
+        """
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
-        room = len(data) + 8
-        buffer = ffi.new("llama_token[]", room)
-        count = tokenize(self.pointer, data, check_integer("text", len(data)), buffer, room, add_special, parse_special)
-        if count < 0:  # the room was a guess; the answer is what it takes
-            room = -count
-            buffer = ffi.new("llama_token[]", room)
-            count = tokenize(self.pointer, data, len(data), buffer, room, add_special, parse_special)
+        size = len(data) + 8
+        buffer = ffi.new("llama_token[]", size)
+        count = tokenize(self.pointer, data, check_integer("text", len(data)), buffer, size, add_special, parse_special)
+        if count < 0:  # the buffer was too small; the result is the negated required size
+            size = -count
+            buffer = ffi.new("llama_token[]", size)
+            count = tokenize(self.pointer, data, len(data), buffer, size, add_special, parse_special)
         if count < 0:
             raise InvalidArgument("text", f"of {len(data)} bytes could not be tokenized")
         return list(ffi.unpack(buffer, count))
 
     def token_to_piece(self, token: int, *, special: bool = True) -> bytes:
-        """The bytes of one token, which may be part of a character. Control tokens are empty without `special`."""
+        """Return the bytes of one token, possibly part of a character. Control tokens are empty without `special`."""
         key = self.check_token(token), special
         assert self.pointer
-        if (known := self._piece_cache.get(key)) is None:
-            known = self._piece_cache[key] = self._read_piece(*key)
-        return known
+        if (piece := self._piece_cache.get(key)) is None:
+            piece = self._piece_cache[key] = self._read_piece(*key)
+        return piece
 
     def _read_piece(self, token: int, special: bool) -> bytes:
         ffi, to_piece = self._library.ffi, self._library.symbols.llama_token_to_piece
-        room = 64
-        buffer = ffi.new("char[]", room)
-        count = to_piece(self.pointer, token, buffer, room, 0, special)
+        size = 64
+        buffer = ffi.new("char[]", size)
+        count = to_piece(self.pointer, token, buffer, size, 0, special)
         if count < 0:
             buffer = ffi.new("char[]", -count)
             count = to_piece(self.pointer, token, buffer, -count, 0, special)
@@ -112,30 +115,30 @@ class Vocabulary:
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:
-        """The bytes of every token, control tokens included: a table for streams."""
+        """The bytes of every token, including control tokens: a lookup table for streaming."""
         return [self.token_to_piece(token) for token in range(self.size)]
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> bytes:
-        """The bytes of `tokens`; decode them to text only where they end at a character's end."""
+        """Return the bytes of `tokens`. They may end inside a character."""
         return b"".join(self.token_to_piece(token, special=special) for token in tokens)
 
     def check_token(self, token: int) -> int:
-        """`token`, or an `InvalidArgument` where it is no token of this model: llama.cpp would end the process."""
+        """Return `token`; raise `InvalidArgument` if it is not in the vocabulary, on which llama.cpp would abort."""
         return check_integer("token", token, 0, self.size - 1)
 
     def check_tokens(self, tokens: Iterable[int]) -> NDArray[np.int32]:
-        """`tokens` as an array, each in the vocabulary."""
+        """Return `tokens` as an array; raise `InvalidArgument` if one is not in the vocabulary."""
         try:
             array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
         except OverflowError:
             raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}") from None
         if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
-            raise InvalidArgument("tokens", "must be a flat list of whole numbers")
+            raise InvalidArgument("tokens", "must be a flat list of integers")
         if array.size and not (int(array.min()) >= 0 and int(array.max()) < self.size):
-            worst = int(array.min()) if array.min() < 0 else int(array.max())
-            raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}, not {worst}")
+            invalid = int(array.min()) if array.min() < 0 else int(array.max())
+            raise InvalidArgument("tokens", f"must be from 0 to {self.size - 1}, not {invalid}")
         return array.astype(np.int32)
 
     def is_control(self, token: int) -> bool:
-        """Whether `token` is a control token, which is never part of visible text."""
+        """Return whether `token` is a control token, which is never part of visible text."""
         return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))

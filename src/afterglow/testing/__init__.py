@@ -1,7 +1,7 @@
-"""`FakeBackend`: the engine's memory without a model, exact and unforgiving, for tests of engines and of programs.
+"""`FakeBackend`: an exact backend without a model, for tests of engines and of programs that use them.
 
-Every computed entry depends on everything that memory held when it was computed, as in a real model: one wrong,
-missing or doubled cell changes the tokens that come out.
+As in a real model, every computed entry depends on everything that was in the KV cache when it was computed: a wrong,
+missing or duplicate cell changes the generated tokens.
 """
 
 from __future__ import annotations

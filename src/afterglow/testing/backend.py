@@ -1,4 +1,4 @@
-"""`FakeBackend`: a backend of any memory kind, in arithmetic."""
+"""`FakeBackend`: a backend of any memory kind, implemented with hashes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from afterglow.testing.memory import (
 )
 from afterglow.testing.sampler import FakeSampler, FakeTokenBytes
 
-MAX_DRAFT_TOKENS = 16  # that one decode can verify
+MAX_DRAFT_TOKENS = 16  # per decode
 
 
 def build_fake_capabilities(
@@ -44,7 +44,7 @@ def build_fake_capabilities(
     kv_unified: bool,
     can_replay: bool,
 ) -> Capabilities:
-    """What a memory of this kind can do, as llama.cpp would say of it."""
+    """Build the capabilities that llama.cpp reports for a memory of this kind."""
     return Capabilities(
         memory_kind=memory_kind,
         sequences=sequences,
@@ -63,16 +63,16 @@ def build_fake_capabilities(
 
 
 class FakeBackend:
-    """A backend of any memory kind in a few hundred lines of arithmetic.
+    """A backend of any memory kind that computes with hashes instead of a model.
 
-    `rollback` is how many earlier states a recurrent memory keeps, as llama.cpp's `n_rs_seq`, and `replays` whether it
-    can go back to a saved one. With `rounding` the shape of a decode moves what its rows come to, as floating point
-    does. Prompts may hold media once `ledger` is the engine's; with a `projector` (`FakeProjector`) what is computed of
-    them is what it encoded.
+    `recurrent_snapshots` is the number of earlier states of a recurrent memory, as llama.cpp's `n_rs_seq`;
+    `can_replay` is whether it can return to a saved state. With `simulate_rounding`, the shape of a decode changes its
+    results, as floating-point rounding does. Prompts may contain media if `interner` is the engine's; with a
+    `projector` (`FakeProjector`), media entries depend on what it encoded.
 
     >>> backend = FakeBackend("hybrid", sequences=2)
-    >>> backend.decode([Span(0, [1, 2, 3], position=0, outputs=1)])
-    >>> backend.logits(0, 2).shape
+    >>> backend.decode([DecodeSpan(0, [1, 2, 3], position=0, outputs=1)])
+    >>> backend.get_logits(0, 2).shape
     (64,)
     """
 
@@ -101,7 +101,7 @@ class FakeBackend:
             kv_unified=kv_unified,
             can_replay=can_replay,
         )
-        self.model_identity = model_identity  # of the model: states of another one mean nothing here
+        self.model_identity = model_identity  # part of `state_key`: states of another model are rejected
         self.projector = projector
         self.eog_tokens = frozenset({0})
         self.token_bytes: TokenBytes = FakeTokenBytes(
@@ -113,13 +113,13 @@ class FakeBackend:
         self.simulate_rounding = simulate_rounding
         self.interner: EntryInterner | None = None
         self.decode_history: list[list[tuple[int, int]]] = []  # (sequence, rows) of every span of every decode
-        self.injected_errors: list[Exception] = []  # raised by the coming decodes, one each
+        self.injected_errors: list[Exception] = []  # raised by the next decodes, one each
         self.closed = False
         self._kv_caches = [FakeKVCache() for _ in range(sequences)]
         self._logit_seeds: list[list[int]] = []
         self._interrupted = False
 
-    # --- computing
+    # --- decode
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         self._check_spans(spans)
@@ -135,22 +135,22 @@ class FakeBackend:
         ]
 
     def _check_spans(self, spans: Sequence[DecodeSpan]) -> None:
-        """What llama.cpp would refuse, or abort on."""
+        """Reject what llama.cpp would reject or abort on."""
         assert 0 < sum(span.rows for span in spans) <= self.capabilities.batch_cells
         assert sum(span.outputs for span in spans) <= self.capabilities.max_outputs
-        assert len({span.sequence for span in spans}) == len(spans), "one span of a sequence in a decode"
+        assert len({span.sequence for span in spans}) == len(spans), "a decode has one span per sequence"
         for span in spans:
-            assert span.position == self._kv_caches[span.sequence].position, "positions follow one another"
+            assert span.position == self._kv_caches[span.sequence].position, "positions are consecutive"
             if max(span.entries) >= self.vocabulary_size or (min(span.entries) < 0 and self.interner is None):
                 raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary_size - 1}")
             if self.projector is not None and min(span.entries) < 0:
-                assert len(span.entries) == len(spans) == 1, "a picture has a decode for itself"
-                assert span.embedding is not None, "a picture has to be encoded first"
+                assert len(span.entries) == len(spans) == 1, "media are decoded alone"
+                assert span.embedding is not None, "media must be encoded first"
 
     def _check_capacity(self, spans: Sequence[DecodeSpan]) -> None:
-        needed = {span.sequence: sum(self._get_entry_size(int(number))[0] for number in span.entries) for span in spans}
+        needed = {span.sequence: sum(self._get_entry_size(int(entry))[0] for entry in span.entries) for span in spans}
         if self.capabilities.memory_kind == "recurrent":
-            return  # a state does not grow
+            return  # a recurrent state has constant size
         if self._count_used_cells() + sum(needed.values()) > self.total_cells:
             raise KVCacheFull(sum(needed.values()), self.total_cells)
         for sequence, cells in needed.items():
@@ -161,15 +161,18 @@ class FakeBackend:
                 raise KVCacheFull(cells, self.capabilities.cells_per_sequence)
 
     def _get_entry_size(self, entry: int) -> tuple[int, int]:
-        """The cells and the positions of an entry."""
+        """Return the cells and the positions of an entry."""
         if entry >= 0 or self.interner is None:
             return 1, 1
         media = self.interner.get_media(entry)
         return media.cells, media.positions
 
     def _fail(self, error: Exception, spans: Sequence[DecodeSpan]) -> None:
-        """As llama.cpp does: full memory changes nothing; an aborted decode leaves half of its rows behind, and
-        recurrent neighbours in ruins."""
+        """Fail as llama.cpp does.
+
+        `KVCacheFull` changes nothing. An aborted decode leaves half of its rows in memory, and corrupts recurrent
+        states.
+        """
         if not isinstance(error, KVCacheFull):
             for span in spans:
                 if span.embedding is not None:
@@ -181,45 +184,42 @@ class FakeBackend:
         raise error
 
     def _complete_media(self, kv_cache: FakeKVCache, span: DecodeSpan) -> None:
-        """The last rows of a picture: memory becomes what it would be, had all come at once."""
-        media = (
-            self.interner.get_media(int(span.entries[0])) if self.interner is not None and span.entries[0] < 0 else None
-        )
-        assert media is not None, "half a picture is in memory, and something else comes"
-        assert kv_cache.partial_media_rows + span.rows == media.cells, "its rows come in order, each once"
+        """Restore the state before the first media rows, as if all rows came in one decode."""
+        assert self.interner is not None
+        assert span.entries[0] < 0, "incomplete media must be continued by its remaining rows"
+        media = self.interner.get_media(int(span.entries[0]))
+        assert kv_cache.partial_media_rows + span.rows == media.cells, "media rows come in order, each once"
         kv_cache.recurrent_state, kv_cache.partial_media_rows = kv_cache.state_before_media, 0
 
     def _add_partial_media(self, span: DecodeSpan) -> list[int]:
-        """Take rows of a picture of which more come."""
-        memory = self._kv_caches[span.sequence]
-        memory.state_before_media = (
-            memory.recurrent_state if not memory.partial_media_rows else memory.state_before_media
-        )
-        memory.partial_media_rows += span.rows
+        """Add media rows that more rows follow."""
+        kv_cache = self._kv_caches[span.sequence]
+        if not kv_cache.partial_media_rows:
+            kv_cache.state_before_media = kv_cache.recurrent_state
+        kv_cache.partial_media_rows += span.rows
         if self.capabilities.memory_kind in ("recurrent", "hybrid"):
-            memory.recurrent_state = hash_integers(memory.recurrent_state, memory.partial_media_rows)
+            kv_cache.recurrent_state = hash_integers(kv_cache.recurrent_state, kv_cache.partial_media_rows)
         return []
 
     def _compute(self, span: DecodeSpan, batch_shape: int = 0) -> list[int]:
-        """Take the entries into memory; what each of them came to."""
-        memory = self._kv_caches[span.sequence]
-        if memory.partial_media_rows:
-            self._complete_media(memory, span)
+        """Add the entries to the KV cache; return the content computed for each."""
+        kv_cache = self._kv_caches[span.sequence]
+        if kv_cache.partial_media_rows:
+            self._complete_media(kv_cache, span)
         states: list[int] = []
         contents: list[int] = []
-        for number in span.entries:
-            states = [] if number < 0 else [memory.recurrent_state, *states]
-            seen = self._embed_entry(int(number), span.embedding)
-            contents.append(
-                self._append_entry(memory, int(number), seen, batch_shape and hash_integers(batch_shape, len(contents)))
-            )
-        kept = states[:-1][: self.recurrent_snapshots]  # the newest first; what the first row found is not among them
-        memory.state_snapshots[: len(kept)] = kept
-        memory.last_decode_rows = len(states)
+        for entry in span.entries:
+            states = [] if entry < 0 else [kv_cache.recurrent_state, *states]
+            embedded = self._embed_entry(int(entry), span.embedding)
+            row_shape = batch_shape and hash_integers(batch_shape, len(contents))
+            contents.append(self._append_entry(kv_cache, int(entry), embedded, row_shape))
+        snapshots = states[:-1][: self.recurrent_snapshots]  # newest first, without the state before the first row
+        kv_cache.state_snapshots[: len(snapshots)] = snapshots
+        kv_cache.last_decode_rows = len(states)
         return contents
 
     def _embed_entry(self, entry: int, embedding: MediaEmbedding | None) -> int:
-        """What an entry is by itself: of a picture, what was encoded, or else its name."""
+        """Return the embedding of an entry as a number: a token itself, media by what was encoded or by its digest."""
         if entry >= 0 or self.interner is None:
             return entry
         if embedding is not None:
@@ -228,15 +228,15 @@ class FakeBackend:
 
     def _append_entry(self, kv_cache: FakeKVCache, entry: int, embedded: int, batch_shape: int) -> int:
         kind = self.capabilities.memory_kind
-        seen = [kv_cache.position, embedded, batch_shape]
+        inputs = [kv_cache.position, embedded, batch_shape]
         if kind != "recurrent":
-            seen += [len(kv_cache.cells), hash_cells(kv_cache.cells)]
+            inputs += [len(kv_cache.cells), hash_cells(kv_cache.cells)]
         if kind == "window":
             visible = [cell for cell in kv_cache.window if cell.position > kv_cache.position - WINDOW_ENTRIES]
-            seen += [len(visible), hash_cells(visible)]
+            inputs += [len(visible), hash_cells(visible)]
         if kind in ("recurrent", "hybrid"):
-            seen.append(kv_cache.recurrent_state)
-        content = hash_integers(*seen)
+            inputs.append(kv_cache.recurrent_state)
+        content = hash_integers(*inputs)
         count, positions = self._get_entry_size(entry)
         cells = [FakeCell(kv_cache.position + min(i, positions - 1), content + i) for i in range(count)]
         kv_cache.position += positions
@@ -254,38 +254,40 @@ class FakeBackend:
 
     def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
         noise = np.random.default_rng(self._logit_seeds[span][row]).normal(size=self.vocabulary_size)
-        noise[0] -= 2.5  # answers end, but not at once
+        noise[0] -= 2.5  # completions end, but not immediately
         return noise.astype(np.float32)
 
     def _count_used_cells(self) -> int:
-        return len({id(cell) for memory in self._kv_caches for cell in memory.cells})
+        return len({id(cell) for kv_cache in self._kv_caches for cell in kv_cache.cells})
 
-    # --- memory
+    # --- KV cache
 
     def visible_state(self, sequence: int) -> tuple[object, ...]:
         return self._kv_caches[sequence].visible_state()
 
     def get_position_range(self, sequence: int) -> tuple[int, int] | None:
-        memory = self._kv_caches[sequence]
-        if memory.position == 0:
+        kv_cache = self._kv_caches[sequence]
+        if kv_cache.position == 0:
             return None
-        first = {"recurrent": memory.position - 1, "hybrid": memory.position - 1}.get(self.capabilities.memory_kind, 0)
+        first = {"recurrent": kv_cache.position - 1, "hybrid": kv_cache.position - 1}.get(
+            self.capabilities.memory_kind, 0
+        )
         if self.capabilities.memory_kind == "window":
-            first = memory.window[0].position
-        return first, memory.position - 1
+            first = kv_cache.window[0].position
+        return first, kv_cache.position - 1
 
     def can_resume_at(self, sequence: int, position: int) -> bool:
-        memory = self._kv_caches[sequence]
-        if position and memory.partial_media_rows and self.capabilities.memory_kind in ("recurrent", "hybrid"):
+        kv_cache = self._kv_caches[sequence]
+        if position and kv_cache.partial_media_rows and self.capabilities.memory_kind in ("recurrent", "hybrid"):
             return False
-        if position == 0 or position == memory.position:
-            return position <= memory.position
-        if position > memory.position:
+        if position == 0 or position == kv_cache.position:
+            return position <= kv_cache.position
+        if position > kv_cache.position:
             return False
         if self.capabilities.memory_kind in ("recurrent", "hybrid"):
-            return memory.position - position <= min(self.recurrent_snapshots, memory.last_decode_rows - 1)
+            return kv_cache.position - position <= min(self.recurrent_snapshots, kv_cache.last_decode_rows - 1)
         if self.capabilities.memory_kind == "window":
-            return memory.window[0].position <= max(0, position - WINDOW_ENTRIES)
+            return kv_cache.window[0].position <= max(0, position - WINDOW_ENTRIES)
         return True
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
@@ -295,25 +297,24 @@ class FakeBackend:
         if position == 0:
             self._kv_caches[sequence] = FakeKVCache()
             return
-        memory = self._kv_caches[sequence]
-        memory.partial_media_rows = 0
-        if back := memory.position - position:
-            memory.recurrent_state = (
-                memory.state_snapshots[back - 1] if back <= len(memory.state_snapshots) else memory.recurrent_state
-            )
-            memory.last_decode_rows = 0  # one rollback for each decode
-        memory.cells = [cell for cell in memory.cells if cell.position < position]
-        memory.window = [cell for cell in memory.window if cell.position < position]
-        memory.position = position
+        kv_cache = self._kv_caches[sequence]
+        kv_cache.partial_media_rows = 0
+        if back := kv_cache.position - position:
+            if back <= len(kv_cache.state_snapshots):
+                kv_cache.recurrent_state = kv_cache.state_snapshots[back - 1]
+            kv_cache.last_decode_rows = 0  # one rollback per decode
+        kv_cache.cells = [cell for cell in kv_cache.cells if cell.position < position]
+        kv_cache.window = [cell for cell in kv_cache.window if cell.position < position]
+        kv_cache.position = position
 
     def copy(self, source: int, target: int, stop: int) -> int:
         assert self._kv_caches[target].position == 0, "a copy needs an empty target"
-        memory = self._kv_caches[target] = copy_kv_cache(
+        kv_cache = self._kv_caches[target] = copy_kv_cache(
             self._kv_caches[source], copy_cells=not self.capabilities.kv_unified
         )
-        if not self.capabilities.kv_unified:  # a window arrives without what lies before it
-            memory.window = [cell for cell in memory.window if cell.position >= memory.position - WINDOW_ENTRIES]
-        if stop < memory.position:
+        if not self.capabilities.kv_unified:  # copied bytes do not include the cells before a window
+            kv_cache.window = [cell for cell in kv_cache.window if cell.position >= kv_cache.position - WINDOW_ENTRIES]
+        if stop < kv_cache.position:
             self.truncate(target, stop)
         return 0 if self.capabilities.kv_unified else 100 * stop
 
@@ -328,9 +329,9 @@ class FakeBackend:
     def load(self, sequence: int, state: BackendState) -> None:
         if not isinstance(state, FakeState):
             raise InvalidState("it is not a fake state")
-        saved, memory = copy_kv_cache(state.kv_cache, copy_cells=state.scope == "full"), self._kv_caches[sequence]
-        if state.scope == "partial":  # the attention cells are those that are there, whatever they are
-            saved.cells = [cell for cell in memory.cells if cell.position < saved.position]
+        saved, kv_cache = copy_kv_cache(state.kv_cache, copy_cells=state.scope == "full"), self._kv_caches[sequence]
+        if state.scope == "partial":  # the attention cells in kv_cache stay, whatever they are
+            saved.cells = [cell for cell in kv_cache.cells if cell.position < saved.position]
         self._kv_caches[sequence] = FakeKVCache()
         limit = (
             self.total_cells - self._count_used_cells()
@@ -354,21 +355,21 @@ class FakeBackend:
         self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: BackendState | None, position: int
     ) -> FakeState:
         if layout != b"fake" or not all(block.ndim == 2 and block.shape[1] == 16 for block in blocks):
-            raise InvalidState("they are not cells of a fake")
+            raise InvalidState("they are not fake cells")
         if partial is not None and not isinstance(partial, FakeState):
             raise InvalidState("it is not a fake state")
-        numbers = np.concatenate([np.ascontiguousarray(block).view(np.int64) for block in blocks])
-        cells = [FakeCell(int(place), int(content)) for place, content in numbers]
-        memory = FakeKVCache(cells, position=position)
+        rows = np.concatenate([np.ascontiguousarray(block).view(np.int64) for block in blocks])
+        cells = [FakeCell(int(cell_position), int(content)) for cell_position, content in rows]
+        kv_cache = FakeKVCache(cells, position=position)
         if partial is not None:
-            memory.window, memory.recurrent_state = list(partial.kv_cache.window), partial.kv_cache.recurrent_state
-        return FakeState("full", memory, 64 + 100 * len(cells))
+            kv_cache.window, kv_cache.recurrent_state = list(partial.kv_cache.window), partial.kv_cache.recurrent_state
+        return FakeState("full", kv_cache, 64 + 100 * len(cells))
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
         assert isinstance(partial, FakeState)
-        memory = partial.kv_cache
-        numbers = [memory.position, memory.recurrent_state]
-        for cell in memory.window:
+        kv_cache = partial.kv_cache
+        numbers = [kv_cache.position, kv_cache.recurrent_state]
+        for cell in kv_cache.window:
             numbers += [cell.position, cell.content]
         return [struct.pack(f"<{len(numbers)}q", *numbers)]
 
@@ -376,13 +377,13 @@ class FakeBackend:
         if len(data) % 16 or not data:
             raise InvalidState("it is not a fake state")
         (position, state), *window = struct.iter_unpack("<qq", data)
-        memory = FakeKVCache([], [FakeCell(*one) for one in window], state, position)
-        return FakeState("partial", memory, 64)
+        kv_cache = FakeKVCache([], [FakeCell(*pair) for pair in window], state, position)
+        return FakeState("partial", kv_cache, 64)
 
     def clear(self, sequence: int) -> None:
         self._kv_caches[sequence] = FakeKVCache()
 
-    # --- the rest
+    # --- sampling, interrupt, close
 
     def create_sampler(self, sampling: Sampling) -> FakeSampler:
         return FakeSampler(sampling)

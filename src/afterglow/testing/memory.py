@@ -1,4 +1,4 @@
-"""What a fake's sequence holds, and what is saved of it. Every number depends on all that was there before it."""
+"""KV cache and saved states of `FakeBackend`. Every number depends on everything before it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from afterglow.engine.types.backend import StateScope
 
 FakeMemoryKind = Literal["attention", "window", "recurrent", "hybrid"]
 WINDOW_ENTRIES = 24
-WINDOW_MARGIN_ENTRIES = 8  # entries before the window that are still there
+WINDOW_MARGIN_ENTRIES = 8  # entries before the window that are still in memory
 
 
 def hash_integers(*values: int) -> int:
-    """A 62-bit hash of numbers."""
+    """Return a 62-bit hash of the numbers."""
     data = b"".join([value.to_bytes(9, "little", signed=True) for value in values])
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 2
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FakeCell:
-    """One computed entry: `content` depends on all that was visible when it was computed."""
+    """One computed entry: `content` depends on everything that was visible when it was computed."""
 
     position: int
     content: int
-    weight: int = field(init=False, repr=False)  # what it adds to the sum that later entries see
+    weight: int = field(init=False, repr=False)  # summand in `hash_cells`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", hash_integers(self.position, self.content))
@@ -37,22 +37,23 @@ class FakeCell:
 
 @dataclass(slots=True)
 class FakeKVCache:
-    """What one sequence holds: attention cells, the cells of windowed layers, a recurrent state."""
+    """KV cache of one sequence: attention cells, cells of sliding-window layers, recurrent state."""
 
     cells: list[FakeCell] = field(default_factory=list)
     window: list[FakeCell] = field(default_factory=list)
     recurrent_state: int = 0
     position: int = 0  # of the next entry
-    last_decode_rows: int = 0  # of the last decode: a rollback has to be shorter
-    partial_media_rows: int = 0  # rows of a picture that is not complete yet
-    state_before_media: int = 0  # the state before them
-    state_snapshots: list[int] = field(default_factory=list)  # states 1, 2, … entries ago; stale beyond `rows`
+    last_decode_rows: int = 0  # a rollback must be shorter
+    partial_media_rows: int = 0  # rows of an image or audio clip that is not complete yet
+    state_before_media: int = 0  # recurrent state before these rows
+    # States 1, 2, … entries ago; stale beyond `last_decode_rows`.
+    state_snapshots: list[int] = field(default_factory=list)
 
     def visible_state(self) -> tuple[object, ...]:
-        """Everything that later entries depend on: equal for equal pasts, however they came."""
+        """Return everything that later entries depend on: equal for equal prompts, however they were computed."""
         cells = [(cell.position, cell.content) for cell in self.cells]
         window = [(cell.position, cell.content) for cell in self.window]
-        assert cells[len(cells) - len(window) :] == window, "a window is the end of its sequence"
+        assert cells[len(cells) - len(window) :] == window, "a window is the tail of its sequence"
         visible = [cell for cell in window if cell[0] > self.position - WINDOW_ENTRIES]
         return (
             self.position,
@@ -71,7 +72,7 @@ class FakeState:
 
 @dataclass(frozen=True, slots=True)
 class FakeCells:
-    """The cells of a saved sequence: position and content of each."""
+    """Cells of a saved sequence: position and content of each."""
 
     cells: list[FakeCell]
     layout: bytes = b"fake"
@@ -86,17 +87,17 @@ class FakeCells:
 
 
 def hash_cells(cells: Sequence[FakeCell]) -> int:
-    """One number for all cells; another one as soon as any differs, lacks or is there twice."""
+    """Return one number for all cells, which changes if any cell differs, is missing or is duplicate."""
     return sum([cell.weight for cell in cells]) % 2**61
 
 
 def copy_kv_cache(kv_cache: FakeKVCache, *, copy_cells: bool) -> FakeKVCache:
-    """A copy, which cannot be rolled back; `fresh` cells are new ones, others are shared."""
-    assert not kv_cache.partial_media_rows, "half a picture is nobody's to copy or to save"
+    """Copy a KV cache; the copy cannot be rolled back. Cells are shared unless `copy_cells` is set."""
+    assert not kv_cache.partial_media_rows, "incomplete media cannot be copied or saved"
     cells = [replace(cell) for cell in kv_cache.cells] if copy_cells else list(kv_cache.cells)
     return FakeKVCache(cells, list(kv_cache.window), kv_cache.recurrent_state, kv_cache.position)
 
 
 def hash_media_digest(digest: bytes) -> int:
-    """What a picture is to the fake: a negative number for each."""
+    """Return the negative number that stands for an image or audio clip."""
     return -1 - int.from_bytes(blake2b(digest, digest_size=7).digest(), "little")

@@ -1,4 +1,4 @@
-"""How a fake draws, and what its tokens are made of."""
+"""Sampler and token bytes of `FakeBackend`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from afterglow.llama.sampling import Sampling
 
 
 class FakeSampler:
-    """Draws from the softmax with the request's seed; at temperature 0 takes the largest."""
+    """Draws from the softmax with the request's seed; takes the argmax at temperature 0."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -44,7 +44,7 @@ class FakeSampler:
 
 @dataclass(frozen=True, slots=True)
 class FakeTokenBytes:
-    """Letters; token 0 is the end."""
+    """Tokens are letters; token 0 ends the generation."""
 
     pieces: tuple[bytes, ...]
     eog_tokens: frozenset[int] = frozenset({0})

@@ -1,1 +1,1 @@
-"""GGUF files: header, safety inspection, memory estimate."""
+"""GGUF files: header, safety inspection, trial load, fingerprint and memory estimate."""

@@ -1,4 +1,4 @@
-"""The identity of a model file by its content, cheap enough to ask at every load."""
+"""Content fingerprint of a model file, cheap enough to compute at every load."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 from blake3 import blake3
 
-HEAD_BYTES = 32 * 1024 * 1024  # up to here every byte counts: metadata and vocabulary lie at the front
+HEAD_BYTES = 32 * 1024 * 1024  # hashed completely: metadata and vocabulary are at the front of the file
 SAMPLE_COUNT = 64
 SAMPLE_BYTES = 64 * 1024
 
 
 def compute_fingerprint(path: Path) -> str:
-    """A digest of the file's size, its first 32 MiB, and samples spread over the rest.
+    """Hash the file's size, its first 32 MiB, and samples spread over the rest.
 
-    >>> fingerprint(Path("model.gguf"))
+    >>> compute_fingerprint(Path("model.gguf"))
     '5d1c3f0a…'
     """
     size = path.stat().st_size

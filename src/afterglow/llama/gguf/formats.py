@@ -1,12 +1,15 @@
-"""The numbers of the GGUF format: how metadata values and tensors are stored. Reads nothing."""
+"""Constants of the GGUF format: value types, tensor types, names of split files. Reads nothing."""
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
+
+SPLIT_FILE_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class ValueType(IntEnum):
-    """How a metadata value is stored."""
+    """Stored type of a metadata value."""
 
     UINT8 = 0
     INT8 = 1
@@ -23,15 +26,15 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-# numpy's name of each value type of fixed size; any non-zero byte is a true BOOL
+# NumPy type of each value type of fixed size. Any non-zero byte is a true BOOL.
 NUMPY_TYPES = {
     ValueType.UINT8: "u1", ValueType.INT8: "i1", ValueType.UINT16: "<u2", ValueType.INT16: "<i2",
     ValueType.UINT32: "<u4", ValueType.INT32: "<i4", ValueType.UINT64: "<u8", ValueType.INT64: "<i8",
     ValueType.FLOAT32: "<f4", ValueType.FLOAT64: "<f8", ValueType.BOOL: "u1",
 }  # fmt: skip
 
-# Name, elements in a block, bytes of a block. Numbers that are missing were withdrawn and no reader accepts them.
-# (`gguf.constants.GGML_QUANT_SIZES` lacks Q2_0 and has another size for Q8_1 than ggml.)
+# Name, elements per block, bytes per block. The missing numbers were withdrawn; no reader accepts them.
+# (`gguf.constants.GGML_QUANT_SIZES` lacks Q2_0 and has a different size for Q8_1 than ggml.)
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),

@@ -1,4 +1,4 @@
-"""The child process of `probe`: loads a file, uses it a little, and says what went wrong on its last line."""
+"""Child process of `probe`: loads a file, runs it briefly, and prints the failure reason as its last line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from afterglow.llama.settings import ContextSettings
 from afterglow.media.types import AudioData, ImageData, MediaData
 
 GIBIBYTE = 1024**3
-MAX_DECODED_BYTES = 1 * GIBIBYTE  # a larger model is loaded but not run: reading all its weights takes too long
+MAX_DECODED_BYTES = 1 * GIBIBYTE  # larger models are loaded but not run: reading all weights takes too long
 PROBE_TEXT = bytes(range(1, 256)) + "Zürich 🌍 <|im_start|> the end.\n".encode()
-
-
 PROBE_MEDIA: dict[str, MediaData] = {
     "image": ImageData(width=64, height=48, pixels=bytes(range(256)) * 36),
     "audio": AudioData(sample_rate=16_000, samples=bytes(4 * 16_000)),
@@ -30,10 +28,10 @@ PROBE_MEDIA: dict[str, MediaData] = {
 
 def main(path: Path, companion: Path | None) -> None:
     size = path.stat().st_size + (companion.stat().st_size if companion else 0)
-    limit = 4 * size + 16 * GIBIBYTE  # a lie about sizes must not take the machine's memory
+    limit = 4 * size + 16 * GIBIBYTE  # false sizes in the file must not exhaust the machine's memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if read_header(path).metadata.get("general.type") in ("adapter", "mmproj"):
-        return  # these load beside a model; their header was checked
+        return  # needs a model to load; the header was checked already
     if companion is not None and is_projector(companion):
         return probe_projector(path, companion, size)
     with LlamaModel.load(path, ModelSettings(mmap=True), trust=True) as model:
@@ -51,15 +49,15 @@ def is_projector(path: Path) -> bool:
 
 
 def probe_projector(path: Path, companion: Path, size: int) -> None:
-    """A small picture, and a second of silence, through a projector."""
+    """Encode a small image and one second of silence, as far as the projector supports them."""
     with LlamaModel.load(path, ModelSettings(mmap=True), trust=True) as model:
         projector = Projector.load(model, companion, trust=True)
         if not projector.modalities:
-            raise InvalidModel(str(companion), "it takes neither pictures nor sound")
-        for kind in projector.modalities if size <= MAX_DECODED_BYTES else ():
-            for embedding in projector.encode([PROBE_MEDIA[kind]])[0]:
+            raise InvalidModel(str(companion), "it supports neither images nor audio")
+        for modality in projector.modalities if size <= MAX_DECODED_BYTES else ():
+            for embedding in projector.encode([PROBE_MEDIA[modality]])[0]:
                 if not np.isfinite(embedding.rows).all():
-                    raise InvalidModel(str(companion), "what it makes of a picture are not finite numbers")
+                    raise InvalidModel(str(companion), f"its {modality} embeddings are not finite")
 
 
 def probe_decode(model: LlamaModel, tokens: list[int], adapter: Path | None) -> None:
@@ -70,7 +68,7 @@ def probe_decode(model: LlamaModel, tokens: list[int], adapter: Path | None) -> 
         context.batch.add(tokens, position=0, sequence=0, outputs=1)
         context.decode()
         if model.info.is_causal and not np.isfinite(context.get_logits(len(tokens) - 1)).all():
-            raise InvalidModel(str(model.path), "its logits are not finite numbers")
+            raise InvalidModel(str(model.path), "its logits are not finite")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Finds and opens the native llama.cpp library."""
+"""The native llama.cpp library: finding it, checking it and opening it."""

@@ -1,4 +1,4 @@
-"""What this processor can do, asked of the operating system. Knows nothing of llama.cpp."""
+"""CPU architecture and instruction sets, as the operating system reports them. Independent of llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def get_architecture() -> str:
-    """The processor family by one name per family: `x86_64`, `aarch64`, or what the system calls it."""
+    """Return the CPU architecture under one name per family: `x86_64`, `aarch64`, or the system's name."""
     machine = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 def get_features() -> frozenset[str] | None:
-    """The instruction sets of this processor in lower case, or None where the system does not tell.
+    """Return the instruction sets of this CPU in lower case, or None if the system does not report them.
 
-    >>> cpu.features() & {"avx2", "fma"}
+    >>> cpu.get_features() & {"avx2", "fma"}
     frozenset({'avx2', 'fma'})
     """
     if sys.platform == "linux":
@@ -41,5 +41,5 @@ def _read_linux_features(cpuinfo: Path) -> frozenset[str] | None:
 
 def _read_macos_features() -> frozenset[str] | None:
     keys = ["machdep.cpu.features", "machdep.cpu.leaf7_features"]
-    answer = subprocess.run(["sysctl", "-n", *keys], capture_output=True, text=True, check=False)
-    return frozenset(answer.stdout.lower().replace("avx1.0", "avx").split()) or None
+    result = subprocess.run(["sysctl", "-n", *keys], capture_output=True, text=True, check=False)
+    return frozenset(result.stdout.lower().replace("avx1.0", "avx").split()) or None

@@ -1,4 +1,4 @@
-"""What llama.cpp can compute on, and how much memory is free there."""
+"""Compute devices of the loaded library, and their free memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CGROUP_DIRECTORY = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device; memory in bytes."""
+    """One compute device."""
 
     name: str
     description: str
@@ -26,29 +26,28 @@ class Device:
 
 
 def list_devices() -> list[Device]:
-    """Every device the opened library offers, the processor included."""
-    opened = get_library()
-    symbols = opened.symbols
+    """Return every device of the loaded library, including the CPU."""
+    symbols = get_library().symbols
     return [_build_device(symbols.ggml_backend_dev_get(index)) for index in range(symbols.ggml_backend_dev_count())]
 
 
 def _build_device(pointer: object) -> Device:
-    opened = get_library()
-    symbols = opened.symbols
-    free, total = opened.ffi.new("size_t *"), opened.ffi.new("size_t *")
+    library = get_library()
+    symbols = library.symbols
+    free, total = library.ffi.new("size_t *"), library.ffi.new("size_t *")
     symbols.ggml_backend_dev_memory(pointer, free, total)
     return Device(
-        name=opened.decode_string(symbols.ggml_backend_dev_name(pointer)),
-        description=opened.decode_string(symbols.ggml_backend_dev_description(pointer)),
+        name=library.decode_string(symbols.ggml_backend_dev_name(pointer)),
+        description=library.decode_string(symbols.ggml_backend_dev_description(pointer)),
         kind=DEVICE_KINDS.get(symbols.ggml_backend_dev_type(pointer), "other"),
-        backend=opened.decode_string(symbols.ggml_backend_reg_name(symbols.ggml_backend_dev_backend_reg(pointer))),
+        backend=library.decode_string(symbols.ggml_backend_reg_name(symbols.ggml_backend_dev_backend_reg(pointer))),
         free_bytes=free[0],
         total_bytes=total[0],
     )
 
 
 def get_free_memory(*, gpu: bool) -> int:
-    """Bytes that a context could still take: of all GPUs together, or of this machine within its container."""
+    """Return the free bytes of all GPUs together, or of this machine within the limits of its container."""
     if gpu:
         return sum(device.free_bytes for device in list_devices() if "gpu" in device.kind)
     return min(psutil.virtual_memory().available, _get_container_free_bytes())
@@ -56,10 +55,8 @@ def get_free_memory(*, gpu: bool) -> int:
 
 def _get_container_free_bytes() -> int:
     try:
-        limit, used = (
-            (CGROUP_DIRECTORY / "memory.max").read_text().strip(),
-            (CGROUP_DIRECTORY / "memory.current").read_text(),
-        )
+        limit = (CGROUP_DIRECTORY / "memory.max").read_text().strip()
+        used = (CGROUP_DIRECTORY / "memory.current").read_text()
     except OSError:
         return 2**63
     return 2**63 if limit == "max" else max(0, int(limit) - int(used))

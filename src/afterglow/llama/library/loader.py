@@ -1,6 +1,6 @@
-"""Opens llama.cpp: checks that this processor can run it and that it is the ABI we were written for.
+"""Opens llama.cpp after checking that this CPU can run it and that it has the expected ABI.
 
-llama.cpp promises no ABI and wrong structs crash, so everything is measured before the first real call.
+llama.cpp promises no stable ABI and wrong structs crash, so the structs are measured before the first real call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from afterglow.errors import LibraryError
 from afterglow.llama.library import cpu, logs, providers
 from afterglow.llama.library.declarations import BUILD, DECLARATIONS
 
-# The MTP calls are exported under their C++ names only. A build without them has no MTP; nothing else changes.
+# The MTP functions are exported under their C++ names only. A build without them lacks MTP; the rest works.
 MTP_NAMES = {
     "llama_set_embeddings_nextn": "_Z26llama_set_embeddings_nextnP13llama_contextbb",
     "llama_get_embeddings_nextn": "_Z26llama_get_embeddings_nextnP13llama_context",
@@ -35,7 +35,7 @@ struct llama_context * _Z19llama_get_ctx_otherP13llama_context(struct llama_cont
 size_t strlen(const char *);
 """
 
-# Defaults of the pinned build. Read through the wrong structs, some of these come out different.
+# Defaults of the pinned build. Read through wrong structs, some of these values differ.
 KNOWN_DEFAULTS: dict[str, dict[str, int]] = {
     "llama_context": {
         "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_rs_seq": 0, "n_outputs_max_per_seq": 1,
@@ -59,7 +59,7 @@ REQUIRED_FUNCTIONS = (
 
 
 class Symbols:
-    """The functions of one library that may lie in several files; each name is looked up once."""
+    """Functions of one library that may consist of several files. Each name is resolved once."""
 
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
@@ -76,7 +76,7 @@ class Symbols:
 
 
 class Library:
-    """The opened library: `ffi` makes C values, `symbols` holds the functions, the rest says what it is."""
+    """The opened library: `ffi` creates C values, `symbols` has the functions."""
 
     def __init__(self, location: providers.LibraryLocation) -> None:
         self.location = location
@@ -94,19 +94,19 @@ class Library:
         self.strlen: Any = c.strlen
 
     def initialize(self) -> None:
-        """What happens once in a process: the log goes to `logging`, the compute backends are there."""
-        self._log_callback = logs.attach_log(self.log_bridge, self.ffi, self.symbols)  # lives as long as the library
-        if self.symbols.ggml_backend_dev_count() == 0:  # builds whose backends are plug-ins beside the library
+        """Attach the log and load the compute backends. Called once per process."""
+        self._log_callback = logs.attach_log(self.log_bridge, self.ffi, self.symbols)  # must outlive the library
+        if self.symbols.ggml_backend_dev_count() == 0:  # the backends of this build are plug-ins beside the library
             self.symbols.ggml_backend_load_all_from_path(str(self.location.path.parent).encode())
         self.symbols.llama_backend_init()
 
     @property
     def build(self) -> str:
-        """Which llama.cpp this is, as used in keys of saved states: the build, and the version it reports."""
+        """Build and reported version of llama.cpp, as used in the keys of saved states."""
         return f"{self.location.provider.build} ({self.version})"
 
     def decode_string(self, pointer: Any) -> str:
-        """A C string as text; a NULL is empty."""
+        """Decode a C string; NULL is empty."""
         return "" if pointer == self.ffi.NULL else self.ffi.string(pointer).decode("utf-8", "replace")
 
     def _check_abi(self) -> None:
@@ -120,7 +120,7 @@ class Library:
     def _check_size(self, struct: str) -> None:
         declared = self.ffi.sizeof(f"struct {struct}_params")
         written = _measure_written_bytes(self.ffi, getattr(self.symbols, f"{struct}_default_params"))
-        # The last bytes may be padding, which nobody has to write.
+        # The last bytes may be padding, which need not be written.
         if written is not None and not declared - 8 < written <= declared:
             raise self._build_abi_error(f"{struct}_params of {written} bytes instead of {declared}")
 
@@ -128,10 +128,10 @@ class Library:
         actual = getattr(self.symbols, f"{struct}_default_params")()
         for name, value in KNOWN_DEFAULTS[struct].items():
             if (got := getattr(actual, name)) != value:
-                raise self._build_abi_error(f"{struct}_params.{name} = {got} where it should be {value}")
+                raise self._build_abi_error(f"{struct}_params.{name} = {got} instead of {value}")
 
-    def _build_abi_error(self, found: str) -> LibraryError:
-        return LibraryError(f"the structs and functions of llama.cpp {BUILD}", f"{found} in {self.location.path}")
+    def _build_abi_error(self, difference: str) -> LibraryError:
+        return LibraryError(f"the structs and functions of llama.cpp {BUILD}", f"{difference} in {self.location.path}")
 
 
 _open_lock = threading.Lock()
@@ -139,42 +139,43 @@ _open_lock = threading.Lock()
 
 @functools.cache
 def get_library() -> Library:
-    """The library of this process, opened and checked at the first call.
+    """Return the library of this process; the first call opens and checks it.
 
-    >>> library().build
+    >>> get_library().build
     'b11549 (0.6.0-dev)'
     """
-    with _open_lock:  # two first calls at once would open it twice, and pointers of one are none of the other's
+    # Two concurrent first calls would open it twice, and pointers of one instance are invalid in the other.
+    with _open_lock:
         return _open_library()
 
 
 @functools.cache
 def _open_library() -> Library:
-    found = providers.find_library()
-    check_machine(found)
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else an abort starts a debugger on the dying process
-    opened = Library(found)
-    opened.initialize()
-    return opened
+    location = providers.find_library()
+    check_machine(location)
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # otherwise an abort starts a debugger on the dying process
+    library = Library(location)
+    library.initialize()
+    return library
 
 
 def check_machine(location: providers.LibraryLocation) -> None:
-    """Refuse what would kill the process when opened: instructions or a C library that are not there."""
-    family, has = cpu.get_architecture(), cpu.get_features()
-    missing = location.provider.required_cpu_features.get(family, frozenset()) - (has or frozenset())
-    if has is not None and missing:
-        wanted = f"a processor with {', '.join(sorted(missing))} for {location.path.name}"
+    """Raise `LibraryError` if opening the library would kill the process: missing CPU features or an old glibc."""
+    architecture, features = cpu.get_architecture(), cpu.get_features()
+    missing = location.provider.required_cpu_features.get(architecture, frozenset()) - (features or frozenset())
+    if features is not None and missing:
         raise LibraryError(
-            wanted, f"a {family} processor without; name a library built for it in {providers.LIBRARY_ENV_VAR}"
+            f"a CPU with {', '.join(sorted(missing))} for {location.path.name}",
+            f"a {architecture} CPU without them; set {providers.LIBRARY_ENV_VAR} to a library built for it",
         )
     name, version = platform.libc_ver()
-    needed = location.provider.min_glibc
-    if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < needed:
-        raise LibraryError(f"glibc {needed[0]}.{needed[1]} for {location.provider.package}", f"glibc {version}")
+    required = location.provider.min_glibc
+    if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < required:
+        raise LibraryError(f"glibc {required[0]}.{required[1]} for {location.provider.package}", f"glibc {version}")
 
 
 def _sort_by_load_order(files: tuple[Path, ...]) -> list[Path]:
-    # Where mtmd is a file of its own it needs llama, which needs ggml: opening mtmd brings the others from beside it.
+    # If mtmd is a separate file, it needs llama, which needs ggml: opening mtmd loads the others from its folder.
     return sorted(files, key=lambda path: (path != files[0], "mtmd" not in path.name, path.name))
 
 
@@ -186,7 +187,7 @@ def _open_file(ffi: Any, path: Path) -> Any:
 
 
 def _measure_written_bytes(ffi: Any, function: Any) -> int | None:
-    """How many bytes a `*_default_params` call writes, or None where a big struct is returned another way."""
+    """Return how many bytes a `*_default_params` call writes, or None if the ABI returns large structs differently."""
     if cpu.get_architecture() != "x86_64":
         return None
     size = 1024
@@ -195,4 +196,4 @@ def _measure_written_bytes(ffi: Any, function: Any) -> int | None:
     fill(first)
     fill(second)
     pairs = zip(ffi.buffer(first, size), ffi.buffer(second, size), strict=True)
-    return max((index + 1 for index, (one, other) in enumerate(pairs) if one == other), default=0)
+    return max((index + 1 for index, (byte, same_byte) in enumerate(pairs) if byte == same_byte), default=0)

@@ -1,4 +1,4 @@
-"""llama.cpp's log as Python's: logger `afterglow.llama.cpp`, silent until somebody attaches a handler."""
+"""Forwards llama.cpp's log to Python's logger `afterglow.llama.cpp`, which is silent until a handler is attached."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 logger = logging.getLogger("afterglow.llama.cpp")
 logging.getLogger("afterglow").addHandler(logging.NullHandler())
 
-CONTINUATION_LEVEL = 5  # this piece belongs to the line before it
+CONTINUATION_LEVEL = 5  # the text continues the previous line
 LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 
 
 class LogBridge:
-    """Receives llama.cpp's log pieces, on any thread, and hands whole lines to `logging`.
+    """Collects llama.cpp's log fragments, from any thread, and passes whole lines to `logging`.
 
-    The last error line is kept: where a native call only says "no", it is the reason to show a person.
+    Stores the last error line: if a native call returns only a failure code, that line is the reason to report.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class LogBridge:
             logger.log(self._level, "%s", line)
 
     def take_error(self, default: str) -> str:
-        """The newest error line, once; `otherwise` where nothing was logged since the last call."""
+        """Return and forget the last error line; `default` if no error was logged since the previous call."""
         line, self.last_error = self.last_error, ""
         return line or default
 
 
 def attach_log(bridge: LogBridge, ffi: Any, symbols: Any) -> object:
-    """Send the library's log through `bridge`. What is returned must live as long as the library."""
+    """Send the library's log to `bridge`. The returned callback must live as long as the library."""
 
     @ffi.callback("void(enum ggml_log_level, const char *, void *)")  # type: ignore[untyped-decorator]
     def receive(level: int, text: Any, _: Any) -> None:

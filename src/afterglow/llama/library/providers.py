@@ -1,4 +1,4 @@
-"""Which installed package carries a llama.cpp library of our ABI. Finds files; opens nothing."""
+"""Finds a llama.cpp library with the supported ABI among the installed packages. Opens nothing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from afterglow.errors import LibraryError
 
 LIBRARY_ENV_VAR = "AFTERGLOW_LIBLLAMA"
 LLAMA_FILE = re.compile(r"(lib)?llama(-[0-9a-f]{8})?\.(so|dylib|dll)(\.[0-9.]+)?$")
-# The compute backends (ggml-cpu, ggml-cuda, …) may be plug-ins beside these, loaded by ggml itself.
+# The compute backends (ggml-cpu, ggml-cuda, …) may be plug-ins in the same folder, which ggml loads itself.
 COMPANION_FILE = re.compile(r"(lib)?(mtmd|ggml|ggml-base)(-[0-9a-f]{8})?\.(so|dylib|dll)(\.[0-9.]+)?$")
 
-# What llama.cpp's generic x86-64 build is compiled for. Opening it on less is an illegal instruction, not an error.
+# Instruction sets of llama.cpp's generic x86-64 build. On a CPU without them, opening the library is an illegal
+# instruction, not an error.
 X86_64_BASELINE = frozenset({"avx", "avx2", "fma", "f16c", "bmi2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """A package on the index that carries the library."""
+    """A PyPI package that contains the library."""
 
     package: str
     build: str
@@ -31,7 +32,7 @@ class Provider:
     gpu: bool = False
 
 
-# The first that is installed is used. b11549, b11669 and b11739 have the same structs and functions.
+# The first installed package is used. b11549, b11669 and b11739 have the same structs and functions.
 PROVIDERS = (
     Provider(package="cyllama-cuda12", build="b11669", min_glibc=(2, 35), gpu=True),
     Provider(package="cyllama-rocm", build="b11669", min_glibc=(2, 35), gpu=True),
@@ -44,7 +45,7 @@ PROVIDERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryLocation:
-    """A library on this machine: its main file first, then the files that complete it."""
+    """A library on this machine: its main file first, then its companion files."""
 
     provider: Provider
     files: tuple[Path, ...]
@@ -56,38 +57,38 @@ class LibraryLocation:
 
 
 def find_library() -> LibraryLocation:
-    """The library to open: the file or folder in `AFTERGLOW_LIBLLAMA`, else the first installed provider."""
-    if chosen := os.environ.get(LIBRARY_ENV_VAR):
-        return _find_override(Path(chosen))
+    """Return the library to open: the file or folder in `AFTERGLOW_LIBLLAMA`, else the first installed provider."""
+    if override := os.environ.get(LIBRARY_ENV_VAR):
+        return _find_override(Path(override))
     for provider in PROVIDERS:
-        if found := find_installed(provider):
-            return found
+        if location := find_installed(provider):
+            return location
     names = ", ".join(provider.package for provider in PROVIDERS)
     raise LibraryError(f"one of the packages {names}, or a file named by {LIBRARY_ENV_VAR}", "none of them installed")
 
 
 def find_installed(provider: Provider) -> LibraryLocation | None:
-    """The provider's library, or None where the package or the file is not there."""
+    """Return the provider's library, or None if the package is not installed or lacks the file."""
     try:
-        listed = metadata.distribution(provider.package).files or []
+        package_files = metadata.distribution(provider.package).files or []
     except metadata.PackageNotFoundError:
         return None
-    paths = [Path(str(entry.locate())) for entry in listed]
+    paths = [Path(str(file.locate())) for file in package_files]
     return _select_files(paths, provider, f"the installed package {provider.package}")
 
 
 def _find_override(path: Path) -> LibraryLocation:
     provider = Provider(package=LIBRARY_ENV_VAR, build="unknown", required_cpu_features={}, library_pattern=LLAMA_FILE)
     if path.is_dir():
-        found = _select_files(sorted(path.iterdir()), provider, f"{LIBRARY_ENV_VAR} names its folder")
+        location = _select_files(sorted(path.iterdir()), provider, f"{LIBRARY_ENV_VAR} names its folder")
     elif path.is_file():
-        companions = tuple(other for other in sorted(path.parent.iterdir()) if COMPANION_FILE.match(other.name))
-        found = LibraryLocation(provider=provider, files=(path, *companions), reason=f"{LIBRARY_ENV_VAR} names it")
+        companions = tuple(file for file in sorted(path.parent.iterdir()) if COMPANION_FILE.match(file.name))
+        location = LibraryLocation(provider=provider, files=(path, *companions), reason=f"{LIBRARY_ENV_VAR} names it")
     else:
-        found = None
-    if found is None:
+        location = None
+    if location is None:
         raise LibraryError(f"a llama.cpp library at {path} ({LIBRARY_ENV_VAR})", "no such file")
-    return found
+    return location
 
 
 def _select_files(paths: list[Path], provider: Provider, reason: str) -> LibraryLocation | None:

@@ -1,6 +1,6 @@
-"""Tiny GGUF models of every memory kind, written on demand: seeded, byte-identical, cached by content.
+"""Tiny GGUF models of every memory kind: seeded, byte-identical, written on demand and cached by generator source.
 
-It knows names, recipes and files. What a model is, its module says; it loads nothing and needs no native library.
+This module maps names to writers and files. It loads no model and needs no native library.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 def list_names() -> list[str]:
-    """The names that `path` knows.
+    """Return the names that `get_path` accepts.
 
-    >>> names()[:3]
+    >>> list_names()[:3]
     ['attention', 'draft', 'window']
     """
     return list(_MODEL_WRITERS)
 
 
 def get_path(name: str, directory: Path | None = None) -> Path:
-    """The file of a tiny model; it is written, in a few milliseconds, if it is not there yet.
+    """Return the file of a tiny model. If it does not exist yet, write it in a few milliseconds.
 
-    Without a directory it is in `$AFTERGLOW_CACHE/tiny`, or else in the user's cache.
+    The default directory is `$AFTERGLOW_CACHE/tiny`, or else in the user's cache.
 
-    >>> model = path("attention")
+    >>> model = get_path("attention")
     >>> model.read_bytes()[:4]
     b'GGUF'
-    >>> path("attention") == model
+    >>> get_path("attention") == model
     True
     """
     if name not in _MODEL_WRITERS:
@@ -77,7 +77,7 @@ def get_path(name: str, directory: Path | None = None) -> Path:
 
 
 def _hash_generator(name: str) -> str:
-    """A short hash of the recipe: an edited generator writes a new file beside the old."""
+    """Return a short hash of the generator's source: an edited generator writes a new file."""
     return blake2b(_read_sources() + name.encode(), digest_size=6).hexdigest()
 
 
@@ -88,7 +88,7 @@ def _read_sources() -> bytes:
 
 
 def _write_atomically(write_model: Callable[[Path], None], file: Path) -> None:
-    """Write beside the target and move into place: no reader ever sees half a file, whoever else is writing it."""
+    """Write beside the target and rename, so that concurrent readers and writers never see a partial file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=file.parent) as scratch:
         unfinished = Path(scratch) / file.name

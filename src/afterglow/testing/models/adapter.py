@@ -1,6 +1,6 @@
-"""A LoRA adapter for the tiny llama models, loud enough to be seen in the logits.
+"""LoRA adapter for the tiny llama models, with a scale that clearly changes the logits.
 
-It knows the adapter's file form; the shapes it fits it takes from the model it is for.
+Contains the adapter's file format; the shapes come from the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LORA_RANK, LORA_ALPHA = 4, 8.0
 
 
 def write_adapter(path: Path, *, model: Llama, seed: int) -> None:
-    """Write an adapter of all queries and attention outputs."""
+    """Write an adapter for all query and attention output matrices."""
     queries = model.heads * model.head_size
     with ModelWriter(path, model.architecture, seed=seed, kind="adapter") as writer:
         writer.add_metadata("adapter", {"type": "lora", "lora.alpha": LORA_ALPHA})
@@ -26,7 +26,7 @@ def write_adapter(path: Path, *, model: Llama, seed: int) -> None:
 
 
 def _write_lora_pair(writer: ModelWriter, name: str, rows: int, columns: int) -> None:
-    """Add the two factors; llama.cpp adds b x a x alpha / rank to the matrix of that name."""
+    """Add the two factors of one matrix; llama.cpp adds b x a x alpha / rank to it."""
     writer.add_matrix(f"{name}.lora_a", LORA_RANK, columns)
     writer.add_matrix(f"{name}.lora_b", rows, LORA_RANK)
 

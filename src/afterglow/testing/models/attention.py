@@ -1,6 +1,6 @@
-"""Models whose memory is keys and values: llama, and gemma3 with a sliding window.
+"""Attention models: llama, and gemma3 with a sliding window.
 
-It knows the two architectures' settings and tensors, not what the models say.
+Contains the metadata and tensors of the two architectures, not the weights that determine the output.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import ClassVar
 from afterglow.testing.models.decoder import write_random_model
 from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
-# Scores of unit variance would average over a long past until nothing of it is left.
+# With scores of unit variance, attention would average over a long context until no token has an effect.
 ATTENTION_GAIN = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama:
-    """Plain attention: every token stays in memory."""
+    """Full attention: every token stays in the KV cache."""
 
     architecture: ClassVar[str] = "llama"
     embedding_length: int = 64
@@ -66,7 +66,7 @@ class Llama:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3:
-    """Sliding-window attention: five layers of six forget what is older than the window."""
+    """Sliding-window attention in five of six layers."""
 
     architecture: ClassVar[str] = "gemma3"
     embedding_length: int = 64
@@ -99,7 +99,7 @@ class Gemma3:
             block = f"blk.{layer}"
             writer.add_constant(f"{block}.attn_norm.weight", 1.0, self.embedding_length)
             writer.add_constant(f"{block}.ffn_norm.weight", 1.0, self.embedding_length)
-            # What a block adds is normalized first, so only the norm can make it louder or silent.
+            # The output of a block is normalized, so only the norm can scale it.
             writer.add_constant(f"{block}.post_attention_norm.weight", gain, self.embedding_length)
             writer.add_constant(f"{block}.post_ffw_norm.weight", gain, self.embedding_length)
             writer.add_constant(f"{block}.attn_q_norm.weight", ATTENTION_GAIN, self.head_size)

@@ -1,7 +1,7 @@
-"""Audio projectors: what turns a sound into rows of a text model's embedding, in two dialects.
+"""Audio projectors of two types: gemma4ua and ultravox.
 
-It knows what mtmd reads for gemma4ua (forty milliseconds of the wave itself to a row) and for ultravox (half a minute
-at a time through whisper's encoder).
+Contains the metadata and tensors that mtmd reads for gemma4ua (one row per 40 ms of the waveform) and for ultravox
+(30 s at a time through a whisper encoder).
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from pathlib import Path
 from afterglow.testing.models.projector import SMALLEST_SIZE, build_vision_metadata, write_llava_tensors
 from afterglow.testing.models.writer import FloatArray, MetadataInput, ModelWriter
 
-FRAME_SAMPLES = 640  # samples that gemma4ua makes a row of, at 16,000 a second
-TEXT_EMBEDDING_LENGTH = 64  # the width of the models that these are for
-EMBEDDING_LENGTH, HEADS, FEED_FORWARD_LENGTH, MEL_BINS = (
-    16,
-    2,
-    32,
-    16,
-)  # of whisper's encoder; BINS are the bands of sound that it hears
-ENCODER_POSITIONS = 1500  # in half a minute
-STACK_FACTOR = 50  # positions that become one row
+FRAME_SAMPLES = 640  # samples per row of gemma4ua, at 16 kHz
+TEXT_EMBEDDING_LENGTH = 64  # of the text models
+EMBEDDING_LENGTH, HEADS, FEED_FORWARD_LENGTH, MEL_BINS = 16, 2, 32, 16  # of the whisper encoder
+ENCODER_POSITIONS = 1500  # in 30 s
+STACK_FACTOR = 50  # encoder positions per row
 GEMMA4UA_METADATA = {
     "embedding_length": FRAME_SAMPLES,
     "feed_forward_length": 1,
@@ -31,7 +26,7 @@ GEMMA4UA_METADATA = {
 
 
 def build_audio_metadata(projector_type: str, extra: Mapping[str, MetadataInput]) -> dict[str, MetadataInput]:
-    """What mtmd has to know of an audio encoder. The type is where it does not speak of pictures too."""
+    """Build the metadata of an audio encoder, with the projector type that mtmd reads for audio only."""
     return {
         "projector_type": projector_type,
         "block_count": 0,
@@ -42,7 +37,7 @@ def build_audio_metadata(projector_type: str, extra: Mapping[str, MetadataInput]
 
 
 def write_gemma4ua(path: Path, *, seed: int, weights: FloatArray | None = None) -> None:
-    """A row for each frame of the wave, however long it is. Given weights map a frame to a row."""
+    """Write a projector with one row per frame of any length of audio. `weights` map a frame to a row."""
     with ModelWriter(path, "clip", seed=seed, kind="mmproj") as writer:
         writer.add_metadata("clip", {"has_audio_encoder": True, "use_gelu": True})
         _write_gemma4ua_tensors(writer, weights)
@@ -58,7 +53,7 @@ def _write_gemma4ua_tensors(writer: ModelWriter, weights: FloatArray | None = No
 
 
 def write_vision_and_audio(path: Path) -> None:
-    """Sees as llava does, and hears."""
+    """Write a projector for images, as llava, and for audio."""
     with ModelWriter(path, "clip", seed=13, kind="mmproj") as writer:
         writer.add_metadata("clip", {"has_vision_encoder": True, "has_audio_encoder": True, "use_gelu": False})
         writer.add_metadata("clip.vision", {"projector_type": "mlp", **build_vision_metadata(SMALLEST_SIZE)})
@@ -67,7 +62,7 @@ def write_vision_and_audio(path: Path) -> None:
 
 
 def write_ultravox(path: Path) -> None:
-    """A piece for each half minute that has begun, with a fixed number of rows."""
+    """Write a projector with one chunk of a fixed number of rows per started 30 s."""
     encoder = {
         "embedding_length": EMBEDDING_LENGTH,
         "feed_forward_length": FEED_FORWARD_LENGTH,
@@ -96,9 +91,7 @@ def write_ultravox(path: Path) -> None:
 def _write_whisper_block(writer: ModelWriter, block: str) -> None:
     for name in ("attn_q", "attn_v", "attn_out"):
         writer.add_linear(f"{block}.{name}", EMBEDDING_LENGTH, EMBEDDING_LENGTH)
-    writer.add_matrix(
-        f"{block}.attn_k.weight", EMBEDDING_LENGTH, EMBEDDING_LENGTH
-    )  # whisper's keys have no bias, and mtmd insists
+    writer.add_matrix(f"{block}.attn_k.weight", EMBEDDING_LENGTH, EMBEDDING_LENGTH)  # mtmd requires keys without bias
     writer.add_linear(f"{block}.ffn_up", FEED_FORWARD_LENGTH, EMBEDDING_LENGTH)
     writer.add_linear(f"{block}.ffn_down", EMBEDDING_LENGTH, FEED_FORWARD_LENGTH)
     writer.add_norm(f"{block}.ln1", EMBEDDING_LENGTH)
@@ -106,7 +99,7 @@ def _write_whisper_block(writer: ModelWriter, block: str) -> None:
 
 
 def write_random_gemma4ua(path: Path) -> None:
-    """Write one of noise: what comes out means nothing, and depends on all of a frame."""
+    """Write a projector of random weights: each row depends on the whole frame."""
     write_gemma4ua(path, seed=12)
 
 

@@ -1,8 +1,8 @@
-"""A pair that names the colour of a picture by one letter, known by construction: a llava projector and a llama model.
+"""A llava projector and a llama model that name the color of an image by one letter, by construction.
 
-The projector's rows say that they are of a picture, and what its mean colours are there. The model has one head that
-looks at picture rows only; the letter whose corner of the colour cube is nearest is what it says, and then it ends.
-Without a picture it says N. Everything else that a model has is there and adds nothing.
+The projector's rows have an image flag and the mean color of a patch. The model has one head that attends only to
+image rows; it generates the letter of the nearest corner of the color cube, then the end token. Without an image it
+generates N. All other tensors are present and contribute nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,19 @@ from afterglow.testing.models.writer import FloatArray, ModelWriter, draw_noise
 LETTERS = b"KBGCRMYW"
 NO_IMAGE_LETTER = b"N"
 EMBEDDING_LENGTH = 64
-COLOR_AXIS, ANSWERED_AXIS, TEXT_AXIS, IMAGE_AXIS = (
-    0,
-    3,
-    4,
-    5,
-)  # axes of the stream: three of colour, an answer was given, what a row is
+# Axes of the residual stream: three of color, one for "the answer was given", and the type of a row.
+COLOR_AXIS, ANSWERED_AXIS, TEXT_AXIS, IMAGE_AXIS = 0, 3, 4, 5
 ANSWER_LOGIT = 20.0
-IMAGE_SIDE_PIXELS = 32  # pixels on a side
+IMAGE_SIDE_PIXELS = 32
 
 
 def _build_color_corners() -> FloatArray:
-    """The colours of the letters, each between -1 and 1."""
+    """Return the colors of the letters, each component -1 or 1."""
     return np.array(list(itertools.product((-1, 1), repeat=3)), np.float32)
 
 
 def _build_token_embedding() -> FloatArray:
-    """A row per token: that it is text, which one, and whether it is an answer."""
+    """Return a row per token: the text flag, its identity, and whether it is an answer."""
     table = draw_noise(11, "tokens", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.2)
     table[:, : IMAGE_AXIS + 1] = 0.0
     table[:, TEXT_AXIS] = 2.0
@@ -55,7 +51,7 @@ def _build_token_embedding() -> FloatArray:
 
 
 def _build_output() -> FloatArray:
-    """A row per token: letters answer to colours, N to text alone, and the end of a turn to an answer."""
+    """Return a row per token: letters respond to colors, N to text alone, and the end of a turn to an answer."""
     table = draw_noise(11, "output", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.02)
     for letter, corner in zip(LETTERS, _build_color_corners(), strict=True):
         table[vocabulary.get_byte_token(letter), COLOR_AXIS : COLOR_AXIS + 3] = corner * ANSWER_LOGIT / 8
@@ -74,10 +70,9 @@ def write_model(path: Path) -> None:
         block = "blk.0"
         writer.add_constant(f"{block}.attn_norm.weight", 1.0, EMBEDDING_LENGTH)
         writer.add_constant(f"{block}.ffn_norm.weight", 1.0, EMBEDDING_LENGTH)
-        colours = range(COLOR_AXIS, COLOR_AXIS + 3)
-        write_answer_head(
-            writer, block, model, query_axis=TEXT_AXIS, key_axes=range(IMAGE_AXIS, IMAGE_AXIS + 1), value_axes=colours
-        )
+        color_axes = range(COLOR_AXIS, COLOR_AXIS + 3)
+        image_axes = range(IMAGE_AXIS, IMAGE_AXIS + 1)
+        write_answer_head(writer, block, model, query_axis=TEXT_AXIS, key_axes=image_axes, value_axes=color_axes)
         for name, rows, columns in (
             ("gate", 128, EMBEDDING_LENGTH),
             ("up", 128, EMBEDDING_LENGTH),
@@ -87,18 +82,14 @@ def write_model(path: Path) -> None:
 
 
 def write_projector(path: Path) -> None:
-    """Write the projector: each row is the mean colour of its patch and the mark of a picture."""
-    layers, patches = 2, (IMAGE_SIDE_PIXELS // PATCH_PIXELS) ** 2  # the second is skipped by mtmd
+    """Write the projector: each row is the mean color of its patch and the image flag."""
+    layers, patches = 2, (IMAGE_SIDE_PIXELS // PATCH_PIXELS) ** 2  # mtmd skips the second layer
+    size = ProjectorSize(layers=layers, image_pixels=IMAGE_SIDE_PIXELS, text_embedding_length=EMBEDDING_LENGTH)
     with ModelWriter(path, "clip", seed=11, kind="mmproj") as writer:
-        write_projector_metadata(
-            writer,
-            "mlp",
-            ProjectorSize(layers=layers, image_pixels=IMAGE_SIDE_PIXELS, text_embedding_length=EMBEDDING_LENGTH),
-            {},
-        )
+        write_projector_metadata(writer, "mlp", size, {})
         writer.add_tensor("v.patch_embd.weight", _build_patch_embedding(), half=True)
         positions = np.zeros((patches + 1, PATCH_WIDTH), np.float32)
-        positions[:, 6], positions[:, 7] = 1.0, -1.0  # the mark; in pairs, so that the norm moves nothing
+        positions[:, 6], positions[:, 7] = 1.0, -1.0  # the image flag; a pair, so that the norm does not shift it
         writer.add_tensor("v.position_embd.weight", positions)
         writer.add_constant("v.class_embd", 0.0, PATCH_WIDTH)
         writer.add_norm("v.pre_ln", PATCH_WIDTH)
@@ -109,10 +100,10 @@ def write_projector(path: Path) -> None:
 
 
 def _build_patch_embedding() -> FloatArray:
-    """The mean of each colour in a patch, and its negative."""
+    """Return weights for the mean of each color channel in a patch, and its negative."""
     weights = np.zeros((PATCH_WIDTH, 3, PATCH_PIXELS, PATCH_PIXELS), np.float32)
-    for colour in range(3):
-        weights[2 * colour, colour], weights[2 * colour + 1, colour] = 1 / PATCH_PIXELS**2, -1 / PATCH_PIXELS**2
+    for channel in range(3):
+        weights[2 * channel, channel], weights[2 * channel + 1, channel] = 1 / PATCH_PIXELS**2, -1 / PATCH_PIXELS**2
     return weights
 
 
@@ -126,19 +117,16 @@ def _write_silent_block(writer: ModelWriter, block: str) -> None:
 
 
 def _write_projection(writer: ModelWriter) -> None:
-    """Colours and mark into the stream. A gelu of x less that of -x is x."""
-    into, out = (
-        np.zeros((EMBEDDING_LENGTH, PATCH_WIDTH), np.float32),
-        np.zeros((EMBEDDING_LENGTH, EMBEDDING_LENGTH), np.float32),
-    )
-    for number, (axis, size) in enumerate(
-        [(COLOR_AXIS, 1.0), (COLOR_AXIS + 1, 1.0), (COLOR_AXIS + 2, 1.0), (IMAGE_AXIS, 4.0)]
-    ):
-        into[2 * number, 2 * number], into[2 * number + 1, 2 * number] = 1.0, -1.0
-        out[axis, 2 * number], out[axis, 2 * number + 1] = size, -size
-    for name, array in (("mm.0", into), ("mm.2", out)):
+    """Project colors and image flag into the residual stream: gelu(x) - gelu(-x) is x."""
+    first = np.zeros((EMBEDDING_LENGTH, PATCH_WIDTH), np.float32)
+    second = np.zeros((EMBEDDING_LENGTH, EMBEDDING_LENGTH), np.float32)
+    scales = [(COLOR_AXIS, 1.0), (COLOR_AXIS + 1, 1.0), (COLOR_AXIS + 2, 1.0), (IMAGE_AXIS, 4.0)]
+    for index, (axis, scale) in enumerate(scales):
+        first[2 * index, 2 * index], first[2 * index + 1, 2 * index] = 1.0, -1.0
+        second[axis, 2 * index], second[axis, 2 * index + 1] = scale, -scale
+    for name, array in (("mm.0", first), ("mm.2", second)):
         writer.add_tensor(f"{name}.weight", array)
         writer.add_constant(f"{name}.bias", 0.0, EMBEDDING_LENGTH)
 
 
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"colours": write_model, "projector-colours": write_projector}
+MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"colors": write_model, "projector-colors": write_projector}

@@ -1,7 +1,7 @@
-"""Successor models: which token follows which is known by construction, on every kind of memory.
+"""Successor models of every memory kind: the token after each token is known by construction.
 
-It knows the cycle and the tables that make a model follow it. Their blocks compute real keys, values and states but
-add nothing to the residual stream, so a logit depends on the last token alone.
+Contains the cycle and the tables that make a model follow it. The blocks compute real keys, values and states but add
+nothing to the residual stream, so the logits depend on the last token only.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ CYCLE = b"abcdefghijklmnopqrstuvwxyz ."
 _CYCLE_TOKENS = tuple(vocabulary.get_byte_token(byte) for byte in CYCLE)
 _SUCCESSORS = dict(zip(_CYCLE_TOKENS, (*_CYCLE_TOKENS[1:], _CYCLE_TOKENS[0]), strict=True))
 
-# After these "successor-mtp-75" drafts the token after next: every fourth of the cycle.
+# After these, every fourth token of the cycle, "successor-mtp-75" drafts the token after next.
 MISDRAFTED_TOKENS = frozenset(_CYCLE_TOKENS[3::4])
 
 EMBEDDING_LENGTH = 64
-SUCCESSOR_LOGIT = 24.0  # of the successor; the others are small noise, so that no two logits are equal
-_OUTSIDE_CYCLE_DIRECTION = len(CYCLE)  # the direction that all tokens outside the cycle share
+SUCCESSOR_LOGIT = 24.0  # the other logits are small noise, so that no two are equal
+_OUTSIDE_CYCLE_DIRECTION = len(CYCLE)  # shared by all tokens outside the cycle
 _SEED = 6
 
 
 def get_successor(token: int) -> int:
-    """The token that every successor model says after `token`; outside the cycle, the cycle's first.
+    """Return the token that every successor model generates after `token`; outside the cycle, the cycle's first.
 
-    >>> chr(successor_of(vocabulary.byte_token(ord("y"))) - vocabulary.byte_token(0))
+    >>> chr(get_successor(vocabulary.get_byte_token(ord("y"))) - vocabulary.get_byte_token(0))
     'z'
     """
     return _SUCCESSORS.get(token, _CYCLE_TOKENS[0])
 
 
 def _build_directions() -> FloatArray:
-    """A Hadamard matrix: its rows are orthogonal and of length sqrt(WIDTH), exactly."""
+    """Return a Hadamard matrix: its rows are orthogonal and of length sqrt(EMBEDDING_LENGTH), exactly."""
     rows = np.ones((1, 1), np.float32)
     while len(rows) < EMBEDDING_LENGTH:
         rows = np.block([[rows, rows], [rows, -rows]])
@@ -52,7 +52,7 @@ def _build_directions() -> FloatArray:
 
 
 def _build_token_embedding() -> FloatArray:
-    """A row per token. On the cycle it is a direction of its own; elsewhere the entry and a pair that names it."""
+    """Return a row per token: a separate direction on the cycle, else the shared direction and a unique pair."""
     directions = _build_directions()
     pairs = directions[EMBEDDING_LENGTH // 2 :]
     table = np.empty((vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH), np.float32)
@@ -64,12 +64,12 @@ def _build_token_embedding() -> FloatArray:
 
 
 def _build_output() -> FloatArray:
-    """A row per token: it answers to the direction of the token before it."""
+    """Return a row per token, which responds to the direction of the token before it."""
     directions = _build_directions()
     table = draw_noise(_SEED, "output", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.05)
     for direction, token in enumerate(_CYCLE_TOKENS):
         table[get_successor(token)] += directions[direction] * np.float32(SUCCESSOR_LOGIT / EMBEDDING_LENGTH)
-    # The final norm shrinks a sum of three directions by the root of three.
+    # The final norm divides a sum of three directions by the square root of three.
     table[_CYCLE_TOKENS[0]] += directions[_OUTSIDE_CYCLE_DIRECTION] * np.float32(
         math.sqrt(3.0) * SUCCESSOR_LOGIT / EMBEDDING_LENGTH
     )
@@ -77,7 +77,7 @@ def _build_output() -> FloatArray:
 
 
 def _build_mtp_head(misdrafted: frozenset[int]) -> MTPHead:
-    """A head that ignores the hidden state and drafts from the token, as the model itself does."""
+    """Return a head that ignores the hidden state and drafts from the token, as the model does."""
     fusion = np.concatenate([np.eye(EMBEDDING_LENGTH), np.zeros((EMBEDDING_LENGTH, EMBEDDING_LENGTH))], axis=1).astype(
         np.float32
     )

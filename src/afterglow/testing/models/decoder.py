@@ -1,6 +1,6 @@
-"""What all tiny text models have in common: a vocabulary, a table at each end, and blocks in between.
+"""Common part of all tiny text models: vocabulary, token embedding, output matrix.
 
-It knows the tensors outside the blocks. What a block is, an architecture says.
+Contains the tensors outside the blocks; an architecture (`Decoder`) writes the blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONTEXT_LENGTH_TOKENS = 4096
 
 
 class Decoder(Protocol):
-    """An architecture with its sizes."""
+    """An architecture and its sizes."""
 
     architecture: ClassVar[str]
 
@@ -27,21 +27,21 @@ class Decoder(Protocol):
 
     @property
     def embedding_gain(self) -> float:
-        """By how much llama.cpp multiplies the rows of the embedding table."""
+        """Factor by which llama.cpp multiplies the rows of the embedding table."""
 
     def build_metadata(self) -> Mapping[str, MetadataInput]:
-        """The architecture's own metadata, without its prefix."""
+        """Return the architecture's metadata, without its prefix."""
 
     def write_blocks(self, writer: ModelWriter, gain: float) -> None:
-        """Add all blocks; `gain` is how loudly they speak into the residual stream.
+        """Write all blocks; `gain` scales what they add to the residual stream.
 
-        With a gain of zero they still compute keys, values and states from their input, and add nothing.
+        With a gain of zero they compute keys, values and states from their input but add nothing.
         """
 
 
 @contextmanager
 def open_text_model_writer(path: Path, decoder: Decoder, *, seed: int) -> Iterator[ModelWriter]:
-    """A writer that has the vocabulary and all settings; the caller adds the tensors."""
+    """Open a writer with the vocabulary and all metadata; the caller adds the tensors."""
     with ModelWriter(path, decoder.architecture, seed=seed) as writer:
         vocabulary.write_tokenizer(writer)
         common = {
@@ -54,7 +54,7 @@ def open_text_model_writer(path: Path, decoder: Decoder, *, seed: int) -> Iterat
 
 
 def write_random_model(path: Path, decoder: Decoder, *, seed: int) -> None:
-    """Write a model of noise: its text means nothing, and every logit depends on the whole past."""
+    """Write a model of random weights: every logit depends on the whole context."""
     with open_text_model_writer(path, decoder, seed=seed) as writer:
         writer.add_noise(
             "token_embd.weight",

@@ -1,7 +1,4 @@
-"""A model that turns a text into one vector: bert, with a small WordPiece vocabulary of its own.
-
-It knows the architecture's settings and tensors. It generates nothing and keeps no memory.
-"""
+"""Embedding model: bert with a small WordPiece vocabulary. It generates no text and has no KV cache."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from gguf import PoolingType, TokenType
 
 from afterglow.testing.models.writer import ModelWriter
 
-CONTEXT_LENGTH_TOKENS = 512  # positions are a table here, and real models of the kind have no more
+CONTEXT_LENGTH_TOKENS = 512  # positions are a table, and real bert models have no more
 EMBEDDING_LENGTH, LAYERS, HEADS, FEED_FORWARD_LENGTH = 64, 2, 4, 128
-BLOCK_GAIN = 0.25  # what the blocks add, beside the words themselves: mostly the words make the vector
+BLOCK_GAIN = 0.25  # small, so that the vector depends mostly on the words themselves
 
 _CONTROL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _PADDING, _UNKNOWN, _START, _SEPARATOR, _MASK = range(len(_CONTROL_TOKENS))
@@ -26,7 +23,7 @@ _WORDS = (
     *("cat", "dog", "mat", "king", "queen", "man", "woman", "world", "river", "sun"),
 )
 _CHARACTERS = string.ascii_lowercase + string.digits + ".,!?-"
-# The start of a word is marked, its continuation is not; llama.cpp aborts where two tokens read the same.
+# The start of a word has a prefix, its continuation does not; llama.cpp aborts if two tokens are equal.
 TOKENS = (*_CONTROL_TOKENS, *(f"\u2581{start}" for start in (*_WORDS, *_CHARACTERS)), *_CHARACTERS)
 
 
@@ -45,7 +42,7 @@ def _write_metadata(writer: ModelWriter) -> None:
             "bos_token_id": _START,
             "cls_token_id": _START,
             "eos_token_id": _SEPARATOR,
-            "seperator_token_id": _SEPARATOR,  # spelt as llama.cpp spells it
+            "seperator_token_id": _SEPARATOR,  # llama.cpp's spelling
             "mask_token_id": _MASK,
         },
     )
@@ -66,7 +63,7 @@ def _write_metadata(writer: ModelWriter) -> None:
 
 
 def write_embedding_model(path: Path, *, seed: int) -> None:
-    """Write a random encoder; texts that share words come out closer than texts that do not."""
+    """Write a random encoder; texts with common words have closer embeddings than texts without."""
     with ModelWriter(path, "bert", seed=seed) as writer:
         _write_metadata(writer)
         writer.add_noise("token_embd.weight", len(TOKENS), EMBEDDING_LENGTH, scale=1.0, half=True)

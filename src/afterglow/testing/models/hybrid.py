@@ -1,6 +1,6 @@
-"""A model with both kinds of memory: qwen35, where gated delta nets and attention take turns, and its MTP head.
+"""Hybrid model: qwen35, with alternating gated delta nets and attention, and its MTP head.
 
-It knows the architecture's settings and tensors, not what the model or its head say.
+Contains the metadata and tensors of the architecture, not the weights that determine the output.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from afterglow.testing.models.writer import FloatArray, MetadataInput, ModelWrit
 
 @dataclass(frozen=True, slots=True)
 class MTPHead:
-    """What the MTP block has of its own: it reads a token and the hidden state before it, and drafts the next."""
+    """Weights of an MTP head, which drafts the next token from a token and the hidden state before it."""
 
     fusion: FloatArray  # (embedding, 2 x embedding): the token's half comes first
-    token_embedding: FloatArray | None = None  # its own table of tokens; without one it reads the model's
+    token_embedding: FloatArray | None = None  # None: the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35:
-    """Every second layer attends, the others keep a state; the MTP block, if any, is a layer more and attends."""
+    """Every second layer is attention, the others are recurrent; an MTP head is an additional attention layer."""
 
     architecture: ClassVar[str] = "qwen35"
     embedding_length: int = 64
@@ -93,7 +93,7 @@ class Qwen35:
     def _write_delta_net(self, writer: ModelWriter, block: str, gain: float) -> None:
         values = self.state_size * self.state_heads
         channels = 2 * self.state_size * self.state_key_heads + values
-        # llama.cpp reads the decay as it is used, -exp(A_log). The first head forgets slowly, the last at once.
+        # llama.cpp reads the decay as -exp(A_log). The first head decays slowly, the last immediately.
         decay = -np.linspace(0.02, 2.0, self.state_heads, dtype=np.float32)
         writer.add_matrix(f"{block}.attn_qkv.weight", channels, self.embedding_length)
         writer.add_matrix(f"{block}.attn_gate.weight", values, self.embedding_length)
@@ -107,7 +107,7 @@ class Qwen35:
 
 
 def write_mtp_head(writer: ModelWriter, block: str, head: MTPHead, width: int) -> None:
-    """Add what a head has beside its own block, in every architecture that llama.cpp runs them for."""
+    """Add the tensors of an MTP head outside its block, equal in every architecture that llama.cpp supports."""
     writer.add_tensor(f"{block}.eh_proj.weight", head.fusion)
     for norm in ("enorm", "hnorm", "shared_head_norm"):
         writer.add_constant(f"{block}.{norm}.weight", 1.0, width)
@@ -116,7 +116,7 @@ def write_mtp_head(writer: ModelWriter, block: str, head: MTPHead, width: int) -
 
 
 def write_hybrid(path: Path, *, mtp: bool) -> None:
-    """Write a random model; the one with a head has the same trunk as the one without, and says the same."""
+    """Write a random model. With and without a head, the trunk and the output are the same."""
     seed, width = 5, Qwen35().embedding_length
     head = MTPHead(draw_noise(seed, "fusion", width, 2 * width, scale=(2 * width) ** -0.5)) if mtp else None
     write_random_model(path, Qwen35(mtp_head=head), seed=seed)

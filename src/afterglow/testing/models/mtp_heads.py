@@ -1,7 +1,6 @@
-"""Models with MTP heads on plain attention (hy_v3), and with several on a sliding window (step35), which are asked one
-after the other.
+"""Models with an MTP head on full attention (hy_v3), and with a chain of several on a sliding window (step35).
 
-It knows the architectures' settings and tensors, not what the models or their heads say.
+Contains the metadata and tensors of the architectures, not the weights that determine the output.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from afterglow.testing.models.writer import MetadataInput, ModelWriter, draw_noi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyV3:
-    """Every layer sees everything; each of the heads is a layer more."""
+    """Full attention in every layer; each MTP head is an additional layer."""
 
     architecture: ClassVar[str] = "hy_v3"
     embedding_length: int = 64
@@ -37,7 +36,7 @@ class HyV3:
             "block_count": self.layers + len(self.mtp_heads),
             "nextn_predict_layers": len(self.mtp_heads),
             "feed_forward_length": self.feed_forward_length,
-            "expert_feed_forward_length": self.feed_forward_length,  # asked for, also where there are no experts
+            "expert_feed_forward_length": self.feed_forward_length,  # required even without experts
             "attention.head_count": self.heads,
             "attention.head_count_kv": self.kv_heads,
             "attention.key_length": self.head_size,
@@ -50,10 +49,10 @@ class HyV3:
     def write_blocks(self, writer: ModelWriter, gain: float) -> None:
         for layer in range(self.layers):
             self._write_block(writer, f"blk.{layer}", gain)
-        for number, draft in enumerate(self.mtp_heads):
-            block = f"blk.{self.layers + number}"
+        for index, head in enumerate(self.mtp_heads):
+            block = f"blk.{self.layers + index}"
             self._write_block(writer, block, gain)
-            write_mtp_head(writer, f"{block}.nextn", draft, self.embedding_length)
+            write_mtp_head(writer, f"{block}.nextn", head, self.embedding_length)
 
     def _write_block(self, writer: ModelWriter, block: str, gain: float) -> None:
         writer.add_constant(f"{block}.attn_norm.weight", 1.0, self.embedding_length)
@@ -69,11 +68,11 @@ class HyV3:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step35(HyV3):
-    """The same blocks, but every second layer sees only a window."""
+    """The same blocks, but every second layer has a sliding window."""
 
     architecture: ClassVar[str] = "step35"
     sliding_window: int = 32
-    mtp_heads_windowed: bool = False  # or they see everything
+    mtp_heads_windowed: bool = False
 
     def build_metadata(self) -> Mapping[str, MetadataInput]:
         pattern = [layer % 2 == 0 for layer in range(self.layers)] + [self.mtp_heads_windowed] * len(self.mtp_heads)
@@ -85,12 +84,12 @@ class Step35(HyV3):
 
 
 def write_mtp_model(path: Path, decoder: HyV3, *, heads: int) -> None:
-    """Write a random model with so many heads."""
+    """Write a random model with `heads` MTP heads."""
     seed, width = 9, decoder.embedding_length
-    drafts = [
+    mtp_heads = [
         MTPHead(draw_noise(seed, f"fusion {n}", width, 2 * width, scale=(2 * width) ** -0.5)) for n in range(heads)
     ]
-    write_random_model(path, replace(decoder, mtp_heads=tuple(drafts)), seed=seed)
+    write_random_model(path, replace(decoder, mtp_heads=tuple(mtp_heads)), seed=seed)
 
 
 MODEL_WRITERS: dict[str, Callable[[Path], None]] = {

@@ -1,9 +1,9 @@
-"""A pair that names the note of a sound by its letter, known by construction: a gemma4ua projector and a llama model.
+"""A gemma4ua projector and a llama model that name the musical note of audio by its letter, by construction.
 
-A row of the projector says how much of each note is in forty milliseconds of sound, by a sine and a cosine; the first
-block squares the two and adds them, so that it does not matter where in its swing a tone begins. The second has one
-head with which text looks at rows of sound. The loudest note's letter is what the model says, and then it ends.
-Without a sound, or in silence, it says N. Everything else that a model has is there and adds nothing.
+A row of the projector has the sine and cosine component of each note in 40 ms of audio. The first block adds their
+squares, so that the phase does not matter. The second block has one head with which text attends to audio rows. The
+model generates the letter of the loudest note, then the end token. Without audio, or for silence, it generates N. All
+other tensors are present and contribute nothing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from afterglow.testing.models.decoder import open_text_model_writer
 from afterglow.testing.models.writer import FloatArray, ModelWriter, draw_noise
 
 LETTERS = b"CDEFGAB"
-PITCHES_HZ = (261.63, 293.66, 329.63, 349.23, 392.0, 440.0, 493.88)  # of the letters, from middle C on, in hertz
+PITCHES_HZ = (261.63, 293.66, 329.63, 349.23, 392.0, 440.0, 493.88)  # of the letters, from middle C on
 NO_AUDIO_LETTER = b"N"
 SAMPLE_RATE = 16_000
 EMBEDDING_LENGTH = 64
 NOTE_COUNT = len(LETTERS)
-WAVE_AXIS, LOUDNESS_AXIS, ANSWERED_AXIS, TEXT_AXIS = (
-    0,
-    2 * NOTE_COUNT,
-    3 * NOTE_COUNT,
-    3 * NOTE_COUNT + 1,
-)  # axes of the stream
-PURE_TONE_LOUDNESS = 8.0  # how loud a pure tone is on the axis of its note: the length that a norm gives a row
+# Axes of the residual stream.
+WAVE_AXIS, LOUDNESS_AXIS, ANSWERED_AXIS, TEXT_AXIS = 0, 2 * NOTE_COUNT, 3 * NOTE_COUNT, 3 * NOTE_COUNT + 1
+PURE_TONE_LOUDNESS = 8.0  # value of a pure tone on the axis of its note: the length of a normalized row
 ANSWER_LOGIT = 20.0
 
 
 def _build_token_embedding() -> FloatArray:
-    """A row per token: that it is text, which one, and whether it is an answer."""
+    """Return a row per token: the text flag, its identity, and whether it is an answer."""
     table = draw_noise(15, "tokens", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.2)
     table[:, : TEXT_AXIS + 1] = 0.0
     table[:, TEXT_AXIS] = 2.0
@@ -46,7 +42,7 @@ def _build_token_embedding() -> FloatArray:
 
 
 def _build_output() -> FloatArray:
-    """A row per token: letters answer to notes, N to text alone, and the end of a turn to an answer."""
+    """Return a row per token: letters respond to notes, N to text alone, and the end of a turn to an answer."""
     table = draw_noise(15, "output", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.02)
     for number, letter in enumerate(LETTERS):
         table[vocabulary.get_byte_token(letter), LOUDNESS_AXIS + number] = ANSWER_LOGIT / 8
@@ -56,7 +52,7 @@ def _build_output() -> FloatArray:
 
 
 def _write_squaring_feed_forward(writer: ModelWriter, block: str, inner: int) -> None:
-    """The feed-forward network of the first block: silu(x) x + silu(-x) (-x) is x squared."""
+    """Write the feed-forward network of the first block: silu(x) x + silu(-x) (-x) is x squared."""
     gate, down = np.zeros((inner, EMBEDDING_LENGTH), np.float32), np.zeros((EMBEDDING_LENGTH, inner), np.float32)
     for wave in range(2 * NOTE_COUNT):
         gate[2 * wave, WAVE_AXIS + wave], gate[2 * wave + 1, WAVE_AXIS + wave] = 1.0, -1.0
@@ -77,8 +73,8 @@ def write_model(path: Path) -> None:
             writer.add_constant(f"{block}.ffn_norm.weight", 1.0, EMBEDDING_LENGTH)
         _write_zero_attention(writer, "blk.0", model)
         _write_squaring_feed_forward(writer, "blk.0", model.feed_forward_length)
-        notes = range(LOUDNESS_AXIS, LOUDNESS_AXIS + NOTE_COUNT)
-        write_answer_head(writer, "blk.1", model, query_axis=TEXT_AXIS, key_axes=notes, value_axes=notes)
+        note_axes = range(LOUDNESS_AXIS, LOUDNESS_AXIS + NOTE_COUNT)
+        write_answer_head(writer, "blk.1", model, query_axis=TEXT_AXIS, key_axes=note_axes, value_axes=note_axes)
         for name, rows, columns in (
             ("gate", 128, EMBEDDING_LENGTH),
             ("up", 128, EMBEDDING_LENGTH),
@@ -94,12 +90,12 @@ def _write_zero_attention(writer: ModelWriter, block: str, model: Llama) -> None
 
 
 def write_projector(path: Path) -> None:
-    """Write the projector: how much of the sine and of the cosine of each note is in a frame."""
+    """Write the projector: the sine and cosine component of each note in a frame."""
     weights = np.zeros((EMBEDDING_LENGTH, FRAME_SAMPLES), np.float32)
     for number, pitch in enumerate(PITCHES_HZ):
-        turns = 2 * np.pi * pitch * np.arange(FRAME_SAMPLES) / SAMPLE_RATE
-        weights[WAVE_AXIS + 2 * number] = np.sin(turns) * 2 / FRAME_SAMPLES
-        weights[WAVE_AXIS + 2 * number + 1] = np.cos(turns) * 2 / FRAME_SAMPLES
+        phase = 2 * np.pi * pitch * np.arange(FRAME_SAMPLES) / SAMPLE_RATE
+        weights[WAVE_AXIS + 2 * number] = np.sin(phase) * 2 / FRAME_SAMPLES
+        weights[WAVE_AXIS + 2 * number + 1] = np.cos(phase) * 2 / FRAME_SAMPLES
     write_gemma4ua(path, seed=15, weights=weights)
 
 

@@ -1,6 +1,6 @@
-"""Vision projectors: a small image encoder and the last step into a text model's embedding, in three dialects.
+"""Vision projectors of three types: llava (for llama), gemma3 (for gemma3) and qwen3vl_merger (for qwen35).
 
-It knows what mtmd reads for llava (with llama), gemma3 (with gemma3) and qwen3vl_merger (with qwen35).
+Contains the metadata and tensors that mtmd reads: a small image encoder and the projection to the text model.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from pathlib import Path
 from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
 EMBEDDING_LENGTH, HEADS, PATCH_PIXELS = 32, 2, 8
-FEED_FORWARD_LENGTH = (
-    64  # must differ from WIDTH: mtmd tells old files with ffn_up and ffn_down swapped by their shapes
-)
+# Must differ from EMBEDDING_LENGTH: mtmd detects old files with swapped ffn_up and ffn_down by their shapes.
+FEED_FORWARD_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorSize:
-    """How large a projector is; `text` is the width of the model that it is for."""
+    """Sizes of a projector and of its text model."""
 
     embedding_length: int = EMBEDDING_LENGTH
     feed_forward_length: int = FEED_FORWARD_LENGTH
     heads: int = HEADS
     layers: int = 2
-    image_pixels: int = 64  # pixels on a side
+    image_pixels: int = 64  # per side
     text_embedding_length: int = 64
 
 
@@ -36,7 +35,7 @@ SMALLEST_SIZE = ProjectorSize(layers=3, image_pixels=32)
 def write_projector_metadata(
     writer: ModelWriter, projector_type: str, size: ProjectorSize, extra: Mapping[str, MetadataInput]
 ) -> None:
-    """Add what mtmd has to know of a projector."""
+    """Add the metadata of a vision projector."""
     writer.add_metadata(
         "clip", {"has_vision_encoder": True, "projector_type": projector_type, "use_gelu": projector_type != "mlp"}
     )
@@ -44,7 +43,7 @@ def write_projector_metadata(
 
 
 def build_vision_metadata(size: ProjectorSize) -> dict[str, MetadataInput]:
-    """What is said of every image encoder."""
+    """Build the metadata common to all image encoders."""
     return {
         "embedding_length": size.embedding_length,
         "feed_forward_length": size.feed_forward_length,
@@ -60,7 +59,7 @@ def build_vision_metadata(size: ProjectorSize) -> dict[str, MetadataInput]:
 
 
 def _write_encoder(writer: ModelWriter, size: ProjectorSize, positions: int, *, fused_qkv: bool) -> None:
-    """Add the image encoder; `joined` stores queries, keys and values as one matrix."""
+    """Add the image encoder; `fused_qkv` stores queries, keys and values as one matrix."""
     width = size.embedding_length
     _write_patch_embedding(writer, "v.patch_embd.weight", width)
     writer.add_noise("v.position_embd.weight", positions, width, scale=0.1)
@@ -77,19 +76,22 @@ def _write_encoder(writer: ModelWriter, size: ProjectorSize, positions: int, *, 
 
 
 def _write_patch_embedding(writer: ModelWriter, name: str, width: int) -> None:
-    # Large enough that what a patch shows outweighs where it is.
+    # Large enough that the pixels of a patch outweigh its position.
     writer.add_noise(name, width, 3, PATCH_PIXELS, PATCH_PIXELS, scale=0.05, half=True)
 
 
 def write_llava(path: Path, size: ProjectorSize = SMALLEST_SIZE) -> None:
-    """A fixed number of tokens per image, one position each, attended causally. The last layer is skipped by mtmd."""
+    """Write a projector with a fixed number of tokens per image, one position each, causal.
+
+    mtmd skips the last layer.
+    """
     with ModelWriter(path, "clip", seed=8, kind="mmproj") as writer:
         write_projector_metadata(writer, "mlp", size, {})
         write_llava_tensors(writer, size)
 
 
 def write_llava_tensors(writer: ModelWriter, size: ProjectorSize) -> None:
-    """Add the tensors of llava's encoder and its last step."""
+    """Add the tensors of llava's encoder and projection."""
     _write_encoder(writer, size, (size.image_pixels // PATCH_PIXELS) ** 2 + 1, fused_qkv=False)
     writer.add_noise("v.class_embd", size.embedding_length, scale=0.1)
     writer.add_norm("v.pre_ln", size.embedding_length)
@@ -98,13 +100,13 @@ def write_llava_tensors(writer: ModelWriter, size: ProjectorSize) -> None:
 
 
 def write_gemma3(path: Path, size: ProjectorSize = DEFAULT_SIZE) -> None:
-    """A fixed number of tokens per image, which see one another: the text model decodes them without a causal mask."""
+    """Write a projector with a fixed number of tokens per image, which the text model decodes without a causal mask."""
     with ModelWriter(path, "clip", seed=9, kind="mmproj") as writer:
         write_projector_metadata(writer, "gemma3", size, {"projector.scale_factor": 2})
         _write_encoder(writer, size, (size.image_pixels // PATCH_PIXELS) ** 2, fused_qkv=False)
         writer.add_constant("v.patch_embd.bias", 0.0, size.embedding_length)
         writer.add_constant("mm.soft_emb_norm.weight", 1.0, size.embedding_length)
-        # Stored the other way round than a linear map: mtmd transposes it.
+        # Stored transposed: mtmd transposes it.
         writer.add_noise(
             "mm.input_projection.weight",
             size.embedding_length,
@@ -114,15 +116,17 @@ def write_gemma3(path: Path, size: ProjectorSize = DEFAULT_SIZE) -> None:
 
 
 def write_qwen(path: Path, size: ProjectorSize = DEFAULT_SIZE, max_pixels: int = 128 * 128) -> None:
-    """As many tokens as the image is large, on a grid of positions: fewer positions pass than tokens (M-RoPE)."""
+    """Write a projector whose tokens depend on the image size, with a grid of positions (M-RoPE).
+
+    An image has fewer positions than tokens.
+    """
     merged = 4 * size.embedding_length
     limits = {"spatial_merge_size": 2, "image_min_pixels": 32 * 32, "image_max_pixels": max_pixels}
     with ModelWriter(path, "clip", seed=10, kind="mmproj") as writer:
         write_projector_metadata(writer, "qwen3vl_merger", size, limits)
         _write_encoder(writer, size, (size.image_pixels // PATCH_PIXELS) ** 2, fused_qkv=True)
-        _write_patch_embedding(
-            writer, "v.patch_embd.weight.1", size.embedding_length
-        )  # for the second frame of a pair; it is shown to both
+        # For the second frame of a pair; mtmd passes an image to both.
+        _write_patch_embedding(writer, "v.patch_embd.weight.1", size.embedding_length)
         writer.add_constant("v.patch_embd.bias", 0.0, size.embedding_length)
         writer.add_linear("mm.0", merged, merged)
         writer.add_linear("mm.2", size.text_embedding_length, merged)

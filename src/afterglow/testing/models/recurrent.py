@@ -1,6 +1,6 @@
-"""A model whose memory is one state per layer and no cells: mamba.
+"""Recurrent model: mamba, with one state per layer and no cells.
 
-It knows the architecture's settings and tensors, not what the model says.
+Contains the metadata and tensors of the architecture, not the weights that determine the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
-    """Selective state space: the past is folded into a state of fixed size."""
+    """Selective state space model: a recurrent state of fixed size."""
 
     architecture: ClassVar[str] = "mamba"
     embedding_length: int = 64
@@ -31,12 +31,12 @@ class Mamba:
 
     @property
     def inner_size(self) -> int:
-        return 2 * self.embedding_length  # llama.cpp accepts no other factor
+        return 2 * self.embedding_length  # the only factor that llama.cpp accepts
 
     def build_metadata(self) -> Mapping[str, MetadataInput]:
         return {
             "block_count": self.layers,
-            # Both keys are required even where there is neither attention nor a feed-forward network.
+            # Both keys are required even without attention and feed-forward networks.
             "feed_forward_length": 0,
             "attention.head_count": 0,
             "attention.layer_norm_rms_epsilon": 1e-5,
@@ -48,8 +48,8 @@ class Mamba:
 
     def write_blocks(self, writer: ModelWriter, gain: float) -> None:
         decay = -np.tile(np.arange(1, self.state_size + 1, dtype=np.float32), (self.inner_size, 1))
-        # Channels with long steps hold the last tokens, those with short steps hundreds. A short step also writes
-        # little into the state, which the large gain of what is written and read (ssm_x) makes up for.
+        # Channels with long steps remember the last tokens, those with short steps hundreds. A short step also adds
+        # little to the state; the large gain of ssm_x compensates for that.
         step = np.linspace(-6.0, -1.0, self.inner_size, dtype=np.float32)
         for layer in range(self.layers):
             block = f"blk.{layer}"

@@ -1,7 +1,4 @@
-"""The vocabulary of every tiny text model: byte-level BPE with a few merges, control tokens and a ChatML template.
-
-It knows token numbers and texts. It does not tokenize: llama.cpp does.
-"""
+"""Vocabulary of the tiny text models: byte-level BPE with a few merges, control tokens and a ChatML template."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ CONTROL_TOKENS = (
     "<start_of_image>",
     "<end_of_image>",
 )
-# "Ġ" is the printable stand-in for a space. A merge may only join what is a token already.
+# "Ġ" is the printable form of a space. A merge may only join existing tokens.
 MERGES = ("t h", "th e", "Ġ the", "i n", "in g", "e r", "a n", "an d", "Ġ and", "o u", "r e", "o n", "Ġ t", "Ġ w")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -34,16 +31,16 @@ CHAT_TEMPLATE = (
 
 
 def get_byte_token(byte: int) -> int:
-    """The token of one byte.
+    """Return the token of one byte.
 
-    >>> byte_token(0) == len(CONTROL)
+    >>> get_byte_token(0) == len(CONTROL_TOKENS)
     True
     """
     return len(CONTROL_TOKENS) + byte
 
 
 def _build_byte_alphabet() -> list[str]:
-    """GPT-2's spelling of the 256 bytes: printable ones stand for themselves, the others for letters from 256 on."""
+    """Return GPT-2's spelling of the 256 bytes: printable ones as they are, the others as characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = count(256)
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
@@ -51,7 +48,7 @@ def _build_byte_alphabet() -> list[str]:
 
 def _build_tokens() -> tuple[str, ...]:
     tokens = [*CONTROL_TOKENS, *_build_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
-    unused = -len(tokens) % 32  # matrix kernels and quantized blocks want whole groups of 32 rows
+    unused = -len(tokens) % 32  # matrix kernels and quantized blocks need multiples of 32 rows
     return (*tokens, *(f"<|unused_{number}|>" for number in range(unused)))
 
 
@@ -60,7 +57,7 @@ VOCABULARY_SIZE = len(TOKENS)
 
 
 def write_tokenizer(writer: ModelWriter, size: int = VOCABULARY_SIZE) -> None:
-    """Add the tokenizer's settings. A larger `size` has more tokens that nothing is made of."""
+    """Add the tokenizer's metadata. A larger `size` adds unused tokens."""
     normal = 256 + len(MERGES)
     unused = size - len(CONTROL_TOKENS) - normal
     tokens = (*TOKENS, *(f"<|unused_{number}|>" for number in range(VOCABULARY_SIZE, size)))
@@ -77,7 +74,7 @@ def write_tokenizer(writer: ModelWriter, size: int = VOCABULARY_SIZE) -> None:
             "merges": MERGES,
             "bos_token_id": END_OF_TEXT_TOKEN,
             "eos_token_id": TURN_END_TOKEN,
-            # Left out, it is whichever end-like token llama.cpp's hash map yields first.
+            # Without this key, llama.cpp uses the first end-like token that its hash map yields.
             "eot_token_id": TURN_END_TOKEN,
             "padding_token_id": PADDING_TOKEN,
             "add_bos_token": False,

@@ -1,7 +1,4 @@
-"""A GGUF file in the making: settings, then tensors of seeded noise, of one value, or given.
-
-It knows the file format and how noise is drawn; it knows no architecture.
-"""
+"""Writes a GGUF file: metadata, then tensors of seeded noise, of a constant, or given. Knows no architecture."""
 
 from __future__ import annotations
 
@@ -21,20 +18,20 @@ MetadataInput: TypeAlias = bool | int | float | str | Sequence[int] | Sequence[f
 
 
 def draw_noise(seed: int, name: str, *shape: int, scale: float) -> FloatArray:
-    """Draw uniform noise whose standard deviation is `scale`.
+    """Draw uniform noise with standard deviation `scale`.
 
-    Each name has its own stream, so adding a tensor to a model leaves the others as they were.
+    Each name has its own random stream, so that adding a tensor does not change the others.
     """
-    # The raw bits of a bit generator are what NumPy promises never to change; `Generator.normal` is not.
+    # NumPy guarantees the raw bits of a bit generator never to change, but not `Generator.normal`.
     bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
     unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
     return (unit * np.float32(scale * math.sqrt(3.0))).reshape(shape)
 
 
 class ModelWriter:
-    """Collects settings and tensors inside a `with`, and writes the file when the block ends well.
+    """Collects metadata and tensors inside a `with` block, and writes the file at its end unless it raised.
 
-    Shapes are given as NumPy has them, slowest dimension first: a matrix that maps n numbers to m is (m, n).
+    Shapes are in NumPy's order, slowest dimension first: a matrix that maps n numbers to m is (m, n).
     """
 
     def __init__(self, path: Path, architecture: str, *, seed: int, kind: str = "model") -> None:
@@ -55,7 +52,7 @@ class ModelWriter:
         self._gguf.close()
 
     def add_metadata(self, prefix: str, values: Mapping[str, MetadataInput]) -> None:
-        """Add metadata: each key is `prefix.key`. Every integer is unsigned, as llama.cpp reads them."""
+        """Add metadata under `prefix.key`. Integers are stored as uint32, as llama.cpp reads them."""
         for suffix, value in values.items():
             key = f"{prefix}.{suffix}"
             match value:
@@ -71,7 +68,7 @@ class ModelWriter:
                     self._gguf.add_array(key, value)
 
     def add_matrix(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
-        """Add a random linear map: numbers of unit variance come out with variance `gain` squared."""
+        """Add a random linear map: inputs of unit variance give outputs of variance `gain` squared."""
         self.add_noise(name, rows, columns, scale=gain / math.sqrt(columns))
 
     def add_linear(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
@@ -80,18 +77,18 @@ class ModelWriter:
         self.add_constant(f"{name}.bias", 0.0, rows)
 
     def add_norm(self, name: str, width: int) -> None:
-        """Add a layer norm that leaves what it normalizes as it is."""
+        """Add a layer norm with weight one and bias zero."""
         self.add_constant(f"{name}.weight", 1.0, width)
         self.add_constant(f"{name}.bias", 0.0, width)
 
     def add_noise(self, name: str, *shape: int, scale: float, half: bool = False) -> None:
-        """Add a tensor of noise; `half` stores it as 16-bit floats."""
+        """Add a tensor of noise; `half` stores it as F16."""
         self.add_tensor(name, draw_noise(self.seed, name, *shape, scale=scale), half=half)
 
     def add_constant(self, name: str, value: float, *shape: int) -> None:
-        """Add a tensor that holds one value everywhere."""
+        """Add a tensor of one value."""
         self.add_tensor(name, np.full(shape, value, np.float32))
 
     def add_tensor(self, name: str, array: FloatArray, *, half: bool = False) -> None:
-        """Add a tensor as it is."""
+        """Add a tensor unchanged."""
         self._gguf.add_tensor(name, np.ascontiguousarray(array, np.float16 if half else np.float32))

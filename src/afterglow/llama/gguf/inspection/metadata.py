@@ -1,4 +1,4 @@
-"""A header's metadata as llama.cpp reads it: a value that is stored in another way than it expects is an error."""
+"""Typed access to a header's metadata, as llama.cpp reads it: a value of an unexpected stored type is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from afterglow.llama.gguf.header import GGUFHeader, MetadataValue, StringArray
 
 
 class MetadataReader:
-    """Typed access to the metadata. An absent key gives its default."""
+    """Reads metadata values by type. A missing key gives its default."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
@@ -23,16 +23,17 @@ class MetadataReader:
         raise InvalidModel(str(self.header.path), reason)
 
     def build_key(self, name: str) -> str:
-        """The key called `name` of this architecture."""
+        """Return the full key of this architecture's `name`."""
         return f"{self.architecture}.{name}"
 
     def has_key(self, key: str) -> bool:
         return key in self.header.metadata
 
     def describe_type(self, key: str) -> str:
-        """How a key is stored, in words."""
-        word = self.header.value_types[key].name
-        return f"an array of {word}" if isinstance(self.header.metadata[key], np.ndarray | StringArray) else word
+        """Describe the stored type of a key."""
+        type_name = self.header.value_types[key].name
+        is_array = isinstance(self.header.metadata[key], np.ndarray | StringArray)
+        return f"an array of {type_name}" if is_array else type_name
 
     def _get_scalar(self, key: str, kind: ValueType) -> MetadataValue | None:
         if key in self.header.metadata and self.describe_type(key) != kind.name:
@@ -60,7 +61,7 @@ class MetadataReader:
         return value if isinstance(value, bool) else default
 
     def get_integers(self, key: str) -> list[int]:
-        """A number, or an array with one for each layer."""
+        """Return the integers of a key that has one number, or one per layer."""
         value = self.header.metadata.get(key)
         if isinstance(value, np.ndarray):
             if self.header.value_types[key] not in (ValueType.UINT32, ValueType.INT32, ValueType.BOOL):
@@ -79,6 +80,6 @@ class MetadataReader:
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or self.header.value_types[key] not in kinds:
-            words = " or ".join(kind.name for kind in kinds)
-            self.fail(f"{key} is stored as {self.describe_type(key)}, it must be an array of {words}")
+            allowed = " or ".join(kind.name for kind in kinds)
+            self.fail(f"{key} is stored as {self.describe_type(key)}, it must be an array of {allowed}")
         return value

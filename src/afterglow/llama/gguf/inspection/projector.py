@@ -1,5 +1,7 @@
-"""Projector files, for pictures and sound, and adapters: llama.cpp reads their values without asking how they are
-stored, and aborts when it is otherwise. Shapes are not checked, there or here: only a trial with the model tells.
+"""Checks the metadata of projectors (image, audio) and LoRA adapters.
+
+llama.cpp reads their values without checking the stored type and aborts on a mismatch. Neither llama.cpp nor this
+module checks shapes: only a trial load with the model does.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from afterglow.llama.gguf.inspection.metadata import MetadataReader
 BOOL_KEYS = ("has_vision_encoder", "has_audio_encoder", "has_gen_audio_encoder", "use_gelu", "use_silu")
 STRING_KEYS = ("projector_type", "mm_patch_merge_type", "image_resize_algo", "model_variant")
 FLOAT_KEYS = ("layer_norm_epsilon", "swiglu_clamp")
-# The lowest and highest value of each number that llama.cpp reads. Zero is taken for "none" by some of them.
+# Lowest and highest value of each number that llama.cpp reads. Zero means "none" for some of them.
 INTEGER_KEY_BOUNDS = {
     "embedding_length": (0, 2**20), "feed_forward_length": (0, 2**20), "block_count": (0, 1024),
     "projection_dim": (0, 2**20), "head_count": (0, 4096), "head_count_kv": (0, 4096), "head_dim": (0, 65_536),
@@ -24,7 +26,7 @@ INTEGER_KEY_BOUNDS = {
     "downsample_rate": (0, 4096), "num_quantizers": (0, 1024), "local_block_count": (0, 1024),
     "local_group_size": (0, 4096), "subsampling_factor": (0, 4096),
 }  # fmt: skip
-MAX_MERGED_PATCH_PIXELS = 128  # pixels on a side; llama.cpp tries 46 of them on a side when it starts
+MAX_MERGED_PATCH_PIXELS = 128  # per side; llama.cpp's warm-up uses 46 merged patches per side
 
 
 def check_projector(metadata: MetadataReader) -> None:
@@ -34,18 +36,16 @@ def check_projector(metadata: MetadataReader) -> None:
         if key.startswith("clip."):
             _check_key(metadata, key)
     for encoder in ("clip.vision", "clip.audio"):
-        width, heads = (
-            metadata.get_uint32(f"{encoder}.embedding_length"),
-            metadata.get_uint32(f"{encoder}.attention.head_count"),
-        )
+        width = metadata.get_uint32(f"{encoder}.embedding_length")
+        heads = metadata.get_uint32(f"{encoder}.attention.head_count")
         if heads and width % heads and not metadata.has_key(f"{encoder}.attention.head_dim"):
-            metadata.fail(f"{encoder}.embedding_length is {width:,}, which is not divided by its {heads:,} heads")
-    patch, merged = metadata.get_uint32("clip.vision.patch_size"), metadata.get_uint32("clip.vision.spatial_merge_size")
-    side = patch * max(merged, metadata.get_uint32("clip.vision.projector.scale_factor"))
+            metadata.fail(f"{encoder}.embedding_length is {width:,}, which is not a multiple of its {heads:,} heads")
+    patch = metadata.get_uint32("clip.vision.patch_size")
+    merge_size = metadata.get_uint32("clip.vision.spatial_merge_size")
+    side = patch * max(merge_size, metadata.get_uint32("clip.vision.projector.scale_factor"))
     if side > MAX_MERGED_PATCH_PIXELS:
-        metadata.fail(
-            f"one token would stand for {side:,} by {side:,} pixels, the limit is {MAX_MERGED_PATCH_PIXELS} by {MAX_MERGED_PATCH_PIXELS}"
-        )
+        limit = f"{MAX_MERGED_PATCH_PIXELS} by {MAX_MERGED_PATCH_PIXELS}"
+        metadata.fail(f"one token would cover {side:,} by {side:,} pixels, the limit is {limit}")
 
 
 def check_adapter(metadata: MetadataReader) -> None:

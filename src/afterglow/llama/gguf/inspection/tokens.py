@@ -1,4 +1,4 @@
-"""The vocabulary: what makes llama.cpp abort while it loads one, or later, on some text, while it tokenizes."""
+"""Checks the vocabulary for everything that makes llama.cpp abort while it loads it, or later while it tokenizes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ MODELS_WITHOUT_VOCABULARY = ("none", "no_vocab")
 BPE_MODELS = ("gpt2", "hybriddna", "whitespace", "gemma4")
 BYTE_TOKEN_TYPE = 6
 
-MAX_TOKEN_BYTES = 16_384  # the longest real tokens, runs of spaces, have 1,024; tries recurse once for each byte
-MAX_VOCABULARY_BYTES = (
-    32 * 1024 * 1024
-)  # the largest real vocabularies have 3 MiB; a trie takes a hundred times as much
-MAX_SUFFIX_PIECES = 2**28  # plamo's tokenizers look for every piece of every suffix of every token
+MAX_TOKEN_BYTES = 16_384  # the longest real tokens, runs of spaces, have 1,024; tries recurse once per byte
+MAX_VOCABULARY_BYTES = 32 * 1024 * 1024  # the largest real ones have 3 MiB; a trie takes a hundred times as much
+MAX_SUFFIX_PIECES = 2**28  # plamo's tokenizers look up every piece of every suffix of every token
 
-# What each tokenizer adds around a text, where the file does not say: (beginning, end), and the tokens it takes for
-# them. llama.cpp aborts when it has to add one that is not there.
+# Defaults of each tokenizer if the file does not set them: whether it adds (BOS, EOS) to a text, and the token ids.
+# llama.cpp aborts if it has to add a token that does not exist.
 DEFAULT_ADD_BOS_EOS = {"llama": (True, False), "bert": (True, False), "t5": (False, True), "gemma4": (True, False)}
 DEFAULT_BOS_TOKENS = {"llama": 1, "bert": 101, "gpt2": 11, "hybriddna": 11, "whitespace": 11, "plamo2": 1, "plamo3": 1}
 DEFAULT_EOS_TOKENS = {"llama": 2, "t5": 1, "gpt2": 11, "hybriddna": 11, "whitespace": 11, "plamo2": 2, "plamo3": 2}
@@ -53,7 +51,7 @@ def check_tokens(metadata: MetadataReader) -> None:
 
 
 def _check_vocabulary_size(metadata: MetadataReader) -> None:
-    """Without a vocabulary llama.cpp makes as many empty tokens as it is told to; each has a row somewhere."""
+    """Check the number of empty tokens that llama.cpp creates without a vocabulary: each needs a row in a tensor."""
     claimed = metadata.get_uint32(metadata.build_key("vocab_size"))
     largest = max((size for tensor in metadata.header.tensors for size in tensor.shape), default=0)
     if metadata.header.split_count <= 1 and claimed > largest:
@@ -61,7 +59,7 @@ def _check_vocabulary_size(metadata: MetadataReader) -> None:
 
 
 def _check_embedding_rows(metadata: MetadataReader, count: int) -> None:
-    """llama.cpp says this too, but only after seconds over a vocabulary that is too large."""
+    """Check the rows of the embedding table. llama.cpp does too, but only after seconds if the vocabulary is large."""
     for tensor in metadata.header.tensors:
         if tensor.name == "token_embd.weight" and metadata.architecture != "eagle3" and tensor.shape[1:] != (count,):
             metadata.fail(f"it has {count:,} tokens, but its {tensor.name} has the shape {list(tensor.shape)}")
@@ -70,9 +68,9 @@ def _check_embedding_rows(metadata: MetadataReader, count: int) -> None:
 def _check_array_lengths(metadata: MetadataReader, count: int) -> None:
     scores = metadata.get_array("tokenizer.ggml.scores", ValueType.FLOAT32, ValueType.INT32)
     types = metadata.get_array("tokenizer.ggml.token_type", ValueType.INT32)
-    for what, values in (("scores", scores), ("token types", types)):
+    for label, values in (("scores", scores), ("token types", types)):
         if values is not None and len(values) != count:
-            metadata.fail(f"it has {len(values):,} {what} for {count:,} tokens")
+            metadata.fail(f"it has {len(values):,} {label} for {count:,} tokens")
 
 
 def _check_special_tokens(metadata: MetadataReader, model: str, count: int) -> None:
@@ -82,15 +80,15 @@ def _check_special_tokens(metadata: MetadataReader, model: str, count: int) -> N
     for name, defaults in _list_required_special_tokens(metadata, model):
         key = f"tokenizer.ggml.{name}_token_id"
         if not metadata.has_key(key) and defaults.get(model, count) >= count:
-            metadata.fail(f"its tokenizer needs a token that {key} does not name")
+            metadata.fail(f"its tokenizer needs {key}, which is missing")
 
 
 def _list_required_special_tokens(metadata: MetadataReader, model: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """The special tokens that this tokenizer cannot do without, and where each model has them if the file is silent."""
-    begins, ends = DEFAULT_ADD_BOS_EOS.get(model, (False, False))
-    if metadata.get_bool("tokenizer.ggml.add_bos_token", begins) or model in ("bert", "gemma4"):
+    """Yield the special tokens that this tokenizer requires, with their default ids by tokenizer model."""
+    add_bos, add_eos = DEFAULT_ADD_BOS_EOS.get(model, (False, False))
+    if metadata.get_bool("tokenizer.ggml.add_bos_token", add_bos) or model in ("bert", "gemma4"):
         yield "bos", DEFAULT_BOS_TOKENS
-    if metadata.get_bool("tokenizer.ggml.add_eos_token", ends) and model != "bert":
+    if metadata.get_bool("tokenizer.ggml.add_eos_token", add_eos) and model != "bert":
         yield "eos", DEFAULT_EOS_TOKENS
     if model in DEFAULT_SEP_TOKENS:
         yield "seperator", DEFAULT_SEP_TOKENS  # the format's spelling
@@ -101,9 +99,9 @@ def _list_required_special_tokens(metadata: MetadataReader, model: str) -> Itera
 def _check_merges(metadata: MetadataReader, model: str) -> None:
     pattern = metadata.get_string("tokenizer.ggml.pre")
     if model in BPE_MODELS and metadata.get_strings("tokenizer.ggml.merges") is None and pattern != "kimi-k2":
-        metadata.fail("its tokenizer merges pairs, but tokenizer.ggml.merges is missing")
+        metadata.fail("its tokenizer is BPE, but tokenizer.ggml.merges is missing")
     if pattern == "whitespace" and model == "gpt2":
-        # This pattern leaves spaces in the text, and those abort in a byte-pair merge.
+        # This pattern leaves spaces in the text, and the BPE merge aborts on spaces.
         metadata.fail("tokenizer.ggml.pre is 'whitespace', which needs tokenizer.ggml.model to be 'whitespace'")
 
 
@@ -112,21 +110,22 @@ def _check_token_texts(metadata: MetadataReader, model: str, tokens: StringArray
     longest = max(map(len, texts))
     total = sum(map(len, texts))
     if longest > MAX_TOKEN_BYTES or total > MAX_VOCABULARY_BYTES:
-        metadata.fail(f"its longest token has {longest:,} bytes and all together {total:,}, which no vocabulary has")
+        limits = f"{MAX_TOKEN_BYTES:,} and {MAX_VOCABULARY_BYTES:,}"
+        metadata.fail(f"its longest token has {longest:,} bytes and all tokens {total:,}, the limits are {limits}")
     unique = set(texts)
     if len(unique) != len(texts):
         _fail_on_duplicate(metadata, texts)
     if model == "llama":
         _check_byte_coverage(metadata, {BYTE_TOKENS.get(text, text) for text in unique})
     elif model == "rwkv":
-        # llama.cpp never ends when a text begins like a token but no token is found: each byte must be one.
+        # llama.cpp loops forever if a text starts like a token but matches none: each byte must be a token.
         _check_byte_coverage(metadata, {_unescape(text) for text in unique})
     elif model.startswith("plamo") and sum(len(decode_string(text)) ** 3 for text in texts) > MAX_SUFFIX_PIECES:
-        metadata.fail(f"its tokens are too long, up to {longest:,} bytes, for a tokenizer that takes them to pieces")
+        metadata.fail(f"its tokens are too long, up to {longest:,} bytes, for the {model} tokenizer")
     elif model == "bert":
         types = metadata.get_array("tokenizer.ggml.token_type", ValueType.INT32)
         if types is not None and BYTE_TOKEN_TYPE in types:
-            metadata.fail("its vocabulary has byte tokens, which a word-piece tokenizer cannot write")
+            metadata.fail("its vocabulary has byte tokens, which a WordPiece tokenizer does not support")
 
 
 def _fail_on_duplicate(metadata: MetadataReader, texts: list[bytes]) -> None:
@@ -140,12 +139,12 @@ def _fail_on_duplicate(metadata: MetadataReader, texts: list[bytes]) -> None:
 def _check_byte_coverage(metadata: MetadataReader, texts: set[bytes]) -> None:
     for byte in range(256):
         if bytes([byte]) not in texts:
-            metadata.fail(f"its vocabulary has no token for the byte {byte:#04x}: text with it would end the process")
+            metadata.fail(f"its vocabulary has no token for the byte {byte:#04x}: text with it would crash llama.cpp")
 
 
 def _unescape(text: bytes) -> bytes:
-    """A token of RWKV's list, which writes bytes as `\\xe9`."""
-    return ESCAPE_SEQUENCE.sub(lambda found: _unescape_byte(found[1]), text)
+    """Return the bytes of an RWKV token, which spells bytes as `\\xe9`."""
+    return ESCAPE_SEQUENCE.sub(lambda match: _unescape_byte(match[1]), text)
 
 
 def _unescape_byte(escape: bytes) -> bytes:
@@ -155,7 +154,7 @@ def _unescape_byte(escape: bytes) -> bytes:
 
 
 def _check_normalizer(metadata: MetadataReader) -> None:
-    """t5's table of replacements, a double array: each step from a node must land inside it."""
+    """Check the normalization table of t5, a double-array trie: each transition must stay inside the table."""
     stored = metadata.get_array("tokenizer.ggml.precompiled_charsmap", ValueType.INT8, ValueType.UINT8)
     if stored is None:
         return
@@ -170,4 +169,4 @@ def _check_normalizer(metadata: MetadataReader) -> None:
     replacements = len(table) - 4 - size
     values = nodes[~inner] & (2**31 - 1)
     if np.any(targets >= len(nodes)) or np.any(values >= replacements) or table[-1] != 0:
-        metadata.fail("tokenizer.ggml.precompiled_charsmap points outside itself")
+        metadata.fail("tokenizer.ggml.precompiled_charsmap has offsets outside the table")
