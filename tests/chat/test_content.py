@@ -1,4 +1,4 @@
-"""Pictures and sounds are read where they stand, and refused by a model that cannot take them."""
+"""Message content: OpenAI and Anthropic parts, attachments, and their errors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from afterglow.chat.messages import Message, parse_messages, to_openai_message
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, UnsupportedMedia, UnsupportedOption
 from afterglow.media.identity import fnv1a
 from afterglow.testing import models
-from support.media_files import gradient, saved
+from support.media_files import encode_image, gradient
 
-PICTURE = "data:image/png;base64,aGVsbG8="
+IMAGE_URI = "data:image/png;base64,aGVsbG8="
 
 
-def test_openai_s_and_anthropic_s_pictures_are_read_with_their_place():
+def test_openai_and_anthropic_media_parts_are_parsed_with_their_offset():
     (message,) = parse_messages(
         [
             {
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "What is "},
-                    {"type": "image_url", "image_url": {"url": PICTURE}},
+                    {"type": "image_url", "image_url": {"url": IMAGE_URI}},
                     {"type": "text", "text": "this?"},
                     {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}},
                     {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
@@ -38,66 +38,67 @@ def test_openai_s_and_anthropic_s_pictures_are_read_with_their_place():
         ]
     )
     assert message.content == "What is this?"
-    assert [(one.kind, one.source, one.offset) for one in message.attachments] == [
-        ("image", PICTURE, 8),
-        ("image", PICTURE, 13),
+    assert [(item.kind, item.source, item.offset) for item in message.attachments] == [
+        ("image", IMAGE_URI, 8),
+        ("image", IMAGE_URI, 13),
         ("audio", "data:audio/wav;base64,UklGRg==", 13),
     ]
 
 
-def test_a_model_that_cannot_see_refuses_a_picture_by_its_message():
-    talk = [
+@pytest.mark.native
+def test_unsupported_media_is_an_error_that_names_the_message():
+    messages = [
         ("system", "Be brief."),
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE_URI}}]},
     ]
     with (
         afterglow.load(models.get_path("attention"), context=256) as model,
         pytest.raises(UnsupportedMedia, match=r"messages\[1\]\.content"),
     ):
-        model.chat(talk)
+        model.chat(messages)
 
 
-def read(*parts: dict[str, Any]) -> Message:
+def parse(*parts: dict[str, Any]) -> Message:
     (message,) = parse_messages([{"role": "user", "content": list(parts)}])
     return message
 
 
-def test_the_responses_parts_are_read():
-    picture = {"type": "input_image", "image_url": PICTURE, "detail": "original"}
-    message = read({"type": "input_text", "text": "Look: "}, picture)
+def test_parts_of_the_responses_api_are_parsed():
+    image = {"type": "input_image", "image_url": IMAGE_URI, "detail": "original"}
+    message = parse({"type": "input_text", "text": "Look: "}, image)
     assert message.content == "Look: "
-    assert [(one.source, one.detail) for one in message.attachments] == [(PICTURE, "high")]
+    assert [(item.source, item.detail) for item in message.attachments] == [(IMAGE_URI, "high")]
 
 
-def test_anthropic_s_addresses_are_read():
+def test_anthropic_url_sources_are_parsed():
     url = "https://example.com/cat.png"
-    message = read({"type": "image", "source": {"type": "url", "url": url}, "cache_control": {"type": "ephemeral"}})
+    message = parse({"type": "image", "source": {"type": "url", "url": url}, "cache_control": {"type": "ephemeral"}})
     assert message.attachments[0].source == url
 
 
-@pytest.mark.parametrize(("detail", "read_as"), [(None, "auto"), ("auto", "auto"), ("low", "low"), ("high", "high")])
-def test_the_detail_is_read(detail, read_as):
-    part = {"type": "image_url", "image_url": {"url": PICTURE, "detail": detail}}
-    assert read(part).attachments[0].detail == read_as
+@pytest.mark.parametrize(("detail", "parsed"), [(None, "auto"), ("auto", "auto"), ("low", "low"), ("high", "high")])
+def test_the_image_detail_is_parsed(detail, parsed):
+    part = {"type": "image_url", "image_url": {"url": IMAGE_URI, "detail": detail}}
+    assert parse(part).attachments[0].detail == parsed
 
 
-def test_low_detail_is_what_is_seen():
-    uri = "data:image/png;base64," + base64.b64encode(saved(gradient(1000, 10))).decode()
+def test_low_detail_limits_the_image_size():
+    uri = "data:image/png;base64," + base64.b64encode(encode_image(gradient(1000, 10))).decode()
     low, high = (
-        read({"type": "image_url", "image_url": {"url": uri, "detail": detail}}).attachments[0]
+        parse({"type": "image_url", "image_url": {"url": uri, "detail": detail}}).attachments[0]
         for detail in ("low", "high")
     )
     assert (low.load(MediaPolicy()).width, high.load(MediaPolicy()).width) == (512, 1000)
 
 
-def test_c6_an_id_is_read_and_is_that_of_the_bytes():
-    data = saved(gradient())
+def test_c6_an_id_must_match_the_bytes():
+    data = encode_image(gradient())
     uri = "data:image/png;base64," + base64.b64encode(data).decode()
-    right = read({"type": "image_url", "image_url": {"url": uri}, "id": fnv1a(data).upper()}).attachments[0]
+    right = parse({"type": "image_url", "image_url": {"url": uri}, "id": fnv1a(data).upper()}).attachments[0]
     assert right.id == fnv1a(data)
     assert right.load(MediaPolicy()).width == 64
-    wrong = read({"type": "image_url", "image_url": {"url": uri}, "id": "0123456789abcdef"}).attachments[0]
-    with pytest.raises(InvalidArgument, match="0123456789abcdef is not that"):
+    wrong = parse({"type": "image_url", "image_url": {"url": uri}, "id": "0123456789abcdef"}).attachments[0]
+    with pytest.raises(InvalidArgument, match="0123456789abcdef does not match"):
         wrong.load(MediaPolicy())
 
 
@@ -109,11 +110,11 @@ def test_c6_an_id_is_read_and_is_that_of_the_bytes():
         ({"type": ["image_url"]}, ".type"),
         ({"type": "image_url"}, ".image_url.url"),
         ({"type": "image_url", "image_url": 7}, ".image_url.url"),
-        ({"type": "image_url", "image_url": {"url": PICTURE, "detail": "medium"}}, ".image_url.detail"),
-        ({"type": "image_url", "image_url": {"url": PICTURE, "detail": []}}, ".image_url.detail"),
-        ({"type": "image_url", "image_url": PICTURE, "size": 7}, ".size"),
-        ({"type": "image_url", "image_url": PICTURE, "id": "xyz"}, ".id"),
-        ({"type": "input_image", "image_url": {"url": PICTURE}}, ".image_url"),
+        ({"type": "image_url", "image_url": {"url": IMAGE_URI, "detail": "medium"}}, ".image_url.detail"),
+        ({"type": "image_url", "image_url": {"url": IMAGE_URI, "detail": []}}, ".image_url.detail"),
+        ({"type": "image_url", "image_url": IMAGE_URI, "size": 7}, ".size"),
+        ({"type": "image_url", "image_url": IMAGE_URI, "id": "xyz"}, ".id"),
+        ({"type": "input_image", "image_url": {"url": IMAGE_URI}}, ".image_url"),
         ({"type": "image"}, ".source"),
         ({"type": "image", "source": {"type": "text", "data": "x"}}, ".source.type"),
         ({"type": "image", "source": {"type": "base64", "data": "x"}}, ".source.media_type"),
@@ -124,7 +125,7 @@ def test_c6_an_id_is_read_and_is_that_of_the_bytes():
         ({"type": "input_audio", "input_audio": {"format": "wav"}}, ".input_audio.data"),
     ],
 )
-def test_a_part_that_cannot_be_read_is_refused_by_its_place(part, where):
+def test_an_invalid_part_is_an_error_that_names_the_field(part, where):
     with pytest.raises(InvalidArgument) as caught:
         parse_messages([{"role": "user", "content": [part]}])
     assert caught.value.name == f"messages[0].content[0]{where}" or not where
@@ -134,18 +135,18 @@ def test_a_part_that_cannot_be_read_is_refused_by_its_place(part, where):
     "part",
     [{"type": "input_image", "file_id": "file_1"}, {"type": "image", "source": {"type": "file", "file_id": "1"}}],
 )
-def test_files_that_are_kept_elsewhere_are_refused(part):
-    with pytest.raises(UnsupportedOption, match="no files are kept here"):
-        read(part)
+def test_file_ids_are_rejected(part):
+    with pytest.raises(UnsupportedOption, match="file storage is not supported"):
+        parse(part)
 
 
-def test_what_was_read_is_written_so_that_it_is_read_again():
-    message = read(
+def test_openai_messages_round_trip():
+    message = parse(
         {"type": "text", "text": "What is "},
-        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}, "id": "0" * 16},
+        {"type": "image_url", "image_url": {"url": IMAGE_URI, "detail": "low"}, "id": "0" * 16},
         {"type": "text", "text": "this, and "},
         {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "mp3"}},
-        {"type": "image_url", "image_url": PICTURE},
+        {"type": "image_url", "image_url": IMAGE_URI},
     )
     assert parse_messages([to_openai_message(message)]) == [message]
     assert to_openai_message(message)["content"][3] == {
@@ -154,52 +155,52 @@ def test_what_was_read_is_written_so_that_it_is_read_again():
     }
 
 
-def test_a_conversation_is_asked_about_pictures_and_remembers_them(tmp_path):
-    """A file is read when it is asked about: what happens to it later changes nothing that was said."""
+def test_a_conversation_saves_the_images_of_a_message(tmp_path):
+    """A file is read when the message is built: later changes of the file have no effect."""
     path = tmp_path / "cat.png"
-    path.write_bytes(saved(gradient()))
-    asked = build_user_message("What is this?", [path, PICTURE, saved(gradient(8, 8))])
+    path.write_bytes(encode_image(gradient()))
+    message = build_user_message("What is this?", [path, IMAGE_URI, encode_image(gradient(8, 8))])
     path.unlink()
-    assert [one.load(MediaPolicy()).width for one in (asked.attachments[0], asked.attachments[2])] == [64, 8]
-    assert asked.attachments[1].source == PICTURE
+    assert [item.load(MediaPolicy()).width for item in (message.attachments[0], message.attachments[2])] == [64, 8]
+    assert message.attachments[1].source == IMAGE_URI
     with pytest.raises(InvalidMedia, match=r"cat\.png cannot be read: No such file"):
         build_user_message("And now?", [path])
-    talk = Conversation(None, messages=[asked])  # type: ignore[arg-type]
-    talk.save(tmp_path / "talk.json")
-    talk.load(tmp_path / "talk.json")
-    assert talk.messages == [asked]
-    talk.edit(0, "Why?")
-    assert talk.messages[0].attachments == asked.attachments
+    conversation = Conversation(None, messages=[message])  # type: ignore[arg-type]
+    conversation.save(tmp_path / "conversation.json")
+    conversation.load(tmp_path / "conversation.json")
+    assert conversation.messages == [message]
+    conversation.edit(0, "Why?")
+    assert conversation.messages[0].attachments == message.attachments
 
 
-def test_what_load_is_told_about_media_is_what_holds(tmp_path):
-    (tmp_path / "cat.png").write_bytes(saved(gradient()))
-    talk = [{"role": "user", "content": [{"type": "image_url", "image_url": "cat.png"}]}]
-    sight = {"context": 256, "projector": models.get_path("projector-llava")}
-    with afterglow.load(
-        models.get_path("attention"), media_policy=MediaPolicy(allowed_directory=tmp_path), **sight
-    ) as model:
-        (message,) = model.load_media(talk)
+@pytest.mark.native
+def test_the_media_policy_of_load_is_applied(tmp_path):
+    (tmp_path / "cat.png").write_bytes(encode_image(gradient()))
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": "cat.png"}]}]
+    options = {"context": 256, "projector": models.get_path("projector-llava")}
+    policy = MediaPolicy(allowed_directory=tmp_path)
+    with afterglow.load(models.get_path("attention"), media_policy=policy, **options) as model:
+        (message,) = model.load_media(messages)
         assert message.attachments[0].source.width == 64
         with pytest.raises(MediaRefused):
             model.load_media([{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1/"}]}])
-    with afterglow.load(models.get_path("attention"), **sight) as model, pytest.raises(MediaRefused):
-        model.load_media(talk)
+    with afterglow.load(models.get_path("attention"), **options) as model, pytest.raises(MediaRefused):
+        model.load_media(messages)
 
 
-def test_many_small_files_that_are_much_to_see_are_refused():
-    """A picture of one colour is a few hundred bytes of file, and megabytes to whoever looks at it."""
-    file = saved(Image.new("RGB", (1000, 1000)), compress_level=9)
+def test_the_decoded_size_of_all_media_is_limited():
+    """An image of one color has a few hundred bytes encoded and megabytes decoded."""
+    file = encode_image(Image.new("RGB", (1000, 1000)), compress_level=9)
     assert len(file) < 10_000
     attachments = build_attachments("image", [file] * 4)
     assert len(load_attachments(attachments, MediaPolicy(max_decoded_bytes=12_000_000))) == 4
-    with pytest.raises(InvalidMedia, match="more than 11,999,999 bytes: show fewer"):
+    with pytest.raises(InvalidMedia, match="more than 11,999,999 bytes decoded: send fewer"):
         load_attachments(attachments, MediaPolicy(max_decoded_bytes=11_999_999))
 
 
-def test_a_policy_says_what_is_wrong_with_it(tmp_path):
+def test_an_invalid_media_policy_is_rejected(tmp_path):
     for options in ({"allowed_hosts": ("https://example.com/",)}, {"allowed_hosts": ("",)}):
-        with pytest.raises(InvalidArgument, match="is no host"):
+        with pytest.raises(InvalidArgument, match="is not a hostname"):
             MediaPolicy(**options)
-    with pytest.raises(InvalidArgument, match="is no directory"):
+    with pytest.raises(InvalidArgument, match="is not a directory"):
         MediaPolicy(allowed_directory=Path(tmp_path / "nowhere"))

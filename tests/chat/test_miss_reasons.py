@@ -1,4 +1,4 @@
-"""Why a prompt missed, in words: the cause that a person would name."""
+"""Explanations of prefix misses: the reason and the message."""
 
 from __future__ import annotations
 
@@ -31,29 +31,31 @@ CASES = {
     "a number in a tool": (
         "tools changed", f'{SYSTEM}<tools>\n{{"function": {{"name": "clock", "description": "At most ', '5"}}', '6"}}',
     ),
-    "thoughts left out": (
+    "reasoning stripped": (
         "reasoning stripped", f"{SYSTEM}Be kind.{USER}2+2?{ASSISTANT}",
         f"4{USER}And 3+3?", f"<think>\nTwo and two.\n</think>\n\n4{USER}And 3+3?",
     ),
-    "thoughts left out of a template that opens them": (
+    "reasoning stripped by a template that opens it": (
         "reasoning stripped", f"{SYSTEM}Be kind.{USER}2+2?{ASSISTANT}<think>\n",
         f"\n</think>\n\n4{USER}", "Two.\n</think>\n\n4",
     ),
     "another system prompt": ("system prompt", f"{SYSTEM}You are ", f"a pirate.{USER}Hi", f"helpful.{USER}Hi"),
     "a developer's message": ("system prompt", "<|start|>developer<|message|># Be ", "brief", "kind"),
-    "an edited answer": ("answer changed", f"{SYSTEM}Be kind.{USER}Hi{ASSISTANT}Hello, ", "dear", "friend"),
-    "another question": ("another question", f"{SYSTEM}Be kind.{USER}My colour is ", "blue", "green"),
-    "another question to mistral": ("another question", "<s>[INST] My colour is ", "blue", "green"),
-    "another question to gemma": ("another question", "<start_of_turn>user\nMy colour is ", "blue", "green"),
+    "an edited answer": ("assistant message", f"{SYSTEM}Be kind.{USER}Hi{ASSISTANT}Hello, ", "dear", "friend"),
+    "another question": ("user message", f"{SYSTEM}Be kind.{USER}My colour is ", "blue", "green"),
+    "another question to mistral": ("user message", "<s>[INST] My colour is ", "blue", "green"),
+    "another question to gemma": ("user message", "<start_of_turn>user\nMy colour is ", "blue", "green"),
     "another result": ("tool result", f"{USER}Hi<|im_end|>\n<|im_start|>tool\n", "sunny", "rainy"),
-    "a gap more": ("white space", f"{SYSTEM}Be", "  kind.", " kind."),
-    "a line more": ("white space", f"{SYSTEM}Be kind.", "\n\nAnd good.", "\nAnd good."),
-    "plain text": ("another text", "Once upon a time there was a ", "king", "queen"),
-    "other tokens": ("other tokens", "Hel", "lo", "lo wor"),
+    "one more space": ("whitespace", f"{SYSTEM}Be", "  kind.", " kind."),
+    "one more newline": ("whitespace", f"{SYSTEM}Be kind.", "\n\nAnd good.", "\nAnd good."),
+    "plain text": ("text", "Once upon a time there was a ", "king", "queen"),
+    "other tokens": ("tokenization", "Hel", "lo", "lo wor"),
 }  # fmt: skip
 
 
-def found(*, prompt: int = 100, reused: int = 40, shared: int = 40, evicted: int = 0, cause: MissCause = "all of it"):
+def build_explanation(
+    *, prompt: int = 100, reused: int = 40, shared: int = 40, evicted: int = 0, cause: MissCause = "all of it"
+) -> Explanation:
     return Explanation(
         prompt_entries=prompt,
         reused_entries=reused,
@@ -66,38 +68,42 @@ def found(*, prompt: int = 100, reused: int = 40, shared: int = 40, evicted: int
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_difference_has_the_cause_that_a_person_would_name(case: str) -> None:
-    likely, before, ours, theirs = CASES[case]
-    words = explain_miss(found(), shared_text=before, prompt_text=ours, cached_text=theirs)
-    assert words.reason == likely
-    assert words.prompt_text in words.message
-    assert words.cached_text in words.message
+def test_a_text_difference_has_the_expected_reason(case: str) -> None:
+    reason, shared_text, prompt_text, cached_text = CASES[case]
+    report = explain_miss(
+        build_explanation(), shared_text=shared_text, prompt_text=prompt_text, cached_text=cached_text
+    )
+    assert report.reason == reason
+    assert report.prompt_text in report.message
+    assert report.cached_text in report.message
 
 
 @pytest.mark.parametrize(
-    ("explanation", "texts", "likely"),
+    ("explanation", "texts", "reason"),
     [
-        (found(reused=0, shared=0, cause="nothing in common"), ("", "Hi", ""), "nothing kept"),
-        (found(reused=99, shared=100), ("Hi", "", " there"), "all of it"),
-        (found(), ("Hi", " there", ""), "goes on"),
-        (found(evicted=80, cause="evicted"), ("Hi", " there", " now"), "evicted"),
-        (found(reused=8, cause="no checkpoint"), ("Hi", " there", " now"), "no checkpoint"),
-        (found(reused=8, cause="window passed"), ("Hi", " there", " now"), "window passed"),
-        (found(reused=32, cause="on the grid"), ("Hi", " there", " now"), "on the grid"),
+        (build_explanation(reused=0, shared=0, cause="nothing in common"), ("", "Hi", ""), "not cached"),
+        (build_explanation(reused=99, shared=100), ("Hi", "", " there"), "all of it"),
+        (build_explanation(), ("Hi", " there", ""), "continuation"),
+        (build_explanation(evicted=80, cause="evicted"), ("Hi", " there", " now"), "evicted"),
+        (build_explanation(reused=8, cause="no checkpoint"), ("Hi", " there", " now"), "no checkpoint"),
+        (build_explanation(reused=8, cause="window passed"), ("Hi", " there", " now"), "window passed"),
+        (build_explanation(reused=32, cause="on the grid"), ("Hi", " there", " now"), "on the grid"),
     ],
 )
-def test_what_memory_is_to_blame_for_is_said_first(explanation, texts, likely) -> None:
-    before, ours, theirs = texts
-    words = explain_miss(explanation, shared_text=before, prompt_text=ours, cached_text=theirs)
-    assert words.reason == likely
-    assert f"{explanation.reused} of 100 tokens" in words.message
+def test_cache_reasons_take_precedence_over_text_reasons(explanation, texts, reason) -> None:
+    shared_text, prompt_text, cached_text = texts
+    report = explain_miss(explanation, shared_text=shared_text, prompt_text=prompt_text, cached_text=cached_text)
+    assert report.reason == reason
+    assert f"{explanation.reused_entries} of 100 tokens" in report.message
 
 
-def test_long_texts_are_shown_in_part() -> None:
-    words = explain_miss(found(), shared_text="a" * 500 + " ", prompt_text="b" * 500, cached_text="c" * 500)
-    assert len(words.message) < 600
-    assert words.shared_text.startswith("…")
-    assert words.prompt_text.endswith("…")
+def test_long_texts_are_truncated() -> None:
+    report = explain_miss(
+        build_explanation(), shared_text="a" * 500 + " ", prompt_text="b" * 500, cached_text="c" * 500
+    )
+    assert len(report.message) < 600
+    assert report.shared_text.startswith("…")
+    assert report.prompt_text.endswith("…")
 
 
 def test_a_text_without_messages_has_no_role() -> None:

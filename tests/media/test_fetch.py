@@ -1,4 +1,4 @@
-"""What a host may do to whoever asks it: lead astray, drip, flood, lie. A real server on loopback does it all."""
+"""Fetching from hostile servers: redirects, slow and endless responses, malformed data. Uses a real loopback server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from afterglow.errors import InvalidMedia, MediaRefused
 from afterglow.media.fetch import Network, fetch_url
-from afterglow.media.load import MediaPolicy
+from afterglow.media.policy import MediaPolicy
 
 PUBLIC = "93.184.216.34"
-NAMES = {
+RESOLVED_IPS = {
     "good.example": [PUBLIC],
     "other.example": ["93.184.216.35"],
     "unlisted.example": ["93.184.216.36"],
@@ -30,18 +30,18 @@ POLICY = MediaPolicy(
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers by path."""
+    """Responds by path."""
 
     protocol_version = "HTTP/1.1"
-    seen: ClassVar[list[tuple[str, str]]] = []
+    requests: ClassVar[list[tuple[str, str]]] = []
 
     def do_GET(self) -> None:
-        Handler.seen.append((self.headers["Host"], self.path))
+        Handler.requests.append((self.headers["Host"], self.path))
         with contextlib.suppress(OSError):
             getattr(self, "on_" + self.path.strip("/").partition("?")[0].partition("/")[0])()
         self.close_connection = True
 
-    def answer(self, body: bytes = b"", status: int = 200, **headers: str) -> None:
+    def respond(self, body: bytes = b"", status: int = 200, **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content_Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -49,19 +49,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def on_good(self) -> None:
-        self.answer(b"picture", Content_Type="text/html")
+        self.respond(b"image", Content_Type="text/html")
 
     def on_to(self) -> None:
-        self.answer(status=302, Location=self.path.partition("?")[2])
+        self.respond(status=302, Location=self.path.partition("?")[2])
 
     def on_loop(self) -> None:
-        self.answer(status=301, Location="/loop")
+        self.respond(status=301, Location="/loop")
 
     def on_missing(self) -> None:
-        self.answer(b"no", status=404)
+        self.respond(b"no", status=404)
 
     def on_large(self) -> None:
-        self.answer(Content_Length="100001")
+        self.respond(Content_Length="100001")
         time.sleep(3)
 
     def on_flood(self) -> None:
@@ -77,8 +77,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         while True:
             self.wfile.write(b"10000\r\n" + bytes(65536) + b"\r\n")
 
-    def on_packed(self) -> None:
-        self.answer(b"\x1f\x8b", Content_Encoding="gzip")
+    def on_compressed(self) -> None:
+        self.respond(b"\x1f\x8b", Content_Encoding="gzip")
 
     def on_drip(self) -> None:
         self.send_response(200)
@@ -96,15 +96,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def on_silence(self) -> None:
         time.sleep(3)
 
-    def on_nonsense(self) -> None:
+    def on_malformed(self) -> None:
         self.wfile.write(b"\0\1\2 SSH-2.0\r\n\r\n")
 
     def on_short(self) -> None:
-        self.answer(b"half", Content_Length="8")
+        self.respond(b"half", Content_Length="8")
 
-    def drip(self, piece: bytes) -> None:
+    def drip(self, chunk: bytes) -> None:
         for _ in range(60):
-            self.wfile.write(piece)
+            self.wfile.write(chunk)
             self.wfile.flush()
             time.sleep(0.05)
 
@@ -124,37 +124,37 @@ def port():
 
 @pytest.fixture
 def network(port):
-    """Names of our own, and a connection to any public number that ends at the server on loopback."""
-    reached: list[tuple[str, int]] = []
+    """Network with fixed DNS entries that connects every IP address to the loopback server."""
+    connections: list[tuple[str, int]] = []
 
-    def connect(number: str, asked: int, seconds: float) -> socket.socket:
-        reached.append((number, asked))
-        return socket.create_connection(("127.0.0.1", port), timeout=seconds)
+    def connect(ip: str, requested_port: int, timeout_seconds: float) -> socket.socket:
+        connections.append((ip, requested_port))
+        return socket.create_connection(("127.0.0.1", port), timeout=timeout_seconds)
 
-    network = Network(resolve=lambda host, _: NAMES.get(host, [host]), connect=connect)
-    object.__setattr__(network, "reached", reached)
-    Handler.seen.clear()
+    network = Network(resolve=lambda host, _: RESOLVED_IPS.get(host, [host]), connect=connect)
+    object.__setattr__(network, "connections", connections)
+    Handler.requests.clear()
     return network
 
 
-def test_what_is_there_arrives_from_the_pinned_number_with_the_name_in_the_header(network):
-    assert fetch_url("http://good.example/good?x=1", POLICY, network) == b"picture"
-    assert network.reached == [(PUBLIC, 80)]
-    assert Handler.seen == [("good.example", "/good?x=1")]
+def test_a_fetch_connects_to_the_resolved_ip_and_sends_the_hostname(network):
+    assert fetch_url("http://good.example/good?x=1", POLICY, network) == b"image"
+    assert network.connections == [(PUBLIC, 80)]
+    assert Handler.requests == [("good.example", "/good?x=1")]
 
 
-def test_a_name_is_resolved_once_so_that_it_cannot_change_in_between(network):
-    answers = [[PUBLIC], ["127.0.0.1"]]
-    turning = Network(resolve=lambda *_: answers.pop(0), connect=network.connect)
-    assert fetch_url("http://good.example/good", POLICY, turning) == b"picture"
-    assert network.reached == [(PUBLIC, 80)]
-    assert len(answers) == 1
+def test_a_host_is_resolved_once_so_that_dns_cannot_change_in_between(network):
+    resolutions = [[PUBLIC], ["127.0.0.1"]]
+    changing = Network(resolve=lambda *_: resolutions.pop(0), connect=network.connect)
+    assert fetch_url("http://good.example/good", POLICY, changing) == b"image"
+    assert network.connections == [(PUBLIC, 80)]
+    assert len(resolutions) == 1
 
 
 def test_a_redirect_to_another_allowed_host_is_followed(network):
-    assert fetch_url("http://good.example/to?http://other.example/good", POLICY, network) == b"picture"
-    assert [number for number, _ in network.reached] == [PUBLIC, "93.184.216.35"]
-    assert fetch_url("http://good.example/to?/good", POLICY, network) == b"picture"
+    assert fetch_url("http://good.example/to?http://other.example/good", POLICY, network) == b"image"
+    assert [ip for ip, _ in network.connections] == [PUBLIC, "93.184.216.35"]
+    assert fetch_url("http://good.example/to?/good", POLICY, network) == b"image"
 
 
 @pytest.mark.parametrize(
@@ -173,92 +173,90 @@ def test_a_redirect_to_another_allowed_host_is_followed(network):
         "data:image/png;base64,AAAA",
     ],
 )
-def test_a_redirect_is_checked_like_the_first_address(network, target):
+def test_a_redirect_target_is_checked_like_the_first_url(network, target):
     with pytest.raises(MediaRefused):
         fetch_url(f"http://good.example/to?{target}", POLICY, network)
-    assert [number for number, _ in network.reached] == [PUBLIC]
+    assert [ip for ip, _ in network.connections] == [PUBLIC]
 
 
-def test_redirects_end(network):
-    with pytest.raises(InvalidMedia, match="more than 3 times"):
+def test_redirects_are_limited(network):
+    with pytest.raises(InvalidMedia, match="limit of 3 redirects"):
         fetch_url("http://good.example/loop", POLICY, network)
-    assert len(network.reached) == 4
-    with pytest.raises(InvalidMedia, match="more than 0 times"):
+    assert len(network.connections) == 4
+    with pytest.raises(InvalidMedia, match="limit of 0 redirects"):
         fetch_url("http://good.example/to?/good", MediaPolicy(allowed_hosts=("*",), max_redirects=0), network)
 
 
 @pytest.mark.parametrize("path", ["large", "flood", "chunks"])
-def test_no_more_than_the_limit_is_taken(network, path):
-    began = time.monotonic()
-    with pytest.raises(InvalidMedia, match="more than 100,000 bytes"):
+def test_a_response_over_the_size_limit_is_rejected(network, path):
+    start = time.monotonic()
+    with pytest.raises(InvalidMedia, match="limit of 100,000 bytes"):
         fetch_url(f"http://good.example/{path}", POLICY, network)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize("path", ["drip", "headers", "line", "silence"])
-def test_a_slow_host_is_cut_off_by_the_time_for_all_of_it(network, path):
-    hasty = MediaPolicy(allowed_hosts=("*",), fetch_timeout_seconds=0.4)
-    began = time.monotonic()
+def test_a_slow_server_hits_the_total_timeout(network, path):
+    policy = MediaPolicy(allowed_hosts=("*",), fetch_timeout_seconds=0.4)
+    start = time.monotonic()
     with pytest.raises(InvalidMedia, match=r"within 0\.4 seconds"):
-        fetch_url(f"http://good.example/{path}", hasty, network)
-    assert time.monotonic() - began < 1
+        fetch_url(f"http://good.example/{path}", policy, network)
+    assert time.monotonic() - start < 1
 
 
-@pytest.mark.parametrize(("path", "words"), [("missing", "404"), ("packed", "packed"), ("nonsense", "failed")])
-def test_other_answers_are_said(network, path, words):
-    with pytest.raises(InvalidMedia, match=words):
+@pytest.mark.parametrize(
+    ("path", "message"), [("missing", "404"), ("compressed", "compressed"), ("malformed", "failed")]
+)
+def test_an_unusable_response_is_reported(network, path, message):
+    with pytest.raises(InvalidMedia, match=message):
         fetch_url(f"http://good.example/{path}", POLICY, network)
 
 
-def test_a_host_that_does_not_answer_is_said():
-    def connect(number: str, port: int, seconds: float) -> socket.socket:
+def test_a_refused_connection_is_reported():
+    def connect(ip: str, port: int, timeout_seconds: float) -> socket.socket:
         raise ConnectionRefusedError
 
     with pytest.raises(InvalidMedia, match="ConnectionRefusedError"):
         fetch_url("http://good.example/", POLICY, Network(resolve=lambda *_: [PUBLIC], connect=connect))
 
 
-def test_the_next_number_is_tried_where_one_does_not_answer(network):
-    def connect(number: str, port: int, seconds: float) -> socket.socket:
-        if number == "93.184.216.1":
+def test_the_next_ip_is_tried_if_one_refuses(network):
+    def connect(ip: str, port: int, timeout_seconds: float) -> socket.socket:
+        if ip == "93.184.216.1":
             raise ConnectionRefusedError
-        return network.connect(number, port, seconds)
+        return network.connect(ip, port, timeout_seconds)
 
-    both = Network(resolve=lambda *_: ["93.184.216.1", PUBLIC], connect=connect)
-    assert fetch_url("http://good.example/good", POLICY, both) == b"picture"
+    network_with_two_ips = Network(resolve=lambda *_: ["93.184.216.1", PUBLIC], connect=connect)
+    assert fetch_url("http://good.example/good", POLICY, network_with_two_ips) == b"image"
 
 
-def test_an_encrypted_connection_is_for_the_name_and_a_redirect_out_of_it_is_refused(network):
+def test_tls_uses_the_hostname_and_a_redirect_to_http_is_refused(network):
     class Context:
         names: ClassVar[list[str]] = []
 
         def wrap_socket(self, connection: socket.socket, server_hostname: str) -> socket.socket:
             self.names.append(server_hostname)
-            return connection  # the server on loopback speaks plainly
+            return connection  # the loopback server has no TLS
 
     secure = Network(resolve=network.resolve, connect=network.connect, create_ssl_context=Context)
-    assert fetch_url("https://good.example/good", POLICY, secure) == b"picture"
+    assert fetch_url("https://good.example/good", POLICY, secure) == b"image"
     assert Context.names == ["good.example"]
-    assert network.reached == [(PUBLIC, 443)]
+    assert network.connections == [(PUBLIC, 443)]
     with pytest.raises(MediaRefused, match="from https: to http:"):
         fetch_url("https://good.example/to?http://good.example/good", POLICY, secure)
 
 
 def test_a_certificate_is_checked(port):
-    """The real context, against a server that speaks no TLS."""
+    """Uses the real SSL context against a server without TLS."""
     policy = MediaPolicy(allowed_hosts=(f"127.0.0.1:{port}",), allow_private=True)
     with pytest.raises(InvalidMedia, match="SSL"):
         fetch_url(f"https://127.0.0.1:{port}/good", policy)
 
 
-def test_loopback_is_asked_only_where_private_numbers_are_allowed(port):
+def test_loopback_is_fetched_only_if_private_ips_are_allowed(port):
     hosts = (f"localhost:{port}", f"127.0.0.1:{port}")
-    assert (
-        fetch_url(f"http://127.0.0.1:{port}/good", MediaPolicy(allowed_hosts=hosts, allow_private=True)) == b"picture"
-    )
-    assert (
-        fetch_url(f"http://localhost:{port}/good", MediaPolicy(allowed_hosts=hosts, allow_private=True)) == b"picture"
-    )
+    assert fetch_url(f"http://127.0.0.1:{port}/good", MediaPolicy(allowed_hosts=hosts, allow_private=True)) == b"image"
+    assert fetch_url(f"http://localhost:{port}/good", MediaPolicy(allowed_hosts=hosts, allow_private=True)) == b"image"
     for name in ("localhost", "127.0.0.1"):
         with pytest.raises(MediaRefused, match="not on the public internet"):
             fetch_url(f"http://{name}:{port}/good", MediaPolicy(allowed_hosts=hosts))

@@ -1,4 +1,4 @@
-"""No address leads anywhere but where it is allowed to, however it is written."""
+"""Allowed hosts and IP addresses: hostile URLs are refused, however they are written."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 
 from afterglow.errors import InvalidMedia, MediaRefused
 from afterglow.media.fetch import Network, fetch_url
-from afterglow.media.load import MediaPolicy, load_media_bytes
+from afterglow.media.load import load_media_bytes
+from afterglow.media.policy import MediaPolicy
 from afterglow.media.urls import is_host_allowed, is_ip_allowed, parse_url
 
 PUBLIC = "93.184.216.34"
-NAMES = {  # what a resolver controlled by somebody else may say
+RESOLVED_IPS = {  # answers of a resolver that an attacker controls
     "inside.example": ["10.1.2.3"],
     "loopback.example": ["127.0.0.1"],
     "half.example": [PUBLIC, "192.168.0.1"],
@@ -36,7 +37,7 @@ NAMES = {  # what a resolver controlled by somebody else may say
     "1572395042": [PUBLIC],
     "0135.0270.0330.0042": [PUBLIC],
 }
-HOSTILE = [
+HOSTILE_URLS = [
     "http://127.0.0.1/a.png",
     "http://127.1/a.png",
     "http://0177.0.0.1/a.png",
@@ -129,52 +130,52 @@ HOSTILE = [
 ]
 
 
-def connecting(number: str, port: int, seconds: float):
-    raise AssertionError(f"{number} was connected to")
+def fail_to_connect(ip: str, port: int, seconds: float):
+    raise AssertionError(f"connected to {ip}")
 
 
-NETWORK = Network(resolve=lambda host, port: NAMES.get(host, [host]), connect=connecting)
-EVERYWHERE = MediaPolicy(allowed_hosts=("*",))
+NETWORK = Network(resolve=lambda host, port: RESOLVED_IPS.get(host, [host]), connect=fail_to_connect)
+ALL_HOSTS = MediaPolicy(allowed_hosts=("*",))
 
 
-@pytest.mark.parametrize("url", HOSTILE)
-def test_a_hostile_address_is_refused_even_where_every_host_is_allowed(url, monkeypatch):
-    monkeypatch.setattr("afterglow.media.load.fetch", lambda source, policy: fetch_url(source, policy, NETWORK))
+@pytest.mark.parametrize("url", HOSTILE_URLS)
+def test_a_hostile_url_is_refused_even_if_every_host_is_allowed(url, monkeypatch):
+    monkeypatch.setattr("afterglow.media.load.fetch_url", lambda source, policy: fetch_url(source, policy, NETWORK))
     with pytest.raises(MediaRefused):
-        load_media_bytes("image", url, EVERYWHERE)
+        load_media_bytes("image", url, ALL_HOSTS)
 
 
-def test_there_are_enough_of_them():
-    assert len(set(HOSTILE)) >= 40
+def test_the_list_covers_at_least_forty_urls():
+    assert len(set(HOSTILE_URLS)) >= 40
 
 
-def test_the_address_that_is_allowed_reaches_its_number():
+def test_an_allowed_url_connects_to_its_ip():
     with pytest.raises(AssertionError, match=PUBLIC):
-        fetch_url("http://good.example/a.png", EVERYWHERE, NETWORK)
+        fetch_url("http://good.example/a.png", ALL_HOSTS, NETWORK)
 
 
-def test_a_refusal_says_what_to_change():
-    for url, policy, words in (
-        ("http://good.example/", MediaPolicy(), "send the data itself"),
-        ("http://user@good.example/", EVERYWHERE, "user or a password"),
+def test_a_refusal_states_the_reason():
+    for url, policy, message in (
+        ("http://good.example/", MediaPolicy(), "send the data inline"),
+        ("http://user@good.example/", ALL_HOSTS, "user or a password"),
         ("http://good.example/", MediaPolicy(allowed_hosts=("other.example",)), "good.example at port 80 is not on"),
-        ("gopher://good.example/", EVERYWHERE, "only data:, http:, https: and file:"),
+        ("gopher://good.example/", ALL_HOSTS, "only data:, http:, https: and file:"),
     ):
-        with pytest.raises(MediaRefused, match=words):
+        with pytest.raises(MediaRefused, match=message):
             load_media_bytes("image", url, policy)
 
 
 @pytest.mark.parametrize("url", ["http://good.example/a.png", "https://good.example/", "http://127.0.0.1/"])
-def test_nothing_is_even_resolved_where_no_host_is_allowed(url):
-    def asked(host, port):
+def test_a_host_that_is_not_allowed_is_not_resolved(url):
+    def fail_to_resolve(host, port):
         raise AssertionError("resolved")
 
     for hosts in ((), ("other.example",), ("*.good.example",), ("good.example:8080",)):
         with pytest.raises(MediaRefused):
-            fetch_url(url, MediaPolicy(allowed_hosts=hosts), Network(resolve=asked, connect=connecting))
+            fetch_url(url, MediaPolicy(allowed_hosts=hosts), Network(resolve=fail_to_resolve, connect=fail_to_connect))
 
 
-def test_a_list_names_hosts_names_below_a_host_and_ports():
+def test_allowed_hosts_match_hosts_subdomains_and_ports():
     def allowed(url: str, *hosts: str) -> bool:
         try:
             return bool(parse_url(url, MediaPolicy(allowed_hosts=hosts)))
@@ -194,38 +195,38 @@ def test_a_list_names_hosts_names_below_a_host_and_ports():
     assert is_host_allowed("example.com", 443, "https", ("*",))
 
 
-def test_an_allowed_address_keeps_its_path_and_its_question():
-    address = parse_url("https://example.com/a/b%20c?d=e&f#g", MediaPolicy(allowed_hosts=("example.com",)))
-    assert (address.request_target, address.authority) == ("/a/b%20c?d=e&f", "example.com")
+def test_a_parsed_url_preserves_path_and_query():
+    parsed = parse_url("https://example.com/a/b%20c?d=e&f#g", MediaPolicy(allowed_hosts=("example.com",)))
+    assert (parsed.request_target, parsed.authority) == ("/a/b%20c?d=e&f", "example.com")
     assert parse_url("http://example.com:81?x", MediaPolicy(allowed_hosts=("example.com:81",))).authority == (
         "example.com:81"
     )
 
 
-def test_private_numbers_are_allowed_only_where_that_is_said():
+def test_private_ips_are_allowed_only_if_the_policy_says_so():
     private = MediaPolicy(allow_private=True)
-    for number in ("127.0.0.1", "10.0.0.1", "192.168.1.1", "fd00::1", "::1"):
-        assert not is_ip_allowed(number, MediaPolicy())
-        assert is_ip_allowed(number, private)
-    for number in ("224.0.0.1", "0.0.0.0", "::", "ff02::1", "nonsense"):
-        assert not is_ip_allowed(number, private)
+    for ip in ("127.0.0.1", "10.0.0.1", "192.168.1.1", "fd00::1", "::1"):
+        assert not is_ip_allowed(ip, MediaPolicy())
+        assert is_ip_allowed(ip, private)
+    for ip in ("224.0.0.1", "0.0.0.0", "::", "ff02::1", "nonsense"):
+        assert not is_ip_allowed(ip, private)
     assert is_ip_allowed("8.8.8.8", MediaPolicy())
     assert is_ip_allowed("2606:4700::1111", MediaPolicy())
 
 
-def test_a_resolver_that_never_answers_is_not_waited_for():
-    forever = threading.Event()
+def test_a_resolver_that_never_answers_times_out():
+    released = threading.Event()
 
-    def slow(host, port):
-        forever.wait(5)
+    def resolve_slowly(host, port):
+        released.wait(5)
         return [PUBLIC]
 
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(InvalidMedia, match=r"within 0\.2 seconds"):
         fetch_url(
             "http://good.example/",
             MediaPolicy(allowed_hosts=("*",), fetch_timeout_seconds=0.2),
-            Network(resolve=slow, connect=connecting),
+            Network(resolve=resolve_slowly, connect=fail_to_connect),
         )
-    assert time.monotonic() - began < 1
-    forever.set()
+    assert time.monotonic() - start < 1
+    released.set()

@@ -1,4 +1,4 @@
-"""What the tests of the registry share: an environment of their own, a wheel for pip, an index and a hub."""
+"""Fixtures of the registry tests: a clean environment, a wheel for pip, a package index and a hub."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from afterglow.registry import CATALOG, CatalogEntry, WheelFile, discovery
-from support.registry_servers import WHEEL, Served, build_wheel, content, serving, source_of
+from support.registry_servers import WHEEL, ServedResponses, build_content, build_source, build_wheel, run_server
 
 
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty models directory, an empty home, and none of this machine's settings for pip or the hub."""
+    """Empty models directory and home, without this machine's settings of pip and the hub."""
     for name in list(os.environ):
         if name.startswith(("PIP_", "HF_", "HUGGINGFACE_", "OLLAMA_", "LLAMA_", "XDG_", "AFTERGLOW_")):
             monkeypatch.delenv(name)
@@ -31,23 +31,23 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[WheelFile], None]:
-    """Puts a source into the catalogue as `tiny`."""
+    """Adds a source to the catalog as `tiny`."""
     return lambda source: monkeypatch.setitem(CATALOG, "tiny", CatalogEntry("tiny", source))
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Callable[[WheelFile], None]) -> bytes:
-    """The bytes of `tiny`, which pip finds in a folder of wheels."""
-    data = content(5_000)
+    """Bytes of `tiny`, which pip finds in a folder of wheels."""
+    data = build_content(5_000)
     build_wheel(tmp_path / "wheels", data)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    register(source_of(data))
+    register(build_source(data))
     return data
 
 
 @pytest.fixture
 def bare_python(tmp_path: Path) -> str:
-    """A Python without pip and without any package."""
+    """Python without pip and without packages."""
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     return str(tmp_path / "bare" / "bin" / "python")
 
@@ -55,26 +55,26 @@ def bare_python(tmp_path: Path) -> str:
 @pytest.fixture
 def index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Callable[[WheelFile], None]
-) -> Iterator[tuple[Served, bytes]]:
-    """A package index that sends half of the wheel of `tiny` and the rest when it is told to."""
-    data = content(2_000_000)
+) -> Iterator[tuple[ServedResponses, bytes]]:
+    """Package index that sends half of the wheel of `tiny` and the rest after `release`."""
+    data = build_content(2_000_000)
     wheel = build_wheel(tmp_path / "served", data).read_bytes()
-    register(source_of(data))
+    register(build_source(data))
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_RETRIES", "0")
-    with serving() as served:
+    with run_server() as responses:
         page = f'<a href="/{WHEEL}">{WHEEL}</a>'.encode()
-        served.files["/simple/tiny-model/"] = ({"Content-Type": "text/html"}, page)
-        served.files[f"/{WHEEL}"] = ({"Content-Type": "application/octet-stream"}, wheel)
-        served.held.add(f"/{WHEEL}")
-        monkeypatch.setenv("PIP_INDEX_URL", f"{served.address}/simple")
-        yield served, data
+        responses.files["/simple/tiny-model/"] = ({"Content-Type": "text/html"}, page)
+        responses.files[f"/{WHEEL}"] = ({"Content-Type": "application/octet-stream"}, wheel)
+        responses.held.add(f"/{WHEEL}")
+        monkeypatch.setenv("PIP_INDEX_URL", f"{responses.address}/simple")
+        yield responses, data
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """A hub that answers as the Hugging Face one does; `publish` puts a file on it."""
-    with serving() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.address)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedResponses]:
+    """Hub that responds like Hugging Face; `publish` adds a file."""
+    with run_server() as responses:
+        monkeypatch.setenv("HF_ENDPOINT", responses.address)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
-        yield served
+        yield responses

@@ -1,4 +1,4 @@
-"""Are names read as people write them, and do file names lead back to their sources?"""
+"""Parsing of model names and of file names in the models directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from afterglow.registry import CATALOG, DEFAULT_MODEL, HubFile, WheelFile, parse
 from afterglow.registry.catalog import parse_filename
 
 
-def test_the_default_comes_out_of_a_wheel_with_a_sum():
+def test_the_default_model_is_in_a_wheel_with_a_sha256():
     source = CATALOG[DEFAULT_MODEL].source
     assert isinstance(source, WheelFile)
     assert len(source.sha256) == 64
@@ -23,7 +23,7 @@ def test_the_default_comes_out_of_a_wheel_with_a_sum():
         ("owner/repo@refs/pr/3:a b+c.gguf", "owner/repo", "refs/pr/3", "a b+c.gguf"),
     ],
 )
-def test_a_file_of_a_hub_is_named_by_repository_revision_and_file(name, repository, revision, file):
+def test_a_hub_name_has_repository_revision_and_file(name, repository, revision, file):
     entry = parse_name(name)
     assert entry is not None
     assert entry.source == HubFile(repository=repository, revision=revision, file=file)
@@ -48,11 +48,11 @@ def test_a_file_of_a_hub_is_named_by_repository_revision_and_file(name, reposito
         "./models/model.gguf",
     ],
 )
-def test_anything_else_is_no_name(name):
+def test_other_strings_are_not_names(name):
     assert parse_name(name) is None
 
 
-def test_every_entry_is_found_again_by_its_file_name():
+def test_every_catalog_entry_is_found_by_its_file_name():
     for entry in CATALOG.values():
         assert parse_filename(entry.source.filename) == entry
     assert parse_filename("put-here-by-hand.gguf") is None

@@ -1,4 +1,4 @@
-"""Does a name lead to the right file, and does removing remove only what is ours?"""
+"""Names resolve to the right files; only pulled models can be removed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from afterglow.errors import ModelNotFound, UnsupportedOperation
 from afterglow.registry import list_installed, models_directory, pull, remove, resolve
-from support.registry_servers import content, publish
+from support.registry_servers import build_content, publish
 
 
-def foreign_model() -> Path:
+def create_lm_studio_model() -> Path:
     path = Path(os.environ["HOME"], ".lmstudio/models/owner/repo/model.gguf")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"GGUF and more")
@@ -28,10 +28,10 @@ def test_the_models_directory_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("AFTERGLOW_CACHE")
     assert models_directory().parts[-2:] == ("afterglow", "models")
     assert list_installed() == []
-    assert not models_directory().exists()  # asking makes nothing
+    assert not models_directory().exists()  # listing does not create it
 
 
-def test_a_path_is_itself(tmp_path, monkeypatch):
+def test_a_path_resolves_to_itself(tmp_path, monkeypatch):
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     assert resolve(tmp_path / "some.gguf") == tmp_path / "some.gguf"
     monkeypatch.chdir(tmp_path)
@@ -40,7 +40,8 @@ def test_a_path_is_itself(tmp_path, monkeypatch):
         resolve("./other.gguf")
 
 
-def test_a_name_is_resolved_once_it_is_pulled(tiny, models):
+@pytest.mark.slow
+def test_a_name_resolves_after_the_pull(tiny, models):
     with pytest.raises(ModelNotFound, match="run `afterglow models pull tiny`"):
         resolve("tiny")
     path = resolve("tiny", fetch=True)
@@ -49,7 +50,7 @@ def test_a_name_is_resolved_once_it_is_pulled(tiny, models):
     assert resolve(path.name) == path
 
 
-def test_a_file_put_there_by_hand_goes_by_its_file_name(models):
+def test_a_manually_added_file_is_named_by_its_file_name(models):
     models.mkdir()
     (models / "mine.gguf").write_bytes(b"GGUF")
     assert [model.name for model in list_installed()] == ["mine.gguf"]
@@ -58,7 +59,8 @@ def test_a_file_put_there_by_hand_goes_by_its_file_name(models):
     assert os.listdir(models) == []
 
 
-def test_a_damaged_model_is_not_resolved_and_can_be_removed(tiny, models):
+@pytest.mark.slow
+def test_a_damaged_model_does_not_resolve_and_can_be_removed(tiny, models):
     path = pull("tiny")
     path.write_bytes(b"GGUF")
     assert [model.name for model in list_installed()] == [path.name]
@@ -68,7 +70,7 @@ def test_a_damaged_model_is_not_resolved_and_can_be_removed(tiny, models):
     assert os.listdir(models) == []
 
 
-def test_an_unknown_name_is_answered_with_what_there_is():
+def test_an_unknown_name_is_reported_with_suggestions():
     with pytest.raises(ModelNotFound) as caught:
         resolve("smolm2")
     assert "did you mean smollm2?" in caught.value.advice
@@ -76,13 +78,13 @@ def test_an_unknown_name_is_answered_with_what_there_is():
     assert "afterglow models pull" in caught.value.advice
     with pytest.raises(ModelNotFound):
         pull("smolm2")
-    for odd in ("", "\0", "x" * 5_000, "~nobody-here/x"):
+    for invalid in ("", "\0", "x" * 5_000, "~nobody-here/x"):
         with pytest.raises(ModelNotFound):
-            resolve(odd)
+            resolve(invalid)
 
 
-def test_a_model_of_another_program_is_resolved_and_never_removed():
-    path = foreign_model()
+def test_a_model_of_another_program_resolves_and_is_never_removed():
+    path = create_lm_studio_model()
     assert resolve("lmstudio:owner/repo/model.gguf") == path
     with pytest.raises(UnsupportedOperation, match="belongs to lmstudio"):
         remove("lmstudio:owner/repo/model.gguf")
@@ -92,17 +94,18 @@ def test_a_model_of_another_program_is_resolved_and_never_removed():
     assert path.exists()
 
 
-def test_a_file_in_the_cache_of_the_hub_needs_no_pull(hub, models, tmp_path):
+def test_a_file_in_the_hub_cache_needs_no_pull(hub, models, tmp_path):
     snapshot = tmp_path / "hub-home" / "hub" / "models--owner--repo" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "model.gguf").write_bytes(b"GGUF")
     assert resolve("owner/repo:model.gguf", fetch=True) == snapshot / "model.gguf"
-    with pytest.raises(ModelNotFound):  # which revision the cache holds is not known
+    with pytest.raises(ModelNotFound):  # the revision in the cache is unknown
         resolve("owner/repo@v2:model.gguf")
 
 
-def test_a_file_of_the_hub_is_removed_by_its_name(hub, models):
-    publish(hub, "owner/repo", "model.gguf", content(1_000))
+@pytest.mark.slow
+def test_a_hub_file_is_removed_by_its_name(hub, models):
+    publish(hub, "owner/repo", "model.gguf", build_content(1_000))
     pull("owner/repo:model.gguf")
     assert remove("hf:owner/repo:model.gguf").size == 1_000
     assert list_installed() == []

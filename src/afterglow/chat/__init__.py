@@ -1,1 +1,1 @@
-"""Text: what tokens say. Knows no requests and no memory."""
+"""Chat: messages to prompts, and generated tokens to responses. Knows nothing of KV caches and scheduling."""

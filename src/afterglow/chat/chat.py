@@ -1,4 +1,4 @@
-"""Chat: messages in; out comes what the model is given, what it may answer, and how its answer is read."""
+"""Plans chat requests: messages and options to a prompt, output constraints and an output parser."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from afterglow.chat.constraints.reasoning_options import ReasoningOptions, parse
 from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_tool_choice
 from afterglow.chat.content import load_attachments
-from afterglow.chat.messages import Message, MessageLike
-from afterglow.chat.messages import parse_messages as read_messages
+from afterglow.chat.messages import Message, MessageLike, parse_messages
 from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputParser, PlainTextParser
 from afterglow.chat.output.reasoning import HARMONY_REASONING, ReasoningParser, detect_reasoning_format
@@ -24,8 +23,7 @@ from afterglow.chat.tools.detection import detect_family
 from afterglow.chat.tools.families.hermes import GENERIC
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.text_tools import render_tools_as_text
-from afterglow.chat.tools.tool import Tool, ToolLike
-from afterglow.chat.tools.tool import parse_tools as read_tools
+from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Request
@@ -36,31 +34,31 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What may be asked of an answer beside its sampling."""
+    """Options of a chat request, except sampling."""
 
     tools: Sequence[ToolLike] = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None
     reasoning: bool | int | str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the template
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
-    """A conversation ready to be answered."""
+    """A chat request ready for the engine: prompt, constraints and output parser."""
 
     chat: Chat
     prompt: ChatPrompt
     tools: tuple[Tool, ...]
     tool_choice: ResolvedToolChoice
-    starts_in_reasoning: bool  # the prompt ends inside a thought
+    starts_in_reasoning: bool  # the prompt ends inside reasoning
     constraint: GrammarConstraint | None
     reasoning_budget: ReasoningBudget | None
-    parse: Callable[[str], Any] | None  # what a finished answer's text is turned into
+    parse: Callable[[str], Any] | None  # parses the text of a complete answer
 
     def apply_to(self, request: Request) -> Request:
-        """The engine's request, with what leads the answer."""
+        """Return the engine request with the token constraints and stop tokens of this plan."""
         return replace(
             request,
             constraint=self.constraint,
@@ -69,21 +67,21 @@ class ChatPlan:
         )
 
     def create_parser(self) -> OutputParser:
-        """What tells text, thoughts and calls apart in one answer."""
+        """Create the parser that splits one answer into text, reasoning and tool calls."""
         chat = self.chat
-        calls = bool(self.tools) and self.tool_choice.mode != "none"
-        inner = (
+        may_call = bool(self.tools) and self.tool_choice.mode != "none"
+        parser = (
             chat.tool_family.create_parser(self.tools)
-            if calls or chat.reasoning_format is HARMONY_REASONING
+            if may_call or chat.reasoning_format is HARMONY_REASONING
             else PlainTextParser()
         )
         if chat.reasoning_format is None or chat.reasoning_format is HARMONY_REASONING:
-            return inner
-        return ReasoningParser(inner, chat.reasoning_format, starts_in_reasoning=self.starts_in_reasoning)
+            return parser
+        return ReasoningParser(parser, chat.reasoning_format, starts_in_reasoning=self.starts_in_reasoning)
 
 
 class Chat(Closeable):
-    """Knows how one model talks.
+    """Chat format of one model: template, reasoning format, tool family and media.
 
     >>> chat = Chat(vocabulary, template)
     >>> plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
@@ -98,8 +96,8 @@ class Chat(Closeable):
         *,
         boundaries: bool = True,
     ) -> None:
-        """`boundaries`: whether prompts say where their messages end (see `PromptBuilder`)."""
-        self.media_policy = media_policy  # where pictures and sounds may come from
+        """`boundaries`: whether prompts get boundaries at the ends of messages (see `PromptBuilder`)."""
+        self.media_policy = media_policy
         self._media_support = media_support
         self.reasoning_format = detect_reasoning_format(template)
         self._vocabulary = vocabulary
@@ -109,34 +107,39 @@ class Chat(Closeable):
         self._prompt_builder = PromptBuilder(vocabulary, self._template, boundaries=boundaries)
 
     def plan(self, messages: Sequence[MessageLike], options: ChatOptions) -> ChatPlan:
-        """What to ask of the engine. Whatever cannot be honoured is refused here, by name."""
-        tools = read_tools(options.tools)
-        choice = parse_tool_choice(options.tool_choice, tools)
-        thoughts = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
-        format = parse_response_format(options.response_format)
-        said, shown = extract_media(read_messages(messages), self._media_support(), self.media_policy)
-        prompt = self._build_prompt(
-            said, tools, {**thoughts.chat_template_kwargs, **options.chat_template_kwargs}, shown
-        )
-        opened = self.reasoning_format is not None and self.reasoning_format.is_open(prompt.text)
+        """Plan a chat request. Raises an error that names the option if one cannot be honored."""
+        tools = parse_tools(options.tools)
+        tool_choice = parse_tool_choice(options.tool_choice, tools)
+        reasoning = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
+        response_format = parse_response_format(options.response_format)
+        parsed, placeholders = extract_media(parse_messages(messages), self._media_support(), self.media_policy)
+        chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
+        prompt = self._build_prompt(parsed, tools, chat_template_kwargs, placeholders)
+        starts_in_reasoning = self.reasoning_format is not None and self.reasoning_format.is_open(prompt.text)
         return ChatPlan(
             chat=self,
             prompt=prompt,
             tools=tools,
-            tool_choice=choice,
-            starts_in_reasoning=opened,
-            constraint=self._build_constraint(choice, options.parallel_tool_calls, format.spec, thoughts, opened),
-            reasoning_budget=self._build_reasoning_budget(thoughts, opened),
-            parse=format.parse,
+            tool_choice=tool_choice,
+            starts_in_reasoning=starts_in_reasoning,
+            constraint=self._build_constraint(
+                tool_choice, options.parallel_tool_calls, response_format.spec, reasoning, starts_in_reasoning
+            ),
+            reasoning_budget=self._build_reasoning_budget(reasoning, starts_in_reasoning),
+            parse=response_format.parse,
         )
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
-        """The messages with their pictures and sounds opened, from wherever those may come."""
-        said = filter_media(read_messages(messages), self._media_support())
-        contents = iter(load_attachments((one for message in said for one in message.attachments), self.media_policy))
+        """Return the messages with their media loaded, as the media policy allows."""
+        filtered = filter_media(parse_messages(messages), self._media_support())
+        attachments = [attachment for message in filtered for attachment in message.attachments]
+        media = iter(load_attachments(attachments, self.media_policy))
         return [
-            replace(message, attachments=tuple(replace(one, source=next(contents)) for one in message.attachments))
-            for message in said
+            replace(
+                message,
+                attachments=tuple(replace(attachment, source=next(media)) for attachment in message.attachments),
+            )
+            for message in filtered
         ]
 
     def close(self) -> None:
@@ -144,29 +147,26 @@ class Chat(Closeable):
 
     @functools.cached_property
     def tool_family(self) -> ToolFamily:
-        """How this model calls tools: as its template says, where that really shows them to the model."""
+        """Tool call format of the model; the generic one if its template does not render tools."""
         family = detect_family(self._template_source)
         return family if family is GENERIC or self._template.get_capabilities().supports_tools else GENERIC
 
     @functools.cached_property
     def stop_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn of this family's models beside the model's own ends."""
+        """Tokens that end an answer of this tool family, beside the end-of-generation tokens of the model."""
         control = self._vocabulary.control_tokens_by_text
         return frozenset(control[text] for text in self.tool_family.stops if text in control)
 
     @functools.cached_property
     def _visible_control_tokens(self) -> frozenset[int]:
-        """The control tokens that readers must see."""
-        marks = " ".join(
-            (
-                *self.tool_family.markers,
-                *((self.reasoning_format.start_tag, self.reasoning_format.end_tag) if self.reasoning_format else ()),
-            )
-        )
-        return frozenset(token for text, token in self._vocabulary.control_tokens_by_text.items() if text in marks)
+        """Control tokens whose text the parsers need."""
+        reasoning_format = self.reasoning_format
+        tags = () if reasoning_format is None else (reasoning_format.start_tag, reasoning_format.end_tag)
+        markers = " ".join((*self.tool_family.markers, *tags))
+        return frozenset(token for text, token in self._vocabulary.control_tokens_by_text.items() if text in markers)
 
     def piece(self, token: int) -> bytes:
-        """The bytes of a token as readers see it: control tokens only where they mark something."""
+        """Return the bytes of a token for the output parsers. Control tokens that are no markers have none."""
         return self._vocabulary.token_to_piece(token, special=token in self._visible_control_tokens)
 
     def _build_prompt(
@@ -176,19 +176,15 @@ class Chat(Closeable):
         chat_template_kwargs: Mapping[str, Any],
         placeholders: MediaPlaceholders,
     ) -> ChatPrompt:
-        used = tools or any(message.tool_calls or message.role == "tool" for message in messages)
-        if used and self.tool_family is GENERIC:
-            return self._prompt_builder.build(
-                render_tools_as_text(messages, tools),
-                chat_template_kwargs=chat_template_kwargs,
-                placeholders=placeholders,
-            )
-        offered = [tool.definition for tool in tools]
+        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in messages)
+        definitions = [tool.definition for tool in tools]
+        if uses_tools and self.tool_family is GENERIC:
+            messages, definitions = render_tools_as_text(messages, tools), []
         return self._prompt_builder.build(
-            messages, tools=offered, chat_template_kwargs=chat_template_kwargs, placeholders=placeholders
+            messages, tools=definitions, chat_template_kwargs=chat_template_kwargs, placeholders=placeholders
         )
 
-    # --- what the answer may be
+    # --- output constraints
 
     def _build_constraint(
         self,
@@ -200,27 +196,27 @@ class Chat(Closeable):
     ) -> GrammarConstraint | None:
         if tool_choice.mode == "auto" and tool_choice.tools and spec is None and self.tool_family.triggers:
             return self._build_triggered_constraint(tool_choice, parallel)
-        allowed = self._build_output_spec(
-            tool_choice, parallel, None if spec is None else self._wrap_final_channel(spec)
-        )
-        if allowed is None:
+        final_spec = None if spec is None else self._wrap_final_channel(spec)
+        output_spec = self._build_output_spec(tool_choice, parallel, final_spec)
+        if output_spec is None:
             return None
         if self.reasoning_format is not None and (reasoning.allowed or starts_in_reasoning):
             return GrammarConstraint(
                 grammar=grammar.build_reasoning_grammar(
-                    allowed, self.reasoning_format, self._write_literal, starts_in_reasoning=starts_in_reasoning
+                    output_spec, self.reasoning_format, self._write_literal, starts_in_reasoning=starts_in_reasoning
                 )
             )
-        return GrammarConstraint(grammar=grammar.build_grammar(allowed))
+        return GrammarConstraint(grammar=grammar.build_grammar(output_spec))
 
     def _build_output_spec(
         self, tool_choice: ResolvedToolChoice, parallel: bool, spec: grammar.GrammarSpec | None
     ) -> grammar.GrammarSpec | None:
-        """What the whole answer may be, after its thought: calls, text of a certain shape, or either."""
+        """Build the grammar of the answer after reasoning: tool calls, text that fits `spec`, or either."""
         if not tool_choice.tools:
             return spec
         if tool_choice.mode == "none":
-            forbidden = self._exclude_control_tokens(self.tool_family.triggers)
+            control = self._vocabulary.control_tokens_by_text  # a grammar cannot exclude control tokens as text
+            forbidden = [text for text in self.tool_family.triggers if text not in control]
             return (
                 self._wrap_final_channel(grammar.build_exclusion_spec(forbidden))
                 if spec is None and forbidden
@@ -241,13 +237,13 @@ class Chat(Closeable):
         )
 
     def _build_triggered_constraint(self, tool_choice: ResolvedToolChoice, parallel: bool) -> GrammarConstraint | None:
-        """Text is free, and a call, once begun, is a call of one of the tools with arguments that fit.
+        """Build a constraint that leaves text free and enforces the schema of a tool call once one begins.
 
-        As with OpenAI, only tools that are `strict` promise that: where a schema cannot be enforced and none is
-        strict, calls are read as the model writes them.
+        As in OpenAI's API, only `strict` tools guarantee this: if a schema cannot be enforced and no tool is strict,
+        tool calls are unconstrained.
         """
         try:
-            after = tuple(
+            triggers = tuple(
                 (
                     trigger.encode(),
                     self.tool_family.build_after_trigger_grammar(tool_choice.tools, self._write_literal, trigger),
@@ -258,27 +254,23 @@ class Chat(Closeable):
             if any(tool.strict for tool in tool_choice.tools):
                 raise
             return None
-        return GrammarConstraint(triggers=after, stop_after_first=not parallel)
+        return GrammarConstraint(triggers=triggers, stop_after_first=not parallel)
 
     def _wrap_final_channel(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
-        """A shape of the text that the user sees: harmony has a channel for it."""
+        """Wrap a spec of visible text in harmony's final channel, if the model uses that format."""
         if self.reasoning_format is not HARMONY_REASONING:
             return spec
         first, *others = grammar.flatten_spec(spec)
         lark = f"start: {self._write_literal('<|channel|>final<|message|>')} @text"
         return {"lark_grammar": lark, "others": [{"name": "text", **first}, *others]}
 
-    def _exclude_control_tokens(self, texts: Sequence[str]) -> list[str]:
-        """Those that are written as text; control tokens are no text."""
-        return [mark for mark in texts if mark not in self._vocabulary.control_tokens_by_text]
-
     def _write_literal(self, text: str) -> str:
-        """A text as grammars have it: control tokens by their number."""
+        """Format a text as grammar literals, with control tokens by number."""
         control = self._vocabulary.control_tokens_by_text
         if text in control:
             return f"<[{control[text]}]>"
-        cut = re.compile("(" + "|".join(re.escape(one) for one in control if one in text) + ")") if control else None
-        pieces = [piece for piece in cut.split(text) if piece] if cut is not None and cut.pattern != "()" else [text]
+        contained = [re.escape(control_text) for control_text in control if control_text in text]
+        pieces = [piece for piece in re.split(f"({'|'.join(contained)})", text) if piece] if contained else [text]
         return " ".join(
             f"<[{control[piece]}]>" if piece in control else grammar.quote_literal(piece) for piece in pieces
         )

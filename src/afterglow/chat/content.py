@@ -1,4 +1,4 @@
-"""What stands in a message: text, and pictures and sounds in their places, as OpenAI and Anthropic write them."""
+"""Message content: text with images and audio at their positions. Parses OpenAI and Anthropic content parts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from typing import Any, Literal, TypeAlias
 from afterglow.errors import InvalidArgument, InvalidMedia, UnsupportedOption
 from afterglow.media import identity
 from afterglow.media.data_uri import to_data_uri
-from afterglow.media.load import MediaPolicy, load_media, load_media_bytes
-from afterglow.media.policy import Modality, abbreviate_source
+from afterglow.media.load import load_media, load_media_bytes
+from afterglow.media.policy import MediaPolicy, Modality, abbreviate_source
 from afterglow.media.types import AudioData, ImageData, MediaData
 
 ImageDetail: TypeAlias = Literal["auto", "low", "high"]
 IMAGE_DETAILS: dict[Any, ImageDetail] = {None: "auto", "auto": "auto", "low": "low", "high": "high", "original": "high"}
 AUDIO_FORMATS = ("wav", "mp3")
-COMMON_PART_FIELDS = {
-    "type",
-    "id",
-    "cache_control",
-}  # every beginning is kept, whether or not a part says that it should be
+COMMON_PART_FIELDS = {"type", "id", "cache_control"}  # `cache_control` has no effect: every prefix is cached
 PART_FIELDS = {
     "text": {"text"},
     "input_text": {"text"},
@@ -40,39 +36,41 @@ AttachmentSource: TypeAlias = str | Path | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """A picture or a sound inside a message. `source` is a URL, a data URI or base64 text, as it was given, or the
-    picture or sound itself."""
+    """An image or audio file in a message. `source` is a URL, a data URI or base64 text as given by the client, or the
+    decoded media."""
 
     kind: Modality
     source: str | MediaData
-    offset: int  # how many characters of the message's text stand before it
-    id: str | None = None  # FNV-1a of its bytes, where the caller gave one
-    detail: ImageDetail = "auto"  # "low": no larger than 512 by 512 pixels
+    offset: int  # position in the text of the message, in characters
+    id: str | None = None  # FNV-1a hash of its bytes, if the caller gave one
+    detail: ImageDetail = "auto"  # "low": at most 512 by 512 pixels
 
     def load(self, policy: MediaPolicy) -> MediaData:
-        """What one sees or hears. Takes its time."""
+        """Load and decode the media. May block on the network and on decoding."""
         if not isinstance(self.source, str):
             return self.source
         return load_media(self.kind, self.source, policy, id=self.id, detail=self.detail)
 
 
 def load_attachments(attachments: Iterable[Attachment], policy: MediaPolicy) -> list[MediaData]:
-    """What one sees and hears in a conversation: many small files can be much to see, so all is counted."""
-    contents: list[MediaData] = []
-    left = policy.max_decoded_bytes
-    for one in attachments:
-        contents.append(one.load(policy))
-        left -= contents[-1].nbytes if isinstance(one.source, str) else 0  # others were there already
-        if left < 0:
-            reason = f"with those before it, it takes more than {policy.max_decoded_bytes:,} bytes: show fewer at once"
-            raise InvalidMedia(abbreviate_source(str(one.source)), reason)
-    return contents
+    """Load all attachments of a conversation. The decoded size is limited in total: small files can decode to much."""
+    loaded: list[MediaData] = []
+    bytes_left = policy.max_decoded_bytes
+    for attachment in attachments:
+        media = attachment.load(policy)
+        loaded.append(media)
+        if isinstance(attachment.source, str):  # media that was already decoded is not counted
+            bytes_left -= media.nbytes
+        if bytes_left < 0:
+            reason = f"all media together take more than {policy.max_decoded_bytes:,} bytes decoded: send fewer"
+            raise InvalidMedia(abbreviate_source(str(attachment.source)), reason)
+    return loaded
 
 
 def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
-    """Text, or a list of parts: OpenAI's, those of its responses, and Anthropic's.
+    """Parse text or a list of content parts (OpenAI chat, OpenAI responses or Anthropic) to text and attachments.
 
-    >>> read_content([{"type": "text", "text": "Hello"}], "content")
+    >>> parse_content([{"type": "text", "text": "Hello"}], "content")
     ('Hello', ())
     """
     if value is None:
@@ -84,16 +82,16 @@ def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
     text = ""
     attachments: list[Attachment] = []
     for index, part in enumerate(value):
-        place = f"{where}[{index}]"
+        part_path = f"{where}[{index}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or kind not in PART_FIELDS:
-            raise InvalidArgument(f"{place}.type", f"must be one of {', '.join(PART_FIELDS)}, not {kind!r}")
+            raise InvalidArgument(f"{part_path}.type", f"must be one of {', '.join(PART_FIELDS)}, not {kind!r}")
         if unknown := sorted(set(part) - COMMON_PART_FIELDS - PART_FIELDS[kind]):
-            raise InvalidArgument(f"{place}.{unknown[0]}", f"is not a field of a part of type {kind}")
+            raise InvalidArgument(f"{part_path}.{unknown[0]}", f"is not a field of a part of type {kind}")
         if "text" in PART_FIELDS[kind]:
-            text += check_text(part.get("text"), f"{place}.text")
+            text += check_text(part.get("text"), f"{part_path}.text")
         else:
-            attachments.append(_parse_attachment(part, place, len(text)))
+            attachments.append(_parse_attachment(part, part_path, len(text)))
     return text, tuple(attachments)
 
 
@@ -109,7 +107,7 @@ def _parse_attachment(part: Mapping[str, Any], where: str, offset: int) -> Attac
             )
         case "input_image":
             if part.get("file_id") is not None:
-                raise UnsupportedOption(f"{where}.file_id", "no files are kept here: use `image_url`")
+                raise UnsupportedOption(f"{where}.file_id", "file storage is not supported: use `image_url`")
             source = check_text(part.get("image_url"), f"{where}.image_url")
             return Attachment(
                 kind="image", source=source, offset=offset, id=id, detail=_parse_detail(part.get("detail"), where)
@@ -133,7 +131,7 @@ def _parse_attachment(part: Mapping[str, Any], where: str, offset: int) -> Attac
 
 def _check_media_type(value: Any, media_type: type[MediaData], where: str) -> MediaData:
     if not isinstance(value, media_type):
-        raise InvalidArgument(where, f"must hold a {media_type.__name__}, not {type(value).__name__}")
+        raise InvalidArgument(where, f"must be {media_type.__name__}, not {type(value).__name__}")
     return value
 
 
@@ -144,24 +142,24 @@ def _parse_detail(value: Any, where: str) -> ImageDetail:
 
 
 def _parse_image_source(source: Any, where: str) -> str:
-    """An Anthropic block's source: base64 data or a URL."""
+    """Parse the source of an Anthropic image block: base64 data or a URL."""
     if not isinstance(source, Mapping):
         raise InvalidArgument(where, "must be an object with `data` or `url`")
     match source.get("type"):
         case "base64":
-            kind = check_text(source.get("media_type"), f"{where}.media_type")
-            if not kind.startswith("image/"):
-                raise InvalidArgument(f"{where}.media_type", f"must be that of an image, not {kind!r}")
-            return f"data:{kind};base64,{check_text(source.get('data'), f'{where}.data')}"
+            media_type = check_text(source.get("media_type"), f"{where}.media_type")
+            if not media_type.startswith("image/"):
+                raise InvalidArgument(f"{where}.media_type", f"must be an image type, not {media_type!r}")
+            return f"data:{media_type};base64,{check_text(source.get('data'), f'{where}.data')}"
         case "url":
             return check_text(source.get("url"), f"{where}.url")
         case "file":
-            raise UnsupportedOption(f"{where}.type", "no files are kept here: use base64 or url")
+            raise UnsupportedOption(f"{where}.type", "file storage is not supported: use base64 or url")
     raise InvalidArgument(f"{where}.type", f"must be base64 or url, not {source.get('type')!r}")
 
 
 def _parse_audio_source(value: Any, where: str) -> str:
-    """A sound's source. With a format it is base64 text, as OpenAI has it; without one it may be an address."""
+    """Parse the source of an audio part: base64 text with a `format`, as in OpenAI's API; without one, also a URL."""
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, "must be an object with `data` and `format`")
     data, format = check_text(value.get("data"), f"{where}.data"), value.get("format")
@@ -171,7 +169,7 @@ def _parse_audio_source(value: Any, where: str) -> str:
 
 
 def check_text(value: Any, where: str) -> str:
-    """A text, or `InvalidArgument` that says where there is none."""
+    """Return `value` if it is text; raise `InvalidArgument` for the field `where` otherwise."""
     if not isinstance(value, str):
         raise InvalidArgument(where, f"must be text, not {type(value).__name__}")
     return value
@@ -180,26 +178,25 @@ def check_text(value: Any, where: str) -> str:
 def to_openai_content(
     text: str, attachments: Sequence[Attachment], *, keep_loaded: bool = False
 ) -> str | list[dict[str, Any]]:
-    """Content as OpenAI writes it: what `read_content` reads. With `values`, pictures and sounds that are opened stay
-    so; without them it can be saved.
+    """Return content in OpenAI's format, the inverse of `parse_content`. With `keep_loaded`, decoded media stay
+    objects; otherwise they become data URIs and the result can be serialized.
 
-    >>> written_content("Hello", ())
+    >>> to_openai_content("Hello", ())
     'Hello'
     """
     if not attachments:
         return text
     parts: list[dict[str, Any]] = []
     start = 0
-    for one in sorted(attachments, key=lambda one: one.offset):
-        if piece := text[start : one.offset]:
+    for attachment in sorted(attachments, key=lambda attachment: attachment.offset):
+        if piece := text[start : attachment.offset]:
             parts.append({"type": "text", "text": piece})
-        parts.append(_to_loaded_part(one) if keep_loaded and not isinstance(one.source, str) else _to_openai_part(one))
-        start = max(start, one.offset)
+        if keep_loaded and not isinstance(attachment.source, str):
+            parts.append({"type": attachment.kind, attachment.kind: attachment.source})
+        else:
+            parts.append(_to_openai_part(attachment))
+        start = max(start, attachment.offset)
     return [*parts, {"type": "text", "text": text[start:]}] if text[start:] else parts
-
-
-def _to_loaded_part(attachment: Attachment) -> dict[str, Any]:
-    return {"type": attachment.kind, attachment.kind: attachment.source}
 
 
 def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
@@ -208,15 +205,15 @@ def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
     if attachment.kind == "image":
         detail = {} if attachment.detail == "auto" else {"detail": attachment.detail}
         return {"type": "image_url", "image_url": {"url": source, **detail}, **id}
-    if found := AUDIO_DATA_URI.fullmatch(source):
-        return {"type": "input_audio", "input_audio": {"data": found[2], "format": found[1]}, **id}
+    if match := AUDIO_DATA_URI.fullmatch(source):
+        return {"type": "input_audio", "input_audio": {"data": match[2], "format": match[1]}, **id}
     return {"type": "input_audio", "input_audio": {"data": source}, **id}
 
 
 def build_attachments(kind: Modality, sources: Iterable[AttachmentSource]) -> tuple[Attachment, ...]:
-    """Pictures or sounds for the beginning of a message: bytes, a `Path`, which is a file of the caller's own and is
-    read here and now, or a source as messages have it."""
-    return tuple(Attachment(kind=kind, source=_to_source(kind, value), offset=0) for value in sources)
+    """Build attachments at the start of a message from bytes, local files or message sources. A `Path` is a file of
+    the caller and is read immediately."""
+    return tuple(Attachment(kind=kind, source=_to_source(kind, source), offset=0) for source in sources)
 
 
 def _to_source(kind: Modality, value: AttachmentSource) -> str:

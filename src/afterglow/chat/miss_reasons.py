@@ -1,6 +1,6 @@
-"""Why a prompt was not found in memory, in plain words: the text where it parts from what is kept, and why.
+"""Explains prefix misses in plain English: where a prompt diverges from the cached prefix, and the likely reason.
 
-It reads rendered text, so it knows nothing of templates but what they have in common. Where it guesses, it says so.
+Reads rendered text and knows only what chat templates have in common. Inferred reasons are labeled as likely.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from afterglow.chat.prompt import find_common_prefix
 from afterglow.engine.kvcache.explain import Explanation
 
 MissReason: TypeAlias = Literal[
-    "nothing kept", "all of it", "goes on", "evicted", "no checkpoint", "window passed", "on the grid",
-    "other tokens", "white space", "date", "number", "tools reordered", "tools changed", "reasoning stripped",
-    "system prompt", "answer changed", "tool result", "another question", "another text",
+    "not cached", "all of it", "continuation", "evicted", "no checkpoint", "window passed", "on the grid",
+    "tokenization", "whitespace", "date", "number", "tools reordered", "tools changed", "reasoning stripped",
+    "system prompt", "assistant message", "tool result", "user message", "text",
 ]  # fmt: skip
 
-CONTEXT_CHARACTERS = 60  # characters on each side of a difference
+CONTEXT_CHARACTERS = 60  # shown on each side of a difference
 ROLE_ALIASES = {
     "developer": "system", "SYSTEM_PROMPT": "system", "AVAILABLE_TOOLS": "system", "human": "user", "INST": "user",
     "model": "assistant", "bot": "assistant", "ipython": "tool", "function": "tool", "TOOL_RESULTS": "tool",
@@ -28,7 +28,7 @@ MESSAGE_HEADER = re.compile(
     r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|start_of_role\|>|<\|start\|>|<\|turn>|<start_of_turn>|<\||\[|### )\s*"
     r"(system|user|assistant|tool|" + "|".join(ROLE_ALIASES) + r")\b"
 )
-MESSAGE_END = re.compile(r"<\|[a-z_]+\|>|<turn\|>|<end_of_turn>|</s>|\[/INST\]")  # of a message
+MESSAGE_END = re.compile(r"<\|[a-z_]+\|>|<turn\|>|<end_of_turn>|</s>|\[/INST\]")
 TOOL_DEFINITION = re.compile(r'"(?:parameters|function)"\s*:|<tools>|AVAILABLE_TOOLS')
 TOOL_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
 MONTH_PATTERN = (
@@ -42,44 +42,47 @@ DATE_OR_TIME = re.compile(
 )
 MISS_REASON_BY_ROLE: dict[str | None, MissReason] = {
     "system": "system prompt",
-    "assistant": "answer changed",
+    "assistant": "assistant message",
     "tool": "tool result",
-    "user": "another question",
+    "user": "user message",
 }
 
-CACHE_REASON_MESSAGES: dict[MissReason, str] = {  # what memory is to blame for, or nobody
-    "nothing kept": "Nothing that begins like it is kept: it is new here, or of another model, setting or API key.",
-    "all of it": "That is all that can be reused; the last token is always computed.",
-    "goes on": "It goes on where what is kept ends, as the next turn of a conversation does.",
-    "evicted": "{found.evicted_entries:,} were kept once and had to make room: give the cache more bytes, or pin them.",
-    "no checkpoint": "{found.shared_entries:,} are kept, but this kind of model can only go on from a checkpoint, and there is "
-    "none nearer to where the two part.",
-    "window passed": "{found.shared_entries:,} are kept, but the window of this model has passed where the two part, and there "
-    "is no checkpoint nearer to it.",
-    "on the grid": "{found.shared_entries:,} are kept; deterministic mode reuses whole chunks only.",
+CACHE_REASON_MESSAGES: dict[MissReason, str] = {  # reasons that follow from the state of the cache
+    "not cached": "No cached prefix begins like this prompt: it is new, or was cached for another model, setting or "
+    "API key.",
+    "all of it": "This is all that can be reused; the last token is always computed.",
+    "continuation": "The prompt continues after the end of the cached prefix, like the next turn of a conversation.",
+    "evicted": "{explanation.evicted_entries:,} tokens were cached and have been evicted: increase the cache size, or "
+    "pin them.",
+    "no checkpoint": "{explanation.shared_entries:,} tokens are cached, but this kind of model can only resume at a "
+    "checkpoint, and there is none closer to the divergence.",
+    "window passed": "{explanation.shared_entries:,} tokens are cached, but the sliding window of this model has moved "
+    "past the divergence, and there is no checkpoint closer to it.",
+    "on the grid": "{explanation.shared_entries:,} tokens are cached; deterministic mode reuses only whole chunks.",
 }
-TEXT_REASON_MESSAGES: dict[MissReason, str] = {  # what the texts tell
-    "other tokens": "The text goes on alike, but is cut into other tokens: send the tokens of answers as they came.",
-    "white space": "Likely cause: white space changed in {where}.",
-    "date": "Likely cause: a date or time changed in {where}. Put it behind what stays the same, or into the last "
-    "message.",
-    "number": "Likely cause: a number changed in {where}. Put what changes behind what stays the same.",
-    "tools reordered": "Likely cause: the same tools in another order. Send them always in the same one.",
-    "tools changed": "Likely cause: other tools, or one with another description.",
-    "reasoning stripped": "Likely cause: the thoughts of an earlier answer were left out. Many templates do that after "
-    "the next question; what was said before stays warm.",
-    "system prompt": "Likely cause: another system prompt.",
-    "answer changed": "Likely cause: an earlier answer is not as the model wrote it.",
-    "tool result": "Likely cause: another result of a tool.",
-    "another question": "It is another question, or an edited one.",
-    "another text": "It is another text from there on.",
+TEXT_REASON_MESSAGES: dict[MissReason, str] = {  # reasons inferred from the texts
+    "tokenization": "The text is the same but tokenized differently: send the tokens of responses as they were "
+    "generated.",
+    "whitespace": "Likely cause: whitespace changed in {location}.",
+    "date": "Likely cause: a date or time changed in {location}. Move it after the text that stays the same, or into "
+    "the last message.",
+    "number": "Likely cause: a number changed in {location}. Move text that changes after text that stays the same.",
+    "tools reordered": "Likely cause: the same tools in a different order. Always send them in the same order.",
+    "tools changed": "Likely cause: different tools, or a changed tool description.",
+    "reasoning stripped": "Likely cause: the reasoning of an earlier response was removed. Many templates do this "
+    "after the next user message; the text before it stays cached.",
+    "system prompt": "Likely cause: a different system prompt.",
+    "assistant message": "Likely cause: an earlier assistant message differs from the generated response.",
+    "tool result": "Likely cause: a different tool result.",
+    "user message": "The user message is different or was edited.",
+    "text": "The text is different from there on.",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissReport:
-    """Why a prompt missed. `before` is what comes before the difference, `ours` the prompt's text there, and `theirs`
-    that of what is kept."""
+    """Why a prompt missed. `shared_text` precedes the divergence; `prompt_text` and `cached_text` follow it in the
+    prompt and in the cached prefix."""
 
     reason: MissReason
     message: str
@@ -89,117 +92,137 @@ class MissReport:
 
 
 def explain_miss(explanation: Explanation, *, shared_text: str, prompt_text: str, cached_text: str) -> MissReport:
-    """Say in words what an explanation and the texts around the difference mean.
+    """Explain a miss from the engine's explanation and the texts around the divergence.
 
-    `before` is all the text that the prompt shares with what is nearest to it, `ours` and `theirs` how the two go on.
+    `shared_text` is all the text that the prompt shares with the nearest cached prefix; `prompt_text` and `cached_text`
+    are the continuations.
 
-    >>> found = Explanation(prompt=50, reused=9, shared=9, ours=1, theirs=2, cause="all of it")
-    >>> explain_words(found, before="<|im_start|>system\\nToday is ", ours="Tuesday. Be", theirs="Monday. Be").likely
+    >>> explanation = Explanation(
+    ...     prompt_entries=50,
+    ...     reused_entries=9,
+    ...     shared_entries=9,
+    ...     next_prompt_entry=1,
+    ...     next_cached_entry=2,
+    ...     cause="all of it",
+    ... )
+    >>> shared = "<|im_start|>system\\nToday is "
+    >>> explain_miss(explanation, shared_text=shared, prompt_text="Tuesday. Be", cached_text="Monday. Be").reason
     'date'
     """
-    likely = _find_cache_reason(explanation, shared_text, prompt_text, cached_text) or infer_text_reason(
+    reason = _find_cache_reason(explanation, shared_text, prompt_text, cached_text) or infer_text_reason(
         shared_text, prompt_text, cached_text
     )
     role = find_last_role(shared_text)
-    where = "the text" if role is None else "the system prompt" if role == "system" else f"the {role} message"
-    sentence = f"{explanation.reused_entries:,} of {explanation.prompt_entries:,} tokens need not be computed. "
-    sentence += (CACHE_REASON_MESSAGES | TEXT_REASON_MESSAGES)[likely].format(where=where, found=explanation)
-    shown = _truncate_start(shared_text), _truncate_end(prompt_text), _truncate_end(cached_text)
-    if likely in TEXT_REASON_MESSAGES:
-        sentence += " After “{}” the prompt has “{}”, and what is kept “{}”.".format(*shown)
-    return MissReport(reason=likely, message=sentence, shared_text=shown[0], prompt_text=shown[1], cached_text=shown[2])
+    location = "the text" if role is None else "the system prompt" if role == "system" else f"the {role} message"
+    message = f"{explanation.reused_entries:,} of {explanation.prompt_entries:,} tokens are reused. "
+    template = (CACHE_REASON_MESSAGES | TEXT_REASON_MESSAGES)[reason]
+    message += template.format(location=location, explanation=explanation)
+    shared_text, prompt_text, cached_text = (
+        _truncate_start(shared_text),
+        _truncate_end(prompt_text),
+        _truncate_end(cached_text),
+    )
+    if reason in TEXT_REASON_MESSAGES:
+        message += f" After “{shared_text}”, the prompt has “{prompt_text}” and the cached prefix “{cached_text}”."
+    return MissReport(
+        reason=reason, message=message, shared_text=shared_text, prompt_text=prompt_text, cached_text=cached_text
+    )
 
 
 def _find_cache_reason(
     explanation: Explanation, shared_text: str, prompt_text: str, cached_text: str
 ) -> MissReason | None:
-    """What memory is to blame for; None: the texts have to tell."""
+    """Return a reason that follows from the state of the cache; None if it depends on the texts."""
     if explanation.cause == "evicted":
         return "evicted"
     if not shared_text:
-        return "nothing kept"
+        return "not cached"
     if explanation.reused_entries >= explanation.prompt_entries - 1 or not prompt_text:
         return "all of it"
     if explanation.cause in ("no checkpoint", "window passed", "on the grid") and explanation.lost_entries > 0:
         return explanation.cause
-    return None if cached_text else "goes on"
+    return None if cached_text else "continuation"
 
 
 def infer_text_reason(shared_text: str, prompt_text: str, cached_text: str) -> MissReason:
-    """What probably made two texts part.
+    """Infer why two texts diverge.
 
-    >>> likely_cause("[INST] I have ", "3 apples", "5 apples")
+    >>> infer_text_reason("[INST] I have ", "3 apples", "5 apples")
     'number'
     """
     common = find_common_prefix(prompt_text, cached_text)
     if len(common) == min(len(prompt_text), len(cached_text)):
-        return "other tokens"
+        return "tokenization"
     shared_text, prompt_text, cached_text = shared_text + common, prompt_text[len(common) :], cached_text[len(common) :]
     role = find_last_role(shared_text)
-    own, other = _extract_message(shared_text, prompt_text), _extract_message(shared_text, cached_text)
-    if role == "assistant" and _has_reasoning(other) != _has_reasoning(own):
+    prompt_message, cached_message = (
+        _extract_message(shared_text, prompt_text),
+        _extract_message(shared_text, cached_text),
+    )
+    if role == "assistant" and _has_reasoning(cached_message) != _has_reasoning(prompt_message):
         return "reasoning stripped"
-    if role in (None, "system") and (TOOL_DEFINITION.search(own) or TOOL_DEFINITION.search(other)):
-        names = TOOL_NAME.findall(own), TOOL_NAME.findall(other)
-        return "tools reordered" if names[0] != names[1] and sorted(names[0]) == sorted(names[1]) else "tools changed"
+    if role in (None, "system") and (TOOL_DEFINITION.search(prompt_message) or TOOL_DEFINITION.search(cached_message)):
+        prompt_names, cached_names = TOOL_NAME.findall(prompt_message), TOOL_NAME.findall(cached_message)
+        is_reordered = prompt_names != cached_names and sorted(prompt_names) == sorted(cached_names)
+        return "tools reordered" if is_reordered else "tools changed"
     if (prompt_text[:1].isspace() or cached_text[:1].isspace()) and prompt_text.split()[:3] == cached_text.split()[:3]:
-        return "white space"
-    return _detect_changed_value(shared_text, prompt_text, cached_text) or MISS_REASON_BY_ROLE.get(role, "another text")
+        return "whitespace"
+    return _detect_changed_value(shared_text, prompt_text, cached_text) or MISS_REASON_BY_ROLE.get(role, "text")
 
 
 def _detect_changed_value(shared_text: str, prompt_text: str, cached_text: str) -> MissReason | None:
-    """A date, time or number that changed."""
-    own, other = _extract_word(shared_text, prompt_text), _extract_word(shared_text, cached_text)
+    """Detect a changed date, time or number."""
+    prompt_word, cached_word = _extract_word(shared_text, prompt_text), _extract_word(shared_text, cached_text)
     line = shared_text.rpartition("\n")[2][-40:]
-    digits = any(map(str.isdigit, own)) and any(map(str.isdigit, other))
-    if DATE_WORD.fullmatch(own) and DATE_WORD.fullmatch(other):
+    has_digits = any(map(str.isdigit, prompt_word)) and any(map(str.isdigit, cached_word))
+    if DATE_WORD.fullmatch(prompt_word) and DATE_WORD.fullmatch(cached_word):
         return "date"
-    if digits and (DATE_OR_TIME.search(own) or DATE_OR_TIME.search(line)):
+    if has_digits and (DATE_OR_TIME.search(prompt_word) or DATE_OR_TIME.search(line)):
         return "date"
-    return "number" if digits else None
+    return "number" if has_digits else None
 
 
 def _has_reasoning(message: str) -> bool:
-    """Whether a message has a thought that is not empty."""
-    for style in REASONING_FORMATS:
-        _, opened, rest = message.partition(style.start_tag)
-        if opened and rest.partition(style.end_tag)[0].strip():
+    """Return whether a message has non-empty reasoning."""
+    for reasoning_format in REASONING_FORMATS:
+        _, start_tag, rest = message.partition(reasoning_format.start_tag)
+        if start_tag and rest.partition(reasoning_format.end_tag)[0].strip():
             return True
     return False
 
 
 def find_last_role(text: str) -> str | None:
-    """Whose message a text ends in; None: it has no messages, or a template that writes them in a way of its own.
+    """Return the role of the message in which a text ends; None without messages or for an unknown template format.
 
-    >>> role_at("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nHel")
+    >>> find_last_role("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nHel")
     'user'
     """
-    found = MESSAGE_HEADER.findall(text)
-    return ROLE_ALIASES.get(found[-1], found[-1]) if found else None
+    roles = MESSAGE_HEADER.findall(text)
+    return ROLE_ALIASES.get(roles[-1], roles[-1]) if roles else None
 
 
 def find_first_user_text(text: str) -> str:
-    """What the first message of a person says; where there is none, all of the text.
+    """Return the text of the first user message; all of the text if there is none.
 
-    >>> first_words("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nHello<|im_end|>")
+    >>> find_first_user_text("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nHello<|im_end|>")
     'Hello'
     """
     for header in MESSAGE_HEADER.finditer(text):
         if ROLE_ALIASES.get(header[1], header[1]) == "user":
-            said = re.sub(r"^(?:\s|\]|<\|[a-z_]+\|>)+", "", text[header.end() :])
-            return MESSAGE_END.split(said, maxsplit=1)[0].strip() or text
+            content = re.sub(r"^(?:\s|\]|<\|[a-z_]+\|>)+", "", text[header.end() :])
+            return MESSAGE_END.split(content, maxsplit=1)[0].strip() or text
     return text
 
 
 def _extract_message(before: str, after: str) -> str:
-    """The whole message that lies on both sides of a place."""
+    """Return the message that spans the position between two texts."""
     starts = [match.start() for match in MESSAGE_HEADER.finditer(before)]
     following = MESSAGE_HEADER.search(after)
     return before[starts[-1] if starts else 0 :] + (after[: following.start()] if following else after)
 
 
 def _extract_word(before: str, after: str) -> str:
-    """The word that lies on both sides of a place."""
+    """Return the word that spans the position between two texts."""
     left, right = re.search(r"\S*$", before[-CONTEXT_CHARACTERS:]), re.match(r"\S*", after)
     return (left[0] if left else "") + (right[0] if right else "")
 

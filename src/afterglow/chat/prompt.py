@@ -1,7 +1,7 @@
-"""Conversations as entries: control tokens only where the template put them, boundaries where messages end.
+"""Conversations as prompt entries: control tokens only from the template, boundaries at the ends of messages.
 
-The text is cut at control tokens, and every stretch between two is tokenized once and remembered, so that the next
-turn of a long conversation tokenizes only what is new.
+Rendered text is split at control tokens. The tokens of each span are cached, so that the next turn of a long
+conversation tokenizes only new text.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from afterglow.engine.types.media import MediaPart
 from afterglow.errors import InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 
-MAX_CACHED_SPANS = 8192  # stretches of text
-BOUNDARY_MESSAGES = 3  # messages at the end whose ends are boundaries; older ones were, when they were the last
+MAX_CACHED_SPANS = 8192
+BOUNDARY_MESSAGES = 3  # the ends of the last messages are boundaries; earlier prompts had those of older messages
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Entries, and the lengths at which a later prompt of the same conversation may part from this one."""
+    """Prompt entries, and the lengths at which a later prompt of the same conversation may diverge."""
 
     entries: tuple[Entry, ...]
     boundaries: frozenset[int]
     text: str
-    system_length: int = 0  # entries that the system messages and tools are
-    media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # of its pictures and sounds, by their digests
+    system_length: int = 0  # entries of the system messages and tools
+    media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # media parts by digest
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Its tokens alone."""
+        """Tokens, without media entries."""
         return tuple(entry for entry in self.entries if not isinstance(entry, Media))
 
     @property
     def cells(self) -> int:
-        """How long it is in memory."""
+        """Number of KV cache cells."""
         return sum(entry.cells if isinstance(entry, Media) else 1 for entry in self.entries)
 
 
@@ -54,7 +54,8 @@ class PromptBuilder:
     """
 
     def __init__(self, vocabulary: Vocabulary, template: ChatTemplate, *, boundaries: bool = True) -> None:
-        """`boundaries`: whether they are of use. Each takes a rendering; memory that stands anywhere needs none."""
+        """`boundaries`: whether to find boundaries. Each costs one rendering; a KV cache that can be truncated at any
+        position needs none."""
         self._vocabulary = vocabulary
         self._has_boundaries = boundaries
         self._template = template
@@ -72,22 +73,30 @@ class PromptBuilder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         placeholders: MediaPlaceholders = NO_MEDIA,
     ) -> ChatPrompt:
-        """The prompt for the assistant's next message. `shown` is what stands in the holes of the messages."""
-        mark = find_unused_character(messages)
-        shielded = [self._escape_message(message, mark) for message in messages]
+        """Build the prompt for the next assistant message. `placeholders` are the media of the messages."""
+        separator = find_unused_character(messages)
+        escaped = [self._escape_message(message, separator) for message in messages]
         options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        text = self._template.render(shielded, **options)
-        tokens = self._tokenize_with_placeholders(text, mark, placeholders)
-        begins = functools.partial(
-            self._count_shared_tokens, text=text, tokens=tokens, separator=mark, placeholders=placeholders, **options
-        )
-        boundaries, system = (
-            self._find_boundaries(shielded, mark, begins, bool(tools)) if self._has_boundaries else (set(), 0)
-        )
-        entries, places, contents = expand_placeholders(tokens, placeholders)
-        edges = frozenset(places[boundary] for boundary in boundaries - {0, len(tokens)})
+        text = self._template.render(escaped, **options)
+        tokens = self._tokenize_with_placeholders(text, separator, placeholders)
+        boundaries, system_length = set[int](), 0
+        if self._has_boundaries:
+            count_shared_tokens = functools.partial(
+                self._count_shared_tokens,
+                text=text,
+                tokens=tokens,
+                separator=separator,
+                placeholders=placeholders,
+                **options,
+            )
+            boundaries, system_length = self._find_boundaries(escaped, separator, count_shared_tokens, bool(tools))
+        entries, positions, media = expand_placeholders(tokens, placeholders)
         return ChatPrompt(
-            entries, edges, placeholders.replace_with_labels(text.replace(mark, "")), places[system], contents
+            entries=entries,
+            boundaries=frozenset(positions[boundary] for boundary in boundaries - {0, len(tokens)}),
+            text=placeholders.replace_with_labels(text.replace(separator, "")),
+            system_length=positions[system_length],
+            media=media,
         )
 
     def _find_boundaries(
@@ -97,23 +106,23 @@ class PromptBuilder:
         count_shared_tokens: Callable[[Sequence[Message]], int],
         has_tools: bool,
     ) -> tuple[set[int], int]:
-        """Where a later prompt may part from this one, and how many tokens its system messages and tools are."""
-        boundaries, system, first = set(), 0, count_system_messages(messages)
-        for count in self._choose_boundary_counts(messages, first):
-            end = count_shared_tokens(self._blank_next_message(messages, count, separator)) or count_shared_tokens(
-                messages[:count]
-            )
-            boundaries.add(end)
-            system = end if count == first else system
-        if has_tools and not first:
-            system = count_shared_tokens(self._blank_next_message(messages, 0, separator))
-            boundaries.add(system)
-        return boundaries, system
+        """Return the boundaries, and the length of the system messages and tools, in tokens."""
+        boundaries, system_length, system_count = set(), 0, count_system_messages(messages)
+        for count in self._choose_boundary_counts(messages, system_count):
+            boundary = count_shared_tokens(self._blank_next_message(messages, count, separator))
+            boundary = boundary or count_shared_tokens(messages[:count])
+            boundaries.add(boundary)
+            system_length = boundary if count == system_count else system_length
+        if has_tools and not system_count:
+            system_length = count_shared_tokens(self._blank_next_message(messages, 0, separator))
+            boundaries.add(system_length)
+        return boundaries, system_length
 
     def _blank_next_message(self, messages: Sequence[Message], count: int, separator: str) -> list[Message]:
-        """The first messages and the next one without what it says: an edited one parts from it there."""
-        silent = [replace(one, content=separator, reasoning=None, tool_calls=()) for one in messages[count : count + 1]]
-        return [*messages[:count], *silent]
+        """Return the first `count` messages and an empty next one: an edited next message diverges at its content."""
+        next_message = messages[count : count + 1]
+        blank = [replace(message, content=separator, reasoning=None, tool_calls=()) for message in next_message]
+        return [*messages[:count], *blank]
 
     def _count_shared_tokens(
         self,
@@ -124,21 +133,20 @@ class PromptBuilder:
         placeholders: MediaPlaceholders,
         **options: Any,
     ) -> int:
-        """How many tokens a conversation shares with another that begins as it does."""
+        """Count the tokens that the prompt shares with the rendering of `messages`."""
         try:
-            other = self._template.render(messages, add_generation_prompt=False, **options)
+            rendered = self._template.render(messages, add_generation_prompt=False, **options)
         except InvalidTemplate:
-            return 0  # some templates render only whole conversations
-        return count_common_prefix(
-            self._tokenize_with_placeholders(find_common_prefix(other, text), separator, placeholders), tokens
-        )
+            return 0  # some templates render only complete conversations
+        common_text = find_common_prefix(rendered, text)
+        return count_common_prefix(self._tokenize_with_placeholders(common_text, separator, placeholders), tokens)
 
     def tokenize(self, text: str, separator: str = "") -> list[int]:
-        """Rendered text as tokens, with the model's start token where it wants one and the template wrote none."""
+        """Tokenize rendered text. Adds the BOS token if the model requires it and the template did not."""
         return self._tokenize_with_placeholders(text, separator, NO_MEDIA)
 
     def _tokenize_with_placeholders(self, text: str, separator: str, placeholders: MediaPlaceholders) -> list[int]:
-        """The same, with a negative number for each hole."""
+        """Tokenize rendered text, with a negative number for each placeholder."""
         tokens: list[int] = []
         for piece in placeholders.split(text):
             tokens += [piece] if isinstance(piece, int) else self._tokenize_text(piece, separator)
@@ -152,35 +160,35 @@ class PromptBuilder:
         start, strip = 0, False
         for match in self._control_pattern.finditer(text):
             token = self._control_tokens[match[0]]
-            before, after = self._get_strip_flags(token)
-            stretch = text[start : match.start()]
-            stretch = stretch.lstrip() if strip else stretch
-            tokens += self._tokenize_span(stretch.rstrip() if before else stretch, separator)
+            strips_left, strips_right = self._get_strip_flags(token)
+            span = text[start : match.start()]
+            span = span.lstrip() if strip else span
+            tokens += self._tokenize_span(span.rstrip() if strips_left else span, separator)
             tokens.append(token)
-            start, strip = match.end(), after
+            start, strip = match.end(), strips_right
         return tokens + self._tokenize_span(text[start:].lstrip() if strip else text[start:], separator)
 
     def _tokenize_span(self, text: str, separator: str) -> list[int]:
         if not text:
             return []
-        known = self._tokenized_spans.get(text)
-        if known is None:
-            known = self._vocabulary.tokenize(text.replace(separator, "") if separator else text)
-            self._tokenized_spans[text] = known
+        tokens = self._tokenized_spans.get(text)
+        if tokens is None:
+            tokens = self._vocabulary.tokenize(text.replace(separator, "") if separator else text)
+            self._tokenized_spans[text] = tokens
             if len(self._tokenized_spans) > MAX_CACHED_SPANS:
                 self._tokenized_spans.popitem(last=False)
         else:
             self._tokenized_spans.move_to_end(text)
-        return known
+        return tokens
 
     def _choose_boundary_counts(self, messages: Sequence[Message], system_count: int) -> set[int]:
-        """After how many messages a later prompt is likely to part from this one: the `first` say how to answer."""
+        """Return after how many messages a later prompt is likely to diverge: the system messages and the last ones."""
         return {system_count, *range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)} - {0}
 
     def _escape_message(self, message: Message, separator: str) -> Message:
-        """Break up the texts of control tokens in what people and tools wrote, so that they stay text."""
-        written = (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls))
-        if not any(map(self._control_pattern.search, written)):
+        """Break up control-token texts in the content with the separator, so that they are tokenized as text."""
+        texts = (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls))
+        if not any(map(self._control_pattern.search, texts)):
             return message
         return replace(
             message,
@@ -197,18 +205,18 @@ class PromptBuilder:
 
 
 def count_system_messages(messages: Sequence[Message]) -> int:
-    """How many messages at the beginning say how to answer."""
+    """Count the system and developer messages at the start."""
     others = (index for index, message in enumerate(messages) if message.role not in ("system", "developer"))
     return next(others, len(messages))
 
 
 def find_common_prefix(left: str, right: str) -> str:
-    """What two texts begin with in common."""
+    """Return the longest common prefix of two texts."""
     if right.startswith(left):
         return left
     length = min(len(left), len(right))
     low, high = 0, length
-    while low < high:  # slices compare at C's speed
+    while low < high:  # bisection: comparing slices is faster than a loop over characters
         middle = (low + high + 1) // 2
         if left[:middle] == right[:middle]:
             low = middle

@@ -1,4 +1,4 @@
-"""A model's turn: its events as parts while they come, and what it was, once it is over."""
+"""Chat responses: the events of a generation as streamed parts, and the complete response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.detokenizer import Detokenizer
-from afterglow.chat.output.parts import OutputPart, ParsedOutput, join_parts
+from afterglow.chat.output.parts import OutputPart, join_parts
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.types.request import EngineEvent, Failed, Finished, PrefillProgress, Token, Usage
 
@@ -19,10 +19,10 @@ ChatFinishReason: TypeAlias = Literal["stop", "length", "deadline", "tool_calls"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponse:
-    """What the model said, thought and called, and why it stopped.
+    """Text, reasoning and tool calls of a response, and its finish reason.
 
-    >>> turn = model.chat("What is 2+2?")
-    >>> turn.text, turn.finish
+    >>> response = model.chat("What is 2+2?")
+    >>> response.text, response.finish_reason
     ('The answer to this classic math problem is 4.', 'stop')
     """
 
@@ -30,15 +30,15 @@ class ChatResponse:
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     finish_reason: ChatFinishReason
-    stop_reason: str | int | None  # the stop text, or the token, that ended it
+    stop_reason: str | int | None  # the stop text or stop token that ended the response
     tokens: tuple[Token, ...] = field(repr=False)
     usage: Usage
-    parsed: Any = None  # the text as what the response format asked for, where the answer is complete
-    alternatives: tuple[ChatResponse, ...] = ()  # the other answers, where several were asked for
+    parsed: Any = None  # the text parsed by the response format, if the response is complete
+    alternatives: tuple[ChatResponse, ...] = ()  # the other responses of a request with n > 1
 
     @property
     def message(self) -> Message:
-        """The turn as a message of the conversation."""
+        """The response as an assistant message."""
         return Message(
             role="assistant", content=self.text, reasoning=self.reasoning or None, tool_calls=self.tool_calls
         )
@@ -46,7 +46,7 @@ class ChatResponse:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event of the engine brought: parts, and the token or the progress behind them."""
+    """Parts of one engine event, with the token or the prefill progress that caused them."""
 
     parts: tuple[OutputPart, ...]
     token: Token | None = None
@@ -54,7 +54,7 @@ class Delta:
 
 
 class ChatStream:
-    """A turn as it comes: iterate over its parts, in a thread or with `async for`. Leaving early cancels it.
+    """A streamed response. Iterate over its parts with `for` or `async for`; leaving the loop early cancels it.
 
     >>> for part in model.chat("What is 2+2?", stream=True):
     ...     print(part.text, end="|")
@@ -80,47 +80,45 @@ class ChatStream:
                 yield part
 
     def deltas(self, cancel: threading.Event | None = None) -> Iterator[Delta]:
-        """The parts with what is behind them. Raises the error of a turn that failed."""
+        """Yield parts with their tokens and progress. Raises the error of a failed request."""
         for event in self._stream.iterate_until(cancel):
             if (delta := self._handle_event(event)) is not None:
                 yield delta
 
     async def deltas_async(self) -> AsyncIterator[Delta]:
-        """The same for asyncio."""
+        """Asyncio version of `deltas`."""
         async for event in self._stream:
             if (delta := self._handle_event(event)) is not None:
                 yield delta
 
     def result(self, cancel: threading.Event | None = None) -> ChatResponse:
-        """Wait for the end, and give the whole turn."""
+        """Wait for the end and return the complete response."""
         for _ in self.deltas(cancel):
             pass
         return self.response
 
     async def result_async(self) -> ChatResponse:
-        """The same for asyncio."""
+        """Asyncio version of `result`."""
         async for _ in self.deltas_async():
             pass
         return self.response
 
     @property
     def response(self) -> ChatResponse:
-        """The whole turn, once it is over."""
-        assert self._response is not None, "the turn is not over"
+        """The complete response. Only available after the end of the stream."""
+        assert self._response is not None, "the stream has not ended"
         return self._response
 
     def cancel(self) -> None:
-        """Ask for an end; whoever reads gets `Cancelled`."""
+        """Cancel the request. Iterating then raises `Cancelled`."""
         self._stream.cancel()
 
     def _handle_event(self, event: EngineEvent) -> Delta | None:
         match event:
             case Token():
                 self._tokens.append(event)
-                return Delta(
-                    self._record_parts(self._parser.feed(self._detokenizer.feed(self._plan.chat.piece(event.token)))),
-                    event,
-                )
+                text = self._detokenizer.feed(self._plan.chat.piece(event.token))
+                return Delta(self._record_parts(self._parser.feed(text)), event)
             case PrefillProgress():
                 return Delta((), progress=event)
             case Finished():
@@ -132,28 +130,19 @@ class ChatStream:
         stop = finished.stop_reason.decode() if isinstance(finished.stop_reason, bytes) else finished.stop_reason
         rest = self._detokenizer.finish(stop if isinstance(stop, str) else None)
         delta = Delta(self._record_parts(self._parser.feed(rest) + self._parser.finish()))
-        answer = join_parts(self._parts)
+        output, is_complete = join_parts(self._parts), finished.finish_reason == "stop"
+        parse = self._plan.parse if is_complete and not output.tool_calls else None
         self._response = ChatResponse(
-            text=answer.text,
-            reasoning=answer.reasoning,
-            tool_calls=answer.tool_calls,
-            finish_reason="tool_calls"
-            if answer.tool_calls and finished.finish_reason == "stop"
-            else finished.finish_reason,
+            text=output.text,
+            reasoning=output.reasoning,
+            tool_calls=output.tool_calls,
+            finish_reason="tool_calls" if output.tool_calls and is_complete else finished.finish_reason,
             stop_reason=stop,
             tokens=tuple(self._tokens),
             usage=finished.usage,
-            parsed=self._parse_output(answer, finished),
+            parsed=None if parse is None else parse(output.text),
         )
         return delta
-
-    def _parse_output(self, output: ParsedOutput, finished: Finished) -> Any:
-        parse = self._plan.parse
-        return (
-            parse(output.text)
-            if parse is not None and finished.finish_reason == "stop" and not output.tool_calls
-            else None
-        )
 
     def _record_parts(self, parts: list[OutputPart]) -> tuple[OutputPart, ...]:
         self._parts += parts

@@ -1,1 +1,1 @@
-"""Pictures and sounds as plain values, and the ways they come in. Knows nothing of models."""
+"""Images and audio as plain values: loading, decoding and access policy. Does not know models."""

@@ -1,4 +1,4 @@
-"""Sound files as samples: one channel of floats. libsndfile decodes WAV, MP3 and FLAC, and nothing else it could."""
+"""Decodes audio files to one channel of float samples. Accepts WAV, MP3 and FLAC of what libsndfile decodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.media.resampling import SUPPORTED_SAMPLE_RATES
 from afterglow.media.types import AudioData
 
-# The encodings that are decoded inside a file of each format; WAV can hold nearly anything.
+# Accepted encodings per container format; a WAV file can contain almost any encoding.
 SUPPORTED_ENCODINGS = {
     "WAV": frozenset({"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}),
     "WAVEX": frozenset({"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}),
@@ -21,60 +21,60 @@ SUPPORTED_ENCODINGS = {
     "FLAC": frozenset({"PCM_S8", "PCM_16", "PCM_24"}),
 }
 MAX_CHANNELS = 8
-BLOCK_FRAMES = 1 << 16  # frames decoded at once
+BLOCK_FRAMES = 1 << 16
 
 
-def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str = "the sound") -> AudioData:
-    """The sound in a file, as many samples a second as it has there.
+def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str = "the audio") -> AudioData:
+    """Decode an audio file at its own sample rate. `source` names the file in errors.
 
     >>> file = io.BytesIO()
     >>> soundfile.write(file, np.zeros((800, 2)), 8000, format="WAV")
-    >>> sound_of(file.getvalue()).seconds
+    >>> decode_audio(file.getvalue()).seconds
     0.1
     """
     if not _is_supported_format(data):
-        raise InvalidMedia(source, "it is no WAV, MP3 or FLAC file")
+        raise InvalidMedia(source, "it is not a WAV, MP3 or FLAC file")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_header(file, policy, source)
             samples = _read_mono(file, policy, source)
     except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
-        raise InvalidMedia(source, f"the sound file is damaged ({error})") from None
+        raise InvalidMedia(source, f"the audio file is damaged ({error})") from None
     if not len(samples):
-        raise InvalidMedia(source, "there is no sound in it")
+        raise InvalidMedia(source, "it contains no audio samples")
     return AudioData(sample_rate=file.samplerate, samples=samples.tobytes())
 
 
 def _is_supported_format(data: bytes) -> bool:
-    """Whether the first bytes are those of a format that is decoded here."""
-    wave = data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE"
-    # An MP3 file begins with its tag or with a frame: eleven bits set, a version, layer III.
-    frame = len(data) > 4 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2
-    return wave or frame or data[:3] == b"ID3" or data[:4] == b"fLaC"
+    """Return whether the first bytes are those of a supported format."""
+    is_wav = data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE"
+    # An MP3 file begins with an ID3 tag or a frame: eleven bits set, a version, layer III.
+    is_mp3_frame = len(data) > 4 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2
+    return is_wav or is_mp3_frame or data[:3] == b"ID3" or data[:4] == b"fLaC"
 
 
 def _check_header(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> None:
-    """What the header says, before anything is decoded."""
+    """Check encoding, sample rate, channels and length before decoding."""
     if file.subtype not in SUPPORTED_ENCODINGS.get(file.format, ()):
-        raise InvalidMedia(source, f"{file.format} with {file.subtype} is not decoded here: send WAV, MP3 or FLAC")
+        raise InvalidMedia(source, f"{file.format} with {file.subtype} is not supported: send WAV, MP3 or FLAC")
     if file.samplerate not in SUPPORTED_SAMPLE_RATES or not 1 <= file.channels <= MAX_CHANNELS:
-        raise InvalidMedia(source, f"{file.samplerate:,} samples a second on {file.channels} channels are no sound")
+        raise InvalidMedia(source, f"{file.samplerate:,} Hz with {file.channels} channels is not supported")
     if file.frames > policy.max_audio_seconds * file.samplerate:
         raise _make_too_long_error(policy, source)
 
 
 def _read_mono(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> NDArray[np.float32]:
-    """All channels as one. The header may promise less than follows, so what comes is counted."""
-    pieces: list[NDArray[np.float32]] = []
-    room = int(policy.max_audio_seconds * file.samplerate)
+    """Read all channels mixed to one. Counts frames, because the header may declare fewer than the file contains."""
+    blocks: list[NDArray[np.float32]] = []
+    frames_left = int(policy.max_audio_seconds * file.samplerate)
     while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
-        room -= len(block)
-        if room < 0:
+        frames_left -= len(block)
+        if frames_left < 0:
             raise _make_too_long_error(policy, source)
-        pieces.append(block.mean(axis=1, dtype=np.float32))
-    samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+        blocks.append(block.mean(axis=1, dtype=np.float32))
+    samples = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
     return np.clip(np.nan_to_num(samples, posinf=1, neginf=-1), -1, 1)
 
 
 def _make_too_long_error(policy: MediaPolicy, source: str) -> InvalidMedia:
-    return InvalidMedia(source, f"it is longer than {policy.max_audio_seconds:g} seconds, which is the limit here")
+    return InvalidMedia(source, f"it is longer than the limit of {policy.max_audio_seconds:g} seconds")

@@ -1,4 +1,4 @@
-"""Pictures and sounds as text that a message can be saved with: exactly what they were."""
+"""Encodes images and audio as data URIs without loss, so that messages can be saved as text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from afterglow.media.types import ImageData, MediaData
 
 
 def to_data_uri(media: MediaData) -> str:
-    """A data URI that opens as the same picture or sound.
+    """Return a data URI that decodes to the same pixels or samples (PNG, or WAV with float samples).
 
-    >>> uri_of(Picture(width=1, height=1, pixels=bytes(3)))[:22]
+    >>> to_data_uri(ImageData(width=1, height=1, pixels=bytes(3)))[:22]
     'data:image/png;base64,'
     """
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Asking an address that is allowed: once resolved, at that very number, within a time and a size."""
+"""HTTP client for allowed URLs. Connects to the IP address that was checked, with one deadline and a size limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from afterglow.media.urls import MediaURL, is_ip_allowed, parse_url
 
 REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
 READ_CHUNK_BYTES = 64 * 1024
-MAX_ADDRESSES_TRIED = 4  # of those that a name stands for, tried one after the other
+MAX_ADDRESSES_TRIED = 4  # IP addresses of a host, tried in order
 REQUEST_HEADERS = {
     "Accept-Encoding": "identity",
     "Accept": "image/*, audio/*",
@@ -30,19 +30,19 @@ REQUEST_HEADERS = {
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """The numbers that a name stands for."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(place[0]) for *_, place in found))
+    """Return the IP addresses of a host."""
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in results))
 
 
 def connect(ip: str, port: int, timeout_seconds: float) -> socket.socket:
-    """A connection to a number."""
+    """Connect to an IP address."""
     return socket.create_connection((ip, port), timeout=timeout_seconds)
 
 
 @dataclass(frozen=True)
 class Network:
-    """What reaches the network; tests have their own."""
+    """Functions that access the network; tests replace them."""
 
     resolve: Callable[[str, int], list[str]] = resolve_host
     connect: Callable[[str, int, float], socket.socket] = connect
@@ -50,66 +50,64 @@ class Network:
 
 
 def fetch_url(url: str, policy: MediaPolicy, network: Network | None = None) -> bytes:
-    """What an address has. Every hop of a redirect is checked like the first."""
-    clock = Deadline(policy.fetch_timeout_seconds)
+    """Fetch a URL. Checks the target of every redirect like the first URL."""
+    deadline = Deadline(policy.fetch_timeout_seconds)
     network = network or Network()
-    address = parse_url(url, policy)
+    current = parse_url(url, policy)
     for _ in range(policy.max_redirects + 1):
         try:
-            answer = _request(address, policy, network, clock)
+            response = _request(current, policy, network, deadline)
         except TimeoutError:
-            reason = f"it did not arrive within {policy.fetch_timeout_seconds:g} seconds, which is the limit here"
+            reason = f"the fetch did not finish within {policy.fetch_timeout_seconds:g} seconds"
             raise InvalidMedia(abbreviate_source(url), reason) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise InvalidMedia(abbreviate_source(url), f"fetching it failed ({type(error).__name__})") from None
-        if isinstance(answer, bytes):
-            return answer
-        following = parse_url(urljoin(address.url, answer.location), policy)
-        if (address.scheme, following.scheme) == ("https", "http"):
-            raise MediaRefused(abbreviate_source(url), "it leads from https: to http:")
-        address = following
-    raise InvalidMedia(
-        abbreviate_source(url), f"it leads on more than {policy.max_redirects} times, which is the limit here"
-    )
+            raise InvalidMedia(abbreviate_source(url), f"the fetch failed ({type(error).__name__})") from None
+        if isinstance(response, bytes):
+            return response
+        target = parse_url(urljoin(current.url, response.location), policy)
+        if (current.scheme, target.scheme) == ("https", "http"):
+            raise MediaRefused(abbreviate_source(url), "it redirects from https: to http:")
+        current = target
+    raise InvalidMedia(abbreviate_source(url), f"it exceeds the limit of {policy.max_redirects} redirects")
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Where to ask instead."""
+    """Redirect response."""
 
     location: str
 
 
 def _request(url: MediaURL, policy: MediaPolicy, network: Network, deadline: Deadline) -> bytes | Redirect:
-    """One hop."""
-    numbers = _resolve_allowed(url, policy, network, deadline)
-    with contextlib.closing(_open_connection(url, numbers, network, deadline)) as connection:
-        line = http.client.HTTPConnection(url.host, url.port)
-        line.sock = cast(Any, DeadlineSocket(connection, deadline))
-        line.putrequest("GET", url.request_target, skip_host=True, skip_accept_encoding=True)
+    """Send one request without following redirects."""
+    ips = _resolve_allowed(url, policy, network, deadline)
+    with contextlib.closing(_open_connection(url, ips, network, deadline)) as connection:
+        client = http.client.HTTPConnection(url.host, url.port)
+        client.sock = cast(Any, DeadlineSocket(connection, deadline))
+        client.putrequest("GET", url.request_target, skip_host=True, skip_accept_encoding=True)
         for name, value in {"Host": url.authority, **REQUEST_HEADERS}.items():
-            line.putheader(name, value)
-        line.endheaders()
-        with line.getresponse() as response:
-            if response.status in REDIRECT_STATUSES and (to := response.getheader("Location")):
-                return Redirect(to)
+            client.putheader(name, value)
+        client.endheaders()
+        with client.getresponse() as response:
+            if response.status in REDIRECT_STATUSES and (location := response.getheader("Location")):
+                return Redirect(location)
             return _read_body(url, response, policy.max_bytes)
 
 
 def _resolve_allowed(url: MediaURL, policy: MediaPolicy, network: Network, deadline: Deadline) -> list[str]:
-    """The numbers behind a name, all of which must be allowed: one that is not is a sign of a trick."""
-    numbers = run_with_timeout(deadline.get_remaining_seconds(), lambda: network.resolve(url.host, url.port))
-    if not numbers or not all(is_ip_allowed(number, policy) for number in numbers):
+    """Resolve the host. All of its IP addresses must be allowed: public and private ones together suggest an attack."""
+    ips = run_with_timeout(deadline.get_remaining_seconds(), lambda: network.resolve(url.host, url.port))
+    if not ips or not all(is_ip_allowed(ip, policy) for ip in ips):
         raise MediaRefused(abbreviate_source(url.url), f"{url.host} is not on the public internet")
-    return numbers[:MAX_ADDRESSES_TRIED]
+    return ips[:MAX_ADDRESSES_TRIED]
 
 
 def _open_connection(url: MediaURL, ips: list[str], network: Network, deadline: Deadline) -> socket.socket:
-    """A connection to the first number that takes one, encrypted for the name where it should be."""
-    failure: OSError = OSError("no number")
-    for number in ips:
+    """Connect to the first IP address that accepts, with TLS for https."""
+    failure: OSError = OSError("no IP address")
+    for ip in ips:
         try:
-            connection = network.connect(number, url.port, deadline.get_remaining_seconds())
+            connection = network.connect(ip, url.port, deadline.get_remaining_seconds())
             break
         except OSError as error:
             failure = error
@@ -127,26 +125,26 @@ def _open_connection(url: MediaURL, ips: list[str], network: Network, deadline: 
 
 def _read_body(url: MediaURL, response: http.client.HTTPResponse, max_bytes: int) -> bytes:
     if response.status != 200:
-        raise InvalidMedia(abbreviate_source(url.url), f"the host answered with status {response.status}")
+        raise InvalidMedia(abbreviate_source(url.url), f"the server returned status {response.status}")
     if (response.getheader("Content-Encoding") or "identity").lower() != "identity":
-        raise InvalidMedia(abbreviate_source(url.url), "the host packed it, though it was asked not to")
+        raise InvalidMedia(abbreviate_source(url.url), "the server compressed it, although the request forbids that")
     data = bytearray()
     if (response.length or 0) <= max_bytes:
-        while len(data) <= max_bytes and (piece := response.read1(READ_CHUNK_BYTES)):
-            data += piece
+        while len(data) <= max_bytes and (chunk := response.read1(READ_CHUNK_BYTES)):
+            data += chunk
     if max(len(data), response.length or 0) > max_bytes:
-        raise InvalidMedia(abbreviate_source(url.url), f"it has more than {max_bytes:,} bytes, which is the limit here")
+        raise InvalidMedia(abbreviate_source(url.url), f"it exceeds the limit of {max_bytes:,} bytes")
     return bytes(data)
 
 
 class Deadline:
-    """Counts the time for everything about one address."""
+    """Deadline for the whole fetch, including redirects."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def get_remaining_seconds(self) -> float:
-        """Seconds; `TimeoutError` where there are none."""
+        """Return the seconds left; raise `TimeoutError` if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -154,7 +152,7 @@ class Deadline:
 
 
 class DeadlineSocket:
-    """A connection for `http.client`, on which no wait is longer than the clock has left."""
+    """Socket for `http.client` on which no operation blocks beyond the deadline."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         self._connection = connection
@@ -168,11 +166,11 @@ class DeadlineSocket:
         return io.BufferedReader(DeadlineReader(self._connection, self._deadline))
 
     def close(self) -> None:
-        """Whoever opened the connection closes it."""
+        """Do nothing: the opener closes the connection."""
 
 
 class DeadlineReader(io.RawIOBase):
-    """What comes in on a connection, however slowly it drips."""
+    """Reads from a connection until the deadline, also if the server sends slowly."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         self._connection = connection
@@ -187,20 +185,23 @@ class DeadlineReader(io.RawIOBase):
 
 
 def run_with_timeout(timeout_seconds: float, function: Callable[[], list[str]]) -> list[str]:
-    """What `work` returns, if it does so in time. Resolving a name knows no limit of its own, so it is left behind."""
-    answers: list[list[str] | BaseException] = []
+    """Run `function` in a thread and return its result; raise `TimeoutError` and abandon the thread if it is late.
+
+    Name resolution has no timeout of its own.
+    """
+    results: list[list[str] | BaseException] = []
 
     def run() -> None:
         try:
-            answers.append(function())
+            results.append(function())
         except BaseException as error:
-            answers.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, name="afterglow-resolving", daemon=True)
     thread.start()
     thread.join(timeout_seconds)
-    if not answers:
+    if not results:
         raise TimeoutError
-    if isinstance(answers[0], BaseException):
-        raise answers[0]
-    return answers[0]
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]

@@ -1,4 +1,4 @@
-"""Files that may be opened: regular ones inside the allowed directory, however their path is written."""
+"""Reads regular files inside the allowed directory, and no others, however the path is written."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from afterglow.errors import InvalidMedia, MediaRefused
 from afterglow.media.policy import MediaPolicy, abbreviate_source
 
 NOFOLLOW_FLAG = getattr(os, "O_NOFOLLOW", 0)
-NONBLOCK_FLAG = getattr(os, "O_NONBLOCK", 0)  # a pipe would let us wait for a writer
+NONBLOCK_FLAG = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO would block until a writer opens it
 DIRECTORY_FLAG = getattr(os, "O_DIRECTORY", 0)
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-NO_DIRECTORY_ALLOWED = "files may be opened only in a directory that is allowed, and none is: send the data itself"
+NO_DIRECTORY_ALLOWED = "no directory is allowed for media files: send the data inline, as a data: URI"
 
 
 def read_file(source: str, policy: MediaPolicy) -> bytes:
-    """The bytes of a file inside the allowed directory. What is outside is refused, whether it exists or not."""
+    """Read a file inside the allowed directory. Refuses paths outside it, whether they exist or not."""
     if policy.allowed_directory is None:
         raise MediaRefused(abbreviate_source(source), NO_DIRECTORY_ALLOWED)
     root = Path(policy.allowed_directory).expanduser()
     try:
         root = root.resolve(strict=True)
-        wanted = Path(os.path.realpath(root / parse_path(source)))
-        inside = wanted.relative_to(root)
+        path = Path(os.path.realpath(root / parse_path(source)))
+        relative = path.relative_to(root)
     except (ValueError, OSError):
-        raise MediaRefused(abbreviate_source(source), "it is not in the directory that is allowed") from None
+        raise MediaRefused(abbreviate_source(source), "it is not in the allowed directory") from None
     try:
-        descriptor = _open_inside(root, inside.parts)
+        descriptor = _open_inside(root, relative.parts)
         try:
             return _read_regular_file(descriptor, source, policy.max_bytes)
         finally:
@@ -40,45 +40,49 @@ def read_file(source: str, policy: MediaPolicy) -> bytes:
 
 
 def parse_path(source: str) -> str:
-    """The path that a `file:` address or a path says. A relative one begins in the allowed directory."""
+    """Return the path of a `file:` URL or of a plain path. Relative paths start in the allowed directory."""
     if not re.match(r"file:", source, re.IGNORECASE):
         path = source
     else:
         parts = urlsplit(source)
         if parts.netloc.lower() not in ("", "localhost") or parts.query or parts.fragment:
-            raise MediaRefused(abbreviate_source(source), "a file: address has no host, no `?` and no `#`")
+            raise MediaRefused(abbreviate_source(source), "a file: URL must not have a host, a `?` or a `#`")
         path = unquote(parts.path, errors="strict")
         if os.name == "nt" and re.match(r"/[A-Za-z]:", path):
             path = path[1:]
     if "\0" in path or not path:
-        raise MediaRefused(abbreviate_source(source), "that is no path")
+        raise MediaRefused(abbreviate_source(source), "it is not a valid path")
     return path
 
 
 def _open_inside(root: Path, parts: tuple[str, ...]) -> int:
-    """Open step by step, following no link: `realpath` found none, and one put there since is not followed."""
+    """Open a path component by component without following links.
+
+    `realpath` resolved all links, so a link on the way was created since then.
+    """
     if not parts:
         raise IsADirectoryError(0, "it is a directory")
     if os.open not in os.supports_dir_fd:
         return os.open(root.joinpath(*parts), READ_FLAGS)
-    here = os.open(root, READ_FLAGS | DIRECTORY_FLAG)
+    parent = os.open(root, READ_FLAGS | DIRECTORY_FLAG)
     for index, part in enumerate(parts):
-        last = index == len(parts) - 1
+        is_last = index == len(parts) - 1
+        flags = READ_FLAGS | NOFOLLOW_FLAG | (NONBLOCK_FLAG if is_last else DIRECTORY_FLAG)
         try:
-            there = os.open(part, READ_FLAGS | NOFOLLOW_FLAG | (NONBLOCK_FLAG if last else DIRECTORY_FLAG), dir_fd=here)
+            child = os.open(part, flags, dir_fd=parent)
         finally:
-            os.close(here)
-        here = there
-    return here
+            os.close(parent)
+        parent = child
+    return parent
 
 
 def _read_regular_file(descriptor: int, source: str, max_bytes: int) -> bytes:
-    """Everything in a regular file, which may grow while it is read."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        raise InvalidMedia(abbreviate_source(source), "it is no regular file")
+    """Read a whole regular file up to the size limit; the file may grow during the read."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidMedia(abbreviate_source(source), "it is not a regular file")
     with open(descriptor, "rb", closefd=False) as file:
-        data = file.read(max_bytes + 1) if found.st_size <= max_bytes else b""
-    if max(found.st_size, len(data)) > max_bytes:
-        raise InvalidMedia(abbreviate_source(source), f"it has more than {max_bytes:,} bytes, which is the limit here")
+        data = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+    if max(status.st_size, len(data)) > max_bytes:
+        raise InvalidMedia(abbreviate_source(source), f"it exceeds the limit of {max_bytes:,} bytes")
     return data

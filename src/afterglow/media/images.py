@@ -1,4 +1,4 @@
-"""Picture files as pixels: red, green and blue, the right way up, on white. Pillow decodes."""
+"""Decodes image files with Pillow to upright RGB pixels on a white background."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from afterglow.media.image_header import InvalidImageHeader, read_image_header
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.media.types import ImageData
 
-# These and no others: what else Pillow can read never sees the file.
+# Pillow's other decoders never see a file.
 DECODERS: dict[str, type[ImageFile]] = {
     "PNG": PngImageFile,
     "JPEG": JpegImageFile,
@@ -26,7 +26,7 @@ DECODERS: dict[str, type[ImageFile]] = {
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
 }
-EXIF_ORIENTATION_TAG = 0x0112  # in EXIF
+EXIF_ORIENTATION_TAG = 0x0112
 EXIF_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -36,65 +36,65 @@ EXIF_TRANSPOSES = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-LOW_DETAIL_SIDE_PIXELS = 512  # pixels of a picture of which only the rough shape is asked for
+LOW_DETAIL_SIDE_PIXELS = 512
 
 
 def decode_image(
-    data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str = "the picture", detail: str = "auto"
+    data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str = "the image", detail: str = "auto"
 ) -> ImageData:
-    """The picture in a file. `detail` "low" makes it no larger than 512 by 512 pixels.
+    """Decode an image file. `detail="low"` scales it down to at most 512 by 512 pixels. `source` names it in errors.
 
     >>> file = io.BytesIO()
     >>> Image.new("LA", (4, 2), (0, 0)).save(file, "PNG")
-    >>> picture_of(file.getvalue()).pixels == b"\\xff" * 24
+    >>> decode_image(file.getvalue()).pixels == b"\\xff" * 24
     True
     """
     try:
-        shape = read_image_header(data)
+        header = read_image_header(data)
     except InvalidImageHeader as error:
         raise InvalidMedia(source, f"{error}") from None
-    check_image_size(shape.width, shape.height, policy, source)
-    if shape.animated:
-        raise InvalidMedia(source, "it is animated: send one of its pictures")
+    check_image_size(header.width, header.height, policy, source)
+    if header.animated:
+        raise InvalidMedia(source, "it is animated: send one of its frames")
     try:
-        with DECODERS[shape.format](io.BytesIO(data)) as file:
+        with DECODERS[header.format](io.BytesIO(data)) as file:
             check_image_size(*file.size, policy, source)
-            clean = _to_upright_rgb(file)
+            image = _to_upright_rgb(file)
     except InvalidMedia:
         raise
-    except Exception as error:  # whatever a decoder stumbles over, the file made it
-        raise InvalidMedia(source, f"the {shape.format} file is damaged ({error})") from None
+    except Exception as error:  # any exception of a decoder is caused by the file
+        raise InvalidMedia(source, f"the {header.format} file is damaged ({error})") from None
     if detail == "low":
-        clean.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
-    return ImageData(width=clean.width, height=clean.height, pixels=clean.tobytes())
+        image.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
+    return ImageData(width=image.width, height=image.height, pixels=image.tobytes())
 
 
 def check_image_size(width: int, height: int, policy: MediaPolicy, source: str) -> None:
-    """`InvalidMedia` where a picture is larger than it may be."""
+    """Raise `InvalidMedia` if an image is empty or exceeds the size limits."""
     if width < 1 or height < 1:
-        raise InvalidMedia(source, f"{width} by {height} pixels are no picture")
+        raise InvalidMedia(source, f"{width} by {height} pixels is not a valid size")
     if max(width, height) > policy.max_side_pixels or width * height > policy.max_pixels:
-        limit = f"a side may have {policy.max_side_pixels:,} and all of it {policy.max_pixels:,}"
+        limit = f"the limit is {policy.max_side_pixels:,} per side and {policy.max_pixels:,} in total"
         raise InvalidMedia(source, f"it has {width:,} by {height:,} pixels, {limit}: scale it down")
 
 
 def _to_upright_rgb(file: ImageFile) -> Image.Image:
-    """Eight bits of red, green and blue, the right way up, and white where one can see through."""
-    turn = EXIF_TRANSPOSES.get(_read_orientation(file))
+    """Convert to 8-bit RGB, rotate by the EXIF orientation, and composite transparency on white."""
+    transpose = EXIF_TRANSPOSES.get(_read_orientation(file))
     file.load()
     image: Image.Image = file
-    if image.mode.startswith("I"):  # 16 bits of grey
+    if image.mode.startswith("I"):  # 16-bit grayscale
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image if image.mode == "RGB" else image.convert("RGB")
-    return image if turn is None else image.transpose(turn)
+    return image if transpose is None else image.transpose(transpose)
 
 
 def _read_orientation(file: ImageFile) -> int:
-    """How a camera was held; upright where that cannot be read."""
+    """Return the EXIF orientation; 1 (upright) if it cannot be read."""
     try:
         return int(file.getexif().get(EXIF_ORIENTATION_TAG, 1))
-    except Exception:  # EXIF is written by anybody, and the picture does not depend on it
+    except Exception:  # malformed EXIF is common and does not affect the pixels
         return 1

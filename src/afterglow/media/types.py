@@ -1,4 +1,4 @@
-"""Pictures and sounds, decoded: what a projector takes, whatever file or address they came from."""
+"""Decoded images and audio, the input of a projector."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from afterglow.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class ImageData:
-    """Pixels in rows from the top, three bytes each: red, green, blue.
+    """RGB image: rows from the top, three bytes per pixel.
 
-    >>> red = Picture(width=2, height=1, pixels=bytes([255, 0, 0] * 2))
-    >>> red.digest == Picture(width=1, height=2, pixels=red.pixels).digest
+    >>> red = ImageData(width=2, height=1, pixels=bytes([255, 0, 0] * 2))
+    >>> red.digest == ImageData(width=1, height=2, pixels=red.pixels).digest
     False
     """
 
@@ -27,9 +27,8 @@ class ImageData:
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.height < 1 or len(self.pixels) != 3 * self.width * self.height:
-            raise InvalidArgument(
-                "pixels", f"{len(self.pixels)} bytes are no picture of {self.width} by {self.height} (3 bytes each)"
-            )
+            size = f"{self.width} by {self.height}"
+            raise InvalidArgument("pixels", f"{len(self.pixels)} bytes do not match {size} pixels (3 bytes each)")
 
     @property
     def nbytes(self) -> int:
@@ -37,15 +36,15 @@ class ImageData:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of what is seen. Pictures of the same size are never taken for one another."""
+        """SHA-256 of the size and the pixels."""
         return hashlib.sha256(b"picture %d %d " % (self.width, self.height) + self.pixels).digest()
 
 
 @dataclass(frozen=True)
 class AudioData:
-    """One channel of samples, 32-bit floats between -1 and 1 in the machine's order, so many each second.
+    """Mono audio: 32-bit float samples between -1 and 1 in native byte order.
 
-    >>> Sound(rate=16_000, samples=bytes(4 * 16_000)).seconds
+    >>> AudioData(sample_rate=16_000, samples=bytes(4 * 16_000)).seconds
     1.0
     """
 
@@ -54,9 +53,9 @@ class AudioData:
 
     def __post_init__(self) -> None:
         if self.sample_rate < 1 or not self.samples or len(self.samples) % 4:
-            raise InvalidArgument("samples", f"{len(self.samples)} bytes at {self.sample_rate} a second are no sound")
+            raise InvalidArgument("samples", f"{len(self.samples)} bytes at {self.sample_rate} Hz are not valid audio")
         if not np.isfinite(np.frombuffer(self.samples, np.float32)).all():
-            raise InvalidArgument("samples", "have numbers in them that are not finite")
+            raise InvalidArgument("samples", "must be finite numbers")
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +67,7 @@ class AudioData:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of what is heard."""
+        """SHA-256 of the sample rate and the samples."""
         return hashlib.sha256(b"sound %d " % self.sample_rate + self.samples).digest()
 
 

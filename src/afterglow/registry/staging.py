@@ -1,6 +1,6 @@
-"""The hidden directory a pull works in: made beside the target, always removed, swept when its owner died.
+"""Staging directories of downloads: created next to the target, always removed, also after their owner died.
 
-Also runs the programs that download into it, and knows what a full disk looks like. Knows nothing of sources.
+Runs the programs that download into them and detects a full disk. Does not know model sources.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ DownloadProgress = Callable[[int, int | None], None]
 
 POLL_INTERVAL_SECONDS = 0.1
 STALE_AFTER_SECONDS = 24 * 3600
-# A process's start is known to about a second only; this much earlier than its start, it was not the owner.
+# Process start times are accurate to about a second. A directory older than its process by more than this has another
+# owner: the pid was reused.
 CLOCK_SLACK_SECONDS = 10
-# A models directory may be shared between machines or containers, where a pid says nothing about the others.
+# Machines or containers may share a models directory; a pid is meaningful only on its own host.
 HOST_ID = f"{zlib.crc32(platform.node().encode()):08x}"
 STAGING_NAME_PATTERN = re.compile(r"\.pull-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-\w+")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,9 +38,9 @@ DISK_FULL_PATTERN = re.compile(rf"\b(?:Errno|os error) (?:{'|'.join(map(str, DIS
 
 @contextmanager
 def open_staging_directory(directory: Path) -> Iterator[Path]:
-    """Give a directory to work in on the same disk as `directory`; it is gone afterwards, whatever happened.
+    """Create a temporary directory on the same disk as `directory`; it is removed afterwards in any case.
 
-    with staging(models) as folder:
+    with open_staging_directory(models) as folder:
         os.replace(folder / "model.gguf", models / "model.gguf")
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,22 +53,22 @@ def open_staging_directory(directory: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove what pulls that were killed have left: `sweep(models)`."""
+    """Remove the staging directories of killed processes: `remove_abandoned(models)`."""
     for folder in directory.glob(".pull-*"):
         if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether the process that made this staging directory is certainly gone: `abandoned(models / ".pull-…")`."""
+    """Return whether the owner of a staging directory is certainly dead: `is_abandoned(models / ".pull-…")`."""
     owner = STAGING_NAME_PATTERN.fullmatch(folder.name)
     try:
-        changed = folder.stat().st_mtime
+        modified_time = folder.stat().st_mtime
         if owner is None:
             return False
         if owner["host"] != HOST_ID:
-            return time.time() - changed > STALE_AFTER_SECONDS
-        return psutil.Process(int(owner["pid"])).create_time() > changed + CLOCK_SLACK_SECONDS
+            return time.time() - modified_time > STALE_AFTER_SECONDS
+        return psutil.Process(int(owner["pid"])).create_time() > modified_time + CLOCK_SLACK_SECONDS
     except psutil.NoSuchProcess:
         return True
     except (OSError, psutil.Error):
@@ -77,11 +78,11 @@ def is_abandoned(folder: Path) -> bool:
 def run_with_progress(
     command: Sequence[str], folder: Path, report: Callable[[int], None], environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that downloads into `folder`, reporting the size of the largest file there as it grows.
+    """Run a program that downloads into `folder` and report the size of the largest file there as it grows.
 
-    An exception, be it Ctrl-C or one out of `report`, ends the program first.
+    Any exception, from Ctrl-C or from `report`, kills the program first.
 
-    run_watched([sys.executable, "-m", "pip", …], folder, print, {}).returncode
+    run_with_progress([sys.executable, "-m", "pip", …], folder, print, {}).returncode
     """
     variables = {**os.environ, "TMPDIR": str(folder), "PYTHONIOENCODING": "utf-8", **environment}
     with subprocess.Popen(
@@ -101,35 +102,37 @@ def run_with_progress(
                 except subprocess.TimeoutExpired:
                     report(get_largest_file_bytes(folder))
         except BaseException:
-            process.kill()  # not asked politely: all it could leave behind is in `folder`
+            process.kill()  # no SIGTERM needed: all files it leaves are in `folder`
             raise
 
 
 def get_largest_file_bytes(folder: Path) -> int:
-    """Bytes of the largest file below `folder`: a download and its finished copy must not count twice."""
+    """Return the size of the largest file below `folder`: a download and its finished copy must not count twice."""
     sizes = [0]
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 sizes.append(os.stat(os.path.join(parent, name)).st_size)
-            except OSError:  # moved or removed since it was listed
+            except OSError:  # moved or removed in the meantime
                 continue
     return max(sizes)
 
 
 def check_free_space(label: str, directory: Path, needed: int) -> None:
-    """Raise DownloadFailed where `needed` bytes do not fit: `require_room("smollm2", models, 2_000_000)`."""
+    """Raise DownloadFailed if `needed` bytes are not free: `check_free_space("smollm2", models, 2_000_000)`."""
     if get_free_bytes(directory) < needed:
         raise make_disk_full_error(label, directory, needed)
 
 
 def make_disk_full_error(label: str, directory: Path, needed: int) -> DownloadFailed:
-    """The error of a full disk, with its numbers: `raise no_room("smollm2", models, 2_000_000)`."""
-    asked = f"{needed:,} bytes are needed" if needed else "the size is not known"
-    return DownloadFailed(label, f"no room in {directory}: {asked}, {get_free_bytes(directory):,} are free")
+    """Return the error of a full disk, with its numbers: `raise make_disk_full_error("smollm2", models, 2_000_000)`."""
+    required = f"{needed:,} bytes are needed" if needed else "the size is unknown"
+    return DownloadFailed(
+        label, f"not enough disk space in {directory}: {required}, {get_free_bytes(directory):,} free"
+    )
 
 
 def get_free_bytes(directory: Path) -> int:
-    """Bytes free where `directory` is, or will be once it is made: `free_bytes(models)`."""
+    """Return the free bytes on the disk of `directory`, which need not exist yet: `get_free_bytes(models)`."""
     existing = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
     return shutil.disk_usage(existing).free

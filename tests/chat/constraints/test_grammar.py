@@ -1,4 +1,4 @@
-"""Every response format is enforced to the letter, or refused by name."""
+"""Response formats: each allows exactly its texts, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.output.reasoning import REASONING_FORMATS
 from afterglow.errors import InvalidArgument, InvalidGrammar, RequestError, UnsupportedOption
 
-THINK = next(style for style in REASONING_FORMATS if style.start_tag == "<think>")
+THINK = next(format for format in REASONING_FORMATS if format.start_tag == "<think>")
 
 
-class Bytes:
-    """A vocabulary of all bytes, and an end."""
+class ByteTokenizer:
+    """One token per byte, an end token and a control token."""
 
     is_tokenizer_wrapper = True
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256, 257)
@@ -27,20 +27,20 @@ class Bytes:
         return list(text.encode())
 
 
-TOKENIZER = llguidance.LLTokenizer(Bytes())
+TOKENIZER = llguidance.LLTokenizer(ByteTokenizer())
 
 
-def accepts(whole: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(TOKENIZER, whole)
+def accepts(text_grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(TOKENIZER, text_grammar)
     assert not matcher.is_error(), matcher.get_error()
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
-def shaped(format: object) -> str:
-    shape = parse_response_format(format).spec
-    assert shape is not None
-    return grammar.build_grammar(shape)
+def build_format_grammar(format: object) -> str:
+    spec = parse_response_format(format).spec
+    assert spec is not None
+    return grammar.build_grammar(spec)
 
 
 SCHEMA = {
@@ -52,7 +52,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize(
-    ("format", "good", "bad"),
+    ("format", "allowed", "forbidden"),
     [
         ({"type": "json_object"}, ['{"a": [1, null]}', "{}"], ["[1]", "1", '{"a"}', "hello"]),
         (
@@ -75,15 +75,15 @@ SCHEMA = {
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
-def test_a_format_lets_exactly_its_texts_through(format, good, bad):
-    whole = shaped(format)
-    for text in good:
-        assert accepts(whole, text), text
-    for text in bad:
-        assert not accepts(whole, text), text
+def test_a_format_allows_exactly_its_texts(format, allowed, forbidden):
+    format_grammar = build_format_grammar(format)
+    for text in allowed:
+        assert accepts(format_grammar, text), text
+    for text in forbidden:
+        assert not accepts(format_grammar, text), text
 
 
-def test_text_is_everything():
+def test_the_text_format_has_no_grammar():
     assert parse_response_format({"type": "text"}).spec is None
     assert parse_response_format(None).spec is None
 
@@ -93,22 +93,22 @@ class Person(BaseModel):
     age: int
 
 
-def test_a_pydantic_class_is_a_format_and_what_the_answer_becomes():
+def test_a_pydantic_model_is_a_format_and_parses_the_answer():
     format = parse_response_format(Person)
-    whole = shaped(Person)
-    assert accepts(whole, '{"name": "Bob", "age": 3}')
-    assert not accepts(whole, '{"name": "Bob", "age": 3, "shoes": 44}')
+    format_grammar = build_format_grammar(Person)
+    assert accepts(format_grammar, '{"name": "Bob", "age": 3}')
+    assert not accepts(format_grammar, '{"name": "Bob", "age": 3, "shoes": 44}')
     assert format.parse('{"name": "Bob", "age": 3}') == Person(name="Bob", age=3)
 
 
 def test_any_type_with_a_schema_is_a_format():
-    assert accepts(shaped(list[int]), "[1, 2]")
-    assert not accepts(shaped(list[int]), '["1"]')
+    assert accepts(build_format_grammar(list[int]), "[1, 2]")
+    assert not accepts(build_format_grammar(list[int]), '["1"]')
     assert parse_response_format(dict[str, float]).parse('{"a": 1}') == {"a": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("format", "place"),
+    ("format", "name"),
     [
         ("json", "response_format"),
         ({}, "response_format.type"),
@@ -127,10 +127,10 @@ def test_any_type_with_a_schema_is_a_format():
         ({"type": "grammar", "grammar": "x", "syntax": "bnf"}, "syntax"),
     ],
 )
-def test_what_is_wrong_with_a_format_is_said_by_its_place(format, place):
+def test_an_invalid_format_is_an_error_that_names_the_field(format, name):
     with pytest.raises(InvalidArgument) as caught:
         parse_response_format(format)
-    assert caught.value.name == place
+    assert caught.value.name == name
 
 
 @pytest.mark.parametrize(
@@ -142,62 +142,62 @@ def test_what_is_wrong_with_a_format_is_said_by_its_place(format, place):
         {"type": "grammar", "syntax": "gbnf", "grammar": "root ::= ("},
     ],
 )
-def test_a_grammar_that_cannot_be_is_refused(format):
+def test_an_invalid_grammar_is_rejected(format):
     with pytest.raises(InvalidGrammar):
         parse_response_format(format)
 
 
 @pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"contains": {"type": "integer"}}])
-def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(keyword):
+def test_an_unsupported_keyword_is_rejected_by_name(keyword):
     with pytest.raises(UnsupportedOption, match=next(iter(keyword))):
         grammar.build_json_schema_grammar({"type": "array", **keyword})
 
 
-def test_a_schema_that_is_not_json_is_refused():
+def test_a_schema_that_is_not_json_is_rejected():
     for schema in ({"const": float("nan")}, {"enum": [object()]}):
         with pytest.raises(RequestError):
             grammar.build_json_schema_grammar(schema)
 
 
-def test_white_space_between_tokens_of_json_is_bounded():
+def test_whitespace_in_json_is_bounded():
     assert not accepts(grammar.build_json_schema_grammar({"type": "object"}), "{" + " " * 100 + "}")
 
 
-def test_a_thought_may_come_before_the_format():
-    shape = parse_response_format({"type": "choice", "choices": ["yes", "no"]}).spec
-    free = grammar.build_reasoning_grammar(shape, THINK, grammar.quote_literal, starts_in_reasoning=False)
+def test_reasoning_is_allowed_before_the_format():
+    spec = parse_response_format({"type": "choice", "choices": ["yes", "no"]}).spec
+    free = grammar.build_reasoning_grammar(spec, THINK, grammar.quote_literal, starts_in_reasoning=False)
     assert accepts(free, "yes")
     assert accepts(free, "<think>Is it <b>so</b>?</think>\n\nno")
     assert not accepts(free, "<think>no")
     assert not accepts(free, "<think>Hm</think>maybe")
-    opened = grammar.build_reasoning_grammar(shape, THINK, grammar.quote_literal, starts_in_reasoning=True)
+    opened = grammar.build_reasoning_grammar(spec, THINK, grammar.quote_literal, starts_in_reasoning=True)
     assert accepts(opened, "Hm</think>yes")
     assert not accepts(opened, "yes")
 
 
-def test_a_thought_between_control_tokens_is_free_text():
-    shape = parse_response_format({"type": "regex", "pattern": "[0-9]+"}).spec
-    opened = grammar.build_reasoning_grammar(shape, THINK, lambda text: "<[257]>", starts_in_reasoning=True)
+def test_reasoning_between_control_tokens_is_free_text():
+    spec = parse_response_format({"type": "regex", "pattern": "[0-9]+"}).spec
+    opened = grammar.build_reasoning_grammar(spec, THINK, lambda text: "<[257]>", starts_in_reasoning=True)
     matcher = llguidance.LLMatcher(TOKENIZER, opened)
     data = [*b"so it is </think>", 257, *b"42"]
     assert matcher.try_consume_tokens(data) == len(data)
     assert matcher.is_accepting()
 
 
-def test_texts_can_be_forbidden():
+def test_texts_can_be_excluded():
     free = grammar.build_grammar(grammar.build_exclusion_spec(["<tool_call>", "[CALL]"]))
     assert accepts(free, "any <tool> text [of] it")
     assert not accepts(free, "so: <tool_call>{}")
     assert not accepts(free, "[CALL]")
 
 
-def test_one_of_several_shapes_will_do():
-    shapes = [parse_response_format({"type": "choice", "choices": [text]}).spec for text in ("one", "two")]
-    either = grammar.build_grammar(grammar.build_alternatives_spec(*shapes))
+def test_alternatives_allow_any_of_their_specs():
+    specs = [parse_response_format({"type": "choice", "choices": [text]}).spec for text in ("one", "two")]
+    either = grammar.build_grammar(grammar.build_alternatives_spec(*specs))
     assert accepts(either, "one")
     assert accepts(either, "two")
     assert not accepts(either, "onetwo")
 
 
-def test_a_grammar_is_json_that_travels():
+def test_a_grammar_is_json():
     assert json.loads(grammar.build_json_schema_grammar({"type": "integer"}))["grammars"]

@@ -1,4 +1,4 @@
-"""However an answer's bytes are cut into tokens, its parts add up to the same turn; and stops hold in all of them."""
+"""Output pipeline: stop strings, detokenizer, reasoning parser and tool parser give the same response for any split."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.errors import InvalidArgument
 from afterglow.testing import models
 
-THINK = next(style for style in REASONING_FORMATS if style.start_tag == "<think>")
+THINK = next(format for format in REASONING_FORMATS if format.start_tag == "<think>")
 TOOLS = parse_tools([{"type": "function", "function": {"name": "paint"}}])
 CALL = '<tool_call>\n{"name": "paint", "arguments": {"color": "grün", "at": [1, {"x": "é"}]}}\n</tool_call>'
 
 
-def read(pieces: list[bytes], stops: list[str]) -> tuple[ParsedOutput, str | None]:
-    """As `TurnStream` does, with the engine's matcher before it."""
+def parse(pieces: list[bytes], stops: list[str]) -> tuple[ParsedOutput, str | None]:
+    """Parse as `ChatStream` does, after the engine's stop matcher."""
     matcher = StopMatcher([stop.encode() for stop in stops])
     detokenizer = Detokenizer(stops)
-    reader = ReasoningParser(TOOL_FAMILIES["hermes"].create_parser(TOOLS, lambda: "id"), THINK)
-    parts, fired = [], None
+    parser = ReasoningParser(TOOL_FAMILIES["hermes"].create_parser(TOOLS, lambda: "id"), THINK)
+    parts, matched = [], None
     for piece in pieces:
-        parts += reader.feed(detokenizer.feed(piece))
-        if (found := matcher.feed(piece)) is not None:
-            fired = found.decode()
+        parts += parser.feed(detokenizer.feed(piece))
+        if (stop := matcher.feed(piece)) is not None:
+            matched = stop.decode()
             break
-    parts += reader.feed(detokenizer.finish(fired)) + reader.finish()
-    return join_parts(parts), fired
+    parts += parser.feed(detokenizer.finish(matched)) + parser.finish()
+    return join_parts(parts), matched
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
-    places = sorted({place for place in places if 0 < place < len(data)})
-    return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
+def split(data: bytes, positions: list[int]) -> list[bytes]:
+    positions = sorted({position for position in positions if 0 < position < len(data)})
+    return [data[a:b] for a, b in zip([0, *positions], [*positions, len(data)], strict=True)]
 
 
 @settings(max_examples=200)
@@ -50,14 +50,15 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     st.lists(st.integers(0, 300), max_size=20),
     st.sampled_from([[], ["Tag", "g."], ["🙂"], ["zzz"]]),
 )
-def test_any_cutting_gives_the_same_turn(thought, said, calls, end, places, stops):
-    data = (thought + said + calls + end).encode()
-    # Stops end an answer at a piece's end, and what follows in the piece is cut off: the turn is the same.
-    assert read(cut(data, places), stops) == read(cut(data, list(range(len(data)))), stops)
+def test_any_split_gives_the_same_response(reasoning, text, calls, end, positions, stops):
+    data = (reasoning + text + calls + end).encode()
+    # A stop ends generation at the end of a piece; the text after it in that piece is dropped.
+    assert parse(split(data, positions), stops) == parse(split(data, list(range(len(data)))), stops)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("stop", [[""], ["ok", ""], [3], "END", [None], ["\ud800"], [b"END"]])
-def test_stops_that_cannot_be_are_refused(stop):
+def test_invalid_stops_are_rejected(stop):
     with (
         afterglow.load(models.get_path("attention"), context=128) as model,
         pytest.raises(InvalidArgument, match="`stop`"),
@@ -65,16 +66,16 @@ def test_stops_that_cannot_be_are_refused(stop):
         model.complete("Hello", stop=stop)
 
 
-def test_a_stop_inside_a_character_of_several_bytes_never_fires():
-    answer, fired = read([b"caf\xc3", b"\xa9 \xc3", b"\xa8"], ["Ã"])
-    assert (answer.text, fired) == ("café è", None)
+def test_a_stop_never_matches_inside_a_multibyte_character():
+    output, matched = parse([b"caf\xc3", b"\xa9 \xc3", b"\xa8"], ["Ã"])
+    assert (output.text, matched) == ("café è", None)
 
 
-def test_a_stop_of_several_bytes_is_found_across_tokens():
-    answer, fired = read([b"caf\xc3", b"\xa9 au lait"], ["é"])
-    assert (answer.text, fired) == ("caf", "é")
+def test_a_multibyte_stop_matches_across_tokens():
+    output, matched = parse([b"caf\xc3", b"\xa9 au lait"], ["é"])
+    assert (output.text, matched) == ("caf", "é")
 
 
-def test_of_overlapping_stops_the_one_that_ends_first_fires():
-    answer, fired = read([b"one tw", b"o three"], ["two three", "wo"])
-    assert (answer.text, fired) == ("one t", "wo")
+def test_of_overlapping_stops_the_one_that_ends_first_matches():
+    output, matched = parse([b"one tw", b"o three"], ["two three", "wo"])
+    assert (output.text, matched) == ("one t", "wo")

@@ -1,4 +1,4 @@
-"""Conversations reach templates in the form that each of them takes, and nothing that was said is lost."""
+"""Messages are adapted to the capabilities of each template, and no content is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.errors import InvalidTemplate
 
 CALL = {"id": "call_12345678", "type": "function", "function": {"name": "look", "arguments": '{"place": "here"}'}}
-CALLED = [
+TOOL_MESSAGES = [
     {"role": "user", "content": "Where?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_12345678", "content": "there"},
@@ -19,9 +19,9 @@ CALLED = [
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-CALLS = (
+CALLS_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
-    "{% for c in m.tool_calls %}<{{ c.function.name }} WRITTEN>{% endfor %}{% endfor %}"
+    "{% for c in m.tool_calls %}<{{ c.function.name }} EXPRESSION>{% endfor %}{% endfor %}"
 )
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -29,191 +29,194 @@ ALTERNATING = (
 )
 
 
-def render(source: str, turns, **options) -> str:
+def render(source: str, messages, **options) -> str:
     with ChatTemplate(source) as template:
-        return template.render(parse_messages(turns), **options)
+        return template.render(parse_messages(messages), **options)
 
 
-def habits(source: str) -> TemplateCapabilities:
+def get_capabilities(source: str) -> TemplateCapabilities:
     with ChatTemplate(source) as template:
         return template.get_capabilities()
 
 
 @pytest.mark.parametrize(
-    ("written", "text"),
+    ("expression", "text"),
     [
         ("{{ c.function.arguments | tojson }}", '{"place": "here"}'),  # an object
         ("{{ c.function.arguments.place }}", "here"),
         ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "place=here"),
-        ("{{ '' + c.function.arguments }}", '{"place": "here"}'),  # text: an object cannot be added
-        ("{{ c.function.arguments }}", '{"place": "here"}'),  # text: an object would be written as Python does
+        ("{{ '' + c.function.arguments }}", '{"place": "here"}'),  # text: an object cannot be concatenated
+        ("{{ c.function.arguments }}", '{"place": "here"}'),  # text: an object would be rendered as a Python dictionary
         ("{{ c.function.arguments if c.function.arguments is string else 'x' * 3 }}", '{"place": "here"}'),
     ],
 )
-def test_arguments_are_an_object_or_text_as_the_template_reads_them(written, text):
-    assert render(CALLS.replace("WRITTEN", written), CALLED) == f"[user]Where?[assistant]<look {text}>[tool]there"
+def test_arguments_are_an_object_or_text_as_the_template_requires(expression, text):
+    assert (
+        render(CALLS_TEMPLATE.replace("EXPRESSION", expression), TOOL_MESSAGES)
+        == f"[user]Where?[assistant]<look {text}>[tool]there"
+    )
 
 
-def test_arguments_that_are_no_json_reach_the_template_as_they_are():
+def test_arguments_that_are_not_json_are_passed_as_text():
     call = {**CALL, "function": {"name": "look", "arguments": '{"place": '}}
-    source = CALLS.replace("WRITTEN", "{{ c.function.arguments | tojson }}")
-    assert '<look "{\\"place\\": ">' in render(source, [CALLED[0], {**CALLED[1], "tool_calls": [call]}])
+    source = CALLS_TEMPLATE.replace("EXPRESSION", "{{ c.function.arguments | tojson }}")
+    assert '<look "{\\"place\\": ">' in render(source, [TOOL_MESSAGES[0], {**TOOL_MESSAGES[1], "tool_calls": [call]}])
 
 
-def test_content_is_none_beside_calls_where_the_template_asks_for_that():
+def test_content_is_none_with_tool_calls_if_the_template_requires_it():
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
         "{% for c in m.tool_calls %}<{{ c.function.name + c.function.arguments }}>{% endfor %}"
         "{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
     )
-    assert habits(source).tool_call_format == ToolCallFormat(arguments_as_text=True, empty_content=None)
-    assert render(source, CALLED) == '[user]Where?<look{"place": "here"}>[tool]there'
-    speaking = [CALLED[0], {**CALLED[1], "content": "I look."}, CALLED[2]]
-    assert render(source, speaking) == '[user]Where?[assistant]I look.<look{"place": "here"}>[tool]there'
+    assert get_capabilities(source).tool_call_format == ToolCallFormat(arguments_as_text=True, empty_content=None)
+    assert render(source, TOOL_MESSAGES) == '[user]Where?<look{"place": "here"}>[tool]there'
+    with_content = [TOOL_MESSAGES[0], {**TOOL_MESSAGES[1], "content": "I look."}, TOOL_MESSAGES[2]]
+    assert render(source, with_content) == '[user]Where?[assistant]I look.<look{"place": "here"}>[tool]there'
 
 
-def test_content_is_empty_text_beside_calls_otherwise():
+def test_content_is_empty_text_with_tool_calls_otherwise():
     calls = "{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
     source = "{% for m in messages %}{{ m.content | trim }}" + calls + "{% endfor %}"
-    assert "None" not in render(source, CALLED)
+    assert "None" not in render(source, TOOL_MESSAGES)
 
 
-def test_content_is_a_list_of_parts_where_the_template_iterates_over_it():
+def test_content_is_a_list_of_parts_if_the_template_iterates_over_it():
     source = (
         "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
         "{% endif %}{% endfor %}{% endfor %}"
     )
-    assert habits(source).requires_typed_content
+    assert get_capabilities(source).requires_typed_content
     assert render(source, [("system", "Be brief."), ("user", "Hello")]) == "[system]Be brief.[user]Hello"
 
 
-def test_content_stays_text_where_the_template_takes_both():
+def test_content_is_text_if_the_template_supports_both():
     source = (
         "{% for m in messages %}{% if m.content is string %}text {% else %}parts {% endif %}{{ m.content }}{% endfor %}"
     )
     assert render(source, [("user", "Hello")]) == "text Hello"
 
 
-def test_calls_and_results_that_a_template_does_not_show_are_written_as_text():
+def test_unsupported_tool_calls_and_results_become_text():
     source = "{% for m in messages if m.role in ['user', 'assistant'] %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     call = '{"name": "look", "arguments": {"place": "here"}}'
-    assert render(source, CALLED) == f"[user]Where?[assistant]{call}[user]there"
+    assert render(source, TOOL_MESSAGES) == f"[user]Where?[assistant]{call}[user]there"
 
 
-def test_results_are_what_the_user_says_where_the_template_refuses_tool_messages():
+def test_tool_results_become_user_messages_if_the_template_rejects_them():
     source = (
         "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}"
         "{% endif %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}<{{ c | tojson }}>{% endfor %}{% endfor %}"
     )
-    text = render(source, CALLED)
+    text = render(source, TOOL_MESSAGES)
     assert text.endswith("[user]there")
     assert '"arguments": {"place": "here"}' in text
 
 
-def test_questions_in_a_row_become_one_where_roles_must_alternate():
+def test_consecutive_user_messages_are_merged_if_roles_must_alternate():
     assert render(ALTERNATING, [("user", "a"), ("user", "b"), ("assistant", "c")]) == "[user]a\n\nb[assistant]c"
 
 
-def test_questions_in_a_row_stay_apart_where_they_may():
+def test_consecutive_user_messages_stay_separate_otherwise():
     assert render(PLAIN, [("user", "a"), ("user", "b")]) == "[user]a[user]b"
 
 
-def test_results_and_questions_become_one_where_roles_must_alternate():
-    turns = [*CALLED, {"role": "user", "content": "And?"}]
-    assert render(ALTERNATING, turns).endswith("[user]there\n\nAnd?")
+def test_tool_results_and_user_messages_are_merged_if_roles_must_alternate():
+    messages = [*TOOL_MESSAGES, {"role": "user", "content": "And?"}]
+    assert render(ALTERNATING, messages).endswith("[user]there\n\nAnd?")
 
 
-def test_a_conversation_that_cannot_alternate_is_refused_with_the_template_s_reason():
+def test_a_conversation_that_cannot_alternate_raises_the_error_of_the_template():
     with pytest.raises(InvalidTemplate, match="must alternate"):
         render(ALTERNATING, [("assistant", "a"), ("user", "b")])
 
 
-def test_system_messages_that_come_late_become_one_at_the_beginning():
+def test_late_system_messages_are_merged_at_the_start():
     source = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
-    turns = [("system", "a"), ("user", "b"), ("system", "c"), ("user", "d")]
-    assert render(source, turns) == "[system]a\n\nc[user]b[user]d"
+    messages = [("system", "a"), ("user", "b"), ("system", "c"), ("user", "d")]
+    assert render(source, messages) == "[system]a\n\nc[user]b[user]d"
 
 
-def test_system_messages_that_a_template_passes_over_go_with_the_first_question():
+def test_unsupported_system_messages_are_merged_into_the_first_user_message():
     source = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     assert render(source, [("system", "Be brief."), ("user", "Hello")]) == "[user]Be brief.\n\nHello"
 
 
-def test_developer_messages_are_system_messages_where_the_template_does_not_know_them():
-    turns = [("developer", "Be brief."), ("user", "Hello")]
-    assert render(PLAIN, turns) == "[system]Be brief.[user]Hello"
-    knowing = PLAIN + "{% if messages[0].role == 'developer' %}!{% endif %}"
-    assert render(knowing, turns) == "[developer]Be brief.[user]Hello!"
+def test_unsupported_developer_messages_become_system_messages():
+    messages = [("developer", "Be brief."), ("user", "Hello")]
+    assert render(PLAIN, messages) == "[system]Be brief.[user]Hello"
+    supporting = PLAIN + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert render(supporting, messages) == "[developer]Be brief.[user]Hello!"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", "thought"])
-def test_reasoning_comes_in_the_field_that_the_template_reads(field):
+def test_reasoning_is_passed_in_the_field_that_the_template_reads(field):
     source = "{% for m in messages %}{% if m.FIELD %}({{ m.FIELD }}){% endif %}{{ m.content }}{% endfor %}"
     source = source.replace("FIELD", field)
-    turns = [("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
-    assert render(source, turns) == "a(because)b"
+    messages = [("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
+    assert render(source, messages) == "a(because)b"
 
 
-def test_reasoning_comes_as_a_part_of_the_content_where_the_template_reads_it_there():
+def test_reasoning_is_passed_as_a_content_part_if_the_template_reads_it_there():
     source = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
         "{% if p.type == 'thinking' %}({{ p.thinking }}){% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
         "{% endfor %}"
     )
-    turns = [("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
-    assert render(source, turns) == "a(because)b"
+    messages = [("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
+    assert render(source, messages) == "a(because)b"
 
 
-def test_a_template_that_wants_reasoning_everywhere_gets_it_empty():
+def test_missing_reasoning_is_passed_as_empty_text_if_the_template_requires_it():
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' and m.reasoning_content is not defined %}"
-        "{{ raise_exception('no thoughts') }}{% endif %}{{ m.content }}{% endfor %}"
+        "{{ raise_exception('no reasoning') }}{% endif %}{{ m.content }}{% endfor %}"
     )
     assert render(source, [("user", "a"), ("assistant", "b"), ("user", "c")]) == "abc"
 
 
-def test_identifiers_of_calls_are_shortened_for_templates_that_insist():
+def test_tool_call_ids_are_shortened_if_the_template_requires_it():
     source = (
         "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}"
         "{% endif %}<{{ c.id }} {{ c.function.arguments | tojson }}>{% endfor %}{{ m.tool_call_id }}{{ m.content }}"
         "{% endfor %}"
     )
-    text = render(source, CALLED)
+    text = render(source, TOOL_MESSAGES)
     identifier = text.split("<")[1].split(" ")[0]
     assert len(identifier) == 9
     assert text.endswith(f"{identifier}there")
 
 
-def test_templates_get_tools_as_they_were_offered_and_none_where_there_are_none():
+def test_tools_are_passed_unchanged_and_none_without_tools():
     assert render("{{ messages[0].content }}{{ tools | tojson }}", [("user", "a")], tools=TOOLS).startswith('a[{"type"')
     assert render("{{ messages[0].content }}{{ tools }} {{ documents }}", [("user", "a")]) == "aNone None"
     assert render("{{ messages[0].content }}{{ enable_thinking is defined }}", [("user", "a")]) == "aFalse"
 
 
-def test_templates_that_cannot_bear_none_for_tools_get_nothing():
+def test_tools_are_undefined_if_the_template_does_not_support_none():
     assert render("{{ messages[0].content }}{% for tool in tools %}{{ tool }}{% endfor %}", [("user", "a")]) == "a"
 
 
 @pytest.mark.parametrize("source", [PLAIN, "{{ tools }}{{ messages[0].content }}"])
-def test_whether_a_template_shows_tools_can_be_asked(source):
-    assert habits(source).supports_tools == ("tools" in source)
+def test_tool_support_is_detected(source):
+    assert get_capabilities(source).supports_tools == ("tools" in source)
 
 
-def test_a_template_may_keep_lists_of_its_own_but_not_change_what_it_is_given():
-    own = (
-        "{% set kept = [] %}{% for m in messages %}{% set _ = kept.append(m.content) %}{% endfor %}"
-        "{{ kept | join(',') }}"
+def test_a_template_may_modify_its_own_lists_but_not_its_input():
+    source = (
+        "{% set texts = [] %}{% for m in messages %}{% set _ = texts.append(m.content) %}{% endfor %}"
+        "{{ texts | join(',') }}"
     )
-    assert render(own, [("user", "a"), ("assistant", "b")]) == "a,b"
+    assert render(source, [("user", "a"), ("assistant", "b")]) == "a,b"
     with pytest.raises(InvalidTemplate, match="unsafe"):
         render("{{ messages.append(1) }}", [("user", "a")])
 
 
-def test_no_way_is_tried_twice():
-    turns = parse_messages([("system", "a"), ("user", "b"), ("user", "c"), *CALLED])
-    ways = list(iter_fallbacks(turns))
-    assert len(ways) == len({repr(way) for way in ways})
-    assert turns not in ways
+def test_no_fallback_is_repeated():
+    messages = parse_messages([("system", "a"), ("user", "b"), ("user", "c"), *TOOL_MESSAGES])
+    fallbacks = list(iter_fallbacks(messages))
+    assert len(fallbacks) == len({repr(fallback) for fallback in fallbacks})
+    assert messages not in fallbacks

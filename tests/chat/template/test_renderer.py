@@ -1,11 +1,11 @@
-"""Chat templates: rendered as transformers does, and whatever they try, an error and nothing else."""
+"""Chat templates are rendered like in transformers; errors have the reason and line. Also parses messages."""
 
 from __future__ import annotations
 
 import pytest
 
 from afterglow.chat.messages import Message, parse_messages, to_template_message
-from afterglow.chat.template import renderer as module
+from afterglow.chat.template import renderer
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.errors import InvalidArgument, InvalidTemplate
 
@@ -17,13 +17,13 @@ def render(source: str | None, conversation=CONVERSATION, **options) -> str:
         return template.render(conversation, **options)
 
 
-def test_c20_a_model_without_a_template_is_written_as_chatml():
+def test_c20_a_model_without_a_template_uses_chatml():
     assert render(None, CONVERSATION[:2]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_blocks_are_trimmed_as_transformers_does():
+def test_blocks_are_trimmed_like_in_transformers():
     source = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}"
     assert render(source) == "Be brief.\nHello\nHi\nBye\n"
 
@@ -44,11 +44,11 @@ def test_blocks_are_trimmed_as_transformers_does():
         ("{{ tools is none }}", "True"),
     ],
 )
-def test_what_template_authors_rely_on_is_there(source, expected):
-    assert render(source, arguments={"thinking": "yes"}) == expected
+def test_functions_and_variables_of_transformers_are_available(source, expected):
+    assert render(source, chat_template_kwargs={"thinking": "yes"}) == expected
 
 
-def test_c20_a_template_without_system_messages_gets_their_text_with_the_first_question():
+def test_c20_unsupported_system_messages_are_merged_into_the_first_user_message():
     source = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -56,13 +56,13 @@ def test_c20_a_template_without_system_messages_gets_their_text_with_the_first_q
     assert render(source) == "[user] Be brief.\n\nHello\n[assistant] Hi\n[user] Bye\n"
 
 
-def test_c20_a_refusal_carries_the_template_s_reason_and_line():
+def test_c20_an_error_has_the_reason_and_line_of_the_template():
     with pytest.raises(InvalidTemplate) as caught:
         render("line one\n{{ raise_exception('roles must alternate') }}")
     assert (caught.value.reason, caught.value.line) == ("roles must alternate", 2)
 
 
-def test_a_syntax_error_is_refused_with_its_line():
+def test_a_syntax_error_has_its_line():
     with pytest.raises(InvalidTemplate) as caught:
         render("one\ntwo\n{% for %}")
     assert caught.value.line == 3
@@ -71,17 +71,18 @@ def test_a_syntax_error_is_refused_with_its_line():
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_one_template_goes_on_after_another_rendering_was_ended(monkeypatch):
-    with ChatTemplate("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}fine") as one:
-        assert one.render([Message(role="user", content="x")]) == "fine"
-        monkeypatch.setattr(module, "PATIENCE", 0.5)
-        with pytest.raises(InvalidTemplate, match="longer"):
-            one.render([Message(role="user", content="loop")])
-        monkeypatch.setattr(module, "PATIENCE", 5.0)
-        assert one.render([Message(role="user", content="x")]) == "fine"
+@pytest.mark.slow
+def test_a_template_works_again_after_a_timeout(monkeypatch):
+    with ChatTemplate("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}fine") as template:
+        assert template.render([Message(role="user", content="x")]) == "fine"
+        monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 0.5)
+        with pytest.raises(InvalidTemplate, match="exceeded the limit"):
+            template.render([Message(role="user", content="loop")])
+        monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 5.0)
+        assert template.render([Message(role="user", content="x")]) == "fine"
 
 
-def test_openai_s_dictionaries_are_messages():
+def test_openai_messages_are_parsed():
     (message,) = parse_messages(
         [
             {
@@ -111,7 +112,7 @@ def test_openai_s_dictionaries_are_messages():
         ([("user", "x"), {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0]"),
     ],
 )
-def test_what_is_no_message_is_refused_by_its_place(value, where):
+def test_an_invalid_message_is_an_error_that_names_the_field(value, where):
     with pytest.raises(InvalidArgument) as caught:
         parse_messages(value)
     assert caught.value.name == where

@@ -1,4 +1,4 @@
-"""Templates come from model files: whatever one tries, it gets an error, soon, and the next rendering works."""
+"""Hostile templates get an error within the time limit, and the next rendering works."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 import pytest
 
 from afterglow.chat.messages import parse_messages
-from afterglow.chat.template import renderer as module
+from afterglow.chat.template import renderer
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.errors import InvalidTemplate
+
+pytestmark = pytest.mark.slow
 
 CONVERSATION = parse_messages([("user", "Hello")])
 BIG = 10**10
@@ -24,7 +26,7 @@ HOSTILE = {
     "{% for a in range(99999) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a power": "{{ 99999 ** 9999999 }}",
     "a sort of many": "{{ (range(99999) | list * 999) | sort | length }}{{ raise_exception('done') }}",
-    "a wait before a refusal": "{% for a in range(9999) %}{% for b in range(999) %}{% endfor %}{% endfor %}"
+    "a loop before an exception": "{% for a in range(9999) %}{% for b in range(999) %}{% endfor %}{% endfor %}"
     "{{ raise_exception('late') }}",
     # memory
     "a range bomb": f"{{{{ range({BIG}) | list }}}}",
@@ -44,9 +46,9 @@ HOSTILE = {
     "{{ n.x | tojson }}",
     "a padded batch": f"{{{{ [1] | batch({BIG}, 'x') | list }}}}",
     # size
-    "endless writing": "{% for a in range(99999) %}{% for b in range(999) %}xxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "endless output": "{% for a in range(99999) %}{% for b in range(999) %}xxxxxxxxxxxx{% endfor %}{% endfor %}",
     "one huge piece": "{{ 'x' * 99999999 }}",
-    "lorem without end": "{{ lipsum(n=99999) }}",
+    "endless lorem ipsum": "{{ lipsum(n=99999) }}",
     # recursion
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "two macros in a circle": "{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -77,7 +79,7 @@ HOSTILE = {
     "a from": "{% from 'os' import environ %}{{ environ }}",
     "an extension": "{% extends '/etc/passwd' %}",
     "an opened file": "{{ open('/etc/passwd').read() }}",
-    # what it was given
+    # input
     "its input appended to": "{{ messages.append(1) }}",
     "its input cleared": "{{ messages[0].clear() }}",
     "its input replaced": "{{ messages[0].update({'role': 'system'}) }}",
@@ -93,13 +95,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_gets_an_error_soon_and_the_next_rendering_works(name, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 2.0)
+def test_a_hostile_template_gets_an_error_and_the_next_rendering_works(name, monkeypatch):
+    monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 2.0)
     with ChatTemplate(HOSTILE[name]) as template:
         started = time.monotonic()
         with pytest.raises(InvalidTemplate):
             template.render(CONVERSATION)
-        assert time.monotonic() - started < module.RENDER_TIMEOUT_SECONDS + 1
+        assert time.monotonic() - started < renderer.RENDER_TIMEOUT_SECONDS + 1
         template.source = "{{ messages[0].content }}"
         assert template.render(CONVERSATION) == "Hello"
 
@@ -114,15 +116,15 @@ def test_a_hostile_template_gets_an_error_soon_and_the_next_rendering_works(name
         "{{ messages.__class__ }}{{ tojson.__globals__ }}",
     ],
 )
-def test_what_a_template_reaches_for_and_does_not_get_is_nothing(source):
-    """Jinja gives an undefined value, which is written as nothing, or refuses."""
+def test_python_internals_are_undefined_in_templates(source):
+    """Jinja renders an undefined value as empty text, or raises an error."""
     with ChatTemplate(source) as template, contextlib.suppress(InvalidTemplate):
         assert template.render(CONVERSATION) == ""
 
 
-def test_many_small_waits_are_one_long_one(monkeypatch):
-    """A template is tried several times; all of them together may take what one may."""
-    monkeypatch.setattr(module, "PATIENCE", 1.0)
+def test_the_timeout_covers_all_attempts(monkeypatch):
+    """A template is rendered several times; the timeout applies to all attempts together."""
+    monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 1.0)
     slow = "{% for a in range(999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ raise_exception('late') }}"
     with ChatTemplate(slow) as template:
         started = time.monotonic()
@@ -131,16 +133,16 @@ def test_many_small_waits_are_one_long_one(monkeypatch):
         assert time.monotonic() - started < 2
 
 
-def test_an_interrupted_rendering_leaves_no_answer_behind_for_the_next(monkeypatch):
+def test_an_interrupted_rendering_does_not_affect_the_next(monkeypatch):
     with ChatTemplate("{{ messages[0].content }}") as template:
         assert template.render(CONVERSATION) == "Hello"
 
-        def interrupted(child, request, until):  # its answer is still to come
+        def interrupt(child, request, deadline):  # the reply is still pending
             child.stdin.write(request)
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "exchanged", interrupted)
+        with monkeypatch.context() as patch:
+            patch.setattr(renderer, "exchange_line", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 template.render(parse_messages([("user", "one")]))
         assert template.render(parse_messages([("user", "two")])) == "two"

@@ -1,4 +1,4 @@
-"""Are tools what their functions and dictionaries say, and are calls checked before they are made?"""
+"""JSON schemas of Python functions and conversion of call arguments."""
 
 from __future__ import annotations
 
@@ -8,52 +8,8 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from afterglow.chat.tools import Tool, parse_tools
-from afterglow.errors import InvalidArgument, UnsupportedOperation
-
-
-def function(**changes: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **changes}}
-
-
-def test_openais_dictionaries_are_read() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    (tool,) = parse_tools([function(description="Do it.", parameters=schema, strict=True)])
-    assert tool == Tool(name="f", description="Do it.", parameters=schema, strict=True)
-    assert tool.definition == function(description="Do it.", parameters=schema, strict=True)
-
-
-def test_without_parameters_there_are_none() -> None:
-    assert parse_tools([function()])[0].parameters == {"type": "object", "properties": {}}
-
-
-@pytest.mark.parametrize(
-    ("value", "where"),
-    [
-        ("f", "tools"),
-        ([1], "tools[0]"),
-        ([function(), {"type": "web"}], "tools[1].type"),
-        ([{"type": "function"}], "tools[0].function"),
-        ([{**function(), "extra": 1}], "tools[0].extra"),
-        ([function(extra=1)], "tools[0].function.extra"),
-        ([function(name=None)], "tools[0].function.name"),
-        ([function(name="no spaces")], "tools[0].function.name"),
-        ([function(name="x" * 65)], "tools[0].function.name"),
-        ([function(name="x\n")], "tools[0].function.name"),
-        ([function(), function()], "tools[1].function.name"),
-        ([function(description=1)], "tools[0].function.description"),
-        ([function(parameters=[])], "tools[0].function.parameters"),
-        ([function(parameters={"type": "array"})], "tools[0].function.parameters.type"),
-        ([function(parameters={"properties": []})], "tools[0].function.parameters.properties"),
-        ([function(parameters={"required": [1]})], "tools[0].function.parameters.required"),
-        ([function(parameters={"properties": {"a": object}})], "tools[0].function.parameters"),
-        ([function(strict="yes")], "tools[0].function.strict"),
-    ],
-)
-def test_what_is_wrong_is_named_by_its_place(value: Any, where: str) -> None:
-    with pytest.raises(InvalidArgument) as error:
-        parse_tools(value)
-    assert error.value.name == where
+from afterglow.chat.tools.tool import parse_tools
+from afterglow.errors import InvalidArgument
 
 
 class Unit(Enum):
@@ -74,7 +30,7 @@ def weather(
     unit: Unit = Unit.CELSIUS,
     kind: Literal["short", "long"] = "short",
     limit: float | None = None,
-    words: Optional[list[str]] = None,  # noqa: UP045 - people write it
+    words: Optional[list[str]] = None,  # noqa: UP045 - users write it
     extra: dict[str, int] | None = None,
 ) -> Any:
     """Tell the weather.
@@ -119,11 +75,11 @@ def test_a_function_becomes_a_tool() -> None:
     }
 
 
-def test_a_call_converts_its_arguments() -> None:
+def test_a_call_converts_its_arguments_to_the_hinted_types() -> None:
     (tool,) = parse_tools([weather])
-    made = tool.call('{"place": {"city": "Paris"}, "days": 2.0, "unit": "fahrenheit", "limit": 3, "words": ["a"]}')
-    assert made == (Place("Paris"), 2, Unit.FAHRENHEIT, "short", 3.0, ["a"], None)
-    assert isinstance(made[1], int)
+    result = tool.call('{"place": {"city": "Paris"}, "days": 2.0, "unit": "fahrenheit", "limit": 3, "words": ["a"]}')
+    assert result == (Place("Paris"), 2, Unit.FAHRENHEIT, "short", 3.0, ["a"], None)
+    assert isinstance(result[1], int)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +100,13 @@ def test_a_call_converts_its_arguments() -> None:
         ('{"place": {"city": "P"}, "days": 1, "words": "a"}', "weather.arguments.words"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named_by_their_place(arguments: str, where: str) -> None:
+def test_an_invalid_argument_is_reported_with_its_path(arguments: str, where: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         parse_tools([weather])[0].call(arguments)
     assert error.value.name == where
 
 
-def test_a_tool_without_a_function_cannot_be_called() -> None:
-    with pytest.raises(UnsupportedOperation, match="without a function"):
-        parse_tools([function()])[0].call("{}")
-
-
-def test_pydantic_models_are_parameters_too() -> None:
+def test_a_parameter_can_be_a_pydantic_model() -> None:
     pydantic = pytest.importorskip("pydantic")
     inner = pydantic.create_model("Inner", count=(int, ...))
     outer = pydantic.create_model("Outer", inner=(inner, ...), name=(str, "x"))
@@ -189,7 +140,7 @@ def numpy_style(a: int, b: str = "") -> None:
     """
 
 
-def field_style(a: int, b: str = "") -> None:
+def sphinx_style(a: int, b: str = "") -> None:
     """Do it.
 
     :param int a: The first.
@@ -199,8 +150,8 @@ def field_style(a: int, b: str = "") -> None:
     """
 
 
-@pytest.mark.parametrize("function", [numpy_style, field_style])
-def test_other_styles_of_docstrings_are_read(function: Any) -> None:
+@pytest.mark.parametrize("function", [numpy_style, sphinx_style])
+def test_numpy_and_sphinx_docstrings_are_parsed(function: Any) -> None:
     (tool,) = parse_tools([function])
     assert tool.description == "Do it."
     assert tool.parameters["properties"] == {
@@ -209,21 +160,21 @@ def test_other_styles_of_docstrings_are_read(function: Any) -> None:
     }
 
 
-def star(*values: int) -> None: ...
-def strange(value: object) -> None: ...
-def pair(value: tuple[int, str]) -> None: ...
-def keys(value: dict[int, str]) -> None: ...
+def variadic(*values: int) -> None: ...
+def untyped_object(value: object) -> None: ...
+def fixed_tuple(value: tuple[int, str]) -> None: ...
+def integer_keys(value: dict[int, str]) -> None: ...
 
 
-@pytest.mark.parametrize("function", [star, strange, pair, keys])
-def test_a_parameter_that_json_cannot_write_is_refused(function: Any) -> None:
-    name = "values" if function is star else "value"
+@pytest.mark.parametrize("function", [variadic, untyped_object, fixed_tuple, integer_keys])
+def test_a_parameter_type_without_a_json_equivalent_is_rejected(function: Any) -> None:
+    name = "values" if function is variadic else "value"
     with pytest.raises(InvalidArgument) as error:
         parse_tools([function])
     assert error.value.name == f"tools[0].{function.__name__}.{name}"
 
 
-def test_methods_and_functions_without_hints_are_tools_too() -> None:
+def test_methods_and_unannotated_parameters_are_supported() -> None:
     class Shop:
         def price(self, item, count: int = 1):  # type: ignore[no-untyped-def]
             """The price."""
@@ -234,13 +185,8 @@ def test_methods_and_functions_without_hints_are_tools_too() -> None:
     assert tool.call('{"item": "pear"}') == "1 pear"
 
 
-def test_a_hint_that_cannot_be_found_is_named() -> None:
-    def lost(value: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+def test_an_unresolvable_hint_is_reported() -> None:
+    def unresolvable(value: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
-    with pytest.raises(InvalidArgument, match=r"tools\[0\]\.lost.*Nowhere"):
-        parse_tools([lost])
-
-
-def test_a_tool_made_by_hand_can_be_called() -> None:
-    tool = Tool(name="f", parameters={"type": "object", "properties": {"a": {}}}, function=lambda **given: given)
-    assert tool.call('{"a": [1]}') == {"a": [1]}
+    with pytest.raises(InvalidArgument, match=r"tools\[0\]\.unresolvable.*Nowhere"):
+        parse_tools([unresolvable])

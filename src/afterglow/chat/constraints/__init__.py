@@ -1,1 +1,1 @@
-"""Response formats, tool choice and reasoning options as grammars."""
+"""Response formats, tool choice and reasoning options, as grammars and budgets."""

@@ -1,6 +1,6 @@
-"""What an answer may be, in llguidance's words: schemas, patterns, choices and grammars, and thoughts before them.
+"""Output constraints as llguidance grammars: JSON schemas, regular expressions, choices, grammars, optional reasoning.
 
-Whatever cannot be enforced is refused by name; nothing is ever ignored.
+An option that cannot be enforced raises an error that names it; none is ignored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.output.reasoning import ReasoningFormat
 from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
-GrammarSpec: TypeAlias = dict[
-    str, Any
-]  # one grammar as llguidance lists them: {"lark_grammar": …} or {"json_schema": …}
-LiteralFormatter: TypeAlias = Callable[[str], str]  # how a text is written in a grammar; control tokens are no text
+# One llguidance grammar, {"lark_grammar": …} or {"json_schema": …}; "others" lists the grammars that it refers to.
+GrammarSpec: TypeAlias = dict[str, Any]
+LiteralFormatter: TypeAlias = Callable[[str], str]  # formats a text as grammar literals; control tokens by number
 JSON_GRAMMAR_OPTIONS = {
-    "whitespace_pattern": r"[ \n\t]{0,20}",  # free enough to indent; without a bound, models fill pages
-    "json_allowed_escapes": 'nrbtf\\"',  # with \u, a name could be spelled so that its schema does not see it
+    "whitespace_pattern": r"[ \n\t]{0,20}",  # allows indentation; without a bound, models generate endless whitespace
+    "json_allowed_escapes": 'nrbtf\\"',  # with \u, a property name could be spelled so that its schema does not match
 }
 RESPONSE_FORMAT_FIELDS = {
     "text": set(),
@@ -35,18 +34,18 @@ RESPONSE_FORMAT_FIELDS = {
 
 
 def quote_literal(text: str) -> str:
-    """A text as a literal of a grammar.
+    """Quote a text as a grammar literal.
 
-    >>> print(quoted('say "hi"'))
+    >>> print(quote_literal('say "hi"'))
     "say \\"hi\\""
     """
     return json.dumps(text, ensure_ascii=False)
 
 
 def build_json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of all JSON texts that satisfy a schema; `UnsupportedOption` where a keyword cannot be enforced.
+    """Build the grammar of all JSON texts that satisfy a schema; `UnsupportedOption` if a keyword cannot be enforced.
 
-    >>> json_schema({"type": "integer"})[:12]
+    >>> build_json_schema_grammar({"type": "integer"})[:12]
     '{"grammars":'
     """
     return build_grammar(build_json_schema_spec(schema))
@@ -60,45 +59,44 @@ def build_json_schema_spec(schema: Mapping[str, Any] | bool) -> GrammarSpec:
     except (TypeError, ValueError) as error:
         raise InvalidArgument("json_schema", f"is not JSON: {error}") from None
     plain = to_enforceable_schema(plain)
-    shape: GrammarSpec = {
+    spec: GrammarSpec = {
         "json_schema": {**plain, "x-guidance": JSON_GRAMMAR_OPTIONS} if isinstance(plain, dict) else plain
     }
-    validate_spec(shape)
-    return shape
+    validate_spec(spec)
+    return spec
 
 
 def build_regex_spec(pattern: str) -> GrammarSpec:
-    """What a regular expression matches as a whole."""
-    shape = {
-        "lark_grammar": json.loads(llguidance.LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
-    }
-    validate_spec(shape)
-    return shape
+    """Build the grammar of all texts that a regular expression matches completely."""
+    grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+    spec = {"lark_grammar": grammar["lark_grammar"]}
+    validate_spec(spec)
+    return spec
 
 
 def build_choice_spec(choices: Sequence[str]) -> GrammarSpec:
-    """One of some texts."""
+    """Build the grammar that allows exactly these texts."""
     return {"lark_grammar": "start: " + " | ".join(quote_literal(choice) for choice in choices)}
 
 
 def build_grammar_spec(text: str, syntax: str) -> GrammarSpec:
-    """A grammar in llguidance's dialect of Lark, or in llama.cpp's GBNF."""
+    """Build a spec from a grammar in llguidance's Lark dialect or in llama.cpp's GBNF."""
     if syntax == "gbnf":
         try:
             text = any_to_lark(text)
-        except Exception as error:  # its parser raises whatever it stumbles over
-            raise InvalidGrammar(f"it is not GBNF: {error}") from None
+        except Exception as error:  # the converter raises arbitrary exceptions
+            raise InvalidGrammar(f"it is not valid GBNF: {error}") from None
     elif syntax != "lark":
         raise InvalidArgument("syntax", f"must be 'lark' or 'gbnf', not {syntax!r}")
-    shape = {"lark_grammar": text}
-    validate_spec(shape)
-    return shape
+    spec = {"lark_grammar": text}
+    validate_spec(spec)
+    return spec
 
 
 def build_response_format_spec(value: Any, where: str = "response_format") -> GrammarSpec | None:
-    """What a response format allows; None where everything.
+    """Build the grammar of a response format; None if it allows any text.
 
-    >>> response_shape({"type": "choice", "choices": ["yes", "no"]})
+    >>> build_response_format_spec({"type": "choice", "choices": ["yes", "no"]})
     {'lark_grammar': 'start: "yes" | "no"'}
     """
     if value is None:
@@ -127,39 +125,39 @@ def build_response_format_spec(value: Any, where: str = "response_format") -> Gr
 
 
 def build_alternatives_spec(*specs: GrammarSpec) -> GrammarSpec:
-    """What any of some shapes allows."""
+    """Build the grammar that allows what any of the specs allows."""
     others: list[GrammarSpec] = []
-    for index, shape in enumerate(specs):
-        first, *rest = flatten_spec(shape)
+    for index, spec in enumerate(specs):
+        first, *rest = flatten_spec(spec)
         others += [{"name": f"shape{index}", **first}, *rest]
     return {"lark_grammar": "start: " + " | ".join(f"@shape{index}" for index in range(len(specs))), "others": others}
 
 
 def build_exclusion_spec(texts: Sequence[str]) -> GrammarSpec:
-    """Any text that contains none of some texts."""
+    """Build the grammar of all texts that contain none of these texts."""
     patterns = " | ".join(f"/(.|\\n)*/ {quote_literal(text)} /(.|\\n)*/" for text in texts)
     return {"lark_grammar": f"start: TEXT\nTEXT: /(.|\\n)*/ & ~FORBIDDEN\nFORBIDDEN: {patterns}"}
 
 
 def build_prose_spec() -> GrammarSpec:
-    """Any text that does not begin as the calls do that families write without a mark: with a brace or a bracket."""
+    """Build the grammar of texts that do not begin with a brace or bracket, as tool calls without a marker do."""
     return {"lark_grammar": "start: TEXT?\nTEXT: /[^\\[{\\s](.|\\n)*/"}
 
 
 def build_grammar(spec: GrammarSpec) -> str:
-    """A shape as the grammar of a whole answer."""
+    """Return a spec as the grammar of a complete answer."""
     return json.dumps({"grammars": flatten_spec(spec)}, ensure_ascii=False)
 
 
 def build_reasoning_grammar(
     spec: GrammarSpec, reasoning_format: ReasoningFormat, write_literal: LiteralFormatter, *, starts_in_reasoning: bool
 ) -> str:
-    """The same with a thought before it: one that the prompt opened, or one that the model may open."""
-    closes = write_literal(reasoning_format.end_tag)
-    if closes.startswith("<["):
-        rest = f"rest: THOUGHT? {closes}\nTHOUGHT: /(.|\\n)+/"
+    """Return the grammar of optional reasoning, or of the rest of it if the prompt opened it, and then `spec`."""
+    end_tag = write_literal(reasoning_format.end_tag)
+    if end_tag.startswith("<["):
+        rest = f"rest: THOUGHT? {end_tag}\nTHOUGHT: /(.|\\n)+/"
     else:
-        rest = f"rest[suffix={closes}]: /(.|\\n)*/"
+        rest = f"rest[suffix={end_tag}]: /(.|\\n)*/"
     rest_and_gap = f"rest {write_literal(reasoning_format.answer_prefix) if reasoning_format.answer_prefix else 'gap'}"
     begin = rest_and_gap if starts_in_reasoning else f"({write_literal(reasoning_format.start_tag)} {rest_and_gap})?"
     lark = f"start: {begin} @answer\n{rest}\ngap: /\\s{{0,8}}/"
@@ -168,25 +166,25 @@ def build_reasoning_grammar(
 
 
 def validate_spec(spec: GrammarSpec) -> None:
-    """`UnsupportedOption` with the keywords that cannot be enforced, `InvalidGrammar` for all else that is wrong."""
-    wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(build_grammar(spec))
-    if wrong and "Unimplemented keys" in messages[0]:
+    """Raise `UnsupportedOption` with the keywords that cannot be enforced, or `InvalidGrammar` for any other error."""
+    is_invalid, messages = llguidance.LLMatcher.validate_grammar_with_warnings(build_grammar(spec))
+    if is_invalid and "Unimplemented keys" in messages[0]:
         raise UnsupportedOption("json_schema", f"cannot enforce {messages[0].partition(':')[2].strip()}")
-    if wrong:
+    if is_invalid:
         raise InvalidGrammar(messages[0])
 
 
 def flatten_spec(spec: GrammarSpec) -> list[GrammarSpec]:
-    """The grammar and those that it refers to."""
+    """Return the grammar followed by those that it refers to."""
     return [{key: value for key, value in spec.items() if key != "others"}, *spec.get("others", ())]
 
 
 def _unwrap_schema(value: Any, where: str) -> Any:
-    """OpenAI's wrapper around a schema. `strict` is always true here: what cannot be enforced is refused."""
+    """Unwrap OpenAI's `json_schema` object. `strict` has no effect: schemas are always enforced."""
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, "must be an object with `name` and `schema`")
     if unknown := sorted(set(value) - {"name", "description", "schema", "strict"}):
-        raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of it")
+        raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of `json_schema`")
     if "schema" not in value:
         raise InvalidArgument(f"{where}.schema", "is missing")
     return value["schema"]
@@ -194,7 +192,7 @@ def _unwrap_schema(value: Any, where: str) -> Any:
 
 def _check_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidArgument(where, "must be a text that is not empty")
+        raise InvalidArgument(where, "must be non-empty text")
     return value
 
 

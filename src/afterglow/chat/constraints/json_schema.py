@@ -1,7 +1,7 @@
-"""Which schemas can be enforced. llguidance refuses much of what it does not know and passes over the rest; here the
-rest is refused, so that no keyword is ever ignored.
+"""JSON schemas that can be enforced. llguidance rejects many unsupported keywords and ignores the rest; this module
+rejects the rest, so that no keyword is ignored.
 
-The lists were found with JSON-Schema-Test-Suite and by trying (tests/chat/test_json_schema_keywords.py).
+The keyword lists come from JSON-Schema-Test-Suite and experiments (tests/chat/constraints/test_json_schema.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
 JsonSchema: TypeAlias = Any  # an object, or True or False
-MAX_SCHEMA_DEPTH = 64  # schemas within schemas
+MAX_SCHEMA_DEPTH = 64
 
 SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})  # one schema
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})  # a list of schemas
@@ -23,7 +23,7 @@ ENFORCED_KEYWORDS = (SCHEMA_KEYWORDS | SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORD
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("minItems", "maxItems", "minProperties", "maxProperties"),
 }
-# They say something to people, or where things are; they allow and forbid nothing.
+# Documentation and identification; they constrain nothing.
 ANNOTATION_KEYWORDS = frozenset(
     {
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -32,10 +32,10 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 UNSUPPORTED_KEYWORD_HINTS = {
     "nullable": "write `null` into `type`",
-    "x-guidance": "it would change how the whole schema is read",
+    "x-guidance": "it would change the interpretation of the whole schema",
 }
 
-# Control characters have to be escaped with \u, which is not allowed (see grammar.JSON_STYLE); llguidance drops them.
+# Control characters need \u escapes, which are not allowed (see grammar.JSON_GRAMMAR_OPTIONS); llguidance drops them.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 CONTROL_CHARACTER_ESCAPE = re.compile(r"\\(x[01]|x7[fF]|u00[01]|u007[fF]|[xu]\{|[cav0])")
 
@@ -45,7 +45,7 @@ DATE_PATTERN = (
     f"|{YEAR_PATTERN}-02-(0[1-9]|1[0-9]|2[0-8])|{LEAP_YEAR_PATTERN}-02-29)"
 )
 TIME_PATTERN = "[0-9]{2}:[0-9]{2}:[0-5]"
-# llguidance lets every year have a 29 February and every minute a leap second.
+# llguidance allows 29 February in every year and a leap second in every minute.
 STRICT_FORMAT_PATTERNS = {
     "date": f"^{DATE_PATTERN}$",
     "time": f"^{TIME_PATTERN}",
@@ -54,24 +54,24 @@ STRICT_FORMAT_PATTERNS = {
 
 
 def to_enforceable_schema(schema: JsonSchema, where: str = "json_schema") -> JsonSchema:
-    """The schema as it can be enforced; `UnsupportedOption` with the place of the first keyword that cannot.
+    """Return the schema with stricter formats; `UnsupportedOption` for the first keyword that cannot be enforced.
 
-    >>> enforceable({"type": "string", "format": "time"})["allOf"]
+    >>> to_enforceable_schema({"type": "string", "format": "time"})["allOf"]
     [{'pattern': '^[0-9]{2}:[0-9]{2}:[0-5]'}]
     """
-    seen: set[int] = set()
-    for place, part in iter_subschemas(schema, where):
-        seen.add(id(part))
-        _check_keywords(part, place)
-    for place, part in iter_subschemas(schema, where):
-        _check_reference(part, place, schema, seen)
+    checked: set[int] = set()
+    for location, subschema in iter_subschemas(schema, where):
+        checked.add(id(subschema))
+        _check_keywords(subschema, location)
+    for location, subschema in iter_subschemas(schema, where):
+        _check_reference(subschema, location, schema, checked)
     return _add_format_patterns(schema)
 
 
 def iter_subschemas(schema: JsonSchema, where: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object in it that is a schema, with its place. Values (`const`, `enum`, `default`) are none."""
+    """Yield every subschema with its location. Values (`const`, `enum`, `default`) are not schemas."""
     if depth > MAX_SCHEMA_DEPTH:
-        raise InvalidArgument(where, f"lies deeper than {MAX_SCHEMA_DEPTH} schemas within schemas")
+        raise InvalidArgument(where, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -79,11 +79,11 @@ def iter_subschemas(schema: JsonSchema, where: str, depth: int = 0) -> Iterator[
     yield where, schema
     for key, value in schema.items():
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            for name, part in value.items():
-                yield from iter_subschemas(part, f"{where}.{key}.{name}", depth + 1)
+            for name, subschema in value.items():
+                yield from iter_subschemas(subschema, f"{where}.{key}.{name}", depth + 1)
         elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            for index, part in enumerate(value):
-                yield from iter_subschemas(part, f"{where}.{key}[{index}]", depth + 1)
+            for index, subschema in enumerate(value):
+                yield from iter_subschemas(subschema, f"{where}.{key}[{index}]", depth + 1)
         elif key in SCHEMA_KEYWORDS:
             yield from iter_subschemas(value, f"{where}.{key}", depth + 1)
 
@@ -98,14 +98,14 @@ def _check_keywords(schema: dict[str, Any], where: str) -> None:
             continue
         raise UnsupportedOption(f"{where}.{key}", UNSUPPORTED_KEYWORD_HINTS.get(key, "this keyword cannot be enforced"))
     _check_characters(schema, where)
-    kinds = schema.get("type", "string")
-    if "format" in schema and "string" not in (kinds if isinstance(kinds, list) else [kinds]):
-        raise UnsupportedOption(f"{where}.format", f"formats of {kinds} cannot be enforced; formats of strings can")
+    types = schema.get("type", "string")
+    if "format" in schema and "string" not in (types if isinstance(types, list) else [types]):
+        raise UnsupportedOption(f"{where}.format", f"formats of {types} cannot be enforced; formats of strings can")
     required = schema.get("required", ())
-    least, certain = schema.get("minProperties", 0), max(1, len(required) if isinstance(required, list) else 0)
-    if isinstance(least, int | float) and least > certain:
-        # A name may come twice, and then counts once.
-        raise UnsupportedOption(f"{where}.minProperties", f"more than {certain} needs as many names in `required`")
+    minimum, enforceable = schema.get("minProperties", 0), max(1, len(required) if isinstance(required, list) else 0)
+    if isinstance(minimum, int | float) and minimum > enforceable:
+        # The model may repeat a name, which then counts once.
+        raise UnsupportedOption(f"{where}.minProperties", f"more than {enforceable} needs as many names in `required`")
 
 
 def _check_characters(schema: dict[str, Any], where: str) -> None:
@@ -113,14 +113,14 @@ def _check_characters(schema: dict[str, Any], where: str) -> None:
     for key, values in patterns.items():
         texts = [text for text in values if isinstance(text, str)]
         if any(CONTROL_CHARACTER.search(text) or CONTROL_CHARACTER_ESCAPE.search(text) for text in texts):
-            raise UnsupportedOption(f"{where}.{key}", "control characters cannot be written")
+            raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
     for key in ("const", "enum"):
         if any(map(CONTROL_CHARACTER.search, _iter_strings(schema.get(key)))):
-            raise UnsupportedOption(f"{where}.{key}", "control characters cannot be written")
+            raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
 
 
 def _iter_strings(value: Any) -> Iterator[str]:
-    """All texts in a value."""
+    """Yield all strings in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -129,7 +129,7 @@ def _iter_strings(value: Any) -> Iterator[str]:
 
 
 def _check_reference(schema: dict[str, Any], where: str, root: JsonSchema, checked: set[int]) -> None:
-    """A reference must lead to a schema that was checked, not into a value that nobody read as one."""
+    """Raise `UnsupportedOption` for a reference to a value that was not checked as a schema."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return
@@ -141,22 +141,22 @@ def _check_reference(schema: dict[str, Any], where: str, root: JsonSchema, check
         else:
             target = target.get(name) if isinstance(target, dict) else None
     if isinstance(target, dict) and id(target) not in checked:
-        raise UnsupportedOption(f"{where}.$ref", f"{reference} is not where schemas are")
+        raise UnsupportedOption(f"{where}.$ref", f"{reference} does not refer to a schema")
 
 
 def _add_format_patterns(schema: JsonSchema) -> JsonSchema:
-    """The same with patterns beside the formats that need them."""
+    """Add patterns to the formats that llguidance does not enforce strictly."""
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            made[key] = {name: _add_format_patterns(part) for name, part in value.items()}
+            result[key] = {name: _add_format_patterns(subschema) for name, subschema in value.items()}
         elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            made[key] = [_add_format_patterns(part) for part in value]
+            result[key] = [_add_format_patterns(subschema) for subschema in value]
         else:
-            made[key] = _add_format_patterns(value) if key in SCHEMA_KEYWORDS else value
+            result[key] = _add_format_patterns(value) if key in SCHEMA_KEYWORDS else value
     pattern = STRICT_FORMAT_PATTERNS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     if pattern is not None:
-        made["allOf"] = [*made.get("allOf", []), {"pattern": pattern}]
-    return made
+        result["allOf"] = [*result.get("allOf", []), {"pattern": pattern}]
+    return result

@@ -1,4 +1,4 @@
-"""Whether and how long a model thinks: what callers write as `reasoning`, and what the model's template makes of it."""
+"""The option `reasoning`: whether and how long a model reasons, as a token budget and template variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from afterglow.chat.output.reasoning import ReasoningFormat
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
-# Tokens that an effort allows where the model's template knows no efforts. None: as many as it likes.
+# Token budget of an effort if the chat template does not support efforts. None: no limit.
 EFFORT_BUDGET_TOKENS: dict[str, int | None] = {
     "none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192, "xhigh": None, "max": None,
 }  # fmt: skip
@@ -16,7 +16,7 @@ EFFORT_BUDGET_TOKENS: dict[str, int | None] = {
 
 @dataclass(frozen=True, slots=True)
 class ReasoningOptions:
-    """Whether thoughts are `allowed`, in how many tokens, and what the template has to be told."""
+    """Whether reasoning is allowed, its token budget (None: no limit), and variables for the template."""
 
     allowed: bool = True
     budget_tokens: int | None = None
@@ -26,9 +26,11 @@ class ReasoningOptions:
 def parse_reasoning_options(
     value: bool | int | str | None, reasoning_format: ReasoningFormat | None, template: str | None
 ) -> ReasoningOptions:
-    """What `reasoning` means for this model: on or off, a budget in tokens, or one of OpenAI's efforts.
+    """Parse `reasoning` for a model: on or off, a budget in tokens, or one of OpenAI's efforts.
 
-    >>> thinking(100, STYLES[1], "<think>").budget
+    >>> parse_reasoning_options("none", None, None).allowed
+    False
+    >>> parse_reasoning_options(100, ReasoningFormat("<think>", "</think>", ""), "<think>").budget_tokens
     100
     """
     if isinstance(value, str) and value not in EFFORT_BUDGET_TOKENS:
@@ -42,7 +44,7 @@ def parse_reasoning_options(
     if value is False or value in (0, "none"):
         return ReasoningOptions(False, 0, {"enable_thinking": False})
     if reasoning_format is None:
-        raise UnsupportedOption("reasoning", "the model's chat template knows no thoughts")
+        raise UnsupportedOption("reasoning", "the model's chat template does not support reasoning")
     if value is True:
         return ReasoningOptions(chat_template_kwargs={"enable_thinking": True})
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Response formats: OpenAI's dictionaries, or Python types whose schema the answer satisfies and which it becomes."""
+"""The option `response_format`: an OpenAI dictionary, or a Python type to which the answer is parsed."""
 
 from __future__ import annotations
 
@@ -15,49 +15,44 @@ from afterglow.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What an answer may be, and what a finished one is turned into."""
+    """Grammar of the answer, and the function that parses a complete answer."""
 
     spec: GrammarSpec | None = None
     parse: Callable[[str], Any] | None = None
 
 
 def parse_response_format(value: Any) -> ResponseFormat:
-    """What callers write as `response_format`.
+    """Parse `response_format`.
 
-    >>> response_format(list[int]).parse("[1, 2]")
+    >>> parse_response_format(list[int]).parse("[1, 2]")
     [1, 2]
     """
     if value is None:
         return ResponseFormat()
     if isinstance(value, Mapping):
-        json_kinds = ("json_object", "json_schema")
-        return ResponseFormat(
-            build_response_format_spec(value), json.loads if value.get("type") in json_kinds else None
-        )
+        is_json = value.get("type") in ("json_object", "json_schema")
+        return ResponseFormat(build_response_format_spec(value), json.loads if is_json else None)
     try:
         adapter = pydantic.TypeAdapter(value)
         schema = adapter.json_schema()
-    except Exception as error:  # whatever a type's own hooks raise
+    except Exception as error:  # hooks of the type may raise anything
         raise InvalidArgument("response_format", f"must be a dictionary or a type with a schema: {error}") from None
     return ResponseFormat(build_json_schema_spec(forbid_additional_properties(schema)), adapter.validate_json)
 
 
 def forbid_additional_properties(schema: Any) -> Any:
-    """A type's schema without room for members that the type does not have: it would only ignore them.
+    """Set `additionalProperties: false` on every record of a schema: the type would ignore additional properties.
 
-    >>> closed({"type": "object", "properties": {}})
+    >>> forbid_additional_properties({"type": "object", "properties": {}})
     {'type': 'object', 'properties': {}, 'additionalProperties': False}
     """
     if isinstance(schema, list):
-        return [forbid_additional_properties(one) for one in schema]
+        return [forbid_additional_properties(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    inside = {
+    closed = {
         key: value if key in ("enum", "const", "default", "examples") else forbid_additional_properties(value)
         for key, value in schema.items()
     }
-    return {**inside, "additionalProperties": False} if _is_record(schema) else inside
-
-
-def _is_record(schema: dict[str, Any]) -> bool:
-    return schema.get("type") == "object" and "properties" in schema and "additionalProperties" not in schema
+    is_record = schema.get("type") == "object" and "properties" in schema and "additionalProperties" not in schema
+    return {**closed, "additionalProperties": False} if is_record else closed

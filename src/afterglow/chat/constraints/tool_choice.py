@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call: what callers write as `tool_choice`, checked."""
+"""The option `tool_choice`: which tools an answer may or must call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TOOL_CHOICE_MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedToolChoice:
-    """`tools` are those that may be called."""
+    """Parsed tool choice. `tools` are those that may be called."""
 
     mode: ToolChoiceMode
     tools: tuple[Tool, ...]
 
 
 def parse_tool_choice(value: Any, tools: Sequence[Tool]) -> ResolvedToolChoice:
-    """`none`, `auto`, `required`, or OpenAI's dictionary with one tool's name or several that are allowed.
+    """Parse `none`, `auto`, `required`, or OpenAI's dictionary with one tool name or a list of allowed tools.
 
-    >>> tool_choice("none", ()).mode
+    >>> parse_tool_choice("none", ()).mode
     'none'
     """
     if value is None:
@@ -41,14 +41,16 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool]) -> ResolvedToolChoice:
     listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
     if not isinstance(listed, list) or not listed:
         raise InvalidArgument("tool_choice.allowed_tools.tools", "must be a list of functions")
-    names = [_find_tool(one, tools, f"tool_choice.allowed_tools.tools[{index}]") for index, one in enumerate(listed)]
-    return ResolvedToolChoice(_parse_mode(allowed.get("mode", "auto"), tools).mode, tuple(names))
+    allowed_tools = [
+        _find_tool(item, tools, f"tool_choice.allowed_tools.tools[{index}]") for index, item in enumerate(listed)
+    ]
+    return ResolvedToolChoice(_parse_mode(allowed.get("mode", "auto"), tools).mode, tuple(allowed_tools))
 
 
 def _parse_mode(value: str, tools: Sequence[Tool]) -> ResolvedToolChoice:
     match value:
         case "required" if not tools:
-            raise InvalidArgument("tool_choice", "cannot be required where no tools are offered")
+            raise InvalidArgument("tool_choice", "cannot be required without tools")
         case "none" | "auto" | "required":
             return ResolvedToolChoice(value, tuple(tools))
         case _:
@@ -63,4 +65,4 @@ def _find_tool(value: Any, tools: Sequence[Tool], where: str) -> Tool:
     for tool in tools:
         if tool.name == name:
             return tool
-    raise InvalidArgument(f"{where}.function.name", f"{name!r} is none of the tools that are offered")
+    raise InvalidArgument(f"{where}.function.name", f"{name!r} is not one of the tools of the request")

@@ -1,4 +1,4 @@
-"""Tokens' bytes to text as they stream: no half characters, and nothing of a stop text ever shows."""
+"""Streaming detokenizer: bytes of tokens to text, without partial characters and without any part of a stop text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Detokenizer:
-    """Feed it bytes, get the text that is certain.
+    """Decodes bytes to text and holds back what may become a stop text.
 
     >>> detokenizer = Detokenizer(stops=["END"])
     >>> detokenizer.feed(b"the E"), detokenizer.feed(b"gg"), detokenizer.finish()
@@ -20,27 +20,24 @@ class Detokenizer:
         self._pending_text = ""
 
     def feed(self, piece: bytes) -> str:
-        """The text that can be shown now."""
+        """Return the text that can be emitted now."""
         if not self._stops:
             return self._decoder.decode(piece)
         self._pending_text += self._decoder.decode(piece)
-        keep = self._match_partial_stop()
-        shown, self._pending_text = (
-            self._pending_text[: len(self._pending_text) - keep],
-            self._pending_text[len(self._pending_text) - keep :],
-        )
-        return shown
+        end = len(self._pending_text) - self._match_partial_stop()
+        text, self._pending_text = self._pending_text[:end], self._pending_text[end:]
+        return text
 
     def finish(self, stop: str | None = None) -> str:
-        """The rest, once no more comes; without `stop`, where that ended the answer, and what follows it."""
+        """Return the remaining text. If `stop` ended the answer, drop it and what follows."""
         rest = self._pending_text + self._decoder.decode(b"", final=True)
         self._pending_text = ""
-        if stop is None or stop not in rest:  # it may lie across a control token that is shown here
+        if stop is None or stop not in rest:  # it may span a control token whose text is visible here
             return rest
         return rest[: rest.index(stop)]
 
     def _match_partial_stop(self) -> int:
-        """How many of the last characters may be the beginning of a stop text, or are one."""
+        """Return how many of the last characters begin, or contain, a stop text."""
         for start in range(len(self._pending_text)):
             tail = self._pending_text[start:]
             if any(stop.startswith(tail) or tail.startswith(stop) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""What an answer is made of, as it streams: text, thoughts and calls of tools."""
+"""Parts of streamed output (text, reasoning, tool calls), and the protocol of parsers that produce them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from afterglow.chat.messages import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of what the model says.
+    """A piece of visible text.
 
-    >>> Text("Hello").text
+    >>> TextDelta("Hello").text
     'Hello'
     """
 
@@ -22,9 +22,9 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of what the model thinks before it says something.
+    """A piece of reasoning.
 
-    >>> Reasoning("Hm").text
+    >>> ReasoningDelta("Hm").text
     'Hm'
     """
 
@@ -33,9 +33,9 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of the call number `index`. The first has its id and name; the arguments of all are one JSON text.
+    """A piece of tool call number `index`. The first piece has id and name; the arguments add up to one JSON text.
 
-    >>> CallPart(0, '{"a": ', id="call_1", name="add").name
+    >>> ToolCallDelta(0, '{"a": ', id="call_1", name="add").name
     'add'
     """
 
@@ -49,23 +49,23 @@ OutputPart: TypeAlias = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class OutputParser(Protocol):
-    """Turns the text of an answer into parts, as it comes.
+    """Parses streamed text into parts.
 
-    However the text is cut into pieces, the parts add up to the same answer.
+    The joined result does not depend on how the text is split into pieces.
     """
 
     def feed(self, text: str) -> list[OutputPart]:
-        """The parts that are certain now."""
+        """Return the parts that further text cannot change."""
 
     def finish(self) -> list[OutputPart]:
-        """The rest, once no more text comes. A call that broke off keeps what was written of it."""
+        """Return the remaining parts at the end of the text. A truncated tool call keeps its partial arguments."""
 
 
 class PlainTextParser:
-    """Reads everything as text.
+    """Parser that returns everything as text.
 
-    >>> Plain().feed("Hello")
-    [Text(text='Hello')]
+    >>> PlainTextParser().feed("Hello")
+    [TextDelta(text='Hello')]
     """
 
     def feed(self, text: str) -> list[OutputPart]:
@@ -77,7 +77,7 @@ class PlainTextParser:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """The parts of a whole answer, put together."""
+    """Joined parts of a complete answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -85,21 +85,21 @@ class ParsedOutput:
 
 
 def join_parts(parts: Iterable[OutputPart]) -> ParsedOutput:
-    """The answer that parts add up to.
+    """Join parts to a complete answer.
 
-    >>> together([Reasoning("Hm"), Text("He"), Text("llo")])
-    Answer(text='Hello', reasoning='Hm', calls=())
+    >>> join_parts([ReasoningDelta("Hm"), TextDelta("He"), TextDelta("llo")])
+    ParsedOutput(text='Hello', reasoning='Hm', tool_calls=())
     """
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     calls: dict[int, tuple[str, str, list[str]]] = {}
     for part in parts:
         match part:
             case TextDelta(text):
                 texts.append(text)
             case ReasoningDelta(text):
-                thoughts.append(text)
+                reasoning.append(text)
             case ToolCallDelta(index, arguments, id, name):
                 calls.setdefault(index, (id or "", name or "", []))[2].append(arguments)
-    made = tuple(ToolCall(id=id, name=name, arguments="".join(written)) for id, name, written in calls.values())
-    return ParsedOutput("".join(texts), "".join(thoughts), made)
+    tool_calls = tuple(ToolCall(id=id, name=name, arguments="".join(pieces)) for id, name, pieces in calls.values())
+    return ParsedOutput("".join(texts), "".join(reasoning), tool_calls)

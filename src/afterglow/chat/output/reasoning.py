@@ -1,4 +1,4 @@
-"""Thoughts as a channel of their own: the styles in which models mark them, and the reader that tells them apart."""
+"""Reasoning formats of model families, and the parser that separates reasoning from the answer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from afterglow.chat.output.parts import OutputParser, OutputPart, ReasoningDelta
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The texts around a thought. `ending` closes one that took too long; what follows is the answer. `follows` is
-    what a model writes between a thought and the answer.
+    """Tags around reasoning. `forced_ending` closes reasoning that exceeds its budget, so that the answer follows.
+    `answer_prefix` is generated between reasoning and answer.
 
-    >>> style_of("{% if thinking %}<think>{% endif %}").closes
+    >>> detect_reasoning_format("{% if thinking %}<think>{% endif %}").end_tag
     '</think>'
     """
 
@@ -22,7 +22,7 @@ class ReasoningFormat:
     answer_prefix: str = ""
 
     def is_open(self, prompt: str) -> bool:
-        """Whether the prompt ends inside a thought: the template began it."""
+        """Return whether the prompt ends inside reasoning, i.e. the template wrote the start tag."""
         return prompt.rstrip().endswith(self.start_tag)
 
 
@@ -35,8 +35,8 @@ HARMONY_REASONING = ReasoningFormat(
 REASONING_FORMATS = (
     HARMONY_REASONING,
     *(
-        ReasoningFormat(opens, closes, f"\n{closes}\n\n")
-        for opens, closes in (
+        ReasoningFormat(start_tag, end_tag, f"\n{end_tag}\n\n")
+        for start_tag, end_tag in (
             ("<think>", "</think>"),
             ("<thinking>", "</thinking>"),
             ("<seed:think>", "</seed:think>"),
@@ -51,24 +51,24 @@ REASONING_FORMATS = (
 
 
 def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
-    """How the model of this template marks thoughts; None where it has none."""
+    """Return the reasoning format that occurs in a chat template; None if there is none."""
     if template is None:
         return None
     if "<|channel|>" in template and "<|message|>" in template:
         return HARMONY_REASONING
     return next(
-        (style for style in REASONING_FORMATS if style.start_tag in template or style.end_tag in template), None
+        (format for format in REASONING_FORMATS if format.start_tag in template or format.end_tag in template), None
     )
 
 
 class ReasoningParser:
-    """Gives thoughts at the beginning of an answer as `Reasoning`; what follows goes to another reader.
+    """Returns reasoning at the start of the output as `ReasoningDelta`, and passes the rest to another parser.
 
-    White space around a thought belongs to neither.
+    Whitespace around reasoning is dropped.
 
-    >>> reader = ReasoningReader(Plain(), STYLES[1])
-    >>> reader.feed("<think>Hm.</think>Yes")
-    [Reasoning(text='Hm.'), Text(text='Yes')]
+    >>> parser = ReasoningParser(PlainTextParser(), REASONING_FORMATS[1])
+    >>> parser.feed("<think>Hm.</think>Yes")
+    [ReasoningDelta(text='Hm.'), TextDelta(text='Yes')]
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class ReasoningParser:
         self._answer_parser = answer_parser
         self._format = reasoning_format
         self._in_reasoning = starts_in_reasoning
-        self._has_emitted_reasoning = False  # something of the thought was shown
-        self._in_answer = False  # the thought is over, or there was none
-        self._is_trimming = False  # white space between thought and answer
+        self._has_emitted_reasoning = False
+        self._in_answer = False  # reasoning has ended, or there is none
+        self._is_trimming = False  # dropping whitespace between reasoning and answer
         self._pending_text = ""
 
     def feed(self, text: str) -> list[OutputPart]:
@@ -96,33 +96,32 @@ class ReasoningParser:
     def finish(self) -> list[OutputPart]:
         rest, self._pending_text = self._pending_text, ""
         if self._in_reasoning:
-            thought = rest.rstrip() if self._has_emitted_reasoning else rest.strip()
-            return [ReasoningDelta(thought)] if thought else []
+            text = rest.rstrip() if self._has_emitted_reasoning else rest.strip()
+            return [ReasoningDelta(text)] if text else []
         parts = self._answer_parser.feed(rest) if rest and not self._is_trimming else []
         return parts + self._answer_parser.finish()
 
     def _detect_start(self) -> None:
-        """Whether the answer begins with a thought, as soon as that is certain."""
-        opens, start = self._format.start_tag, self._pending_text.lstrip()
-        if start.startswith(opens):
-            self._in_reasoning, self._pending_text = True, start[len(opens) :]
-        elif start and not opens.startswith(start):
+        """Decide whether the output begins with reasoning, once enough text is there."""
+        tag, text = self._format.start_tag, self._pending_text.lstrip()
+        if text.startswith(tag):
+            self._in_reasoning, self._pending_text = True, text[len(tag) :]
+        elif text and not tag.startswith(text):
             self._in_answer = True
 
     def _parse_reasoning(self) -> list[OutputPart]:
-        thought, closed, rest = self._pending_text.partition(self._format.end_tag)
-        if closed:
+        text, end_tag, rest = self._pending_text.partition(self._format.end_tag)
+        if end_tag:
             self._in_reasoning, self._in_answer, self._is_trimming = False, True, True
             self._pending_text = rest
-            thought = thought.rstrip()
-        else:  # what may be the beginning of the end is held back, and the white space before it
-            certain = len(thought) - find_overlap(thought, self._format.end_tag)
-            shown = thought[:certain].rstrip()
-            self._pending_text = thought[len(shown) :]
-            thought = shown
-        thought = thought if self._has_emitted_reasoning else thought.lstrip()
-        self._has_emitted_reasoning = self._has_emitted_reasoning or bool(thought)
-        return [ReasoningDelta(thought)] if thought else []
+            text = text.rstrip()
+        else:  # hold back what may begin the end tag, and the whitespace before it
+            emitted = text[: len(text) - find_overlap(text, self._format.end_tag)].rstrip()
+            self._pending_text = text[len(emitted) :]
+            text = emitted
+        text = text if self._has_emitted_reasoning else text.lstrip()
+        self._has_emitted_reasoning = self._has_emitted_reasoning or bool(text)
+        return [ReasoningDelta(text)] if text else []
 
     def _parse_answer(self) -> list[OutputPart]:
         if self._is_trimming:
@@ -133,9 +132,9 @@ class ReasoningParser:
 
 
 def find_overlap(text: str, ending: str) -> int:
-    """How many of the last characters of `text` may be the beginning of `ending`.
+    """Return how many of the last characters of `text` are a proper prefix of `ending`.
 
-    >>> overlap("so it is </thi", "</think>")
+    >>> find_overlap("so it is </thi", "</think>")
     5
     """
     longest = min(len(text), len(ending) - 1)

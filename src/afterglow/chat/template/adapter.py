@@ -1,7 +1,7 @@
-"""Conversations rewritten for templates that do not take them as they are. Nothing that was said is lost.
+"""Rewrites conversations that a chat template does not support as given. No content is dropped.
 
-What a template is known to do (`chat.habits`) is heeded before it is asked; what it refuses because of where a message
-stands is rewritten afterwards, one way after the other.
+`adapt_messages` applies the detected capabilities before rendering. `iter_fallbacks` yields further rewrites for
+templates that reject the order of messages.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from dataclasses import replace
 from afterglow.chat.messages import Message, ToolCall, to_template_message
 from afterglow.chat.template.capabilities import TemplateCapabilities
 
-MESSAGE_SEPARATOR = "\n\n"  # two texts that become one
-SHORT_CALL_ID_CHARACTERS = 9  # characters of a call's identifier, where a template takes no other length
+MESSAGE_SEPARATOR = "\n\n"  # between the texts of merged messages
+SHORT_CALL_ID_CHARACTERS = 9  # the only length of tool call ids that some templates accept
 
 
 def adapt_messages(messages: Sequence[Message], capabilities: TemplateCapabilities) -> list[Message]:
-    """The conversation in the roles that the template shows.
+    """Rewrite a conversation to the roles and fields that the template supports.
 
-    - `developer` becomes `system` where the template does not know it.
-    - System messages that it would not show go in front of the first question.
-    - Calls that it would not show are written as JSON into what the assistant said.
-    - Results that it would not show are written as what the user says.
-    - Where it takes calls only without content, what was said comes in a message before them.
+    - `developer` becomes `system`.
+    - System messages are merged into the first user message.
+    - Tool calls become JSON text in the assistant message.
+    - Tool results become user messages.
+    - If tool calls must not have content, the content becomes a separate message before them.
 
-    >>> adapted([Message(role="developer", content="Be brief.")], Habits())[0].role
+    >>> adapt_messages([Message(role="developer", content="Be brief.")], TemplateCapabilities())[0].role
     'system'
     """
-    told = [
+    adapted = [
         replace(message, role="system")
         if message.role == "developer" and not capabilities.supports_developer_role
         else message
         for message in messages
     ]
-    told = list(itertools.chain.from_iterable(_adapt_tool_calls(message, capabilities) for message in told))
+    adapted = list(itertools.chain.from_iterable(_adapt_tool_calls(message, capabilities) for message in adapted))
     if not capabilities.supports_tool_responses:
-        told = [
-            Message(role="user", content=message.content) if message.role == "tool" else message for message in told
+        adapted = [
+            Message(role="user", content=message.content) if message.role == "tool" else message for message in adapted
         ]
-    return told if capabilities.supports_system_role else merge_system_into_user(told)
+    return adapted if capabilities.supports_system_role else merge_system_into_user(adapted)
 
 
 def _adapt_tool_calls(message: Message, capabilities: TemplateCapabilities) -> list[Message]:
     if not message.tool_calls:
         return [message]
     if capabilities.tool_call_format is None:
-        written = [json.dumps(_to_function_dict(call), ensure_ascii=False) for call in message.tool_calls]
-        return [replace(message, content="\n".join(filter(None, [message.content, *written])), tool_calls=())]
+        calls = [json.dumps(_to_function_dict(call), ensure_ascii=False) for call in message.tool_calls]
+        return [replace(message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=())]
     if capabilities.tool_call_format.empty_content is None and message.content:
         return [replace(message, tool_calls=()), replace(message, content="", reasoning=None)]
     return [message]
@@ -61,32 +61,32 @@ def _to_function_dict(call: ToolCall) -> object:
 
 
 def iter_fallbacks(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Other ways to write a conversation that a template refused, the smallest changes first.
+    """Yield rewrites of a conversation that a template rejected, smallest change first.
 
-    One system message at the beginning; neighbours of one role as one message; both; system messages in front of the
-    first question; identifiers of calls as short as the pickiest template wants them.
+    One system message at the start; consecutive messages of one role merged; both; system messages merged into the
+    first user message; then the same with tool call ids of nine characters.
 
-    >>> [[m.content for m in way] for way in second_tries([Message(role="user", content=c) for c in "ab"])]
+    >>> [[m.content for m in rewrite] for rewrite in iter_fallbacks([Message(role="user", content=c) for c in "ab"])]
     [['a\\n\\nb']]
     """
     tried = [list(messages)]
-    for named in (list(messages), shorten_call_ids(messages)):
-        gathered, merged = move_system_first(named), merge_system_into_user(named)
-        for way in (
-            named,
-            gathered,
-            merge_consecutive_roles(named),
-            merge_consecutive_roles(gathered),
-            merged,
-            merge_consecutive_roles(merged),
+    for original in (list(messages), shorten_call_ids(messages)):
+        system_first, system_in_user = move_system_first(original), merge_system_into_user(original)
+        for rewrite in (
+            original,
+            system_first,
+            merge_consecutive_roles(original),
+            merge_consecutive_roles(system_first),
+            system_in_user,
+            merge_consecutive_roles(system_in_user),
         ):
-            if way not in tried:
-                tried.append(way)
-                yield way
+            if rewrite not in tried:
+                tried.append(rewrite)
+                yield rewrite
 
 
 def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with the text of its system messages in front of the first user message."""
+    """Move the text of all system messages to the start of the first user message."""
     system = [message.content for message in messages if message.role == "system" and message.content]
     rest = [message for message in messages if message.role != "system"]
     for index, message in enumerate(rest):
@@ -97,33 +97,33 @@ def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def move_system_first(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with all its system messages as one at the beginning."""
+    """Merge all system messages into one at the start."""
     system = [message for message in messages if message.role == "system"]
     if not system:
         return list(messages)
-    one = replace(system[0], content=MESSAGE_SEPARATOR.join(message.content for message in system))
-    return [one, *(message for message in messages if message.role != "system")]
+    merged = replace(system[0], content=MESSAGE_SEPARATOR.join(message.content for message in system))
+    return [merged, *(message for message in messages if message.role != "system")]
 
 
 def merge_consecutive_roles(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with neighbours of one role as one message. Calls and results stay apart."""
-    told: list[Message] = []
+    """Merge consecutive messages of one role. Tool calls and tool results stay separate."""
+    merged: list[Message] = []
     for message in messages:
-        last = told[-1] if told else None
+        last = merged[-1] if merged else None
         if last is not None and message.role == last.role and message.role != "tool" and not last.tool_calls:
-            thoughts = [thought for thought in (last.reasoning, message.reasoning) if thought is not None]
-            told[-1] = replace(
+            reasoning = [text for text in (last.reasoning, message.reasoning) if text is not None]
+            merged[-1] = replace(
                 message,
                 content=MESSAGE_SEPARATOR.join(filter(None, (last.content, message.content))),
-                reasoning=MESSAGE_SEPARATOR.join(thoughts) if thoughts else None,
+                reasoning=MESSAGE_SEPARATOR.join(reasoning) if reasoning else None,
             )
         else:
-            told.append(message)
-    return told
+            merged.append(message)
+    return merged
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with identifiers of calls that have nine letters and digits; the same for the same."""
+    """Map tool call ids to nine letters and digits. Equal ids stay equal."""
     return [
         replace(
             message,

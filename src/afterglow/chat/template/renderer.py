@@ -1,7 +1,6 @@
-"""The model's own chat template: messages in, the text that the model was trained on out.
+"""Renders messages with the chat template of the model.
 
-It runs in a child process with bounded time and memory: whatever a model file brings, it gets an error and nothing
-else.
+The template runs in a child process with limits on time and memory, because a template from a model file is untrusted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from afterglow.chat.template.capabilities import TemplateCapabilities, TemplateD
 from afterglow.closeable import Closeable
 from afterglow.errors import InvalidTemplate
 
-RENDER_TIMEOUT_SECONDS = 5.0  # seconds for one rendering with all its attempts, and the child's start
+RENDER_TIMEOUT_SECONDS = 5.0  # for one `render`: start of the child, capability detection and all fallbacks
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -33,15 +32,15 @@ CHATML = (
 
 
 class TemplateRefused(InvalidTemplate):
-    """The template gave an answer, and it was no."""
+    """The template raised an error for this conversation."""
 
 
 class TemplateExhausted(InvalidTemplate):
-    """The template gave no answer in its time and memory: it is not asked again."""
+    """The template exceeded its time or memory limit. No fallback is tried."""
 
 
 class ChatTemplate(Closeable):
-    """Renders conversations. A model without a template is written as ChatML.
+    """Renders conversations. A model without a template uses ChatML.
 
     >>> with ChatTemplate(None) as template:
     ...     template.render([Message(role="user", content="Hello")])
@@ -70,29 +69,28 @@ class ChatTemplate(Closeable):
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, open for the assistant's answer where `generation`.
+        """Render a conversation to text. With `add_generation_prompt`, the text ends where the answer begins.
 
-        It is written as the template wants it: what that is, is found out once with small conversations
-        (`chat.habits`), and heeded (`chat.adapting`). What the template refuses nevertheless is rewritten and tried
-        again; what it refuses in every form is an `InvalidTemplate` with the first reason and its line. `arguments`
-        are the template's own variables, such as `enable_thinking`. All of it together takes five seconds at most.
+        The messages are adapted to the capabilities of the template, which are detected once. If the template rejects
+        them nevertheless, the fallbacks of `template.adapter` are tried in turn. If it rejects all of them, raise
+        `InvalidTemplate` with the first reason and its line. `chat_template_kwargs` are variables of the template,
+        e.g. `enable_thinking`. Everything together takes at most five seconds.
         """
-        until = time.monotonic() + RENDER_TIMEOUT_SECONDS
-        habits = self._detect_capabilities(until)
-        told = adapt_messages(messages, habits)
-        given = self._build_variables(list(tools) or None, habits.empty_as_none, add_generation_prompt) | dict(
-            chat_template_kwargs or {}
-        )
+        deadline = time.monotonic() + RENDER_TIMEOUT_SECONDS
+        capabilities = self._detect_capabilities(deadline)
+        adapted = adapt_messages(messages, capabilities)
+        variables = self._build_variables(list(tools) or None, capabilities.empty_as_none, add_generation_prompt)
+        variables |= dict(chat_template_kwargs or {})
         try:
-            return self._render_messages(told, habits, given, until)
+            return self._render_messages(adapted, capabilities, variables, deadline)
         except TemplateRefused as refusal:
-            for other in iter_fallbacks(told):
+            for rewrite in iter_fallbacks(adapted):
                 with contextlib.suppress(TemplateRefused):
-                    return self._render_messages(other, habits, given, until)
+                    return self._render_messages(rewrite, capabilities, variables, deadline)
             raise refusal from None
 
     def get_capabilities(self) -> TemplateCapabilities:
-        """How this template wants conversations written, and what it does not show."""
+        """Return what the template supports. Detected on the first call."""
         return self._detect_capabilities(time.monotonic() + RENDER_TIMEOUT_SECONDS)
 
     def close(self) -> None:
@@ -100,27 +98,27 @@ class ChatTemplate(Closeable):
             self._stop_child()
 
     def _detect_capabilities(self, deadline: float) -> TemplateCapabilities:
-        """Two threads may find it out at the same time; they find the same."""
+        # Without a lock: two threads may detect at the same time, with the same result.
         if self._capabilities is None:
 
-            def attempt(
-                turns: Sequence[TemplateDict], tools: Sequence[TemplateDict] | None, nothing: bool
+            def render_probe(
+                messages: Sequence[TemplateDict], tools: Sequence[TemplateDict] | None, empty_as_none: bool
             ) -> str | None:
                 try:
-                    return self._render_dicts(turns, self._build_variables(tools, nothing, True), deadline)
+                    return self._render_dicts(messages, self._build_variables(tools, empty_as_none, True), deadline)
                 except TemplateRefused:
                     return None
 
-            self._capabilities = detect_capabilities(self.source, attempt)
+            self._capabilities = detect_capabilities(self.source, render_probe)
         return self._capabilities
 
     def _build_variables(
         self, tools: Sequence[Any] | None, empty_as_none: bool, add_generation_prompt: bool
     ) -> dict[str, Any]:
-        given: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         if tools is not None or empty_as_none:
-            given["tools"] = tools
-        return given | ({"documents": None} if empty_as_none else {})
+            variables["tools"] = tools
+        return variables | ({"documents": None} if empty_as_none else {})
 
     def _render_messages(
         self,
@@ -138,28 +136,28 @@ class ChatTemplate(Closeable):
         now = self._clock().isoformat()
         request = json.dumps({"template": self.source, "variables": variables, "now": now})
         with self._lock:
-            answer = self._send_request(request, deadline)
-        if "error" in answer:
-            raise TemplateRefused(answer["error"], answer["line"])
-        return str(answer["text"])
+            reply = self._send_request(request, deadline)
+        if "error" in reply:
+            raise TemplateRefused(reply["error"], reply["line"])
+        return str(reply["text"])
 
     def _send_request(self, request: str, deadline: float) -> dict[str, Any]:
         child = self._child or self._start_child()
         try:
             line = exchange_line(child, request.encode() + b"\n", deadline)
-        except BaseException:  # an interrupt: the answer that still comes must not be taken for the next one's
+        except BaseException:  # an interrupt: the late reply must not be read as the reply to the next request
             self._stop_child()
             raise
         if not line:
             self._stop_child()
             raise TemplateExhausted(
-                f"it took longer than {RENDER_TIMEOUT_SECONDS:.0f} s, or more memory than it may have", None
+                f"it exceeded the limit of {RENDER_TIMEOUT_SECONDS:.0f} s or the memory limit", None
             )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        # By its path: as a module it would import all of afterglow first, and take three times as long.
+        # Run by path: `-m` would import the afterglow package first and take three times as long to start.
         command = [sys.executable, "-P", sandbox_child.__file__]
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
@@ -177,7 +175,7 @@ class ChatTemplate(Closeable):
 
 
 def exchange_line(child: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | bytearray:
-    """The line that a child answers with; nothing where it does not until then, also where it does not even read."""
+    """Send a request line and return the reply line; empty if the child ends, or does not read or reply in time."""
     assert child.stdin is not None
     assert child.stdout is not None
     reading, writing = child.stdout.fileno(), child.stdin.fileno()
@@ -198,7 +196,7 @@ def exchange_line(child: subprocess.Popen[bytes], request: bytes, deadline: floa
                 poll.unregister(writing)
         if reading in ready:
             piece = os.read(reading, 1 << 16)
-            if not piece:  # it ended
+            if not piece:  # the child ended
                 return b""
             line += piece
     return line

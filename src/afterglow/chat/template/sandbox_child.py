@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of its own: a template from a model file is hostile input.
+"""Child process that renders chat templates: a template from a model file is untrusted input.
 
-Reads one JSON object a line (template, variables, now), writes one a line (text, or error and line). Memory and the
-size of the output are bounded here; time is bounded by whoever waits.
+Reads one JSON object per line (template, variables, now) and writes one per line (text, or error and line). Limits
+memory and output size here; the parent process limits the time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import jinja2.sandbox
 
 MEMORY_LIMIT_BYTES = 1024**3
 MAX_OUTPUT_CHARACTERS = 16 * 1024**2
-ALLOWED_LIST_METHODS = frozenset({"append", "extend", "insert", "pop"})  # what a template may do to a list that it made
+ALLOWED_LIST_METHODS = frozenset({"append", "extend", "insert", "pop"})  # on lists created by the template
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant said, for training; here it is its content."""
+    """`{% generation %}…{% endgeneration %}` delimits assistant text for training; rendered as its content."""
 
-    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+    tags = {"generation"}  # noqa: RUF012 (declared like this in jinja2)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -36,11 +36,12 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class ReadOnlyList(list[Any]):
-    """A list that came with the request: it stays as it is."""
+    """A list of the request. Templates must not modify it."""
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Templates may build lists of their own, as some do to pair calls with results; transformers refuses them."""
+    """Sandbox in which templates may modify lists that they create. Some do, to pair tool calls with results;
+    transformers rejects those."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if type(obj) is list and attr in ALLOWED_LIST_METHODS:
@@ -49,13 +50,13 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def create_environment() -> TemplateEnvironment:
-    """Set up as transformers does, because that is what template authors test with."""
-    made = TemplateEnvironment(
+    """Create the environment with the settings of transformers, which template authors test with."""
+    environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = raise_exception
-    return made
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    return environment
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -67,14 +68,14 @@ def raise_exception(message: str) -> None:
 
 
 def generator_to_list(value: Any) -> list[Any]:
-    """What `map` and `select` give is not JSON yet."""
+    """Convert the generators that `map` and `select` return, for `json.dumps`."""
     if isinstance(value, types.GeneratorType):
         return list(value)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def protect_lists(value: Any) -> Any:
-    """What was read, with lists that the template cannot change."""
+    """Replace all lists in a value by lists that the template cannot modify."""
     if isinstance(value, dict):
         return {key: protect_lists(item) for key, item in value.items()}
     return ReadOnlyList(map(protect_lists, value)) if isinstance(value, list) else value
@@ -88,29 +89,29 @@ def compile_template(source: str) -> jinja2.Template:
 def render(source: str, variables: dict[str, Any], now: datetime.datetime) -> dict[str, Any]:
     try:
         size, parts = 0, []
-        shown = {"strftime_now": lambda pattern: now.strftime(pattern), **protect_lists(variables)}
-        for part in compile_template(source).generate(**shown):
+        context = {"strftime_now": lambda pattern: now.strftime(pattern), **protect_lists(variables)}
+        for part in compile_template(source).generate(**context):
             size += len(part)
             if size > MAX_OUTPUT_CHARACTERS:
-                return {"error": f"it writes more than {MAX_OUTPUT_CHARACTERS:,} characters", "line": None}
+                return {"error": f"it renders more than {MAX_OUTPUT_CHARACTERS:,} characters", "line": None}
             parts.append(part)
         text = "".join(parts)
-        text.encode()  # half a surrogate pair is no text
+        text.encode()  # raises for an unpaired surrogate
         return {"text": text}
     except jinja2.TemplateSyntaxError as error:
         return {"error": error.message or "syntax error", "line": error.lineno}
     except jinja2.TemplateError as error:
         return {"error": error.message or type(error).__name__, "line": find_template_line(error)}
     except MemoryError:
-        return {"error": "it needs more memory than a template may have", "line": None}
+        return {"error": "it exceeded the memory limit", "line": None}
     except RecursionError:
-        return {"error": "it calls itself without end", "line": None}
+        return {"error": "it recurses without end", "line": None}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "line": find_template_line(error)}
 
 
 def find_template_line(error: BaseException) -> int | None:
-    """The template's line that was being rendered."""
+    """Return the line of the template at which the error occurred."""
     trace, line = error.__traceback__, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

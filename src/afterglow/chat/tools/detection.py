@@ -1,4 +1,4 @@
-"""Which family a model belongs to, told from the source of its chat template."""
+"""Detects the tool family of a model from the source of its chat template."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from afterglow.chat.tools.families.pythonic import LFM, PYTHONIC, TOOL_CODE
 from afterglow.chat.tools.families.xml import GLM, MINIMAX, QWEN_CODER, SEED
 from afterglow.chat.tools.family import ToolFamily
 
-# All of the texts of a line must stand in the template; the first line that fits tells. What is rarer comes first:
-# several families share `<tool_call>`, and only what stands inside tells them apart.
+# The first line whose texts all occur in the template decides. More specific lines come first: several families share
+# `<tool_call>` and differ only in the text inside it.
 TEMPLATE_MARKERS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
     (("<|channel|>", "<|message|>", "to="), HARMONY),
     (("<start_function_call>",), FUNCTION_GEMMA),
     (("<|tool_call>call:",), GEMMA),
     (("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), KIMI),
-    (("<｜tool▁call▁begin｜>", "```json"), DEEPSEEK),  # noqa: RUF001 - the models' own bars
+    (("<｜tool▁call▁begin｜>", "```json"), DEEPSEEK),  # noqa: RUF001 - full-width bars of the model's vocabulary
     (("<｜tool▁call▁begin｜>",), DEEPSEEK_NAMED),  # noqa: RUF001
     (("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), MISTRAL_IDS),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<seed:tool_call>", "<function="), SEED),
     (("<minimax:tool_call>", "<invoke name="), MINIMAX),
-    (("<invoke name=",), GENERIC),  # other models' tags with the same names
+    (("<invoke name=",), GENERIC),  # same tag names in an unsupported format
     (("<tool_calls>[",), APRIEL),
     (("<tool_call>", "<function=", "<parameter="), QWEN_CODER),
     (("<tool_call>", "<arg_key>", "<arg_value>"), GLM),
@@ -50,25 +50,25 @@ TOOLS_VARIABLE_PATTERN = re.compile(r"\btools\b")
 
 
 def detect_family(template: str | None) -> ToolFamily:
-    """The family of models with this template; `generic` where it knows no tools, or writes calls as we cannot read.
+    """Return the family of a template; `generic` if it has no tools or an unsupported call format.
 
-    A generic family's template gets no tools: they are described by `generic_messages`.
+    The template of a generic model gets no tools: `render_tools_as_text` describes them in the system message.
 
-    >>> family_of("{{ messages[0].content }}").name
+    >>> detect_family("{{ messages[0].content }}").name
     'generic'
     """
     if template is None or not has_tools_variable(template):
         return GENERIC
-    for signs, family in TEMPLATE_MARKERS:
-        if all(sign in template for sign in signs):
+    for texts, family in TEMPLATE_MARKERS:
+        if all(text in template for text in texts):
             return family
     return GENERIC
 
 
 def has_tools_variable(template: str) -> bool:
-    """Whether the template reads the variable `tools`. Some write calls and never say what can be called.
+    """Return whether the template reads the variable `tools`. Some templates write calls but never list the tools.
 
-    >>> takes_tools("{% if tools %}"), takes_tools("{{ 'no tools' }}")
+    >>> has_tools_variable("{% if tools %}"), has_tools_variable("{{ 'no tools' }}")
     (True, False)
     """
     return any(

@@ -1,4 +1,4 @@
-"""A family of models: how they write calls of tools, and how that is read and enforced."""
+"""Tool family: the tool-call format that a family of models shares, with its parser and its grammar."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from afterglow.chat.constraints.grammar import LiteralFormatter
 from afterglow.chat.output.parts import OutputParser
-from afterglow.chat.tools.grammar.lark import LarkGrammar, LiteralWriter
+from afterglow.chat.tools.grammar.lark import LarkGrammar
 from afterglow.chat.tools.grammar.schema import check_enforceable
 from afterglow.chat.tools.parsing.parser import CallIdFactory, generate_call_id
 from afterglow.chat.tools.tool import Tool
@@ -20,13 +21,13 @@ AfterTriggerRuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFamily:
-    """How a family of models writes calls of tools.
+    """Tool-call format of a family of models.
 
-    `markers` are the texts of control tokens that its reader must see; `stops` end a turn that calls; `triggers` begin
-    a call inside free text (none where no text is sure to).
+    `markers`: control tokens whose text the parser must see. `stops`: texts that end a turn with calls. `triggers`:
+    texts that begin a call inside free text; empty if no text reliably does.
 
-    >>> reader = family_of(template).reader(tools)
-    >>> parts = reader.feed("<tool_call>") + reader.finish()
+    >>> parser = detect_family(template).create_parser(tools)
+    >>> parts = parser.feed("<tool_call>") + parser.finish()
     """
 
     name: str
@@ -39,22 +40,22 @@ class ToolFamily:
     new_id: CallIdFactory = generate_call_id
 
     def create_parser(self, tools: Sequence[Tool], new_id: CallIdFactory | None = None) -> OutputParser:
-        """A reader of one answer."""
+        """Return a parser of one completion."""
         return self.parser_factory(tools, new_id or self.new_id)
 
-    def build_calls_grammar(self, tools: Sequence[Tool], parallel: bool, write_literal: LiteralWriter) -> str:
-        """A grammar (llguidance's Lark) of exactly one call of these tools, or of one or more where `parallel`."""
+    def build_calls_grammar(self, tools: Sequence[Tool], parallel: bool, write_literal: LiteralFormatter) -> str:
+        """Return a grammar (llguidance's Lark) of exactly one call, or of one or more calls if `parallel`."""
         self._check_tools(tools)
         grammar = LarkGrammar(write_literal)
         return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
 
     def build_after_trigger_grammar(
-        self, tools: Sequence[Tool], write_literal: LiteralWriter, trigger: str | None = None
+        self, tools: Sequence[Tool], write_literal: LiteralFormatter, trigger: str | None = None
     ) -> str:
-        """What may follow a trigger (the first, unless another is named), to the end of that block of calls."""
+        """Return the grammar of the text after a trigger (default: the first) to the end of that block of calls."""
         self._check_tools(tools)
         if not self.triggers:
-            raise UnsupportedOption("tools", f"no text surely begins a call of the family {self.name!r}")
+            raise UnsupportedOption("tools", f"no text reliably begins a call of the family {self.name!r}")
         if trigger is not None and trigger not in self.triggers:
             raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, self.triggers))}, not {trigger!r}")
         grammar = LarkGrammar(write_literal)
@@ -62,6 +63,6 @@ class ToolFamily:
 
     def _check_tools(self, tools: Sequence[Tool]) -> None:
         if not tools:
-            raise InvalidArgument("tools", "must be at least one where a call is enforced")
+            raise InvalidArgument("tools", "must not be empty if a call is enforced")
         for tool in tools:
             check_enforceable(tool)

@@ -1,9 +1,10 @@
-"""Python's type hints as JSON schemas, and JSON values as what the hints ask for."""
+"""JSON schemas of Python functions: hints to schemas, JSON values to hinted types, descriptions from docstrings."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,17 @@ SCALAR_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", 
 ARRAY_ORIGINS = (list, tuple, Sequence)
 OBJECT_ORIGINS = (dict, Mapping)
 
+GOOGLE_SECTION = re.compile(r"^(Args|Arguments|Parameters):\s*$")
+GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+NUMPY_SECTION = re.compile(r"^Parameters\s*\n-{3,}\s*$", re.MULTILINE)
+NUMPY_PARAMETER = re.compile(r"^\*{0,2}(\w+)\s*(?::.*)?$")
+SPHINX_PARAMETER = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
+SECTION_START = re.compile(r"^(?:[A-Z]\w*(?: \w+)?:\s*$|:\w+)")
+UNDERLINE = re.compile(r"^-{3,}\s*$")
+
 
 def get_parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The hint of every parameter; `Any` where there is none."""
+    """Return the type hint of every parameter; `Any` if it has none."""
     hints = (
         typing.get_type_hints(function) if not inspect.isclass(function) else typing.get_type_hints(function.__init__)
     )
@@ -26,9 +35,9 @@ def get_parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def build_schema(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type hint.
+    """Return the JSON schema of a type hint. `where` names the parameter in errors.
 
-    >>> schema_of(list[int], "x")
+    >>> build_schema(list[int], "x")
     {'type': 'array', 'items': {'type': 'integer'}}
     """
     origin, arguments = get_origin(hint) or hint, get_args(hint)
@@ -51,27 +60,27 @@ def build_schema(hint: Any, where: str) -> dict[str, Any]:
 
 def _build_array_schema(origin: Any, arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
     if origin is tuple and arguments and arguments[1:] != (...,):
-        raise InvalidArgument(where, "must be a list, or a tuple of any length: tuple[type, ...]")
+        raise InvalidArgument(where, "must be a list or a variable-length tuple: tuple[type, ...]")
     items = build_schema(arguments[0], where) if arguments else {}
     return {"type": "array", **({"items": items} if items else {})}
 
 
 def _build_object_schema(arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
     if arguments and arguments[0] is not str:
-        raise InvalidArgument(where, "must be a dictionary with text as keys: JSON has no others")
+        raise InvalidArgument(where, "must be a dictionary with str keys: JSON has no others")
     values = build_schema(arguments[1], where) if arguments else {}
     return {"type": "object", **({"additionalProperties": values} if values else {})}
 
 
 def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
     if not isinstance(hint, type):
-        raise InvalidArgument(where, f"has the hint {hint!r}, which is no JSON type")
+        raise InvalidArgument(where, f"has the hint {hint!r}, which is not a JSON type")
     if issubclass(hint, Enum):
         return {"enum": [member.value for member in hint]}
     if _is_pydantic(hint):
         schema: dict[str, Any] = hint.model_json_schema()  # type: ignore[attr-defined]
-        whole: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
-        return whole
+        inlined: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
+        return inlined
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         fields = dataclasses.fields(hint)
@@ -81,11 +90,11 @@ def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
             "required": [field.name for field in fields if _is_required(field)],
             "additionalProperties": False,
         }
-    raise InvalidArgument(where, f"has the hint {hint.__name__}, which is no JSON type")
+    raise InvalidArgument(where, f"has the hint {hint.__name__}, which is not a JSON type")
 
 
 def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, ancestors: tuple[str, ...] = ()) -> Any:
-    """A schema with its references to `$defs` written out, so that it may stand inside another."""
+    """Replace references to `$defs` by the definitions, so that the schema can be embedded in another one."""
     if isinstance(schema, list):
         return [inline_references(item, definitions, where, ancestors) for item in schema]
     if not isinstance(schema, dict):
@@ -93,7 +102,7 @@ def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, a
     if "$ref" in schema:
         name = str(schema["$ref"]).removeprefix("#/$defs/")
         if name in ancestors or name not in definitions:
-            raise InvalidArgument(where, f"has a schema whose part {name!r} contains itself")
+            raise InvalidArgument(where, f"has a recursive or unknown definition {name!r} in its schema")
         rest = {key: value for key, value in schema.items() if key != "$ref"}
         return {**inline_references(definitions[name], definitions, where, (*ancestors, name)), **rest}
     return {
@@ -102,7 +111,7 @@ def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, a
 
 
 def convert_value(value: Any, hint: Any, where: str) -> Any:
-    """A JSON value as the hint asks for it."""
+    """Convert a JSON value to the hinted type; raise `InvalidArgument` if it does not match."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint in (Any, inspect.Parameter.empty):
         return value
@@ -118,8 +127,8 @@ def convert_value(value: Any, hint: Any, where: str) -> Any:
         return _convert_list(value, origin, arguments, where)
     if origin in OBJECT_ORIGINS:
         _check_type(value, dict, "an object", where)
-        inner = arguments[1] if arguments else Any
-        return {key: convert_value(item, inner, f"{where}.{key}") for key, item in value.items()}
+        item_hint = arguments[1] if arguments else Any
+        return {key: convert_value(item, item_hint, f"{where}.{key}") for key, item in value.items()}
     return _convert_instance(value, hint, where)
 
 
@@ -127,7 +136,7 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if hint is int and type(value) is float and value.is_integer():
-        return int(value)  # JSON has one kind of number: 3.0 is an integer
+        return int(value)  # JSON has one number type: 3.0 is an integer
     if type(value) is not hint:
         raise InvalidArgument(
             where, f"must be {SCALAR_TYPES[hint]}, not {SCALAR_TYPES.get(type(value), type(value).__name__)}"
@@ -143,7 +152,7 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
 
 
 def _convert_union(value: Any, choices: tuple[Any, ...], where: str) -> Any:
-    # A value that has exactly one choice's type needs no conversion: 1 of `float | int` stays an int.
+    # A value of exactly one member's type needs no conversion: 1 for `float | int` stays an int.
     for choice in choices:
         if type(value) is choice:
             return value
@@ -158,8 +167,8 @@ def _convert_union(value: Any, choices: tuple[Any, ...], where: str) -> Any:
 
 def _convert_list(value: Any, origin: Any, arguments: tuple[Any, ...], where: str) -> Any:
     _check_type(value, list, "an array", where)
-    inner = arguments[0] if arguments else Any
-    items = [convert_value(item, inner, f"{where}[{index}]") for index, item in enumerate(value)]
+    item_hint = arguments[0] if arguments else Any
+    items = [convert_value(item, item_hint, f"{where}[{index}]") for index, item in enumerate(value)]
     return tuple(items) if origin is tuple else items
 
 
@@ -169,7 +178,7 @@ def _convert_instance(value: Any, hint: Any, where: str) -> Any:
     if _is_pydantic(hint):
         try:
             return hint.model_validate(value)
-        except ValueError as error:  # pydantic's own error is one
+        except ValueError as error:  # pydantic.ValidationError is a ValueError
             raise InvalidArgument(where, f"is not a {hint.__name__}: {error}") from None
     _check_type(value, dict, "an object", where)
     hints = typing.get_type_hints(hint)
@@ -191,5 +200,65 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_pydantic(hint: Any) -> bool:
-    """Whether this is a pydantic model; asked without importing pydantic, which need not be installed."""
+    """Return whether this is a pydantic model, without importing pydantic, which is optional."""
     return hasattr(hint, "model_json_schema") and hasattr(hint, "model_validate")
+
+
+def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the description and the description of each parameter (Google, NumPy or Sphinx style, best effort).
+
+    >>> parse_docstring("Add.\\n\\nArgs:\\n    a: The first.")
+    ('Add.', {'a': 'The first.'})
+    """
+    lines = docstring.splitlines()
+    end = next((index for index in range(len(lines)) if _is_section_start(lines, index)), len(lines))
+    descriptions = _parse_google(lines) | _parse_numpy(lines) | _parse_sphinx(lines)
+    return "\n".join(lines[:end]).strip(), {name: " ".join(text.split()) for name, text in descriptions.items()}
+
+
+def _is_section_start(lines: list[str], index: int) -> bool:
+    underlined = index + 1 < len(lines) and UNDERLINE.match(lines[index + 1])
+    return bool(SECTION_START.match(lines[index]) or underlined)
+
+
+def _parse_google(lines: list[str]) -> dict[str, str]:
+    start = next((index + 1 for index, line in enumerate(lines) if GOOGLE_SECTION.match(line)), len(lines))
+    section = []
+    for line in lines[start:]:
+        if line.strip() and not line[0].isspace():
+            break
+        section.append(line)
+    indents = [len(line) - len(line.lstrip()) for line in section if line.strip()]
+    return _collect_descriptions(section, GOOGLE_PARAMETER, indents[0] if indents else 0)
+
+
+def _parse_numpy(lines: list[str]) -> dict[str, str]:
+    start = next(
+        (index + 2 for index in range(len(lines) - 1) if NUMPY_SECTION.match("\n".join(lines[index : index + 2]))),
+        len(lines),
+    )
+    end = next((index for index in range(start, len(lines)) if _is_section_start(lines, index)), len(lines))
+    return _collect_descriptions(lines[start:end], NUMPY_PARAMETER, 0)
+
+
+def _parse_sphinx(lines: list[str]) -> dict[str, str]:
+    return _collect_descriptions(
+        [line for line in lines if not line.startswith(":") or SPHINX_PARAMETER.match(line)], SPHINX_PARAMETER, 0
+    )
+
+
+def _collect_descriptions(lines: list[str], parameter: re.Pattern[str], indent: int) -> dict[str, str]:
+    """Return the description of each parameter: its first line and the deeper-indented lines below it."""
+    descriptions: dict[str, str] = {}
+    name = None
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        match = parameter.match(line) if depth == indent else None
+        if match:
+            name = match[1]
+            descriptions[name] = match[2] if parameter.groups > 1 else ""
+        elif name is not None and line.strip() and depth > indent:
+            descriptions[name] += " " + line
+        elif line.strip():
+            name = None
+    return descriptions

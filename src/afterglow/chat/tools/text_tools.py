@@ -1,4 +1,4 @@
-"""Tools for models whose templates know none: described in the system message, called in `<tool_call>` tags."""
+"""Tools for models whose template has none: described in the system message, called in `<tool_call>` tags."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ If no tool is needed, answer without a call."""
 
 
 def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The same conversation in words that every template knows: system, user and assistant with text alone."""
-    written: list[Message] = []
+    """Rewrite a conversation for any template: only system, user and assistant messages with plain text."""
+    plain_messages: list[Message] = []
     for message in messages:
         if message.role == "tool":
-            _append_tool_result(written, message)
+            _append_tool_result(plain_messages, message)
         else:
-            written.append(_to_plain_message(message))
-    return _add_instructions(written, tools) if tools else written
+            plain_messages.append(_to_plain_message(message))
+    return _add_instructions(plain_messages, tools) if tools else plain_messages
 
 
 def _to_plain_message(message: Message) -> Message:
@@ -44,7 +44,7 @@ def _format_call(call: ToolCall) -> str:
 
 
 def _append_tool_result(plain_messages: list[Message], message: Message) -> None:
-    """A tool's result as the user's. Results that follow each other are one message: many templates want turns."""
+    """Add a tool result as a user message. Merges consecutive results: many templates require alternating roles."""
     content = f"<tool_response>\n{message.content}\n</tool_response>"
     if plain_messages and plain_messages[-1].role == "user" and plain_messages[-1].content.endswith("</tool_response>"):
         plain_messages[-1] = replace(plain_messages[-1], content=f"{plain_messages[-1].content}\n{content}")

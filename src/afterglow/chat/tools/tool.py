@@ -1,4 +1,4 @@
-"""Tools: what callers offer to the model, as OpenAI's dictionaries or as Python functions."""
+"""Tools that callers offer to a model, as OpenAI dictionaries or as Python functions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from afterglow.chat.tools.docstrings import parse_docstring
-from afterglow.chat.tools.function_schema import build_schema, convert_value, get_parameter_hints
+from afterglow.chat.tools.function_schema import build_schema, convert_value, get_parameter_hints, parse_docstring
 from afterglow.errors import InvalidArgument, UnsupportedOperation
 
 NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -29,12 +28,12 @@ def _build_empty_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool that a model may call. `parameters` is the JSON schema of its arguments.
+    """Tool that a model may call. `parameters` is the JSON schema of its arguments.
 
     >>> def add(a: int, b: int = 1) -> int:
     ...     "Add two numbers."
     ...     return a + b
-    >>> (tool,) = tools([add])
+    >>> (tool,) = parse_tools([add])
     >>> tool.call('{"a": 41}')
     42
     """
@@ -47,54 +46,54 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool as OpenAI's dictionary, which is also what chat templates read."""
+        """OpenAI dictionary of the tool, which is also the form that chat templates read."""
         function: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {**function, **({"strict": True} if self.strict else {})}}
 
     def call(self, arguments: str) -> Any:
-        """Check the arguments that a model wrote, convert them to what the function's hints ask for, and call it."""
+        """Check the JSON arguments that a model wrote, convert them to the hinted types, and call the function."""
         if self.function is None:
-            raise UnsupportedOperation(f"calling {self.name}", "the tool was given without a function")
-        given = self._parse_arguments(arguments)
+            raise UnsupportedOperation(f"calling {self.name}", "the tool has no function")
+        values = self._parse_arguments(arguments)
         hints = get_parameter_hints(self.function)
         where = f"{self.name}.arguments"
         return self.function(
-            **{key: convert_value(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()}
+            **{key: convert_value(value, hints.get(key, Any), f"{where}.{key}") for key, value in values.items()}
         )
 
     def _parse_arguments(self, arguments: str) -> dict[str, Any]:
         where = f"{self.name}.arguments"
         try:
-            given = json.loads(arguments or "{}")
+            values = json.loads(arguments or "{}")
         except ValueError as error:
             raise InvalidArgument(where, f"must be JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise InvalidArgument(where, f"must be an object, not {type(given).__name__}")
+        if not isinstance(values, dict):
+            raise InvalidArgument(where, f"must be an object, not {type(values).__name__}")
         known, required = self.parameters.get("properties", {}), self.parameters.get("required", [])
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(set(values) - set(known)):
             raise InvalidArgument(
                 f"{where}.{unknown[0]}", f"is not a parameter; there are {', '.join(known) or 'none'}"
             )
-        if missing := [key for key in required if key not in given]:
+        if missing := [key for key in required if key not in values]:
             raise InvalidArgument(f"{where}.{missing[0]}", "is required")
-        return given
+        return values
 
 
 ToolLike: TypeAlias = Tool | Mapping[str, Any] | Callable[..., Any]
 
 
 def parse_tools(values: Sequence[ToolLike]) -> tuple[Tool, ...]:
-    """What callers offer (tools, OpenAI's dictionaries, or functions with type hints) as tools."""
+    """Convert tools, OpenAI dictionaries and functions with type hints to tools with unique names."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         raise InvalidArgument("tools", "must be a list of tools")
-    read = tuple(_parse_tool(value, f"tools[{index}]") for index, value in enumerate(values))
-    names = [tool.name for tool in read]
+    tools = tuple(_parse_tool(value, f"tools[{index}]") for index, value in enumerate(values))
+    names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise InvalidArgument(
-                f"tools[{index}].function.name", f"{name!r} is the name of tools[{names.index(name)}] too"
+                f"tools[{index}].function.name", f"{name!r} is also the name of tools[{names.index(name)}]"
             )
-    return read
+    return tools
 
 
 def _parse_tool(value: ToolLike, where: str) -> Tool:
@@ -141,24 +140,24 @@ def _parse_parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, 
 
 def _parse_function(function: Callable[..., Any], where: str) -> Tool:
     name = _check_name(getattr(function, "__name__", None), f"{where}.name")
-    summary, notes = parse_docstring(inspect.getdoc(function) or "")
+    description, parameter_descriptions = parse_docstring(inspect.getdoc(function) or "")
     try:
         hints = get_parameter_hints(function)
     except NameError as error:
-        raise InvalidArgument(f"{where}.{name}", f"has a type hint that cannot be found: {error}") from None
+        raise InvalidArgument(f"{where}.{name}", f"has an unresolvable type hint: {error}") from None
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
-        place = f"{where}.{name}.{parameter.name}"
+        parameter_where = f"{where}.{name}.{parameter.name}"
         if parameter.kind in UNSUPPORTED_PARAMETER_KINDS:
-            raise InvalidArgument(place, "must be a parameter that can be given by its name")
-        schema = build_schema(hints[parameter.name], place)
-        note = notes.get(parameter.name)
-        properties[parameter.name] = {**schema, "description": note} if note else schema
+            raise InvalidArgument(parameter_where, "must be a parameter that accepts a keyword argument")
+        schema = build_schema(hints[parameter.name], parameter_where)
+        text = parameter_descriptions.get(parameter.name)
+        properties[parameter.name] = {**schema, "description": text} if text else schema
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return Tool(name=name, description=summary, parameters=schema, function=function)
+    return Tool(name=name, description=description, parameters=schema, function=function)
 
 
 def _check_name(value: Any, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Can a user ever see how an answer was cut into pieces?"""
+"""The parse does not depend on how the output is split into pieces, and text and arguments stream early."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta, join_parts
-from afterglow.chat.tools import TOOL_FAMILIES
-from support.tool_outputs import RECORDED, TOOLS, Recorded, gemma, glm, quotes, tag, xml
+from afterglow.chat.tools.detection import TOOL_FAMILIES
+from support.tool_outputs import RECORDED_OUTPUTS
+from support.tool_outputs_text import gemma_call, gemma_quote, glm_call, xml_call
+from support.tool_records import TOOLS, RecordedOutput, tagged_call
 
 MARKERS = sorted({marker for family in TOOL_FAMILIES.values() for marker in (*family.markers, *family.triggers)})
-WORDS = ["{", "}", "[", "]", '"', ":", ",", ";", "<", ">", "=", "(", ")", "\n", " ", "\\", "'", "1", "é", "☀"]
-PIECES = [*MARKERS, *WORDS, '{"name": "now", "arguments": {}}', '"name": "get_weather"', "get_weather", "city", "call:"]
+CHARACTERS = ["{", "}", "[", "]", '"', ":", ",", ";", "<", ">", "=", "(", ")", "\n", " ", "\\", "'", "1", "é", "☀"]
+PIECES = [
+    *MARKERS,
+    *CHARACTERS,
+    '{"name": "now", "arguments": {}}',
+    '"name": "get_weather"',
+    "get_weather",
+    "city",
+    "call:",
+]
 PIECES += [
     "<function=",
     "<parameter=",
@@ -29,83 +39,90 @@ PIECES += [
 ]
 
 
-def read(family: str, pieces: list[str]) -> list[OutputPart]:
+def parse(family: str, pieces: list[str]) -> list[OutputPart]:
     numbers = count()
-    reader = TOOL_FAMILIES[family].create_parser(TOOLS, new_id=lambda: f"call {next(numbers)}")
+    parser = TOOL_FAMILIES[family].create_parser(TOOLS, new_id=lambda: f"call {next(numbers)}")
     parts: list[OutputPart] = []
     for piece in pieces:
-        parts += reader.feed(piece)
-    return parts + reader.finish()
+        parts += parser.feed(piece)
+    return parts + parser.finish()
 
 
-def cut(text: str, places: list[int]) -> list[str]:
+def split(text: str, positions: list[int]) -> list[str]:
     return [
-        text[start:end] for start, end in pairwise([0, *sorted(place % (len(text) + 1) for place in places), len(text)])
+        text[start:end]
+        for start, end in pairwise([0, *sorted(position % (len(text) + 1) for position in positions), len(text)])
     ]
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=str)
-def test_one_character_at_a_time_reads_the_same(recorded: Recorded) -> None:
-    assert join_parts(read(recorded.family, list(recorded.raw))) == join_parts(read(recorded.family, [recorded.raw]))
+@pytest.mark.parametrize("recorded", RECORDED_OUTPUTS, ids=str)
+def test_parsing_one_character_at_a_time_gives_the_same_output(recorded: RecordedOutput) -> None:
+    assert join_parts(parse(recorded.family, list(recorded.raw))) == join_parts(parse(recorded.family, [recorded.raw]))
 
 
-@given(recorded=st.sampled_from(RECORDED), places=st.lists(st.integers(min_value=0, max_value=400), max_size=8))
-def test_however_an_answer_is_cut_it_reads_the_same(recorded: Recorded, places: list[int]) -> None:
-    whole = join_parts(read(recorded.family, [recorded.raw]))
-    assert join_parts(read(recorded.family, cut(recorded.raw, places))) == whole
+@given(
+    recorded=st.sampled_from(RECORDED_OUTPUTS), positions=st.lists(st.integers(min_value=0, max_value=400), max_size=8)
+)
+def test_any_split_of_a_recorded_output_parses_the_same(recorded: RecordedOutput, positions: list[int]) -> None:
+    expected = join_parts(parse(recorded.family, [recorded.raw]))
+    assert join_parts(parse(recorded.family, split(recorded.raw, positions))) == expected
 
 
 @given(
     family=st.sampled_from(sorted(TOOL_FAMILIES)),
     text=st.lists(st.sampled_from(PIECES), max_size=16).map("".join),
-    places=st.lists(st.integers(min_value=0, max_value=400), max_size=6),
+    positions=st.lists(st.integers(min_value=0, max_value=400), max_size=6),
 )
 @example("harmony", "<|message|><|start|><", [3])
-def test_however_nonsense_is_cut_it_reads_the_same(family: str, text: str, places: list[int]) -> None:
-    assert join_parts(read(family, list(text))) == join_parts(read(family, [text]))
-    assert join_parts(read(family, cut(text, places))) == join_parts(read(family, [text]))
+def test_any_split_of_random_text_parses_the_same(family: str, text: str, positions: list[int]) -> None:
+    assert join_parts(parse(family, list(text))) == join_parts(parse(family, [text]))
+    assert join_parts(parse(family, split(text, positions))) == join_parts(parse(family, [text]))
 
 
 @given(family=st.sampled_from(sorted(TOOL_FAMILIES)), text=st.text(alphabet="ab<>|{}[]()=\"'`:;,_ \n1", max_size=60))
-def test_what_is_no_call_is_given_back_exactly(family: str, text: str) -> None:
-    answer = join_parts(read(family, list(text)))
-    assert not answer.tool_calls
-    assert answer.text == text
+def test_text_without_a_call_is_returned_unchanged(family: str, text: str) -> None:
+    output = join_parts(parse(family, list(text)))
+    assert not output.tool_calls
+    assert output.text == text
 
 
 WRITERS = {
-    "hermes": lambda text: tag(("get_weather", json.dumps({"city": text}))),
+    "hermes": lambda text: tagged_call(("get_weather", json.dumps({"city": text}))),
     "mistral-named": lambda text: "[TOOL_CALLS]get_weather[ARGS]" + json.dumps({"city": text}, ensure_ascii=False),
-    "qwen-coder": lambda text: xml("get_weather", city=text),
-    "glm": lambda text: glm("get_weather", city=text),
-    "gemma": lambda text: gemma(f"get_weather{{city:{quotes(text)}}}"),
+    "qwen-coder": lambda text: xml_call("get_weather", city=text),
+    "glm": lambda text: glm_call("get_weather", city=text),
+    "gemma": lambda text: gemma_call(f"get_weather{{city:{gemma_quote(text)}}}"),
     "pythonic": lambda text: f"[get_weather(city={text!r})]",
     "lfm": lambda text: f"<|tool_call_start|>[get_weather(city={json.dumps(text)})]<|tool_call_end|>",
     "harmony": lambda text: f"<|channel|>commentary to=functions.get_weather<|message|>{json.dumps({'city': text})}",
 }
-ENDINGS = ("</parameter>", "</arg_value>", '<|"|>')  # no text can hold what ends it
+ENDINGS = ("</parameter>", "</arg_value>", '<|"|>')  # a value cannot contain its own ending
 
 
 @given(family=st.sampled_from(sorted(WRITERS)), text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
-def test_any_text_comes_through_as_an_argument(family: str, text: str) -> None:
+def test_any_text_survives_as_an_argument(family: str, text: str) -> None:
     assume(not any(ending in text or text.endswith("<") for ending in ENDINGS))
-    assume(family != "harmony" or "<|" not in text)  # control tokens, which end a message
-    answer = join_parts(read(family, list(WRITERS[family](text))))
-    assert answer.text == ""
-    assert [json.loads(call.arguments) for call in answer.tool_calls] == [{"city": text}]
+    assume(family != "harmony" or "<|" not in text)  # control tokens end a message
+    output = join_parts(parse(family, list(WRITERS[family](text))))
+    assert output.text == ""
+    assert [json.loads(call.arguments) for call in output.tool_calls] == [{"city": text}]
 
 
-@pytest.mark.parametrize("recorded", [one for one in RECORDED if one.calls and not one.text], ids=str)
-def test_nothing_of_a_call_ever_shows_as_text(recorded: Recorded) -> None:
-    for places in ([], range(len(recorded.raw))):
-        shown = [part for part in read(recorded.family, cut(recorded.raw, list(places))) if isinstance(part, TextDelta)]
-        assert shown == []
+@pytest.mark.parametrize(
+    "recorded", [recorded for recorded in RECORDED_OUTPUTS if recorded.calls and not recorded.text], ids=str
+)
+def test_a_call_never_leaks_into_the_text(recorded: RecordedOutput) -> None:
+    for positions in ([], range(len(recorded.raw))):
+        text_parts = [
+            part for part in parse(recorded.family, split(recorded.raw, list(positions))) if isinstance(part, TextDelta)
+        ]
+        assert text_parts == []
 
 
-@pytest.mark.parametrize("recorded", [one for one in RECORDED if one.calls], ids=str)
-def test_only_the_first_part_of_a_call_has_its_id_and_name(recorded: Recorded) -> None:
+@pytest.mark.parametrize("recorded", [recorded for recorded in RECORDED_OUTPUTS if recorded.calls], ids=str)
+def test_only_the_first_part_of_a_call_has_its_id_and_name(recorded: RecordedOutput) -> None:
     seen: set[int] = set()
-    for part in read(recorded.family, list(recorded.raw)):
+    for part in parse(recorded.family, list(recorded.raw)):
         assert isinstance(part, TextDelta | ReasoningDelta | ToolCallDelta)
         if isinstance(part, ToolCallDelta):
             assert (part.id is not None) == (part.name is not None) == (part.index not in seen)
@@ -125,20 +142,20 @@ def test_only_the_first_part_of_a_call_has_its_id_and_name(recorded: Recorded) -
         ("gemma", '<|tool_call>call:get_weather{city:<|"|>' + "x" * 50 + '<|"|>}<tool_call|>'),
     ],
 )
-def test_long_arguments_stream_while_they_are_written(family: str, raw: str) -> None:
-    parts = read(family, list(raw))
+def test_long_arguments_stream_as_they_are_generated(family: str, raw: str) -> None:
+    parts = parse(family, list(raw))
     assert sum(isinstance(part, ToolCallDelta) for part in parts) >= 50
 
 
-def test_text_streams_at_once_and_a_marker_is_held_back() -> None:
-    reader = TOOL_FAMILIES["hermes"].create_parser(TOOLS)
-    assert reader.feed("Hello") == [TextDelta("Hello")]
-    assert reader.feed(" <tool_c") == []
-    assert reader.feed("ase") == [TextDelta(" <tool_case")]
+def test_text_streams_immediately_and_a_partial_marker_is_held_back() -> None:
+    parser = TOOL_FAMILIES["hermes"].create_parser(TOOLS)
+    assert parser.feed("Hello") == [TextDelta("Hello")]
+    assert parser.feed(" <tool_c") == []
+    assert parser.feed("ase") == [TextDelta(" <tool_case")]
 
 
-def test_json_that_is_the_answer_streams_too() -> None:
-    reader = TOOL_FAMILIES["llama"].create_parser(TOOLS)
-    assert reader.feed('{"na') == []
-    assert reader.feed('mes": [') == [TextDelta('{"names": [')]
-    assert reader.feed("1, 2") == [TextDelta("1, 2")]
+def test_a_json_answer_streams() -> None:
+    parser = TOOL_FAMILIES["llama"].create_parser(TOOLS)
+    assert parser.feed('{"na') == []
+    assert parser.feed('mes": [') == [TextDelta('{"names": [')]
+    assert parser.feed("1, 2") == [TextDelta("1, 2")]

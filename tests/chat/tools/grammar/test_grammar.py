@@ -1,4 +1,4 @@
-"""Does a grammar let a model write its family's calls of the given tools, and nothing else?"""
+"""A family's grammar accepts its calls of the offered tools and nothing else."""
 
 from __future__ import annotations
 
@@ -7,40 +7,26 @@ from typing import Any
 
 import pytest
 
-from afterglow.chat.tools import TOOL_FAMILIES, Tool, parse_tools
+from afterglow.chat.tools.detection import TOOL_FAMILIES
+from afterglow.chat.tools.tool import Tool, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOption
-from support.tool_outputs import (
-    BEGIN,
-    END,
-    NOW,
-    PARIS,
-    RECORDED,
-    SECTION,
-    TOOLS,
-    Recorded,
-    fenced,
-    gemma,
-    glm,
-    item,
-    kimi,
-    named,
-    quotes,
-    tag,
-    xml,
-)
+from support.tool_outputs import RECORDED_OUTPUTS
+from support.tool_outputs_json import BEGIN, END, SECTION, fenced_call, kimi_call, named_call
+from support.tool_outputs_text import gemma_call, gemma_quote, glm_call, xml_call
+from support.tool_records import NOW, PARIS, TOOLS, RecordedOutput, json_call, tagged_call
 
 llguidance = pytest.importorskip("llguidance")
 TOKENIZER = llguidance.LLTokenizer("byte")
-ENFORCED = [one for one in RECORDED if one.enforced]
+ENFORCED = [recorded for recorded in RECORDED_OUTPUTS if recorded.enforced]
 WITH_TRIGGER = sorted(name for name, family in TOOL_FAMILIES.items() if family.triggers)
 
 
-def quoted(text: str) -> str:
+def quote_literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether the grammar takes the whole text and may end there."""
+    """Return whether the grammar accepts the whole text and can end there."""
     error = llguidance.LLMatcher.validate_grammar(grammar, TOKENIZER)
     assert not error, error
     matcher = llguidance.LLMatcher(TOKENIZER, grammar)
@@ -48,28 +34,28 @@ def accepts(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def grammar_of(family: str, *, parallel: bool = False, offered: tuple[Tool, ...] = TOOLS) -> str:
-    return TOOL_FAMILIES[family].build_calls_grammar(offered, parallel, quoted)
+def build_grammar(family: str, *, parallel: bool = False, offered: tuple[Tool, ...] = TOOLS) -> str:
+    return TOOL_FAMILIES[family].build_calls_grammar(offered, parallel, quote_literal)
 
 
-def after_thoughts(recorded: Recorded) -> str:
-    """The calls alone: harmony's thoughts come before them (see chat.grammar.after_thought)."""
+def strip_reasoning(recorded: RecordedOutput) -> str:
+    """Return the calls alone: harmony's reasoning precedes them (see chat.constraints.grammar)."""
     return recorded.raw.rpartition("<|start|>assistant")[2]
 
 
-def test_every_family_has_an_answer_that_its_grammar_takes() -> None:
-    assert {one.family for one in ENFORCED} == set(TOOL_FAMILIES)
+def test_every_family_has_an_output_that_its_grammar_accepts() -> None:
+    assert {recorded.family for recorded in ENFORCED} == set(TOOL_FAMILIES)
 
 
 @pytest.mark.parametrize("recorded", ENFORCED, ids=str)
-def test_what_a_model_of_the_family_writes_is_accepted(recorded: Recorded) -> None:
-    assert accepts(grammar_of(recorded.family), after_thoughts(recorded))
-    assert accepts(grammar_of(recorded.family, parallel=True), after_thoughts(recorded))
+def test_a_recorded_call_of_the_family_is_accepted(recorded: RecordedOutput) -> None:
+    assert accepts(build_grammar(recorded.family), strip_reasoning(recorded))
+    assert accepts(build_grammar(recorded.family, parallel=True), strip_reasoning(recorded))
 
 
 @pytest.mark.parametrize("recorded", ENFORCED, ids=str)
-def test_another_name_and_a_rest_are_rejected(recorded: Recorded) -> None:
-    grammar = grammar_of(recorded.family)
+def test_an_unknown_name_and_surrounding_text_are_rejected(recorded: RecordedOutput) -> None:
+    grammar = build_grammar(recorded.family)
     name = recorded.calls[0][0]
     assert not accepts(grammar, recorded.raw.replace(name, "dance"))
     assert not accepts(grammar, recorded.raw + " And more.")
@@ -78,68 +64,72 @@ def test_another_name_and_a_rest_are_rejected(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("recorded", ENFORCED, ids=str)
-def test_a_tool_that_was_not_offered_is_rejected(recorded: Recorded) -> None:
+def test_a_tool_that_was_not_offered_is_rejected(recorded: RecordedOutput) -> None:
     others = tuple(tool for tool in TOOLS if tool.name != recorded.calls[0][0])
-    assert not accepts(grammar_of(recorded.family, offered=others), recorded.raw)
+    assert not accepts(build_grammar(recorded.family, offered=others), recorded.raw)
 
 
-WRONG: list[tuple[str, str]] = [
-    ("hermes", tag(("get_weather", '{"city": 5}'))),
-    ("hermes", tag(("get_weather", "{}"))),
+INVALID_CALLS: list[tuple[str, str]] = [
+    ("hermes", tagged_call(("get_weather", '{"city": 5}'))),
+    ("hermes", tagged_call(("get_weather", "{}"))),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>'),
-    ("hermes", tag(("get_weather", '{"city": "Paris", "unit": "kelvin"}'))),
-    ("hermes", tag(("search", '{"query": "x", "filters": {"tags": [1]}}'))),
-    ("generic", tag(("get_weather", '{"city": "Paris", "more": 1}'))),
-    ("qwen-coder", xml("get_weather", city="Paris", days="two")),
-    ("qwen-coder", xml("get_weather", days="2")),
-    ("qwen-coder", xml("get_weather", city="Paris", unit="kelvin")),
-    ("qwen-coder", xml("search", filters='{"tags": 1}', query="x")),
-    ("glm", glm("get_weather", city="Paris", days="two")),
-    ("glm", glm("get_weather", city="Paris", unit="kelvin")),
-    ("llama", item(("get_weather", '{"city": 5}'), "parameters")),
-    ("llama", item(PARIS)),  # its word is `parameters`
+    ("hermes", tagged_call(("get_weather", '{"city": "Paris", "unit": "kelvin"}'))),
+    ("hermes", tagged_call(("search", '{"query": "x", "filters": {"tags": [1]}}'))),
+    ("generic", tagged_call(("get_weather", '{"city": "Paris", "more": 1}'))),
+    ("qwen-coder", xml_call("get_weather", city="Paris", days="two")),
+    ("qwen-coder", xml_call("get_weather", days="2")),
+    ("qwen-coder", xml_call("get_weather", city="Paris", unit="kelvin")),
+    ("qwen-coder", xml_call("search", filters='{"tags": 1}', query="x")),
+    ("glm", glm_call("get_weather", city="Paris", days="two")),
+    ("glm", glm_call("get_weather", city="Paris", unit="kelvin")),
+    ("llama", json_call(("get_weather", '{"city": 5}'), "parameters")),
+    ("llama", json_call(PARIS)),  # its key is `parameters`
     ("pythonic", "[get_weather(city=5)]"),
     ("pythonic", "[get_weather(days=2)]"),
     ("pythonic", '[get_weather(city="Paris", unit="kelvin")]'),
     ("lfm", '<|tool_call_start|>[get_weather(city="Paris", detailed=1)]<|tool_call_end|>'),
     ("tool-code", "```tool_code\nget_weather()\n```"),
-    ("mistral", f"[TOOL_CALLS][{item(('get_weather', '{}'))}]"),
+    ("mistral", f"[TOOL_CALLS][{json_call(('get_weather', '{}'))}]"),
     ("mistral-named", "[TOOL_CALLS]get_weather[ARGS]{}"),
     ("mistral-ids", "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}"),
-    ("granite", f"<|tool_call|>[{item(('get_weather', '{}'))}]"),
-    ("nemotron", f"<TOOLCALL>[{item(('get_weather', '{}'))}]</TOOLCALL>"),
-    ("deepseek", f"{BEGIN}{fenced(('get_weather', '{}'))}{END}"),
-    ("deepseek-named", f"{BEGIN}{named(('get_weather', '{}'))}{END}"),
-    ("kimi", f"{SECTION[0]}{kimi(('get_weather', '{}'))}{SECTION[1]}"),
-    ("gemma", gemma("get_weather{city:5}")),
-    ("gemma", gemma(f"get_weather{{city:{quotes('Paris')},unit:{quotes('kelvin')}}}")),
-    ("gemma", gemma(f"search{{filters:{{tags:[1]}},query:{quotes('x')}}}")),
+    ("granite", f"<|tool_call|>[{json_call(('get_weather', '{}'))}]"),
+    ("nemotron", f"<TOOLCALL>[{json_call(('get_weather', '{}'))}]</TOOLCALL>"),
+    ("deepseek", f"{BEGIN}{fenced_call(('get_weather', '{}'))}{END}"),
+    ("deepseek-named", f"{BEGIN}{named_call(('get_weather', '{}'))}{END}"),
+    ("kimi", f"{SECTION[0]}{kimi_call(('get_weather', '{}'))}{SECTION[1]}"),
+    ("gemma", gemma_call("get_weather{city:5}")),
+    ("gemma", gemma_call(f"get_weather{{city:{gemma_quote('Paris')},unit:{gemma_quote('kelvin')}}}")),
+    ("gemma", gemma_call(f"search{{filters:{{tags:[1]}},query:{gemma_quote('x')}}}")),
     ("function-gemma", "<start_function_call>call:get_weather{}<end_function_call>"),
     ("harmony", "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{}<|call|>"),
 ]
 
 
-@pytest.mark.parametrize(("family", "raw"), WRONG)
-def test_arguments_that_the_schema_forbids_are_rejected(family: str, raw: str) -> None:
-    assert not accepts(grammar_of(family, parallel=True), raw)
+@pytest.mark.parametrize(("family", "raw"), INVALID_CALLS)
+def test_arguments_that_violate_the_schema_are_rejected(family: str, raw: str) -> None:
+    assert not accepts(build_grammar(family, parallel=True), raw)
 
 
-SEVERAL = [one for one in RECORDED if one.what == "several" and not one.text and one.family not in ("harmony", "seed")]
+SEVERAL = [
+    recorded
+    for recorded in RECORDED_OUTPUTS
+    if recorded.case == "several calls" and not recorded.text and recorded.family not in ("harmony", "seed")
+]
 
 
 @pytest.mark.parametrize("recorded", SEVERAL, ids=str)
-def test_several_calls_are_accepted_only_where_they_may_be(recorded: Recorded) -> None:
+def test_several_calls_are_accepted_only_if_parallel(recorded: RecordedOutput) -> None:
     raw = recorded.raw.rstrip("\n")
-    assert accepts(grammar_of(recorded.family, parallel=True), raw)
-    assert not accepts(grammar_of(recorded.family), raw)
+    assert accepts(build_grammar(recorded.family, parallel=True), raw)
+    assert not accepts(build_grammar(recorded.family), raw)
 
 
 @pytest.mark.parametrize("family", WITH_TRIGGER)
-def test_behind_a_trigger_the_rest_of_the_call_is_accepted(family: str) -> None:
+def test_after_a_trigger_the_rest_of_the_call_is_accepted(family: str) -> None:
     trigger = TOOL_FAMILIES[family].triggers[0]
-    grammar = TOOL_FAMILIES[family].build_after_trigger_grammar(TOOLS, quoted)
-    raws = [one.raw for one in ENFORCED if one.family == family and trigger in one.raw]
-    raws += ["<|python_tag|>" + item(PARIS, "parameters")] if family == "llama" else []
+    grammar = TOOL_FAMILIES[family].build_after_trigger_grammar(TOOLS, quote_literal)
+    raws = [recorded.raw for recorded in ENFORCED if recorded.family == family and trigger in recorded.raw]
+    raws += ["<|python_tag|>" + json_call(PARIS, "parameters")] if family == "llama" else []
     assert raws
     for raw in raws:
         assert accepts(grammar, raw.partition(trigger)[2])
@@ -153,109 +143,115 @@ def test_behind_a_trigger_the_rest_of_the_call_is_accepted(family: str) -> None:
         )
 
 
-def test_behind_llamas_other_trigger_the_object_goes_on() -> None:
-    grammar = TOOL_FAMILIES["llama"].build_after_trigger_grammar(TOOLS, quoted, '{"name": "')
+def test_after_llamas_second_trigger_the_object_continues() -> None:
+    grammar = TOOL_FAMILIES["llama"].build_after_trigger_grammar(TOOLS, quote_literal, '{"name": "')
     assert accepts(grammar, 'get_weather", "parameters": {"city": "Paris"}}')
     assert not accepts(grammar, 'get_weather", "parameters": {"city": 1}}')
-    assert not accepts(grammar, item(PARIS, "parameters"))
+    assert not accepts(grammar, json_call(PARIS, "parameters"))
 
 
-def test_a_trigger_that_is_none_is_refused() -> None:
+def test_an_unknown_trigger_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="trigger"):
-        TOOL_FAMILIES["hermes"].build_after_trigger_grammar(TOOLS, quoted, "<call>")
+        TOOL_FAMILIES["hermes"].build_after_trigger_grammar(TOOLS, quote_literal, "<call>")
     with pytest.raises(UnsupportedOption, match="pythonic"):
-        TOOL_FAMILIES["pythonic"].build_after_trigger_grammar(TOOLS, quoted)
+        TOOL_FAMILIES["pythonic"].build_after_trigger_grammar(TOOLS, quote_literal)
 
 
 def test_a_call_cannot_be_enforced_without_tools() -> None:
     with pytest.raises(InvalidArgument, match="tools"):
-        TOOL_FAMILIES["hermes"].build_calls_grammar((), True, quoted)
+        TOOL_FAMILIES["hermes"].build_calls_grammar((), True, quote_literal)
 
 
 @pytest.mark.parametrize("recorded", ENFORCED, ids=str)
-def test_where_markers_are_control_tokens_the_grammar_wants_the_tokens(recorded: Recorded) -> None:
+def test_if_markers_are_control_tokens_the_grammar_requires_the_tokens(recorded: RecordedOutput) -> None:
     family = TOOL_FAMILIES[recorded.family]
-    ids = {marker: 1 + index for index, marker in enumerate(family.markers)}  # bytes that no answer holds
-    tokens = after_thoughts(recorded)
-    for marker, token in ids.items():
+    token_ids = {marker: 1 + index for index, marker in enumerate(family.markers)}  # bytes that no output contains
+    tokens = strip_reasoning(recorded)
+    for marker, token in token_ids.items():
         tokens = tokens.replace(marker, chr(token))
-    grammar = family.build_calls_grammar(TOOLS, False, lambda text: f"<[{ids[text]}]>" if text in ids else quoted(text))
-    if recorded.what != "tags inside arguments":  # there they are text
+    grammar = family.build_calls_grammar(
+        TOOLS, False, lambda text: f"<[{token_ids[text]}]>" if text in token_ids else quote_literal(text)
+    )
+    if recorded.case != "tags inside arguments":  # there the markers are text
         assert accepts(grammar, tokens)
     assert tokens == recorded.raw or not accepts(grammar, recorded.raw)
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 @pytest.mark.parametrize("keyword", ["uniqueItems", "not", "dependentRequired"])
-def test_a_keyword_that_no_grammar_enforces_is_refused_by_name(family: str, keyword: str) -> None:
-    offered = tool(x={"type": "array", "items": {keyword: True}}, uniqueItems={"enum": [{"not": 1}]})
+def test_a_keyword_that_no_grammar_enforces_is_rejected_by_name(family: str, keyword: str) -> None:
+    offered = build_tools(x={"type": "array", "items": {keyword: True}}, uniqueItems={"enum": [{"not": 1}]})
     with pytest.raises(UnsupportedOption, match=rf"tools\.f\.parameters\.properties\.x\.items\.{keyword}"):
-        grammar_of(family, offered=offered)
+        build_grammar(family, offered=offered)
 
 
-def test_choices_of_which_only_one_may_hold_must_be_of_different_types() -> None:
-    apart = {"oneOf": [{"type": "integer"}, {"type": "boolean"}]}
-    assert accepts(grammar_of("glm", offered=tool(x=apart)), glm("f", x="true"))
+def test_one_of_alternatives_must_have_different_types() -> None:
+    disjoint = {"oneOf": [{"type": "integer"}, {"type": "boolean"}]}
+    assert accepts(build_grammar("glm", offered=build_tools(x=disjoint)), glm_call("f", x="true"))
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}
     with pytest.raises(UnsupportedOption, match="oneOf"):
-        grammar_of("glm", offered=tool(x=overlapping))
+        build_grammar("glm", offered=build_tools(x=overlapping))
 
 
-def tool(**properties: Any) -> tuple[Tool, ...]:
+def build_tools(**properties: Any) -> tuple[Tool, ...]:
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
 
 
-NOT_JSON = ["qwen-coder", "seed", "minimax", "glm", "gemma", "function-gemma"]
+NON_JSON_FAMILIES = ["qwen-coder", "seed", "minimax", "glm", "gemma", "function-gemma"]
 
 
-@pytest.mark.parametrize("family", NOT_JSON)
+@pytest.mark.parametrize("family", NON_JSON_FAMILIES)
 @pytest.mark.parametrize("keyword", [{"pattern": "^a"}, {"format": "date"}])
-def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(family: str, keyword: dict[str, Any]) -> None:
+def test_a_string_keyword_that_the_format_cannot_enforce_is_rejected_by_name(
+    family: str, keyword: dict[str, Any]
+) -> None:
     with pytest.raises(UnsupportedOption, match=rf"tools\.f\.parameters\.x\.{next(iter(keyword))}"):
-        grammar_of(family, offered=tool(x={"type": "string", **keyword}))
+        build_grammar(family, offered=build_tools(x={"type": "string", **keyword}))
 
 
-@pytest.mark.parametrize("family", [*NOT_JSON, "pythonic", "lfm", "tool-code"])
-def test_a_keyword_of_the_arguments_that_cannot_be_enforced_is_refused_by_name(family: str) -> None:
+@pytest.mark.parametrize("family", [*NON_JSON_FAMILIES, "pythonic", "lfm", "tool-code"])
+def test_an_object_keyword_that_the_format_cannot_enforce_is_rejected_by_name(family: str) -> None:
     schema = {"type": "object", "properties": {}, "minProperties": 1}
     offered = parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
     with pytest.raises(UnsupportedOption, match=r"tools\.f\.parameters\.minProperties"):
-        grammar_of(family, offered=offered)
+        build_grammar(family, offered=offered)
 
 
 @pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"prefixItems": []}])
-def test_gemma_refuses_arrays_it_cannot_enforce(keyword: dict[str, Any]) -> None:
+def test_gemma_rejects_array_keywords_that_it_cannot_enforce(keyword: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedOption, match=rf"x\.{next(iter(keyword))}"):
-        grammar_of("gemma", offered=tool(x={"type": "array", **keyword}))
+        build_grammar("gemma", offered=build_tools(x={"type": "array", **keyword}))
 
 
-def test_text_of_bounded_length_is_counted_without_its_newlines() -> None:
-    grammar = grammar_of("qwen-coder", offered=tool(x={"type": "string", "minLength": 2, "maxLength": 3}))
-    assert accepts(grammar, xml("f", x="abc"))
-    assert not accepts(grammar, xml("f", x="a"))
-    assert not accepts(grammar, xml("f", x="abcd"))
+def test_a_bounded_string_length_excludes_the_surrounding_newlines() -> None:
+    grammar = build_grammar("qwen-coder", offered=build_tools(x={"type": "string", "minLength": 2, "maxLength": 3}))
+    assert accepts(grammar, xml_call("f", x="abc"))
+    assert not accepts(grammar, xml_call("f", x="a"))
+    assert not accepts(grammar, xml_call("f", x="abcd"))
 
 
-@pytest.mark.parametrize("nothing", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}])
-def test_text_or_nothing_is_written_bare(nothing: dict[str, Any]) -> None:
-    grammar = grammar_of("glm", offered=tool(x=nothing, n={"type": "integer"}))
-    assert accepts(grammar, glm("f", x="null", n="1"))
-    assert accepts(grammar, glm("f", x="Paris", n="1"))
+@pytest.mark.parametrize("nullable", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}])
+def test_a_nullable_string_is_written_without_quotes(nullable: dict[str, Any]) -> None:
+    grammar = build_grammar("glm", offered=build_tools(x=nullable, n={"type": "integer"}))
+    assert accepts(grammar, glm_call("f", x="null", n="1"))
+    assert accepts(grammar, glm_call("f", x="Paris", n="1"))
 
 
-def test_text_or_nothing_in_the_other_families() -> None:
-    offered = tool(x={"type": ["string", "null"]}, y={"type": "array", "items": {"type": "boolean"}, "maxItems": 2})
-    grammar = grammar_of("gemma", offered=offered)
-    assert accepts(grammar, gemma("f{x:null,y:[true,false]}"))
-    assert accepts(grammar, gemma(f"f{{x:{quotes('a')},y:[]}}"))
-    assert not accepts(grammar, gemma("f{x:null,y:[true,false,true]}"))
-    grammar = grammar_of("pythonic", offered=offered)
+def test_a_nullable_string_in_gemma_and_pythonic() -> None:
+    offered = build_tools(
+        x={"type": ["string", "null"]}, y={"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
+    )
+    grammar = build_grammar("gemma", offered=offered)
+    assert accepts(grammar, gemma_call("f{x:null,y:[true,false]}"))
+    assert accepts(grammar, gemma_call(f"f{{x:{gemma_quote('a')},y:[]}}"))
+    assert not accepts(grammar, gemma_call("f{x:null,y:[true,false,true]}"))
+    grammar = build_grammar("pythonic", offered=offered)
     assert accepts(grammar, "[f(x=None, y=[true])]")
     assert accepts(grammar, '[f(x="a", y=[])]')
 
 
-REFERRING = {
+SCHEMA_WITH_REFERENCE = {
     "type": "object",
     "properties": {"place": {"$ref": "#/$defs/Place"}},
     "required": ["place"],
@@ -273,36 +269,36 @@ REFERRING = {
 @pytest.mark.parametrize(
     ("family", "write"),
     [
-        ("hermes", lambda value: tag(("f", f'{{"place": {value}}}'))),
-        ("qwen-coder", lambda value: xml("f", place=value)),
+        ("hermes", lambda value: tagged_call(("f", f'{{"place": {value}}}'))),
+        ("qwen-coder", lambda value: xml_call("f", place=value)),
         ("pythonic", lambda value: f"[f(place={value})]"),
         ("mistral-named", lambda value: f'[TOOL_CALLS]f[ARGS]{{"place": {value}}}'),
     ],
 )
-def test_references_in_a_schema_are_followed(family: str, write: Any) -> None:
-    offered = parse_tools([{"type": "function", "function": {"name": "f", "parameters": REFERRING}}])
-    grammar = grammar_of(family, offered=offered)
+def test_references_in_a_schema_are_resolved(family: str, write: Any) -> None:
+    offered = parse_tools([{"type": "function", "function": {"name": "f", "parameters": SCHEMA_WITH_REFERENCE}}])
+    grammar = build_grammar(family, offered=offered)
     assert accepts(grammar, write('{"city": "Paris"}'))
     assert not accepts(grammar, write('{"city": 5}'))
 
 
-def test_references_in_gemmas_notation_are_followed() -> None:
-    offered = parse_tools([{"type": "function", "function": {"name": "f", "parameters": REFERRING}}])
-    assert accepts(grammar_of("gemma", offered=offered), gemma(f"f{{place:{{city:{quotes('Paris')}}}}}"))
+def test_references_are_resolved_in_gemmas_notation() -> None:
+    offered = parse_tools([{"type": "function", "function": {"name": "f", "parameters": SCHEMA_WITH_REFERENCE}}])
+    assert accepts(build_grammar("gemma", offered=offered), gemma_call(f"f{{place:{{city:{gemma_quote('Paris')}}}}}"))
 
 
-def test_a_schema_that_contains_itself_is_refused_where_it_must_be_written_out() -> None:
+def test_a_recursive_schema_is_rejected_if_the_format_must_expand_it() -> None:
     tree = {"type": "object", "properties": {"child": {"$ref": "#/$defs/Tree"}}}
     offered = parse_tools(
         [{"type": "function", "function": {"name": "f", "parameters": {**tree, "$defs": {"Tree": tree}}}}]
     )
     with pytest.raises(UnsupportedOption, match="recursion"):
-        grammar_of("gemma", offered=offered)
-    assert accepts(grammar_of("hermes", offered=offered), tag(("f", '{"child": {"child": {}}}')))
+        build_grammar("gemma", offered=offered)
+    assert accepts(build_grammar("hermes", offered=offered), tagged_call(("f", '{"child": {"child": {}}}')))
 
 
-def test_what_was_enforced_is_read_again() -> None:
-    reader = TOOL_FAMILIES["harmony"].create_parser(TOOLS)
+def test_an_enforced_call_parses() -> None:
+    parser = TOOL_FAMILIES["harmony"].create_parser(TOOLS)
     raw = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
-    assert accepts(grammar_of("harmony"), raw)
-    assert [part.name for part in reader.feed(raw) if hasattr(part, "name")] == [NOW[0]]
+    assert accepts(build_grammar("harmony"), raw)
+    assert [part.name for part in parser.feed(raw) if hasattr(part, "name")] == [NOW[0]]

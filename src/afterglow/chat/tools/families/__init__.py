@@ -1,1 +1,1 @@
-"""Tool-call formats of model families."""
+"""Tool-call formats of the model families."""

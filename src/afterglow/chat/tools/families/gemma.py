@@ -1,4 +1,4 @@
-"""Gemma's calls: `call:name{key:value}` with strings between quotes of its own (FunctionGemma and Gemma 4)."""
+"""Gemma (FunctionGemma and Gemma 4): `call:name{key:value}` with a control token as string quote."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 
 
 class GemmaToolParser(ToolParser):
-    """Reads Gemma's notation and writes JSON while it comes."""
+    """Parses Gemma's notation and streams JSON."""
 
     def __init__(self, tools: Sequence[Tool], new_id: CallIdFactory, *, opening: str, closing: str, quote: str) -> None:
         self._opening, self._closing, self._quote = opening, closing, quote
@@ -36,8 +36,8 @@ class GemmaToolParser(ToolParser):
         while opening := (yield from scanner.stream_until(self._opening, sink=self.emit_text)):
             scanner.mark(len(opening))
             yield from scanner.take_whitespace()
-            told = yield from scanner.skip_any("call:")
-            name = (yield from scanner.take_while(is_name_char)) if told else ""
+            has_prefix = yield from scanner.skip_any("call:")
+            name = (yield from scanner.take_while(is_name_char)) if has_prefix else ""
             if not name or (yield from scanner.peek()) != "{":
                 self.reject_call(after_marker=True)
                 continue
@@ -49,7 +49,7 @@ class GemmaToolParser(ToolParser):
             yield from scanner.skip_any(self._closing)
 
     def _parse_object(self, tool_name: str | None = None) -> ParseSteps[bool]:
-        """An object; false where it broke off. Of a call's own arguments, the schema is known."""
+        """Parse an object; return False if it is truncated. `tool_name` is set for the arguments of a call."""
         self.emit_arguments(self.scanner.take(1))
         first = True
         while True:
@@ -62,8 +62,8 @@ class GemmaToolParser(ToolParser):
                 return False
             self.emit_arguments(("" if first else ", ") + to_json_string(key) + ": ")
             first = False
-            known = self.tools.get(tool_name) if tool_name is not None else None
-            if not (yield from self._parse_value(get_parameter_types(known, key))):
+            tool = self.tools.get(tool_name) if tool_name is not None else None
+            if not (yield from self._parse_value(get_parameter_types(tool, key))):
                 return False
             yield from self.scanner.take_whitespace()
             yield from self.scanner.skip_any(",")
@@ -93,7 +93,7 @@ class GemmaToolParser(ToolParser):
             yield from self.scanner.skip_any(",")
 
     def _parse_value(self, types: frozenset[str]) -> ParseSteps[bool]:
-        """One value; false where it broke off."""
+        """Parse one value; return False if it is truncated."""
         yield from self.scanner.take_whitespace()
         if (yield from self.scanner.skip_any(self._quote)):
             self.emit_arguments('"')
@@ -110,26 +110,30 @@ class GemmaToolParser(ToolParser):
             case '"':
                 return (yield from stream_json_value(self.scanner, self.emit_arguments))
         text = yield from self.scanner.take_while(lambda char: char not in ',{}[]<"')
-        whole = bool((yield from self.scanner.peek()))
-        self.emit_arguments(text_to_json(text.strip(), types) if whole else text)
-        return whole and bool(text)
+        complete = bool((yield from self.scanner.peek()))
+        self.emit_arguments(text_to_json(text.strip(), types) if complete else text)
+        return complete and bool(text)
 
 
 class GemmaRuleBuilder:
-    """Writes schemas as a grammar of Gemma's notation."""
+    """Builds grammar rules of Gemma's notation from schemas."""
 
     def __init__(self, grammar: LarkGrammar, family: str, quote: str) -> None:
         self._grammar, self._family, self._quote = grammar, family, quote
 
     def build_object(self, node: SchemaNode) -> str:
-        """An object with the members of its schema, in the order of the alphabet as the templates write them."""
-        found = sorted(list_properties(node, self._family), key=lambda member: member.name.lower())
-        if not found and node.schema.get("additionalProperties", True) is not False and "properties" not in node.schema:
-            raise UnsupportedOption(f"{node.where}.properties", f"calls as {self._family} writes them need them named")
-        written = [
-            (f"{self._grammar.literal(f'{one.name}:')} {self.build_value(one.node)}", one.required) for one in found
+        """Return an expression for an object with its members in alphabetical order, as the templates write them."""
+        grammar = self._grammar
+        properties = sorted(list_properties(node, self._family), key=lambda member: member.name.lower())
+        is_open = node.schema.get("additionalProperties", True) is not False and "properties" not in node.schema
+        if not properties and is_open:
+            reason = f"the {self._family} call format requires named properties"
+            raise UnsupportedOption(f"{node.where}.properties", reason)
+        members = [
+            (f"{grammar.literal(f'{member.name}:')} {self.build_value(member.node)}", member.required)
+            for member in properties
         ]
-        return f"{self._grammar.literal('{')} {build_separated_rule(self._grammar, written, ',')} {self._grammar.literal('}')}"
+        return f"{grammar.literal('{')} {build_separated_rule(grammar, members, ',')} {grammar.literal('}')}"
 
     def build_value(self, node: SchemaNode) -> str:
         return join_alternatives(self._build_choice(choice) for choice in node.expand_choices(self._family))
@@ -145,32 +149,32 @@ class GemmaRuleBuilder:
                 return self._grammar.add_rule(self.build_object(node))
             case [_]:
                 return self._grammar.add_json_rule(node.standalone_schema)
-        raise UnsupportedOption(f"{node.where}.type", f"calls as {self._family} writes them need one type")
+        raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
 
     def _build_array(self, node: SchemaNode) -> str:
         node.check_keywords(ARRAY_KEYWORDS, self._family)
-        least, most = node.schema.get("minItems", 0), node.schema.get("maxItems")
-        if most == 0:
+        min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
+        if max_items == 0:
             return self._grammar.literal("[]")
         item = self._grammar.add_rule(self.build_value(node.create_child(node.schema.get("items"), "items")))
-        bounds = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f"({item} ({self._grammar.literal(',')} {item}){bounds}){'' if least else '?'}"
+        bounds = f"{{{max(min_items - 1, 0)},{'' if max_items is None else max_items - 1}}}"
+        items = f"({item} ({self._grammar.literal(',')} {item}){bounds}){'' if min_items else '?'}"
         return f"{self._grammar.literal('[')} {items} {self._grammar.literal(']')}"
 
 
 def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, stop: str) -> ToolFamily:
-    """A family of these markers. Behind its calls a model goes on with the tool's answer, so that must stop it."""
+    """Return a family with these markers. `stop` ends the turn before the model writes the tool's result itself."""
 
-    def body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
-        writer = GemmaRuleBuilder(grammar, name, quote)
+    def build_body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+        builder = GemmaRuleBuilder(grammar, name, quote)
         calls = []
         for tool in tools:
-            place = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
-            calls.append(f"{grammar.literal(f'call:{tool.name}')} {writer.build_object(place)}")
+            node = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
+            calls.append(f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(node)}")
         return f"{join_alternatives(calls)} {grammar.literal(closing)}"
 
-    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(opening)} {body(grammar, tools)}")
+    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
         return f"{call}+" if parallel else call
 
     return ToolFamily(
@@ -179,8 +183,8 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
         stops=(stop,),
         triggers=(opening,),
         parser_factory=partial(GemmaToolParser, opening=opening, closing=closing, quote=quote),
-        build_calls_rule=write,
-        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools),
+        build_calls_rule=build_calls,
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools),
     )
 
 

@@ -1,4 +1,4 @@
-"""Harmony, gpt-oss's format: messages on channels. Thoughts, words and calls all come through it."""
+"""Harmony, the format of gpt-oss: reasoning, answers and calls are messages on channels."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ CHANNEL_PATTERN = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 class HarmonyParser(ToolParser):
-    """Reads messages: `analysis` is thought, a recipient makes a call, the rest is said.
+    """Parses messages: one with a recipient is a call, one on the `analysis` channel is reasoning, others are text.
 
-    A prompt ends behind `<|start|>assistant`, or, where its template fills in more, inside a message.
+    A prompt ends after `<|start|>assistant`, or inside a message if its template writes more.
     """
 
     def parse(self) -> ParseSteps[None]:
-        said = thought = False
+        has_text = has_reasoning = False
         header = yield from self._parse_first_header()
         while header is not None:
             recipient, channel = RECIPIENT_PATTERN.search(header), CHANNEL_PATTERN.search(header)
             if recipient:
                 yield from self._parse_call(recipient[1])
             elif channel and channel[1] == "analysis":
-                yield from self._parse_message(self.emit_reasoning, needs_separator=thought)
-                thought = True
+                yield from self._parse_message(self.emit_reasoning, needs_separator=has_reasoning)
+                has_reasoning = True
             else:
-                yield from self._parse_message(self.emit_text, needs_separator=said)
-                said = True
+                yield from self._parse_message(self.emit_text, needs_separator=has_text)
+                has_text = True
             header = yield from self._parse_header()
 
     def _parse_first_header(self) -> ParseSteps[str | None]:
-        """The header that the answer begins with; an empty one where the prompt wrote it."""
+        """Return the header at the start of the completion; an empty one if the prompt contains it."""
         space = yield from self.scanner.take_whitespace()
         if (yield from self.scanner.peek_any(START, CHANNEL, MESSAGE, "to=", "assistant")):
             return (yield from self._parse_header())
@@ -49,11 +49,11 @@ class HarmonyParser(ToolParser):
 
     def _parse_header(self) -> ParseSteps[str | None]:
         pieces: list[str] = []
-        found = yield from self.scanner.stream_until(MESSAGE, sink=pieces.append)
-        return None if found is None else "".join(pieces)
+        ending = yield from self.scanner.stream_until(MESSAGE, sink=pieces.append)
+        return None if ending is None else "".join(pieces)
 
     def _parse_message(self, sink: TextSink, *, needs_separator: bool) -> ParseSteps[None]:
-        """A message's text. Two of a kind are set apart, as two messages are."""
+        """Stream the text of a message, after a blank line if a message of the same kind precedes it."""
         if needs_separator and (yield from self.scanner.peek()):
             sink("\n\n")
         yield from self._parse_body(sink)
@@ -72,17 +72,18 @@ class HarmonyParser(ToolParser):
 
 
 def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:
-    """From the tool's name to the end of the call, with the channel before or after the recipient."""
+    """Return an expression from the tool's name to the end of the call; the channel may follow the recipient."""
     channel = f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})?"
-    kind = f"( SPACE? {grammar.literal(CONSTRAIN)} SPACE? {grammar.literal('json')} | {grammar.literal(' json')} | SPACE )?"
+    constrain = f"SPACE? {grammar.literal(CONSTRAIN)} SPACE? {grammar.literal('json')}"
+    content_type = f"( {constrain} | {grammar.literal(' json')} | SPACE )?"
     return (
-        f"{grammar.literal(tool.name)} {channel} {kind} {grammar.literal(MESSAGE)} "
+        f"{grammar.literal(tool.name)} {channel} {content_type} {grammar.literal(MESSAGE)} "
         f"{grammar.add_json_rule(tool.parameters)} {grammar.literal(CALL)}"
     )
 
 
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    """One call, also where several are allowed: `<|call|>` ends the turn."""
+    """Return an expression for one call, even if several are allowed: `<|call|>` ends the turn."""
     calls = join_alternatives(_build_named_call_rule(grammar, tool) for tool in tools)
     return f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})? {grammar.literal(' to=functions.')} {calls}"
 

@@ -1,4 +1,4 @@
-"""Families that write calls as JSON behind a marker: one object, several, or a list of them."""
+"""Families that write calls as JSON after a marker: one object, several objects, or a list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from afterglow.chat.tools.tool import Tool
 
 
 class TaggedJsonToolParser(ToolParser):
-    """Reads JSON calls between an opening and a closing, which models now and then forget."""
+    """Parses JSON calls between an opening and a closing. Models sometimes omit the closing."""
 
     def __init__(
         self, tools: Sequence[Tool], new_id: CallIdFactory, *, openings: tuple[str, ...], closings: tuple[str, ...] = ()
@@ -29,28 +29,28 @@ class TaggedJsonToolParser(ToolParser):
             yield from self.parse_block()
 
     def parse_block(self) -> ParseSteps[None]:
-        """What stands behind the opening, which is marked."""
+        """Parse the calls after the opening. The scanner's mark is before the opening."""
         scanner = self.scanner
         yield from scanner.take_whitespace()
-        listed = yield from scanner.skip_any("[")
-        made = 0
+        is_list = yield from scanner.skip_any("[")
+        call_count = 0
         while True:
             yield from scanner.take_whitespace()
             if (yield from scanner.peek()) != "{":
                 break
-            if made:
+            if call_count:
                 scanner.mark()
             if not (yield from self._parse_call()):
                 return
-            made += 1
+            call_count += 1
             yield from scanner.take_while(lambda char: char in ",;}" or char.isspace())
-        if made or (listed and (yield from scanner.peek_any("]"))):
+        if call_count or (is_list and (yield from scanner.peek_any("]"))):
             yield from self._skip_closing()
         else:
             self.reject_call(after_marker=True)
 
     def _parse_call(self) -> ParseSteps[bool]:
-        """Whether a call was read, and more may follow in this block."""
+        """Parse one call; return whether it is one and more may follow in this block."""
         call = JsonCallParser(self, require_known_tool=False)
         if not (yield from call.parse()):
             self.reject_call(after_marker=True)
@@ -60,7 +60,7 @@ class TaggedJsonToolParser(ToolParser):
         return not call.has_invalid_arguments
 
     def _skip_closing(self) -> ParseSteps[None]:
-        """Brackets too many and the closing, if they are there."""
+        """Skip surplus brackets and the closing, if present."""
         self.scanner.clear_mark()
         if not self._closings:
             yield from self.scanner.skip_any("]")
@@ -70,19 +70,18 @@ class TaggedJsonToolParser(ToolParser):
 
 
 def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_call_options: Any) -> str:
-    """One call of one of these tools as a JSON object."""
+    """Return an expression for a call of one of these tools as a JSON object."""
     return join_alternatives(grammar.add_json_call_rule(tool, **json_call_options) for tool in tools)
 
 
 def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tuple[str, ...]) -> ToolFamily:
-    """A family that writes each call as an object between two tags."""
+    """Return a family that writes each call as an object between two tags."""
 
-    def body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
-        space = "SPACE?"
-        return f"{space} {build_json_call_rule(grammar, tools)} {space} {grammar.literal(closing)}"
+    def build_body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+        return f"SPACE? {build_json_call_rule(grammar, tools)} SPACE? {grammar.literal(closing)}"
 
-    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(opening)} {body(grammar, tools)}")
+    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
         return f"{call} (SPACE? {call})*" if parallel else call
 
     return ToolFamily(
@@ -90,8 +89,8 @@ def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tup
         markers=markers,
         triggers=(opening,),
         parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=(closing,)),
-        build_calls_rule=write,
-        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools),
+        build_calls_rule=build_calls,
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools),
     )
 
 
@@ -104,9 +103,12 @@ def build_json_list_family(
     new_id: CallIdFactory = generate_call_id,
     **json_call_options: Any,
 ) -> ToolFamily:
-    """A family that writes all calls as one list behind a marker. `also` are openings that models confuse with it."""
+    """Return a family that writes all calls as one list after a marker.
 
-    def body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    `alternative_openings` are other openings that its models write by mistake.
+    """
+
+    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         call = grammar.add_rule(build_json_call_rule(grammar, tools, **json_call_options))
         more = f"(SPACE? {grammar.literal(',')} SPACE? {call})*" if parallel else ""
         end = f"SPACE? {grammar.literal(closing)}" if closing else ""
@@ -119,9 +121,9 @@ def build_json_list_family(
         triggers=(opening,),
         parser_factory=partial(TaggedJsonToolParser, openings=(opening, *alternative_openings), closings=closings),
         build_calls_rule=lambda grammar, tools, parallel: (
-            f"{grammar.literal(opening)} {body(grammar, tools, parallel)}"
+            f"{grammar.literal(opening)} {build_body(grammar, tools, parallel)}"
         ),
-        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools, True),
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
         new_id=new_id,
     )
 
@@ -132,5 +134,5 @@ GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TA
 GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_openings=("<tool_call>",))
 NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 APRIEL = build_json_list_family(
-    "apriel", "<tool_calls>", "</tool_calls>", more={"id": {"type": "string", "maxLength": 64}}
+    "apriel", "<tool_calls>", "</tool_calls>", extra_properties={"id": {"type": "string", "maxLength": 64}}
 )

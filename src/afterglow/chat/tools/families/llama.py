@@ -1,4 +1,4 @@
-"""Llama 3's calls: bare JSON objects, perhaps behind `<|python_tag|>`, several with `;` between them."""
+"""Llama 3: untagged JSON objects, optionally after `<|python_tag|>`, separated by `;`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from afterglow.chat.tools.tool import Tool
 
 PYTHON_TAG = "<|python_tag|>"
 CALL_OBJECT_PREFIX = '{"name": "'
+PARAMETERS_KEY = '"parameters":'
 
 
 class Llama3JsonToolParser(ToolParser):
-    """Reads objects where a line begins, fenced or not.
+    """Parses objects at the start of a line, fenced or not.
 
-    Only known names with parameters are calls: answers hold JSON too.
+    Only an object with a known tool's name and parameters is a call: answers contain JSON too.
     """
 
     def parse(self) -> ParseSteps[None]:
@@ -38,7 +39,7 @@ class Llama3JsonToolParser(ToolParser):
                 self.emit_text(ending)
 
     def _parse_call(self, after_tag: bool) -> ParseSteps[bool]:
-        """Whether a call was read. Behind the tag, one of Llama's own tools may be called as in Python."""
+        """Parse a call; return whether it is one. After the tag, Llama may call a built-in tool in Python notation."""
         scanner = self.scanner
         if after_tag:
             yield from scanner.take_whitespace()
@@ -46,12 +47,12 @@ class Llama3JsonToolParser(ToolParser):
         fence = yield from self.skip_fence("json")
         if (yield from scanner.peek()) == "{":
             call = JsonCallParser(self, require_known_tool=True)
-            made = yield from call.parse()
+            is_call = yield from call.parse()
             if call.has_invalid_arguments:
                 yield from scanner.stream_until(PYTHON_TAG, sink=self.emit_arguments)
         else:
-            made = after_tag and not fence and (yield from PythonCallParser(self, require_known_tool=True).parse())
-        if not made:
+            is_call = after_tag and not fence and (yield from PythonCallParser(self, require_known_tool=True).parse())
+        if not is_call:
             self.reject_call(after_marker=False)
             return False
         yield from scanner.take_while(lambda char: char in ",;}" or char.isspace())
@@ -73,13 +74,11 @@ def _build_after_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigg
     calls = []
     for tool in tools:
         name, arguments = grammar.literal(f'{json.dumps(tool.name)[1:-1]}"'), grammar.add_json_rule(tool.parameters)
-        calls.append(
-            f'{name} SPACE? "," SPACE? {grammar.literal(PARAMETERS_KEY)} SPACE? {arguments} SPACE? {grammar.literal("}")}'
-        )
+        key, end = grammar.literal(PARAMETERS_KEY), grammar.literal("}")
+        calls.append(f'{name} SPACE? "," SPACE? {key} SPACE? {arguments} SPACE? {end}')
     return join_alternatives(calls)
 
 
-PARAMETERS_KEY = '"parameters":'
 LLAMA = ToolFamily(
     name="llama",
     markers=(PYTHON_TAG,),

@@ -1,4 +1,4 @@
-"""Mistral's calls: a JSON list behind `[TOOL_CALLS]`, and the newer `[TOOL_CALLS]name[ARGS]{…}`."""
+"""Mistral: a JSON list after `[TOOL_CALLS]`, and the newer format `[TOOL_CALLS]name[ARGS]{…}`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CALL_ID_ALPHABET = string.ascii_letters + string.digits
 
 
 def generate_mistral_call_id() -> str:
-    """Mistral's templates take ids of nine letters and digits, and no others."""
+    """Return a new call id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(CALL_ID_ALPHABET) for _ in range(CALL_ID_LENGTH))
 
 
 class MistralToolParser(TaggedJsonToolParser):
-    """Reads both forms. An id that the model wrote is kept: the template will write the same again."""
+    """Parses both formats. Preserves the model's call ids, so that the template renders the same text again."""
 
     def parse_block(self) -> ParseSteps[None]:
         scanner = self.scanner
@@ -36,8 +36,8 @@ class MistralToolParser(TaggedJsonToolParser):
         id = ""
         if (yield from scanner.skip_any(CALL_ID_MARKER)):
             id = yield from scanner.take_while(str.isalnum)
-        begins = yield from scanner.peek_any(ARGS_MARKER, "{")
-        if not name or not begins:
+        has_arguments = yield from scanner.peek_any(ARGS_MARKER, "{")
+        if not name or not has_arguments:
             self.reject_call(after_marker=True)
             return
         self.begin_call(name, id if len(id) == CALL_ID_LENGTH else None)
@@ -46,21 +46,21 @@ class MistralToolParser(TaggedJsonToolParser):
         if not (yield from stream_json_value(scanner, self.emit_arguments)) and (
             yield from scanner.stream_until(TOOL_CALLS_MARKER, sink=self.emit_arguments)
         ):
-            scanner.unread(TOOL_CALLS_MARKER)  # another call follows one that is not JSON
+            scanner.unread(TOOL_CALLS_MARKER)  # the next call follows invalid JSON
 
 
 def build_mistral_family(name: str, *, with_ids: bool) -> ToolFamily:
-    """The newer form, with or without ids."""
+    """Return a family of the newer format, with or without call ids."""
 
-    def after(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+    def build_after_marker(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
         id = f"{grammar.literal(CALL_ID_MARKER)} /[a-zA-Z0-9]{{9}}/" if with_ids else ""
         return join_alternatives(
             f"{grammar.literal(tool.name)} {id} {grammar.literal(ARGS_MARKER)} {grammar.add_json_rule(tool.parameters)}"
             for tool in tools
         )
 
-    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(TOOL_CALLS_MARKER)} {after(grammar, tools)}")
+    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        call = grammar.add_rule(f"{grammar.literal(TOOL_CALLS_MARKER)} {build_after_marker(grammar, tools)}")
         return f"{call}+" if parallel else call
 
     return ToolFamily(
@@ -68,8 +68,8 @@ def build_mistral_family(name: str, *, with_ids: bool) -> ToolFamily:
         markers=(TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER),
         triggers=(TOOL_CALLS_MARKER,),
         parser_factory=partial(MistralToolParser, openings=(TOOL_CALLS_MARKER,)),
-        build_calls_rule=write,
-        build_after_trigger_rule=lambda grammar, tools, trigger: after(grammar, tools),
+        build_calls_rule=build_calls,
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_after_marker(grammar, tools),
         new_id=generate_mistral_call_id,
     )
 
@@ -78,7 +78,7 @@ MISTRAL = build_json_list_family(
     "mistral",
     TOOL_CALLS_MARKER,
     new_id=generate_mistral_call_id,
-    more={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
+    extra_properties={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
 )
 MISTRAL_NAMED = build_mistral_family("mistral-named", with_ids=False)
 MISTRAL_IDS = build_mistral_family("mistral-ids", with_ids=True)

@@ -1,4 +1,4 @@
-"""Families that write calls as Python: a bare list (Llama 3.2 and 4), a list between markers, Gemma's `tool_code`."""
+"""Families that write calls as Python: an untagged list (Llama 3.2 and 4), a tagged list (LFM), Gemma's `tool_code`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from afterglow.chat.tools.tool import Tool
 
 
 class PythonicToolParser(ToolParser):
-    """Reads `[f(a=1), g()]` where a line begins, fenced or not. Only known names are calls: prose has brackets too."""
+    """Parses `[f(a=1), g()]` at the start of a line, fenced or not.
+
+    Only known names are calls: answers contain brackets too.
+    """
 
     def parse(self) -> ParseSteps[None]:
         while True:
@@ -27,21 +30,21 @@ class PythonicToolParser(ToolParser):
             self.emit_text(ending)
 
     def _parse_list(self) -> ParseSteps[bool]:
-        """Whether a list of calls was read."""
+        """Parse a list of calls; return whether it has one."""
         self.scanner.mark()
         fence = yield from self.skip_fence("python")
         if not (yield from self.scanner.skip_any("[")):
             self.reject_call(after_marker=False)
             return False
-        made = yield from parse_calls(self, require_known_tool=True, after_marker=False)
-        if made and fence:
+        has_call = yield from parse_calls(self, require_known_tool=True, after_marker=False)
+        if has_call and fence:
             yield from self.scanner.take_whitespace()
             yield from self.scanner.skip_any(fence)
-        return made
+        return has_call
 
 
 class TaggedPythonicToolParser(ToolParser):
-    """Reads Python calls between an opening and a closing."""
+    """Parses Python calls between an opening and a closing."""
 
     def __init__(self, tools: Sequence[Tool], new_id: CallIdFactory, *, opening: str, closing: str) -> None:
         self._opening, self._closing = opening, closing
@@ -59,24 +62,24 @@ class TaggedPythonicToolParser(ToolParser):
 
 
 def parse_calls(parser: ToolParser, *, require_known_tool: bool, after_marker: bool) -> ParseSteps[bool]:
-    """Calls with commas or line ends between them, to the end of their list; whether there was one."""
-    scanner, made = parser.scanner, False
+    """Parse calls separated by commas or newlines to the end of their list; return whether there is one."""
+    scanner, has_call = parser.scanner, False
     while True:
         yield from scanner.take_whitespace()
-        if made:
+        if has_call:
             if (yield from scanner.skip_any("]")) or not (yield from scanner.peek()).isalnum():
                 return True
             scanner.mark()
         if not (yield from PythonCallParser(parser, require_known_tool=require_known_tool).parse()):
             parser.reject_call(after_marker=after_marker)
-            return made
-        made = True
+            return has_call
+        has_call = True
         yield from scanner.take_whitespace()
         yield from scanner.skip_any(",")
 
 
 def build_call_list_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool, family: str) -> str:
-    """A list of calls."""
+    """Return an expression for a list of calls."""
     call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools))
     more = f"({grammar.literal(', ')} {call})*" if parallel else ""
     return f"{grammar.literal('[')} {call} {more} {grammar.literal(']')}"
@@ -92,9 +95,9 @@ PYTHONIC = ToolFamily(
 
 
 def build_tagged_pythonic_family(name: str, opening: str, closing: str) -> ToolFamily:
-    """A family that writes a list between two markers."""
+    """Return a family that writes a list of calls between two markers."""
 
-    def body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         return f"{build_call_list_rule(grammar, tools, parallel, name)} {grammar.literal(closing)}"
 
     return ToolFamily(
@@ -103,9 +106,9 @@ def build_tagged_pythonic_family(name: str, opening: str, closing: str) -> ToolF
         triggers=(opening,),
         parser_factory=partial(TaggedPythonicToolParser, opening=opening, closing=closing),
         build_calls_rule=lambda grammar, tools, parallel: (
-            f"{grammar.literal(opening)} {body(grammar, tools, parallel)}"
+            f"{grammar.literal(opening)} {build_body(grammar, tools, parallel)}"
         ),
-        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools, True),
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
     )
 
 

@@ -1,4 +1,4 @@
-"""Families that write each argument between tags: Qwen3-Coder's XML and its kin, GLM's keys and values."""
+"""Families that write each argument between tags: Qwen3-Coder's XML and similar formats, GLM's keys and values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from afterglow.chat.tools.tool import Tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlTags:
-    """The texts around the pieces of a call. Spaces and newlines between tags mean nothing."""
+    """Texts around the parts of a call. Whitespace between tags is ignored."""
 
     opening: str
     closing: str
-    name: tuple[str, str]  # before and after the tool's name; where after is "", the name ends at a tag or a newline
+    name: tuple[str, str]  # before and after the tool's name; if after is "", a tag or newline ends the name
     key: tuple[str, str]
     value: tuple[str, str]
-    call_end: str  # of one call in the block; "" where the closing is its end
-    values_on_own_lines: (
-        bool  # a value may stand on lines of its own: one newline before it and one after it are not part of it
-    )
-    opening_optional: bool = False  # calls may come without the opening
-    calls_share_block: bool = False  # several calls stand in one block
+    call_end: str  # end of one call in the block; "" if the closing ends it
+    values_on_own_lines: bool  # one newline before and one after a value are not part of it
+    opening_optional: bool = False  # models may omit the opening
+    calls_share_block: bool = False  # one block contains several calls
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -38,7 +36,7 @@ class XmlTags:
 
 
 class XmlToolParser(ToolParser):
-    """Reads calls whose arguments stand between tags."""
+    """Parses calls whose arguments are between tags."""
 
     def __init__(self, tools: Sequence[Tool], new_id: CallIdFactory, *, tags: XmlTags) -> None:
         self._tags = tags
@@ -53,7 +51,7 @@ class XmlToolParser(ToolParser):
             yield from self._parse_block()
 
     def _parse_block(self) -> ParseSteps[None]:
-        """The calls between the opening, which was read, and the closing."""
+        """Parse the calls after the opening, and the closing."""
         tags, scanner = self._tags, self.scanner
         while True:
             if not (yield from self._parse_call()):
@@ -67,49 +65,48 @@ class XmlToolParser(ToolParser):
             yield from scanner.skip_any(tags.closing)
 
     def _parse_call(self) -> ParseSteps[bool]:
-        """One call; false where there is none."""
+        """Parse one call; return whether there is one."""
         before, after = self._tags.name
         yield from self.scanner.take_whitespace()
         if before and not (yield from self.scanner.skip_any(before)):
             return False
         name = yield from self.scanner.take_while(is_name_char)
-        told = (yield from self.scanner.skip_any(after)) if after else (yield from self._has_tag_next())
-        if not name or not told:
+        name_ends = (yield from self.scanner.skip_any(after)) if after else (yield from self._has_tag_next())
+        if not name or not name_ends:
             return False
         self.begin_call(name)
         yield from self._parse_arguments(name)
         return True
 
     def _has_tag_next(self) -> ParseSteps[bool]:
-        """A bare name is one only when a tag follows."""
+        """Return whether a tag follows, which a name without delimiters requires."""
         yield from self.scanner.take_whitespace()
         return bool((yield from self.scanner.peek_any(self._tags.key[0], self._tags.closing)))
 
     def _parse_arguments(self, name: str) -> ParseSteps[None]:
-        tags, scanner, members = self._tags, self.scanner, ArgumentsBuilder(self)
+        tags, scanner, arguments = self._tags, self.scanner, ArgumentsBuilder(self)
         end = tags.call_end or tags.closing
         while True:
             yield from scanner.take_whitespace()
             if (yield from scanner.skip_any(end)):
-                members.finish()
+                arguments.finish()
                 return
             if (yield from scanner.peek_any(tags.closing)):
-                members.finish()  # the call's own end was forgotten
+                arguments.finish()  # the model omitted the end of the call
                 return
-            if not (yield from self._parse_argument(name, members)):
+            if not (yield from self._parse_argument(name, arguments)):
                 return
 
     def _parse_argument(self, name: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
-        """One argument; false where the call broke off."""
+        """Parse one argument; return False if the call ends or is truncated."""
         tags, scanner = self._tags, self.scanner
-        skipped: list[str] = []
-        # Words between two arguments belong to no argument: they are left out.
+        skipped: list[str] = []  # text between two arguments belongs to neither and is dropped
         endings = (tags.key[0], tags.closing, *filter(None, [tags.call_end]))
-        found = yield from scanner.stream_until(*endings, sink=skipped.append)
-        if found is not None and found != tags.key[0]:
+        ending = yield from scanner.stream_until(*endings, sink=skipped.append)
+        if ending is not None and ending != tags.key[0]:
             arguments.finish()
-            scanner.unread(found if found != (tags.call_end or tags.closing) else "")
-        if found != tags.key[0]:
+            scanner.unread(ending if ending != (tags.call_end or tags.closing) else "")
+        if ending != tags.key[0]:
             return False
         key: list[str] = []
         if not (yield from scanner.stream_until(tags.key[1], sink=key.append)):
@@ -121,29 +118,29 @@ class XmlToolParser(ToolParser):
 
     def _parse_value(self, name: str, key: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
         types = get_parameter_types(self.tools.get(name), key)
-        fresh = arguments.begin_argument(key)
-        text = NewlineTrimmer(
-            arguments.add_text if fresh and types == {"string"} else None, strip=self._tags.values_on_own_lines
+        is_new = arguments.begin_argument(key)
+        value = NewlineTrimmer(
+            arguments.add_text if is_new and types == {"string"} else None, strip=self._tags.values_on_own_lines
         )
-        whole = bool((yield from self.scanner.stream_until(self._tags.value[1], sink=text.feed)))
-        text.finish(complete=whole)
-        if not fresh:
-            return whole
+        complete = bool((yield from self.scanner.stream_until(self._tags.value[1], sink=value.feed)))
+        value.finish(complete=complete)
+        if not is_new:
+            return complete
         if types == {"string"}:
-            arguments.end_text(complete=whole)
+            arguments.end_text(complete=complete)
         else:
-            arguments.add_json(text_to_json(text.text, types) if whole else text.text)
-        return whole
+            arguments.add_json(text_to_json(value.text, types) if complete else value.text)
+        return complete
 
 
 class NewlineTrimmer:
-    """A value's text, without the newline that begins it and the one that ends it where those are not part of it."""
+    """Collects and streams the text of a value; with `strip`, without its first and last newline."""
 
     def __init__(self, sink: TextSink | None, *, strip: bool) -> None:
         self._sink, self._strip = sink, strip
         self._pieces: list[str] = []
         self._started = False
-        self._pending_newline = ""  # a newline that may be the last
+        self._pending_newline = ""  # newline that may be the last character
 
     @property
     def text(self) -> str:
@@ -159,7 +156,7 @@ class NewlineTrimmer:
         self._emit(piece)
 
     def finish(self, *, complete: bool) -> None:
-        """No more comes: what is held is dropped, unless the value broke off and nothing says it was the last."""
+        """Drop the pending newline, or emit it if the value was truncated and the newline may not be its last."""
         if not complete:
             self._emit(self._pending_newline)
 
@@ -171,14 +168,14 @@ class NewlineTrimmer:
 
 
 def build_xml_family(name: str, tags: XmlTags, *, markers: tuple[str, ...]) -> ToolFamily:
-    """A family of these tags."""
+    """Return a family with these tags."""
 
-    def call(grammar: LarkGrammar, tool: Tool) -> str:
+    def build_call(grammar: LarkGrammar, tool: Tool) -> str:
         pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1]), "SPACE?"]
-        pieces += [argument(grammar, parameter) for parameter in list_parameters(tool, name)]
+        pieces += [build_argument(grammar, parameter) for parameter in list_parameters(tool, name)]
         return grammar.add_rule(f"{' '.join(pieces)} {grammar.literal(tags.call_end) if tags.call_end else ''}")
 
-    def argument(grammar: LarkGrammar, parameter: ToolParameter) -> str:
+    def build_argument(grammar: LarkGrammar, parameter: ToolParameter) -> str:
         key = grammar.literals(tags.key[0], parameter.name, tags.key[1])
         between = f"SPACE? {grammar.literal(tags.value[0])}" if tags.value[0] else ""
         value = build_bare_or_json_rule(
@@ -186,28 +183,28 @@ def build_xml_family(name: str, tags: XmlTags, *, markers: tuple[str, ...]) -> T
         )
         return grammar.add_rule(f"{key} {between} {value} SPACE?") + ("" if parameter.required else "?")
 
-    def body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
-        calls = grammar.add_rule(join_alternatives(call(grammar, tool) for tool in tools))
-        more = f"(SPACE? {calls})*" if parallel and tags.calls_share_block else ""
-        return f"{space} {calls} {more} {space} {grammar.literal(tags.closing)}"
+        call = grammar.add_rule(join_alternatives(build_call(grammar, tool) for tool in tools))
+        more = f"(SPACE? {call})*" if parallel and tags.calls_share_block else ""
+        return f"{space} {call} {more} {space} {grammar.literal(tags.closing)}"
 
-    def write(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        whole = grammar.add_rule(f"{grammar.literal(tags.opening)} {body(grammar, tools, parallel)}")
-        return f"{whole} (SPACE? {whole})*" if parallel and not tags.calls_share_block else whole
+    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+        block = grammar.add_rule(f"{grammar.literal(tags.opening)} {build_body(grammar, tools, parallel)}")
+        return f"{block} (SPACE? {block})*" if parallel and not tags.calls_share_block else block
 
     return ToolFamily(
         name=name,
         markers=markers,
         triggers=(tags.opening,),
         parser_factory=partial(XmlToolParser, tags=tags),
-        build_calls_rule=write,
-        build_after_trigger_rule=lambda grammar, tools, trigger: body(grammar, tools, True),
+        build_calls_rule=build_calls,
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
     )
 
 
 def build_function_tags(opening: str, closing: str, *, opening_optional: bool = False) -> XmlTags:
-    """`<function=name><parameter=key>value</parameter></function>`"""
+    """Return the tags of `<function=name><parameter=key>value</parameter></function>`."""
     return XmlTags(
         opening=opening,
         closing=closing,

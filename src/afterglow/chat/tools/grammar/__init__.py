@@ -1,1 +1,1 @@
-"""Grammars that enforce tool calls."""
+"""Grammar rules that enforce tool calls."""

@@ -1,59 +1,59 @@
-"""Grammars in llguidance's dialect of Lark, put together rule by rule."""
+"""Builder of grammars in llguidance's Lark dialect."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from afterglow.chat.constraints.grammar import JSON_GRAMMAR_OPTIONS
+from afterglow.chat.constraints.grammar import JSON_GRAMMAR_OPTIONS, LiteralFormatter
 from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.tools.tool import Tool
 
-LiteralWriter: TypeAlias = Callable[[str], str]
 QUOTED_LITERAL_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
-NON_SCHEMA_KEYWORDS = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
+NON_SCHEMA_KEYWORDS = frozenset({"enum", "const", "default", "examples"})  # their values are not schemas
 
 
 class LarkGrammar:
-    """Rules that are added one by one. `literal` writes a text as a terminal: quoted, or as a control token.
+    """Collects rules. `write_literal` formats a text as a terminal: quoted, or as a control token.
 
-    >>> grammar = Grammar(json.dumps)
-    >>> grammar.lark(grammar.text("yes"))
+    >>> grammar = LarkGrammar(json.dumps)
+    >>> grammar.to_lark(grammar.literal("yes"))
     'start: "yes"\\nSPACE: /[ \\\\t\\\\n]{1,4}/\\n'
     """
 
-    def __init__(self, write_literal: LiteralWriter) -> None:
+    def __init__(self, write_literal: LiteralFormatter) -> None:
         self._write_literal = write_literal
         self._rules: list[str] = []
 
     def literal(self, text: str) -> str:
-        """This text."""
+        """Return the terminal of a text."""
         return self._write_literal(text)
 
     def literals(self, *texts: str) -> str:
-        """These texts, one after the other."""
+        """Return the sequence of these texts; empty texts are skipped."""
         return " ".join(self._write_literal(text) for text in texts if text)
 
     def add_rule(self, expression: str, attributes: str = "") -> str:
-        """A new rule's name."""
+        """Add a rule and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {expression}")
         return name
 
     def add_json_rule(self, schema: Mapping[str, Any] | bool) -> str:
-        """A JSON value of this schema."""
-        strict = to_enforceable_schema(schema, "tools")
-        styled = {**strict, "x-guidance": JSON_GRAMMAR_OPTIONS} if isinstance(strict, Mapping) else strict
-        return self.add_rule(f"%json {json.dumps(styled)}")
+        """Add a rule for a JSON value of this schema."""
+        enforceable = to_enforceable_schema(schema, "tools")
+        if isinstance(enforceable, Mapping):
+            enforceable = {**enforceable, "x-guidance": JSON_GRAMMAR_OPTIONS}
+        return self.add_rule(f"%json {json.dumps(enforceable)}")
 
     def add_json_call_rule(
         self, tool: Tool, *, arguments_key: str = "arguments", extra_properties: Mapping[str, Any] | None = None
     ) -> str:
-        """A call of this tool as a JSON object; `more` are other members that may follow."""
-        inside = rebase_references(dict(tool.parameters), f"#/properties/{arguments_key}")
-        properties = {"name": {"const": tool.name}, arguments_key: inside, **(extra_properties or {})}
+        """Add a rule for a call of this tool as a JSON object. `extra_properties` may follow the arguments."""
+        arguments = rebase_references(dict(tool.parameters), f"#/properties/{arguments_key}")
+        properties = {"name": {"const": tool.name}, arguments_key: arguments, **(extra_properties or {})}
         schema = {
             "type": "object",
             "properties": properties,
@@ -63,25 +63,25 @@ class LarkGrammar:
         return self.add_json_rule(schema)
 
     def add_text_until_rule(self, ending: str, *, min_length: int = 0, max_length: int | None = None) -> str:
-        """Any text up to and including `ending`, which it does not contain."""
-        written = self._write_literal(ending)
+        """Add a rule for any text up to and including `ending`, which the text does not contain."""
+        literal = self._write_literal(ending)
         text = f"/(?s:.{{{min_length},{'' if max_length is None else max_length}}})/"
-        if QUOTED_LITERAL_PATTERN.fullmatch(written):
-            return self.add_rule(text, f"[suffix={written}]")
-        return self.add_rule(f"{text} {written}")  # a control token: no text contains it
+        if QUOTED_LITERAL_PATTERN.fullmatch(literal):
+            return self.add_rule(text, f"[suffix={literal}]")
+        return self.add_rule(f"{text} {literal}")  # a control token: no text contains it
 
     def to_lark(self, start: str) -> str:
-        """The whole grammar."""
+        """Return the complete grammar."""
         return "\n".join([f"start: {start}", *self._rules, "SPACE: /[ \\t\\n]{1,4}/", ""])
 
 
 def join_alternatives(expressions: Iterable[str]) -> str:
-    """A choice."""
+    """Return an expression that matches one of these."""
     return "( " + " | ".join(expressions) + " )"
 
 
 def rebase_references(schema: Any, base_pointer: str) -> Any:
-    """A schema as it reads at another place of a document: its references begin there."""
+    """Prefix the local references of a schema with `base_pointer`, so that it can be embedded there."""
     if isinstance(schema, list):
         return [rebase_references(item, base_pointer) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Schemas of arguments that are not written as JSON: taken apart for a grammar, or refused by name."""
+"""Grammar rules for arguments that are not written as JSON. Rejects schema keywords that the rules cannot enforce."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ANNOTATION_KEYWORDS = frozenset(
 DEFINITION_KEYWORDS = ("$defs", "definitions")
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITION_KEYWORDS})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
-MAX_REFERENCE_DEPTH = 8  # references inside references; a schema that contains itself cannot be written out
+MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
 
 def check_enforceable(tool: Tool) -> None:
-    """Refuse a tool whose schema no grammar can enforce, by the keyword's name."""
+    """Raise an error that names the keyword if no grammar can enforce the tool's schema."""
     to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A schema and where it stands: in which tool, under which name, and in which document its references begin."""
+    """Schema with its path in errors (`where`) and the document that its references point into (`root`)."""
 
     schema: Mapping[str, Any]
     where: str
@@ -36,7 +36,7 @@ class SchemaNode:
     references_left: int = MAX_REFERENCE_DEPTH
 
     def create_child(self, schema: Any, name: str = "") -> SchemaNode:
-        """A schema that stands in this one."""
+        """Return the node of a subschema."""
         where = f"{self.where}.{name}" if name else self.where
         return SchemaNode(schema if isinstance(schema, Mapping) else {}, where, self.root, self.references_left)
 
@@ -45,61 +45,59 @@ class SchemaNode:
         return get_schema_types(self.schema, self.root)
 
     def check_keywords(self, supported: frozenset[str], family: str) -> None:
-        """Refuse keywords that are not among these."""
+        """Raise `UnsupportedOption` for a keyword that is neither supported nor an annotation."""
         for keyword in self.schema:
             if keyword not in supported and keyword not in ANNOTATION_KEYWORDS:
-                raise UnsupportedOption(f"{self.where}.{keyword}", f"calls as {family} writes them cannot enforce it")
+                raise UnsupportedOption(f"{self.where}.{keyword}", f"the {family} call format cannot enforce it")
 
     def expand_choices(self, family: str) -> list[SchemaNode]:
-        """The schemas of which one must hold, each of one kind; references are followed."""
+        """Return the alternatives of this schema, each of one type; follows references."""
         schema = self.schema
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 self.check_keywords(frozenset({keyword}), family)
                 if keyword == "oneOf":
                     self._check_disjoint(schema[keyword], family)
-                return [
-                    place for choice in schema[keyword] for place in self.create_child(choice).expand_choices(family)
-                ]
+                return [node for choice in schema[keyword] for node in self.create_child(choice).expand_choices(family)]
         if "$ref" in schema:
             if self.references_left == 0:
-                raise UnsupportedOption(f"{self.where}.$ref", f"calls as {family} writes them cannot enforce recursion")
+                raise UnsupportedOption(f"{self.where}.$ref", f"the {family} call format cannot enforce recursion")
             self.check_keywords(frozenset({"$ref"}), family)
-            found = resolve_reference(str(schema["$ref"]), self.root)
-            return SchemaNode(found, self.where, self.root, self.references_left - 1).expand_choices(family)
-        kinds = schema.get("type")
-        if isinstance(kinds, list):
-            return [self.create_child({**schema, "type": kind}) for kind in kinds]
-        if kinds is None and "enum" in schema:
+            target = resolve_reference(str(schema["$ref"]), self.root)
+            return SchemaNode(target, self.where, self.root, self.references_left - 1).expand_choices(family)
+        types = schema.get("type")
+        if isinstance(types, list):
+            return [self.create_child({**schema, "type": json_type}) for json_type in types]
+        if types is None and "enum" in schema:
             return [self.create_child({**schema, "enum": [value]}) for value in schema["enum"]]
         return [self]
 
     def _check_disjoint(self, schemas: Sequence[Any], family: str) -> None:
-        """Only one of these may hold: they must be of different types."""
-        kinds = [kind for schema in schemas for kind in get_schema_types(schema, self.root)]
-        if len(kinds) != len(set(kinds)):
+        """Raise `UnsupportedOption` if two schemas share a type: then more than one of them could match."""
+        types = [json_type for schema in schemas for json_type in get_schema_types(schema, self.root)]
+        if len(types) != len(set(types)):
             raise UnsupportedOption(
-                f"{self.where}.oneOf", f"calls as {family} writes them need choices of different types"
+                f"{self.where}.oneOf", f"the {family} call format requires alternatives of different types"
             )
 
     @property
     def standalone_schema(self) -> dict[str, Any]:
-        """The schema as a document of its own."""
+        """Schema with the definitions of its document."""
         definitions = {key: self.root[key] for key in DEFINITION_KEYWORDS if key in self.root}
         return {**self.schema, **definitions}
 
     @property
     def allowed_values(self) -> list[Any] | None:
-        """The only values that are allowed, where they are listed."""
+        """Values listed by `const` or `enum`; None if the schema lists none."""
         if "const" in self.schema:
             return [self.schema["const"]]
-        listed: list[Any] | None = self.schema.get("enum")
-        return listed
+        values: list[Any] | None = self.schema.get("enum")
+        return values
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParameter:
-    """One parameter of a tool."""
+    """Parameter of a tool, or property of an object inside one."""
 
     name: str
     node: SchemaNode
@@ -107,16 +105,16 @@ class ToolParameter:
 
 
 def list_parameters(tool: Tool, family: str) -> list[ToolParameter]:
-    """The parameters of a tool in its schema's order."""
+    """Return the parameters of a tool in schema order."""
     return list_properties(SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters), family)
 
 
 def list_properties(node: SchemaNode, family: str) -> list[ToolParameter]:
-    """The members of an object in its schema's order."""
+    """Return the properties of an object in schema order."""
     node.check_keywords(OBJECT_KEYWORDS, family)
     properties, required = node.schema.get("properties", {}), node.schema.get("required", ())
     if missing := [name for name in required if name not in properties]:
-        raise UnsupportedOption(f"{node.where}.required", f"{missing[0]!r} has no schema among the properties")
+        raise UnsupportedOption(f"{node.where}.required", f"{missing[0]!r} is not in the properties")
     return [
         ToolParameter(name, node.create_child(schema, name), name in required) for name, schema in properties.items()
     ]
@@ -125,31 +123,35 @@ def list_properties(node: SchemaNode, family: str) -> list[ToolParameter]:
 def build_text_until_rule(
     grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool = False
 ) -> str:
-    """Bare text of a string's schema up to and including `ending`; with `lines`, it may stand on lines of its own."""
+    """Return a rule for the unquoted text of a string schema up to and including `ending`.
+
+    With `allow_own_lines`, a newline may surround the text.
+    """
     node.check_keywords(STRING_KEYWORDS, family)
     newline = f"{grammar.literal(chr(10))}?" if allow_own_lines else ""
     if node.allowed_values is not None:
         allowed = [value for value in node.allowed_values if isinstance(value, str)]
         texts = join_alternatives(grammar.literal(value) for value in allowed if value)
         return f"{newline} {texts}{'?' if '' in allowed else ''} {newline} {grammar.literal(ending)}"
-    shortest, longest = node.schema.get("minLength", 0), node.schema.get("maxLength")
-    if allow_own_lines and (shortest or longest is not None):
+    min_length, max_length = node.schema.get("minLength", 0), node.schema.get("maxLength")
+    if allow_own_lines and (min_length or max_length is not None):
         newline = grammar.literal("\n")
-        return f"{newline} {grammar.add_text_until_rule(chr(10) + ending, min_length=shortest, max_length=longest)}"
-    return grammar.add_text_until_rule(ending, min_length=shortest, max_length=longest)
+        text = grammar.add_text_until_rule("\n" + ending, min_length=min_length, max_length=max_length)
+        return f"{newline} {text}"
+    return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length)
 
 
 def build_bare_or_json_rule(
     grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool
 ) -> str:
-    """A value whose text is bare and whose other kinds are JSON, up to and including `ending`."""
-    written = []
+    """Return a rule for a value up to and including `ending`: strings unquoted, other types as JSON."""
+    alternatives = []
     for choice in node.expand_choices(family):
-        only_text = "string" in choice.allowed_types and (
+        is_text = "string" in choice.allowed_types and (
             choice.allowed_values is None or get_json_type(choice.allowed_values[0]) == "string"
         )
-        if only_text:
-            written.append(
+        if is_text:
+            alternatives.append(
                 build_text_until_rule(grammar, choice, family, ending=ending, allow_own_lines=allow_own_lines)
             )
         else:
@@ -157,25 +159,26 @@ def build_bare_or_json_rule(
             value = join_alternatives(
                 [grammar.add_json_rule(choice.standalone_schema), *_build_python_constants(grammar, choice)]
             )
-            written.append(f"{space} {value} {space} {grammar.literal(ending)}")
-    return join_alternatives(written)
+            alternatives.append(f"{space} {value} {space} {grammar.literal(ending)}")
+    return join_alternatives(alternatives)
 
 
 def _build_python_constants(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
-    """Many templates write truth and nothing as Python does, and so do their models."""
+    """Return literals for True, False and None: many templates write them as Python does, and so do their models."""
+    if node.allowed_types == {"null"}:
+        return [grammar.literal("None")]
+    if node.allowed_types != {"boolean"}:
+        return []
     allowed = [True, False] if node.allowed_values is None else node.allowed_values
-    words = [str(value) for value in allowed if isinstance(value, bool)] if node.allowed_types == {"boolean"} else []
-    return [grammar.literal(word) for word in (["None"] if node.allowed_types == {"null"} else words)]
+    return [grammar.literal(str(value)) for value in allowed if isinstance(value, bool)]
 
 
 def build_separated_rule(grammar: LarkGrammar, members: list[tuple[str, bool]], separator: str) -> str:
-    """These members in their order, the required ones and any of the others, with separators between them."""
-    after = before = ""  # what may follow when something, or nothing, was written
+    """Return a rule for (member, required) pairs in order: all required ones, any optional ones, with separators."""
+    # Built from the end. `first` and `rest` match the remaining members if none, or some, came before them.
+    first = rest = ""
     for member, required in reversed(members):
-        more = f"{grammar.literal(separator)} {member} {after}"
-        first = f"{member} {after}"
-        before = first if required else f"({first} | {before})" if before else f"({first})?"
-        after = (
-            grammar.add_rule(more) if required else grammar.add_rule(f"({more})?" if not after else f"{more} | {after}")
-        )
-    return grammar.add_rule(before) if before else ""
+        as_first, as_rest = f"{member} {rest}", f"{grammar.literal(separator)} {member} {rest}"
+        first = as_first if required else f"({as_first} | {first})" if first else f"({as_first})?"
+        rest = grammar.add_rule(as_rest if required else f"{as_rest} | {rest}" if rest else f"({as_rest})?")
+    return grammar.add_rule(first) if first else ""

@@ -1,1 +1,1 @@
-"""Incremental parsing of tool calls."""
+"""Incremental parsers of tool calls."""

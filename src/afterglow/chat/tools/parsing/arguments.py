@@ -1,4 +1,4 @@
-"""Arguments that are written one by one, put together as a JSON object while they come."""
+"""Streams arguments that a model writes one by one as the text of one JSON object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from afterglow.chat.tools.parsing.parser import ToolParser
 
 
 class ArgumentsBuilder:
-    """Writes the members of a call's arguments."""
+    """Emits the JSON arguments of one call, member by member."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
@@ -15,7 +15,7 @@ class ArgumentsBuilder:
         self._text_open = False
 
     def begin_argument(self, name: str) -> bool:
-        """Begin a member; false if it is there already (the first stays)."""
+        """Begin a member; return False for a duplicate key (the first value is used)."""
         if name in self._keys:
             return False
         self._parser.emit_arguments((", " if self._keys else "{") + to_json_string(name) + ": ")
@@ -23,16 +23,16 @@ class ArgumentsBuilder:
         return True
 
     def add_json(self, text: str) -> None:
-        """The member's value as JSON, or what there is of one that broke off."""
+        """Emit the member's value as JSON, or the fragment of a truncated value."""
         self._parser.emit_arguments(text)
 
     def add_text(self, piece: str) -> None:
-        """A piece of the member's value, which is text."""
+        """Emit a piece of the member's string value."""
         self._parser.emit_arguments(escape_json_text(piece) if self._text_open else '"' + escape_json_text(piece))
         self._text_open = True
 
     def end_text(self, *, complete: bool) -> None:
-        """The text is complete, or broke off."""
+        """End the string value; leave it open if it was truncated."""
         if not self._text_open:
             self._parser.emit_arguments('"')
         if complete:
@@ -40,5 +40,5 @@ class ArgumentsBuilder:
         self._text_open = False
 
     def finish(self) -> None:
-        """The arguments are complete."""
+        """End the object."""
         self._parser.emit_arguments("}" if self._keys else "{}")

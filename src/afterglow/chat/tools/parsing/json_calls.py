@@ -1,4 +1,4 @@
-"""Calls written as JSON objects: `{"name": …, "arguments": …}`."""
+"""Parser of calls written as JSON objects: `{"name": …, "arguments": …}`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL_KEYS = (*NAME_KEYS, *ARGUMENTS_KEYS, "type", "function", "id", "tool_call_i
 
 
 class JsonValueScanner:
-    """Finds the end of one JSON value, character by character."""
+    """Finds the end of a JSON value, one character at a time."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -25,10 +25,10 @@ class JsonValueScanner:
     def classify(self, char: str) -> CharPosition:
         if self._in_quotes:
             return self._classify_in_string(char)
-        bare = self._depth == 0
-        if char not in CHARS_OUTSIDE_STRINGS or (bare and (char in ",:]}" or char.isspace())):
+        at_top_level = self._depth == 0
+        if char not in CHARS_OUTSIDE_STRINGS or (at_top_level and (char in ",:]}" or char.isspace())):
             return CharPosition.OUTSIDE
-        if bare and self._started and char in '"{[':
+        if at_top_level and self._started and char in '"{[':
             return CharPosition.OUTSIDE
         self._started = True
         self._in_quotes = char == '"'
@@ -42,26 +42,26 @@ class JsonValueScanner:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the value could end here."""
+        """Whether the value can end here."""
         return self._started and self._depth == 0 and not self._in_quotes
 
 
 def stream_json_value(scanner: TextScanner, sink: TextSink) -> ParseSteps[bool]:
-    """Give one JSON value to `sink` as it comes; whether it was whole."""
+    """Stream one JSON value to `sink`; return whether it is complete."""
     state = JsonValueScanner()
     yield from scanner.stream_value(state.classify, sink)
     return state.is_complete
 
 
 def read_json_value(scanner: TextScanner) -> ParseSteps[tuple[str, bool]]:
-    """One JSON value's text, and whether it was whole."""
+    """Return the text of one JSON value and whether it is complete."""
     pieces: list[str] = []
-    whole = yield from stream_json_value(scanner, pieces.append)
-    return "".join(pieces), whole
+    complete = yield from stream_json_value(scanner, pieces.append)
+    return "".join(pieces), complete
 
 
 def load_json(text: str) -> Any:
-    """The value that JSON text means, or None where it is not JSON."""
+    """Decode JSON text; None if it is invalid."""
     try:
         return json.loads(text)
     except ValueError:
@@ -69,27 +69,22 @@ def load_json(text: str) -> Any:
 
 
 class JsonCallParser:
-    """Reads one call. `known` asks for a tool's name and arguments before anything is believed."""
+    """Parses one call. With `require_known_tool`, only an object with a known name and arguments is a call."""
 
     def __init__(self, parser: ToolParser, *, require_known_tool: bool) -> None:
         self._parser, self._scanner, self._require_known_tool = parser, parser.scanner, require_known_tool
         self._name: str | None = None
-        self._arguments_before_name: str | None = None  # arguments that came before the name
+        self._arguments_before_name: str | None = None
         self._started = False
-        self.has_invalid_arguments = False  # whether the arguments are not JSON
+        self.has_invalid_arguments = False  # the arguments are not valid JSON
 
     def parse(self) -> ParseSteps[bool]:
-        """Whether this was a call. What was read lies behind the scanner's mark."""
-        whole = yield from self._parse_members()
-        if (
-            not self._started
-            and self._name is not None
-            and not (self._require_known_tool and self._arguments_before_name is None)
-        ):
+        """Parse an object; return whether it is a call. If not, the text read follows the scanner's mark."""
+        complete = yield from self._parse_members()
+        arguments = self._arguments_before_name
+        if not self._started and self._name is not None and not (self._require_known_tool and arguments is None):
             self._begin_call()
-            self._parser.emit_arguments(
-                self._arguments_before_name if self._arguments_before_name is not None else "{}" if whole else ""
-            )
+            self._parser.emit_arguments(arguments if arguments is not None else "{}" if complete else "")
         return self._started
 
     def _begin_call(self) -> None:
@@ -110,13 +105,13 @@ class JsonCallParser:
             yield from self._scanner.skip_any(",")
 
     def _parse_member(self) -> ParseSteps[bool]:
-        """One `"key": value`; whether it was whole, and nothing in it says that this is no call."""
+        """Parse one `"key": value`; return False if it is truncated or shows that the object is not a call."""
         scanner = self._scanner
         if (yield from scanner.peek()) != '"':
             return False
         key = load_json((yield from read_json_value(scanner))[0])
         yield from scanner.take_whitespace()
-        # A bare object with another member is an answer: it streams from here on.
+        # An untagged object with another member is an answer: it streams as text from here on.
         if (self._require_known_tool and key not in CALL_KEYS) or not (yield from scanner.skip_any(":")):
             return False
         yield from scanner.take_whitespace()
@@ -125,36 +120,36 @@ class JsonCallParser:
             return (yield from self._parse_arguments(first))
         if key == "function" and first == "{":
             return (yield from self._parse_members())
-        text, whole = yield from read_json_value(scanner)
+        text, complete = yield from read_json_value(scanner)
         if key in NAME_KEYS or key == "function":
             name = load_json(text)
             if not isinstance(name, str) or not name or (self._require_known_tool and name not in self._parser.tools):
                 return False
             self._name = name
-        return whole
+        return complete
 
     def _parse_arguments(self, first: str) -> ParseSteps[bool]:
         if self._name is not None and first in ("{", "["):
             self._begin_call()
-            whole = yield from stream_json_value(self._scanner, self._parser.emit_arguments)
-            self.has_invalid_arguments = not whole
-            return whole
-        text, whole = yield from read_json_value(self._scanner)
+            complete = yield from stream_json_value(self._scanner, self._parser.emit_arguments)
+            self.has_invalid_arguments = not complete
+            return complete
+        text, complete = yield from read_json_value(self._scanner)
         if self._name is None:
             self._arguments_before_name = unwrap_arguments(text)
-        elif text or whole:
+        elif text or complete:
             self._begin_call()
             self._parser.emit_arguments(unwrap_arguments(text))
-        return whole
+        return complete
 
 
 def unwrap_arguments(text: str) -> str:
-    """Arguments as an object's text: out of a string that holds one, `{}` for nothing.
+    """Return arguments as the text of an object: decode a string that contains one; null and "" become `{}`.
 
-    >>> unwrapped('"{}"'), unwrapped("null"), unwrapped('{"a": 1}')
+    >>> unwrap_arguments('"{}"'), unwrap_arguments("null"), unwrap_arguments('{"a": 1}')
     ('{}', '{}', '{"a": 1}')
     """
     if text in ("null", '""'):
         return "{}"
-    inside = load_json(text)
-    return inside if isinstance(inside, str) and isinstance(load_json(inside), dict) else text
+    value = load_json(text)
+    return value if isinstance(value, str) and isinstance(load_json(value), dict) else text

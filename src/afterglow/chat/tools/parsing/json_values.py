@@ -1,4 +1,4 @@
-"""Values that a model wrote as bare text or as Python, turned into JSON as the tool's schema asks."""
+"""Converts values that a model wrote as unquoted text or Python literals to JSON of the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ALL_TYPES = frozenset({"string", "boolean", "integer", "number", "array", "objec
 
 
 def get_parameter_types(tool: Tool | None, name: str) -> frozenset[str]:
-    """The JSON types that a tool's parameter may have; all where nothing is said."""
+    """Return the JSON types that a tool's parameter allows; all types if the schema does not restrict them."""
     schema = tool.parameters.get("properties", {}).get(name, True) if tool else True
     return get_schema_types(schema, tool.parameters if tool else {})
 
 
 def get_schema_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
-    """The JSON types that a schema allows. `root` is where its references begin."""
+    """Return the JSON types that a schema allows. `root` is the document that its references point into."""
     if not isinstance(schema, Mapping) or depth == 0:
         return ALL_TYPES
     allowed = ALL_TYPES
@@ -40,59 +40,60 @@ def get_schema_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> fr
 
 
 def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference like `#/$defs/Place` means; anything where it leads nowhere."""
-    found: Any = root
+    """Return the schema that a reference like `#/$defs/Place` points to; True (any value) if it does not exist."""
+    target: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(key, True) if isinstance(found, Mapping) else True
-    return found
+        target = target.get(key, True) if isinstance(target, Mapping) else True
+    return target
 
 
 def get_json_type(value: Any) -> str:
-    """The JSON type of a value."""
+    """Return the JSON type of a value."""
     return JSON_TYPE_NAMES.get(type(value), "null")
 
 
 def text_to_json(text: str, types: frozenset[str]) -> str:
-    """Bare text as JSON. Text stays text where that may be; what cannot be read otherwise becomes text too.
+    """Convert unquoted text to JSON. Text that is not a literal of an allowed type becomes a string.
 
-    >>> from_text("12", frozenset({"string"})), from_text("12", frozenset({"integer"})), from_text("True", ANY)
-    ('"12"', '12', 'true')
+    >>> text_to_json("12", frozenset({"string"})), text_to_json("12", frozenset({"integer"}))
+    ('"12"', '12')
+    >>> text_to_json("True", ALL_TYPES)
+    'true'
     """
-    found = literal_to_json(text.strip())
-    if found is None or "string" not in types:
-        return found or to_json_string(text)
-    # Where text is allowed, only a value of another allowed type is not text.
-    kind = get_json_type(json.loads(found))
-    return (
-        found
-        if kind != "string" and (kind in types or (kind == "integer" and "number" in types))
-        else to_json_string(text)
-    )
+    literal = literal_to_json(text.strip())
+    if literal is None or "string" not in types:
+        return literal or to_json_string(text)
+    # If the schema allows strings, only a literal of another allowed type is not a string.
+    json_type = get_json_type(json.loads(literal))
+    is_allowed = json_type in types or (json_type == "integer" and "number" in types)
+    return literal if json_type != "string" and is_allowed else to_json_string(text)
 
 
 def python_to_json(text: str, types: frozenset[str]) -> str:
-    """A Python literal as JSON, a bare word as text.
+    """Convert a Python literal to JSON; an unquoted word becomes a string.
 
-    >>> from_python("'a'", ANY), from_python("[True]", ANY), from_python("5", frozenset({"string"}))
-    ('"a"', '[true]', '"5"')
+    >>> python_to_json("'a'", ALL_TYPES), python_to_json("[True]", ALL_TYPES)
+    ('"a"', '[true]')
+    >>> python_to_json("5", frozenset({"string"}))
+    '"5"'
     """
-    found = literal_to_json(text.strip())
-    if found is None or (types == {"string"} and not found.startswith('"')):
+    literal = literal_to_json(text.strip())
+    if literal is None or (types == {"string"} and not literal.startswith('"')):
         return to_json_string(text.strip())
-    return found
+    return literal
 
 
 def literal_to_json(text: str) -> str | None:
-    """A JSON or Python literal as JSON; None if it is neither. JSON stays as it was written."""
+    """Convert a JSON or Python literal to JSON; None if it is neither. JSON text is returned unchanged."""
     try:
         json.loads(text, parse_constant=_reject_constant)
         return text
     except (ValueError, RecursionError):
         pass
     try:
-        # A newline inside a Python string is an error that models make.
-        found = ast.literal_eval(text.replace("\n", "\\n") if text[:1] in ("'", '"') else text)
-        return json.dumps(found, ensure_ascii=False, allow_nan=False)
+        # Models write raw newlines inside Python strings.
+        value = ast.literal_eval(text.replace("\n", "\\n") if text[:1] in ("'", '"') else text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 
@@ -102,10 +103,10 @@ def _reject_constant(name: str) -> None:
 
 
 def to_json_string(text: str) -> str:
-    """Text as a JSON string."""
+    """Return text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escape_json_text(text: str) -> str:
-    """Text as it stands inside a JSON string, so that a long one can be given piece by piece."""
+    """Escape text for the inside of a JSON string, so that a string can be streamed in pieces."""
     return to_json_string(text)[1:-1]

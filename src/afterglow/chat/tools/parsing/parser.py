@@ -1,7 +1,7 @@
-"""What the readers of all families share: parts, words and the whitespace around calls.
+"""Base class of all tool-call parsers: output parts, text, and whitespace around calls.
 
-Whitespace beside a call only separates: it is shown only when words stand on both sides of the calls, and then as it
-stood before the first of them, or, if none stood there, after the last.
+Whitespace next to a call is a separator: it is emitted only if text precedes and follows the calls. Then it is the
+whitespace before the first call, or, if there is none, the whitespace after the last.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CallIdFactory = Callable[[], str]
 
 
 def generate_call_id() -> str:
-    """An id for a call, as OpenAI's look."""
+    """Return a new call id in OpenAI's format."""
     return "call_" + secrets.token_hex(12)
 
 
 class ToolParser:
-    """A reader whose family writes `read`: steps over a text that is still coming."""
+    """Incremental parser. A family implements `parse`, a generator that yields while it waits for more text."""
 
     def __init__(self, tools: Sequence[Tool], new_id: CallIdFactory = generate_call_id) -> None:
         self.tools = {tool.name: tool for tool in tools}
@@ -37,44 +37,44 @@ class ToolParser:
         self._advance()
 
     def parse(self) -> ParseSteps[None]:
-        """Read the whole answer."""
+        """Parse the whole completion."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[OutputPart]:
-        """The parts that are certain now."""
+        """Add text and return the parts that it decides."""
         self.scanner.feed(text)
         self._advance()
         return self._drain_parts()
 
     def finish(self) -> list[OutputPart]:
-        """The rest, once no more text comes."""
+        """Return the remaining parts after the last text."""
         self.scanner.finish()
         self._advance()
         self._content_parser.finish()
         return self._drain_parts()
 
     def emit_text(self, text: str) -> None:
-        """Text that the model says."""
+        """Emit text of the answer."""
         self._content_parser.add_text(text)
 
     def emit_reasoning(self, text: str) -> None:
-        """Text that the model thinks."""
+        """Emit reasoning text."""
         self._parts.append(ReasoningDelta(text))
 
     def begin_call(self, name: str, id: str | None = None) -> None:
-        """A call begins."""
+        """Emit the start of a call."""
         self.scanner.clear_mark()
         self._content_parser.begin_call()
         self._parts.append(ToolCallDelta(self._call_count, id=id or self._new_id(), name=name))
         self._call_count += 1
 
     def emit_arguments(self, text: str) -> None:
-        """A piece of the arguments of the call that began last."""
+        """Emit a piece of the current call's arguments."""
         if text:
             self._parts.append(ToolCallDelta(self._call_count - 1, text))
 
     def reject_call(self, *, after_marker: bool) -> None:
-        """What was read since the mark is no call: it is text, unless it broke off behind a marker."""
+        """Emit the text since the mark as text: it is not a call. Drop it if it was truncated after a marker."""
         if after_marker and self.scanner.is_truncated:
             self.scanner.skip_all()
         else:
@@ -82,7 +82,7 @@ class ToolParser:
         self.scanner.clear_mark()
 
     def skip_fence(self, language: str) -> ParseSteps[str | None]:
-        """Read over a fence that models now and then put around bare calls."""
+        """Skip a code fence, which models sometimes put around untagged calls; return it if there is one."""
         fence = yield from self.scanner.skip_any(FENCE)
         if fence:
             yield from self.scanner.skip_any(language)
@@ -103,36 +103,36 @@ class ToolParser:
 
 
 class ContentParser:
-    """What the model says, without the whitespace that only separates calls."""
+    """Emits the text of an answer without the whitespace that separates calls."""
 
     def __init__(self, parts: list[OutputPart]) -> None:
         self._parts = parts
         self._has_text = False
         self._after_call = False
-        self._pending_space = ""  # whitespace that no word followed yet
+        self._pending_space = ""  # whitespace not yet followed by text
         self._space_after_call = ""  # the same, after a call
 
     def add_text(self, text: str) -> None:
-        words = text.lstrip()
-        space = text[: len(text) - len(words)]
+        content = text.lstrip()
+        space = text[: len(text) - len(content)]
         if self._after_call:
             self._space_after_call += space
         else:
             self._pending_space += space
-        if not words:
+        if not content:
             return
-        shown = words.rstrip()
-        self._parts.append(TextDelta(self._get_leading_space() + shown))
+        stripped = content.rstrip()
+        self._parts.append(TextDelta(self._get_leading_space() + stripped))
         self._has_text, self._after_call = True, False
-        self._pending_space, self._space_after_call = words[len(shown) :], ""
+        self._pending_space, self._space_after_call = content[len(stripped) :], ""
 
     def begin_call(self) -> None:
-        """A call begins here."""
+        """Note the start of a call."""
         self._pending_space = self._pending_space or self._space_after_call
         self._after_call, self._space_after_call = True, ""
 
     def finish(self) -> None:
-        """Nothing follows: whitespace after the last word belongs to it, whitespace beside a call to nobody."""
+        """End the answer: emit whitespace after the last text, drop whitespace next to a call."""
         if not self._after_call and self._pending_space:
             self._parts.append(TextDelta(self._pending_space))
         self._pending_space = self._space_after_call = ""
@@ -144,16 +144,16 @@ class ContentParser:
 
 
 def merge_parts(parts: Sequence[OutputPart]) -> list[OutputPart]:
-    """The same parts with neighbours of one kind put together."""
-    whole: list[OutputPart] = []
+    """Merge adjacent parts of the same kind."""
+    merged: list[OutputPart] = []
     for part in parts:
-        match (whole[-1] if whole else None), part:
+        match (merged[-1] if merged else None), part:
             case TextDelta(before), TextDelta(after):
-                whole[-1] = TextDelta(before + after)
+                merged[-1] = TextDelta(before + after)
             case ReasoningDelta(before), ReasoningDelta(after):
-                whole[-1] = ReasoningDelta(before + after)
+                merged[-1] = ReasoningDelta(before + after)
             case ToolCallDelta(index, before, id, name), ToolCallDelta(same, after, None, None) if index == same:
-                whole[-1] = ToolCallDelta(index, before + after, id, name)
+                merged[-1] = ToolCallDelta(index, before + after, id, name)
             case _:
-                whole.append(part)
-    return whole
+                merged.append(part)
+    return merged

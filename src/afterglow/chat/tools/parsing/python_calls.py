@@ -1,4 +1,4 @@
-"""Calls written as Python: `name(key="value", other=1)`."""
+"""Parser and grammar rules of calls written as Python: `name(key="value", other=1)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SINGLE_QUOTED_TERMINAL = r"""/'([^'\\\n]|\\['"\\nrt])*'/"""
 
 
 class PythonValueScanner:
-    """Finds the end of one argument, character by character."""
+    """Finds the end of an argument's value, one character at a time."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -35,7 +35,7 @@ class PythonValueScanner:
 
 
 class PythonCallParser:
-    """Reads one call. `known` asks for the name of a tool before anything is believed."""
+    """Parses one call. With `require_known_tool`, the text is a call only if it begins with a known tool's name."""
 
     def __init__(self, parser: ToolParser, *, require_known_tool: bool) -> None:
         self._parser, self._scanner, self._require_known_tool = parser, parser.scanner, require_known_tool
@@ -43,9 +43,9 @@ class PythonCallParser:
         self._started = False
 
     def parse(self) -> ParseSteps[bool]:
-        """Whether this was a call. What was read lies behind the scanner's mark."""
+        """Parse a call; return whether it is one. If not, the text read follows the scanner's mark."""
         name = yield from self._scanner.take_while(is_name_char)
-        name = name.removesuffix(".call")  # Llama's way to write a call of one of its own tools
+        name = name.removesuffix(".call")  # Llama's notation for calls of its built-in tools
         if (
             not name
             or (self._require_known_tool and name not in self._parser.tools)
@@ -69,23 +69,23 @@ class PythonCallParser:
         self._started = True
 
     def _parse_argument(self, name: str) -> ParseSteps[bool]:
-        """One `key=value`; false where it broke off or is none."""
+        """Parse one `key=value`; return False if it is truncated or not an argument."""
         key = yield from self._scanner.take_while(lambda char: char.isalnum() or char in "_-")
         yield from self._scanner.take_whitespace()
         if not key or not (yield from self._scanner.skip_any("=")):
             return False
         self._begin_call(name)
         pieces: list[str] = []
-        verdict = yield from self._scanner.stream_value(PythonValueScanner().classify, pieces.append)
-        text = "".join(pieces)
+        end = yield from self._scanner.stream_value(PythonValueScanner().classify, pieces.append)
+        complete, text = end is CharPosition.OUTSIDE, "".join(pieces)
         if self._arguments.begin_argument(key):
             types = get_parameter_types(self._parser.tools.get(name), key)
-            self._arguments.add_json(python_to_json(text, types) if verdict is CharPosition.OUTSIDE else text.lstrip())
-        return verdict is CharPosition.OUTSIDE
+            self._arguments.add_json(python_to_json(text, types) if complete else text.lstrip())
+        return complete
 
 
 def build_python_call_rule(grammar: LarkGrammar, tool: Tool, family: str) -> str:
-    """A call of this tool, its arguments in the schema's order."""
+    """Return a rule for a call of this tool with its arguments in schema order."""
     arguments = [
         (
             f"{grammar.literal(parameter.name + '=')} {_build_value_rule(grammar, parameter.node, family)}",
@@ -99,24 +99,24 @@ def build_python_call_rule(grammar: LarkGrammar, tool: Tool, family: str) -> str
 
 
 def _build_value_rule(grammar: LarkGrammar, node: SchemaNode, family: str) -> str:
-    """Python's own words for truth and nothing; everything else is written as in JSON."""
-    written = []
+    """Return a rule for a value: True, False and None as in Python, everything else as JSON."""
+    alternatives = []
     for choice in node.expand_choices(family):
         if choice.allowed_types == {"boolean"}:
             allowed = [True, False] if choice.allowed_values is None else choice.allowed_values
-            written += [grammar.literal(str(value)) for value in allowed]
+            alternatives += [grammar.literal(str(value)) for value in allowed]
         elif choice.allowed_types == {"null"}:
-            written.append(grammar.literal("None"))
+            alternatives.append(grammar.literal("None"))
         else:
-            written += [
+            alternatives += [
                 grammar.add_json_rule(choice.standalone_schema),
                 *_build_single_quoted_terminals(grammar, choice),
             ]
-    return join_alternatives(written)
+    return join_alternatives(alternatives)
 
 
 def _build_single_quoted_terminals(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
-    """Text between single quotes, where its schema can be kept there."""
+    """Return terminals for a single-quoted string if they can enforce its schema."""
     if node.allowed_types != {"string"}:
         return []
     if node.allowed_values is not None:

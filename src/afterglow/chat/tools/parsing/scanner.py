@@ -1,6 +1,6 @@
-"""A place in a text that is still coming.
+"""Scanner of a text that arrives in pieces.
 
-Every step waits (yields) until the text so far decides it, so that how the text was cut into pieces decides nothing.
+Every step yields until the text so far decides it, so that the result does not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TextSink: TypeAlias = Callable[[str], None]
 
 
 class CharPosition(Enum):
-    """Where a character stands: in a value, at its end, or behind it."""
+    """Position of a character: inside a value, the last one of it, or outside."""
 
     INSIDE = auto()
     LAST = auto()
@@ -23,72 +23,72 @@ class CharPosition(Enum):
 
 
 class TextScanner:
-    """The text so far, the place that was read up to, and the place of the last `mark`."""
+    """Buffered text with a read position and an optional mark."""
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
-        self._mark: int | None = None  # nothing before the place is needed while there is none
+        self._mark: int | None = None  # without a mark, text before the position is dropped
         self._input_ended = False
-        self._lookahead_truncated = False  # whether the text ended within what was last looked for
+        self._lookahead_truncated = False  # the input ended inside the last `peek_any`
 
     def feed(self, text: str) -> None:
-        """More text came. What lies before the mark is forgotten."""
-        kept = self._position if self._mark is None else self._mark
-        self._text = self._text[kept:] + text
-        self._position -= kept
+        """Add text. Drop the text before the mark, or before the position if there is no mark."""
+        start = self._position if self._mark is None else self._mark
+        self._text = self._text[start:] + text
+        self._position -= start
         self._mark = None if self._mark is None else 0
 
     def finish(self) -> None:
-        """No more text comes."""
+        """Note the end of the input."""
         self._input_ended = True
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether everything was read and no more comes."""
+        """Whether the input ended and all of it was read."""
         return self._input_ended and self._position == len(self._text)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the text ended where more was looked for: at its end, or in the middle of it."""
+        """Whether the input ended at the position or inside the last `peek_any`."""
         return self.is_exhausted or (self._input_ended and self._lookahead_truncated)
 
     def skip_all(self) -> None:
-        """Read over everything that is left."""
+        """Skip the rest of the buffer."""
         self._position = len(self._text)
 
     def mark(self, chars_back: int = 0) -> None:
-        """Remember this place, or one `back` before it: `taken` is what was read since."""
+        """Set the mark at the position, or `chars_back` before it. `text_since_mark` starts there."""
         self._mark = self._position - chars_back
 
     def clear_mark(self) -> None:
-        """Forget the mark."""
+        """Remove the mark."""
         self._mark = None
 
     @property
     def text_since_mark(self) -> str:
-        """What was read since the mark."""
+        """Text read since the mark."""
         assert self._mark is not None
         return self._text[self._mark : self._position]
 
     def take(self, count: int) -> str:
-        """Read over the next characters, which are there."""
+        """Read the next `count` characters, which must be in the buffer."""
         start = self._position
         self._position += count
         return self._text[start : self._position]
 
     def unread(self, text: str) -> None:
-        """Go back over a text that was just read."""
+        """Move the position back over a text that was just read."""
         self._position -= len(text)
 
     def peek(self, count: int = 1) -> ParseSteps[str]:
-        """The next characters; fewer where the text ends before."""
+        """Return the next characters without reading them; fewer if the input ends before."""
         while len(self._text) - self._position < count and not self._input_ended:
             yield
         return self._text[self._position : self._position + count]
 
     def peek_any(self, *texts: str) -> ParseSteps[str | None]:
-        """Which of these texts comes next, without reading over it."""
+        """Return which of these texts comes next, without reading it."""
         self._lookahead_truncated = False
         for size in range(1, max(map(len, texts)) + 1):
             ahead = yield from self.peek(size)
@@ -100,54 +100,59 @@ class TextScanner:
         return None
 
     def skip_any(self, *texts: str) -> ParseSteps[str | None]:
-        """Read over one of these texts if one comes next."""
-        found = yield from self.peek_any(*texts)
-        self.take(len(found or ""))
-        return found
+        """Read one of these texts if it comes next, and return it."""
+        text = yield from self.peek_any(*texts)
+        self.take(len(text or ""))
+        return text
 
     def take_while(self, predicate: Callable[[str], bool]) -> ParseSteps[str]:
-        """Read the characters that belong together."""
-        found = ""
+        """Read characters while the predicate holds."""
+        text = ""
         while (char := (yield from self.peek())) and predicate(char):
-            found += self.take(1)
-        return found
+            text += self.take(1)
+        return text
 
     def take_whitespace(self) -> ParseSteps[str]:
         return (yield from self.take_while(str.isspace))
 
     def stream_until(self, *endings: str, sink: TextSink) -> ParseSteps[str | None]:
-        """Give the text before the first of these endings to `sink` as it comes, and read over the ending."""
+        """Stream the text before the first of these endings to `sink`, read the ending and return it.
+
+        Return None if the input ends first.
+        """
         while True:
-            place, ending = self._find_first(endings)
+            position, ending = self._find_first(endings)
             if ending:
-                self._emit(place - self._position, sink)
+                self._emit(position - self._position, sink)
                 self.take(len(ending))
                 return ending
-            held = 0 if self._input_ended else find_partial_match_length(self._text[self._position :], endings)
-            self._emit(len(self._text) - self._position - held, sink)
+            partial_length = (
+                0 if self._input_ended else find_partial_match_length(self._text[self._position :], endings)
+            )
+            self._emit(len(self._text) - self._position - partial_length, sink)
             if self._input_ended:
                 return None
             yield
 
     def _find_first(self, texts: tuple[str, ...]) -> tuple[int, str]:
-        """The place of the first of these texts, and which it is; "" where none came yet."""
-        first, found = len(self._text), ""
+        """Return the position of the first of these texts and the text; "" if there is none yet."""
+        first_position, first_text = len(self._text), ""
         for text in texts:
-            place = self._text.find(text, self._position, first + len(text) - 1)
-            if place >= 0:
-                first, found = place, text
-        return first, found
+            position = self._text.find(text, self._position, first_position + len(text) - 1)
+            if position >= 0:
+                first_position, first_text = position, text
+        return first_position, first_text
 
     def stream_value(self, classify: Callable[[str], CharPosition], sink: TextSink) -> ParseSteps[CharPosition]:
-        """Give characters to `sink` as they come, until `judge` says that one is the last or stands outside."""
+        """Stream characters to `sink` until `classify` returns LAST or OUTSIDE; return the last classification."""
         while True:
-            place, verdict = self._position, CharPosition.INSIDE
-            while verdict is CharPosition.INSIDE and place < len(self._text):
-                verdict = classify(self._text[place])
-                place += verdict is not CharPosition.OUTSIDE
-            self._emit(place - self._position, sink)
-            if verdict is not CharPosition.INSIDE or self._input_ended:
-                return verdict
+            end, char_position = self._position, CharPosition.INSIDE
+            while char_position is CharPosition.INSIDE and end < len(self._text):
+                char_position = classify(self._text[end])
+                end += char_position is not CharPosition.OUTSIDE
+            self._emit(end - self._position, sink)
+            if char_position is not CharPosition.INSIDE or self._input_ended:
+                return char_position
             yield
 
     def _emit(self, count: int, sink: TextSink) -> None:
@@ -156,9 +161,9 @@ class TextScanner:
 
 
 def find_partial_match_length(text: str, endings: tuple[str, ...]) -> int:
-    """How many of the last characters may be the beginning of one of these endings.
+    """Return the length of the longest suffix of `text` that is a prefix of one of these endings.
 
-    >>> beginning_of("Hello <tool", ("<tool_call>",))
+    >>> find_partial_match_length("Hello <tool", ("<tool_call>",))
     5
     """
     longest = min(len(text), max(map(len, endings)) - 1)
@@ -170,5 +175,5 @@ def find_partial_match_length(text: str, endings: tuple[str, ...]) -> int:
 
 
 def is_name_char(char: str) -> bool:
-    """Whether a tool's name may hold this character."""
+    """Return whether a tool name may contain this character."""
     return char.isalnum() or char in "_.-"
