@@ -1,4 +1,4 @@
-"""`afterglow cache` and `afterglow explain`, as a person or a script runs them, without any engine."""
+"""`afterglow cache` and `afterglow explain`, which run without an engine."""
 
 from __future__ import annotations
 
@@ -14,136 +14,140 @@ import pytest
 import afterglow
 from afterglow.cli.main import main
 from afterglow.testing import models
-from cli import test_main as test_commands
+from support.commands import run_command
+
+pytestmark = pytest.mark.native
 
 MODEL = str(models.get_path("successor-attention"))
-TURNS = [("system", "Today is Monday. You are kind."), ("user", "Tell me about the sea, please.")]
+MESSAGES = [("system", "Today is Monday. You are kind."), ("user", "Tell me about the sea, please.")]
 
 
-def run(*arguments: str, question: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in this process, which saves its start."""
+def run_in_process(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which saves the start of a child process."""
     output, errors, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
         for name, value in environment.items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", ["afterglow", *arguments])
-        patch.setattr(sys, "stdin", io.StringIO(question))
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
             main()
-        except SystemExit as end:
-            code = int(end.code or 0)
+        except SystemExit as exit:
+            code = int(exit.code or 0)
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which two conversations are kept."""
-    root = tmp_path_factory.mktemp("kept")
+def filled_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache root with two conversations. Tests must not change it."""
+    root = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AFTERGLOW_CACHE", str(root))
         with afterglow.load(MODEL, context=512, disk_cache=True) as model:
-            model.chat(TURNS, max_tokens=4)
+            model.chat(MESSAGES, max_tokens=4)
             model.chat([("user", "Something else")], max_tokens=4)
     return root
 
 
 @pytest.fixture
-def root(made: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+def root(filled_root: Path, tmp_path: Path) -> Path:
+    """A copy of the cache root."""
     target = tmp_path / "prefix"
-    for path in sorted((made / "prefix").rglob("*")):
-        copy = target / path.relative_to(made / "prefix")
+    for path in sorted((filled_root / "prefix").rglob("*")):
+        copy = target / path.relative_to(filled_root / "prefix")
         copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.is_file():
             copy.write_bytes(path.read_bytes())
     return tmp_path
 
 
-def values(root: Path, *arguments: str) -> dict:
-    done = run("cache", *arguments, "--json", AFTERGLOW_CACHE=str(root))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def read_json(root: Path, *arguments: str) -> dict:
+    result = run_in_process("cache", *arguments, "--json", AFTERGLOW_CACHE=str(root))
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def test_it_shows_what_is_kept_by_its_first_words(root: Path) -> None:
-    done = test_commands.run("cache", AFTERGLOW_CACHE=str(root), COLUMNS="200")
-    assert done.returncode == 0, done.stderr
-    assert "Tell me about the sea" in done.stdout
-    assert "Something else" in done.stdout
-    assert "<|" not in done.stdout  # no marks of the template
-    found = values(root)
-    assert [one["file"] for one in found["models"]] == [MODEL]
-    assert all(one["entries"] > 30 for one in found["conversations"])
-    assert [one for one in found["conversations"] if one["nbytes"] <= 0 or one["age"] < 0 or one["hits"] < 0] == []
-    assert any("Monday" in one["begins"] for one in found["conversations"])
+def test_cache_lists_conversations_by_their_first_user_message(root: Path) -> None:
+    result = run_command("cache", AFTERGLOW_CACHE=str(root), COLUMNS="200")
+    assert result.returncode == 0, result.stderr
+    assert "Tell me about the sea" in result.stdout
+    assert "Something else" in result.stdout
+    assert "<|" not in result.stdout  # no control tokens of the template
+    contents = read_json(root)
+    conversations = contents["conversations"]
+    assert [model["file"] for model in contents["models"]] == [MODEL]
+    assert all(item["entries"] > 30 for item in conversations)
+    assert [item for item in conversations if item["nbytes"] <= 0 or item["idle_seconds"] < 0 or item["hits"] < 0] == []
+    assert any("Monday" in item["preview"] for item in conversations)
 
 
-def test_tokens_are_shown_where_the_model_is_gone(root: Path) -> None:
-    (folder,) = (path for path in (root / "prefix").iterdir() if path.is_dir())
-    (folder / "name").write_text("/nowhere/gone.gguf")
-    found = values(root)
-    assert found["models"][0]["name"] == "gone"
-    assert all(one["begins"].replace(" ", "").isdigit() for one in found["conversations"])
+def test_previews_are_token_ids_if_the_model_file_is_missing(root: Path) -> None:
+    (directory,) = (path for path in (root / "prefix").iterdir() if path.is_dir())
+    (directory / "name").write_text("/nowhere/gone.gguf")
+    contents = read_json(root)
+    assert contents["models"][0]["name"] == "gone"
+    assert all(item["preview"].replace(" ", "").isdigit() for item in contents["conversations"])
 
 
 def test_a_conversation_is_pinned_and_unpinned(root: Path) -> None:
-    id = values(root)["conversations"][0]["id"]
-    assert run("cache", "pin", id[:8], AFTERGLOW_CACHE=str(root)).returncode == 0
-    assert [one["id"] for one in values(root)["conversations"] if one["pinned"]] == [id]
-    assert run("cache", "unpin", id, AFTERGLOW_CACHE=str(root)).returncode == 0
-    assert not any(one["pinned"] for one in values(root)["conversations"])
-    refused = run("cache", "pin", "zzz", AFTERGLOW_CACHE=str(root))
-    assert (refused.returncode, "no conversation" in refused.stderr) == (1, True)
+    id = read_json(root)["conversations"][0]["id"]
+    assert run_in_process("cache", "pin", id[:8], AFTERGLOW_CACHE=str(root)).returncode == 0
+    assert [item["id"] for item in read_json(root)["conversations"] if item["pinned"]] == [id]
+    assert run_in_process("cache", "unpin", id, AFTERGLOW_CACHE=str(root)).returncode == 0
+    assert not any(item["pinned"] for item in read_json(root)["conversations"])
+    unknown = run_in_process("cache", "pin", "zzz", AFTERGLOW_CACHE=str(root))
+    assert (unknown.returncode, "no conversation" in unknown.stderr) == (1, True)
 
 
-def test_it_is_verified_exported_cleared_and_imported(root: Path, tmp_path: Path) -> None:
-    before = values(root)
-    assert values(root, "verify") == {"checked": before["models"][0]["files"], "broken": 0}
-    file = tmp_path / "kept.tar"
-    assert run("cache", "export", str(file), AFTERGLOW_CACHE=str(root)).returncode == 0
-    refused = run("cache", "clear", "nobody", "-y", AFTERGLOW_CACHE=str(root))
-    assert (refused.returncode, "nobody" in refused.stderr) == (1, True)
-    assert run("cache", "clear", MODEL, "-y", AFTERGLOW_CACHE=str(root)).returncode == 0
-    assert values(root)["conversations"] == []
-    assert run("cache", "import", str(file), AFTERGLOW_CACHE=str(root)).returncode == 0
-    after = values(root)
-    assert {one["id"] for one in after["conversations"]} == {one["id"] for one in before["conversations"]}
+def test_the_cache_is_verified_exported_cleared_and_imported(root: Path, tmp_path: Path) -> None:
+    before = read_json(root)
+    assert read_json(root, "verify") == {"checked": before["models"][0]["files"], "broken": 0}
+    archive = tmp_path / "cache.tar"
+    assert run_in_process("cache", "export", str(archive), AFTERGLOW_CACHE=str(root)).returncode == 0
+    unknown = run_in_process("cache", "clear", "unknown", "-y", AFTERGLOW_CACHE=str(root))
+    assert (unknown.returncode, "unknown" in unknown.stderr) == (1, True)
+    assert run_in_process("cache", "clear", MODEL, "-y", AFTERGLOW_CACHE=str(root)).returncode == 0
+    assert read_json(root)["conversations"] == []
+    assert run_in_process("cache", "import", str(archive), AFTERGLOW_CACHE=str(root)).returncode == 0
+    after = read_json(root)
+    assert {item["id"] for item in after["conversations"]} == {item["id"] for item in before["conversations"]}
 
 
-def test_nothing_kept_is_said(tmp_path: Path) -> None:
-    done = run("cache", AFTERGLOW_CACHE=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, f"nothing is kept in {tmp_path / 'prefix'}\n")
+def test_an_empty_cache_is_reported(tmp_path: Path) -> None:
+    result = run_in_process("cache", AFTERGLOW_CACHE=str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, f"the cache in {tmp_path / 'prefix'} is empty\n")
 
 
-def test_a_directory_that_others_can_read_is_refused_in_one_line(root: Path) -> None:
+def test_a_directory_readable_by_others_is_rejected_in_one_line(root: Path) -> None:
     (root / "prefix").chmod(0o755)
     for command in (("cache",), ("cache", "verify"), ("explain", "-m", MODEL, "-")):
-        done = run(*command, question="abc", AFTERGLOW_CACHE=str(root))
-        assert done.returncode == 1
-        assert "open to others" in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+        result = run_in_process(*command, stdin="abc", AFTERGLOW_CACHE=str(root))
+        assert result.returncode == 1
+        assert "accessible to other users" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_miss_is_explained_in_words(root: Path, tmp_path: Path) -> None:
-    def said(content: object, *options: str) -> str:
+def test_explain_names_the_reason_of_a_miss(root: Path, tmp_path: Path) -> None:
+    def explain(prompt: object, *options: str) -> str:
         file = tmp_path / "prompt.json"
-        file.write_text(json.dumps(content))
-        done = run("explain", str(file), "-m", MODEL, *options, AFTERGLOW_CACHE=str(root))
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        file.write_text(json.dumps(prompt))
+        result = run_in_process("explain", str(file), "-m", MODEL, *options, AFTERGLOW_CACHE=str(root))
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
-    messages = [{"role": role, "content": text} for role, text in TURNS]
-    assert "all that can be reused" in said(messages)
-    changed = [{"role": "system", "content": TURNS[0][1].replace("Mon", "Tues")}, messages[1]]
-    assert "a date or time changed in the system prompt" in said(changed)
-    assert json.loads(said({"messages": changed}, "--json"))["likely"] == "date"
-    assert "another question" in said([messages[0], {"role": "user", "content": "Tell me of the sun"}])
+    messages = [{"role": role, "content": text} for role, text in MESSAGES]
+    assert "all that can be reused" in explain(messages)
+    changed = [{"role": "system", "content": MESSAGES[0][1].replace("Mon", "Tues")}, messages[1]]
+    assert "a date or time changed in the system prompt" in explain(changed)
+    report = json.loads(explain({"messages": changed}, "--json"))
+    assert report["reason"] == "date"
+    assert "user message is different" in explain([messages[0], {"role": "user", "content": "Tell me of the sun"}])
 
 
-def test_a_text_is_explained_and_a_broken_file_refused(root: Path, tmp_path: Path) -> None:
-    done = run("explain", "-", "-m", MODEL, question="never seen", AFTERGLOW_CACHE=str(root))
-    assert "0 of 9 tokens" in done.stdout, done.stderr
-    assert "Nothing that begins like it is kept" in done.stdout
+def test_explain_accepts_plain_text_and_rejects_invalid_json(root: Path, tmp_path: Path) -> None:
+    result = run_in_process("explain", "-", "-m", MODEL, stdin="never seen", AFTERGLOW_CACHE=str(root))
+    assert "0 of 9 tokens" in result.stdout, result.stderr
+    assert "No cached prefix begins like this prompt" in result.stdout
     (tmp_path / "bad.json").write_text("{")
-    done = run("explain", str(tmp_path / "bad.json"), "-m", MODEL, AFTERGLOW_CACHE=str(root))
-    assert (done.returncode, "is not JSON" in done.stderr) == (1, True)
+    result = run_in_process("explain", str(tmp_path / "bad.json"), "-m", MODEL, AFTERGLOW_CACHE=str(root))
+    assert (result.returncode, "is not JSON" in result.stderr) == (1, True)

@@ -1,4 +1,4 @@
-"""The commands as a person or a script runs them: real processes."""
+"""Commands as child processes: chat with piped input, errors, usage, doctor and logging."""
 
 from __future__ import annotations
 
@@ -7,103 +7,92 @@ import os
 import pty
 import select
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from afterglow.testing import models
+from support.commands import AFTERGLOW, run_command
 
-AFTERGLOW = [sys.executable, "-m", "afterglow.cli.main"]
-
-
-def run(*arguments: str, question: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*AFTERGLOW, *arguments],
-        input=question,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
-    )
+pytestmark = pytest.mark.native
 
 
-def test_a_piped_question_is_answered_on_standard_output(smollm2: Path) -> None:
-    done = run("chat", question="What is the capital of France? Answer in one word.\n")
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    assert done.stdout.endswith("\n")
+@pytest.mark.model
+def test_chat_prints_the_response_to_piped_input(smollm2: Path) -> None:
+    result = run_command("chat", stdin="What is the capital of France? Answer in one word.\n")
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+    assert result.stdout.endswith("\n")
 
 
-def test_an_empty_question_gets_no_answer() -> None:
-    done = run("chat", str(models.get_path("attention")), question="  \n")
-    assert (done.returncode, done.stdout) == (0, "")
+def test_chat_prints_nothing_for_empty_input() -> None:
+    result = run_command("chat", str(models.get_path("attention")), stdin="  \n")
+    assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_the_answer_s_length_is_limited() -> None:
-    done = run("chat", str(models.get_path("successor-attention")), "--max-tokens", "5", question="hello")
-    assert len(done.stdout.strip("\n")) == 5
+def test_max_tokens_limits_the_response() -> None:
+    result = run_command("chat", str(models.get_path("successor-attention")), "--max-tokens", "5", stdin="hello")
+    assert len(result.stdout.strip("\n")) == 5
 
 
-def test_a_conversation_in_a_terminal_answers_and_ends_with_the_person() -> None:
+def test_chat_in_a_dumb_terminal_responds_and_exits_with_ctrl_d() -> None:
     master, slave = pty.openpty()
     command = [*AFTERGLOW, "chat", str(models.get_path("successor-attention")), "--max-tokens", "8"]
-    plain = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, close_fds=True, env=plain) as process:
+    environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, close_fds=True, env=environment) as process:
         os.close(slave)
-        seen = read_until(master, b"> ")
+        output = read_until(master, b"> ")
         os.write(master, b"hello\n")
-        seen += read_until(master, b"> ")
+        output += read_until(master, b"> ")
         os.write(master, b"\x04")
-        assert process.wait(30) == 0, seen
+        assert process.wait(30) == 0, output
     os.close(master)
-    assert b"abcdefgh" in seen
+    assert b"abcdefgh" in output
 
 
-def read_until(descriptor: int, mark: bytes) -> bytes:
+def read_until(descriptor: int, expected: bytes) -> bytes:
     data, deadline = b"", time.monotonic() + 30
-    while mark not in data and time.monotonic() < deadline:
+    while expected not in data and time.monotonic() < deadline:
         if select.select([descriptor], [], [], 1)[0]:
             data += os.read(descriptor, 4096)
     return data
 
 
 @pytest.mark.parametrize("command", [("chat", "no-such-model"), ("models", "path", "no-such-model")])
-def test_an_error_is_one_line_that_says_what_to_do(command: tuple[str, ...]) -> None:
-    done = run(*command, question="hello")
-    assert done.returncode == 1
-    assert done.stderr.startswith("afterglow: no model called 'no-such-model'")
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_an_unknown_model_is_one_line_on_standard_error(command: tuple[str, ...]) -> None:
+    result = run_command(*command, stdin="hello")
+    assert result.returncode == 1
+    assert result.stderr.startswith("afterglow: no model called 'no-such-model'")
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_broken_file_is_one_line_too(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + b"\xff" * 100)
-    done = run("chat", str(broken), question="hello")
-    assert done.returncode == 1
-    assert "cannot be loaded" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_a_damaged_model_file_is_one_line_on_standard_error(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 100)
+    result = run_command("chat", str(path), stdin="hello")
+    assert result.returncode == 1
+    assert "cannot be loaded" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_wrong_usage_is_exit_code_two() -> None:
-    assert run("chat", "--max-tokens", "0").returncode == 2
-    assert run("frobnicate").returncode == 2
+def test_wrong_usage_has_exit_code_two() -> None:
+    assert run_command("chat", "--max-tokens", "0").returncode == 2
+    assert run_command("frobnicate").returncode == 2
 
 
-def test_the_version_and_the_help_are_there() -> None:
-    assert run("--version").stdout.startswith("afterglow 0.")
-    shown = run("--help").stdout
+def test_version_and_help_are_printed() -> None:
+    assert run_command("--version").stdout.startswith("afterglow 0.")
+    text = run_command("--help").stdout
     for command in ("chat", "doctor", "models"):
-        assert command in shown
+        assert command in text
 
 
-def test_doctor_says_what_a_bug_report_needs_and_tests_it() -> None:
-    done = run("doctor", "--json")
-    report = json.loads(done.stdout)
-    assert done.returncode == 0, report
+def test_doctor_prints_facts_and_self_test_results_as_json() -> None:
+    result = run_command("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert result.returncode == 0, report
     assert report["self_test"] == {"decode": "ok", "trim": "ok", "state round trip": "ok", "MTP": "ok"}
     for fact in (
         "afterglow",
@@ -120,19 +109,19 @@ def test_doctor_says_what_a_bug_report_needs_and_tests_it() -> None:
     assert "GPU" in report["facts"]
 
 
-def test_doctor_prints_a_table_for_people() -> None:
-    shown = run("doctor", COLUMNS="200").stdout
-    assert "self-test MTP" in shown
-    assert "b11549" in shown
+def test_doctor_prints_a_table() -> None:
+    text = run_command("doctor", COLUMNS="200").stdout
+    assert "self-test MTP" in text
+    assert "b11549" in text
 
 
-def test_doctor_explains_a_library_that_does_not_open(tmp_path: Path) -> None:
-    done = run("doctor", "--json", AFTERGLOW_LIBLLAMA=str(tmp_path / "missing.so"))
-    report = json.loads(done.stdout)
-    assert done.returncode == 1
+def test_doctor_reports_a_library_that_cannot_be_loaded(tmp_path: Path) -> None:
+    result = run_command("doctor", "--json", AFTERGLOW_LIBLLAMA=str(tmp_path / "missing.so"))
+    report = json.loads(result.stdout)
+    assert result.returncode == 1
     assert "missing.so" in report["facts"]["library"]
 
 
-def test_verbose_shows_llama_cpp_s_log() -> None:
-    done = run("--verbose", "chat", str(models.get_path("attention")), "--max-tokens", "1", question="hello")
-    assert "afterglow.llama.cpp" in done.stderr
+def test_verbose_prints_the_log_of_llama_cpp() -> None:
+    arguments = ("--verbose", "chat", str(models.get_path("attention")), "--max-tokens", "1")
+    assert "afterglow.llama.cpp" in run_command(*arguments, stdin="hello").stderr

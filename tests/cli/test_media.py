@@ -1,4 +1,4 @@
-"""Pictures and sounds in the terminal: named by a flag or a command, or dragged into a line."""
+"""Media in the terminal: named by a flag or a command, or dragged into a line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from PIL import Image
 
 from afterglow.cli.media import extract_media_files
 from afterglow.testing import models
-from cli.test_main import run
-from cli.test_repl import Terminal
-from support.media_files import gradient, recorded, saved
-from support.media_prompts import coloured, played
+from support.commands import ChatTerminal, run_command
+from support.media_files import encode_audio, encode_image, gradient
+from support.media_prompts import color_image, note_audio
+
+pytestmark = pytest.mark.native
 
 MODEL = str(models.get_path("successor-attention"))
 
 
 @pytest.fixture
-def cat(tmp_path: Path) -> Path:
+def image_file(tmp_path: Path) -> Path:
     path = tmp_path / "a cat's.png"
-    path.write_bytes(saved(gradient()))
+    path.write_bytes(encode_image(gradient()))
     return path
 
 
@@ -42,16 +43,20 @@ def cat(tmp_path: Path) -> Path:
         ("{escaped}\nWhat is this?", "What is this?"),
     ],
 )
-def test_a_path_as_terminals_paste_it_is_a_picture(cat: Path, line: str, rest: str | None) -> None:
-    escaped = str(cat).replace(" ", "\\ ").replace("'", "\\'")
-    line = line.format(path=cat, escaped=escaped, url=cat.as_uri())
+def test_a_pasted_path_is_a_media_file(image_file: Path, line: str, rest: str | None) -> None:
+    escaped = escape_path(image_file)
+    line = line.format(path=image_file, escaped=escaped, url=image_file.as_uri())
     if rest is None:
-        assert extract_media_files(line) == (line, [])  # the name goes on with a question mark
+        assert extract_media_files(line) == (line, [])  # the question mark is part of the word
     else:
-        assert extract_media_files(line) == (rest, [("image", cat)] * max(1, line.count(escaped)))
+        assert extract_media_files(line) == (rest, [("image", image_file)] * max(1, line.count(escaped)))
 
 
-def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
+def escape_path(path: Path) -> str:
+    return str(path).replace(" ", "\\ ").replace("'", "\\'")
+
+
+def test_a_path_in_single_quotes_is_one_word(tmp_path: Path) -> None:
     path = tmp_path / "two words.JPG"
     path.write_bytes(b"")
     assert extract_media_files(f"What is '{path}'") == ("What is", [("image", path)])
@@ -66,7 +71,7 @@ def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
         "C:\\nowhere\\cat.png",
         "/etc/passwd",
         "file:///etc/passwd",
-        "~nobody-of-that-name/cat.png",
+        "~no-such-user/cat.png",
         "x" * 5000 + ".png",
         "\0.png",
         '"',
@@ -75,121 +80,121 @@ def test_single_quotes_hold_a_path_together(tmp_path: Path) -> None:
         "two  spaces   stay",
     ],
 )
-def test_other_lines_stay_as_they_are(line: str) -> None:
+def test_lines_without_media_files_are_unchanged(line: str) -> None:
     assert extract_media_files(line) == (line, [])
 
 
 @pytest.fixture
-def terminal(cat: Path) -> Iterator[Terminal]:
-    terminal = Terminal("--image", str(cat))
+def terminal(image_file: Path) -> Iterator[ChatTerminal]:
+    terminal = ChatTerminal("--image", str(image_file))
     yield terminal
-    assert terminal.end() == 0
+    assert terminal.exit() == 0
 
 
-def test_pictures_in_a_chat_are_said_in_a_line_and_refused_by_a_model_that_cannot_see(
-    terminal: Terminal, cat: Path, tmp_path: Path
+def test_chat_describes_attached_images_and_reports_a_model_without_image_support(
+    terminal: ChatTerminal, image_file: Path, tmp_path: Path
 ) -> None:
-    assert "a picture: a cat's.png, 64 by 48 pixels" in "\n".join(terminal.lines)
-    assert "this model takes no image" in terminal.say("What is this?")
-    assert "12 tokens at" in terminal.say("And without?")  # the picture went with its question
-    assert "a picture: a cat's.png, 64 by 48 pixels" in terminal.say(f'/image "{cat}"')
-    assert "this model takes no image" in terminal.say("What is this?")
-    shown = terminal.say(f'"{cat}" What is this?')
-    assert "a picture: a cat's.png, 64 by 48 pixels" in shown
-    assert "this model takes no image" in shown
-    assert "write /image and a file" in terminal.say("/image")
-    assert "No such file" in terminal.say(f"/image {tmp_path}/missing.png")
-    (tmp_path / "text.png").write_text("no picture")
-    assert "it is no PNG" in terminal.say(f"/image {tmp_path}/text.png")
-    assert "there is no command /imag" in terminal.say(f"/imag {tmp_path}/text.png")
-    assert "12 tokens at" in terminal.say("hello")
+    assert "image: a cat's.png, 64 by 48 pixels" in "\n".join(terminal.lines)
+    assert "does not support image input" in terminal.send_line("What is this?")
+    assert "12 tokens at" in terminal.send_line("And without?")  # the image belonged to the message before
+    assert "image: a cat's.png, 64 by 48 pixels" in terminal.send_line(f'/image "{image_file}"')
+    assert "does not support image input" in terminal.send_line("What is this?")
+    screen = terminal.send_line(f'"{image_file}" What is this?')
+    assert "image: a cat's.png, 64 by 48 pixels" in screen
+    assert "does not support image input" in screen
+    assert "usage: /image FILE" in terminal.send_line("/image")
+    assert "No such file" in terminal.send_line(f"/image {tmp_path}/missing.png")
+    (tmp_path / "text.png").write_text("not an image")
+    assert "it is not a PNG" in terminal.send_line(f"/image {tmp_path}/text.png")
+    assert "unknown command /imag" in terminal.send_line(f"/imag {tmp_path}/text.png")
+    assert "12 tokens at" in terminal.send_line("hello")
 
 
 @pytest.fixture
-def blue(tmp_path: Path) -> Path:
+def blue_file(tmp_path: Path) -> Path:
     path = tmp_path / "blue.png"
-    shown = coloured("B")
-    path.write_bytes(saved(Image.frombytes("RGB", (shown.width, shown.height), shown.pixels)))
+    image = color_image("B")
+    path.write_bytes(encode_image(Image.frombytes("RGB", (image.width, image.height), image.pixels)))
     return path
 
 
-COLOURS = str(models.get_path("colours"))
-EYES = ("--projector", str(models.get_path("projector-colours")))
+VISION_MODEL = str(models.get_path("colors"))
+VISION_PROJECTOR = ("--projector", str(models.get_path("projector-colors")))
 
 
-def test_a_model_that_sees_answers_about_pictures_wherever_they_are_named(blue: Path) -> None:
-    for command in (("chat", COLOURS), ("run", "What is this?", "--model", COLOURS)):
-        done = run(*command, *EYES, "--image", str(blue), question="What is this?")
-        assert (done.returncode, done.stdout.strip()) == (0, "B"), done.stderr
+def test_the_image_flag_attaches_images(blue_file: Path) -> None:
+    for command in (("chat", VISION_MODEL), ("run", "What is this?", "--model", VISION_MODEL)):
+        result = run_command(*command, *VISION_PROJECTOR, "--image", str(blue_file), stdin="What is this?")
+        assert (result.returncode, result.stdout.strip()) == (0, "B"), result.stderr
 
 
-def test_a_file_dragged_into_the_chat_is_seen(blue: Path) -> None:
-    terminal = Terminal(*EYES, model=COLOURS)
-    shown = terminal.say(f"{blue} What is this?")
-    assert "a picture: blue.png, 40 by 30 pixels" in shown
-    assert re.search(r"^B$", shown, re.MULTILINE)
-    assert "a picture: blue.png" in terminal.say(str(blue))
-    assert re.search(r"^B$", terminal.say("And this?"), re.MULTILINE)
-    assert "user: [picture] And this?" in terminal.say("/history")
-    assert terminal.end() == 0
+def test_a_file_dragged_into_the_chat_is_attached(blue_file: Path) -> None:
+    terminal = ChatTerminal(*VISION_PROJECTOR, model=VISION_MODEL)
+    screen = terminal.send_line(f"{blue_file} What is this?")
+    assert "image: blue.png, 40 by 30 pixels" in screen
+    assert re.search(r"^B$", screen, re.MULTILINE)
+    assert "image: blue.png" in terminal.send_line(str(blue_file))
+    assert re.search(r"^B$", terminal.send_line("And this?"), re.MULTILINE)
+    assert "user: [image] And this?" in terminal.send_line("/history")
+    assert terminal.exit() == 0
 
 
-def test_a_piped_question_and_a_run_take_pictures_and_say_what_is_wrong(cat: Path, tmp_path: Path) -> None:
+def test_image_errors_of_chat_and_run_are_reported(image_file: Path, tmp_path: Path) -> None:
     for command in (("chat", MODEL), ("run", "What is this?", "--model", MODEL)):
-        done = run(*command, "--image", str(cat), question="What is this?")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "this model takes no image" in done.stderr
-        missing = run(*command, "--image", str(tmp_path / "missing.png"), question="What is this?")
+        result = run_command(*command, "--image", str(image_file), stdin="What is this?")
+        assert (result.returncode, result.stdout) == (1, "")
+        assert "does not support image input" in result.stderr
+        missing = run_command(*command, "--image", str(tmp_path / "missing.png"), stdin="What is this?")
         assert missing.returncode == 1
         assert "missing.png cannot be read: No such file" in missing.stderr
-    raw = run("run", "abc", "--model", MODEL, "--raw", "--image", str(cat))
+    raw = run_command("run", "abc", "--model", MODEL, "--raw", "--image", str(image_file))
     assert raw.returncode == 1
-    assert "leave it or --raw out" in raw.stderr
+    assert "cannot be used with --raw" in raw.stderr
 
 
-NOTES = str(models.get_path("notes"))
-EARS = ("--projector", str(models.get_path("projector-notes")))
+AUDIO_MODEL = str(models.get_path("notes"))
+AUDIO_PROJECTOR = ("--projector", str(models.get_path("projector-notes")))
 
 
 @pytest.fixture
-def bell(tmp_path: Path) -> Path:
+def audio_file(tmp_path: Path) -> Path:
     path = tmp_path / "a bell.mp3"
-    path.write_bytes(recorded(np.frombuffer(played("A").samples, np.float32), format="MP3"))
+    path.write_bytes(encode_audio(np.frombuffer(note_audio("A").samples, np.float32), format="MP3"))
     return path
 
 
-def test_a_model_that_hears_answers_about_sounds_wherever_they_are_named(bell: Path) -> None:
-    for command in (("chat", NOTES), ("run", "Which note is this?", "--model", NOTES)):
-        done = run(*command, *EARS, "--audio", str(bell), question="Which note is this?")
-        assert (done.returncode, done.stdout.strip()) == (0, "A"), done.stderr
+def test_the_audio_flag_attaches_audio(audio_file: Path) -> None:
+    for command in (("chat", AUDIO_MODEL), ("run", "Which note is this?", "--model", AUDIO_MODEL)):
+        result = run_command(*command, *AUDIO_PROJECTOR, "--audio", str(audio_file), stdin="Which note is this?")
+        assert (result.returncode, result.stdout.strip()) == (0, "A"), result.stderr
 
 
-def test_a_sound_dragged_into_the_chat_is_heard(bell: Path) -> None:
-    terminal = Terminal(*EARS, "--audio", str(bell), model=NOTES)
-    assert re.search(r"a sound: a bell.mp3, 0\.\d seconds", "\n".join(terminal.lines))
-    assert re.search(r"^A$", terminal.say("Which note is this?"), re.MULTILINE)
-    shown = terminal.say(f"'{bell}' Which note is this?")
-    assert "a sound: a bell.mp3" in shown
-    assert re.search(r"^A$", shown, re.MULTILINE)
-    assert "a sound: a bell.mp3" in terminal.say(f"/audio {bell}")
-    assert re.search(r"^A$", terminal.say("And this?"), re.MULTILINE)
-    assert "user: [sound] And this?" in terminal.say("/history")
-    assert "write /audio and a file" in terminal.say("/audio")
-    assert "No such file" in terminal.say("/audio /no/such/file.wav")
-    assert terminal.end() == 0
+def test_an_audio_file_dragged_into_the_chat_is_attached(audio_file: Path) -> None:
+    terminal = ChatTerminal(*AUDIO_PROJECTOR, "--audio", str(audio_file), model=AUDIO_MODEL)
+    assert re.search(r"audio: a bell.mp3, 0\.\d seconds", "\n".join(terminal.lines))
+    assert re.search(r"^A$", terminal.send_line("Which note is this?"), re.MULTILINE)
+    screen = terminal.send_line(f"'{audio_file}' Which note is this?")
+    assert "audio: a bell.mp3" in screen
+    assert re.search(r"^A$", screen, re.MULTILINE)
+    assert "audio: a bell.mp3" in terminal.send_line(f"/audio {audio_file}")
+    assert re.search(r"^A$", terminal.send_line("And this?"), re.MULTILINE)
+    assert "user: [audio] And this?" in terminal.send_line("/history")
+    assert "usage: /audio FILE" in terminal.send_line("/audio")
+    assert "No such file" in terminal.send_line("/audio /no/such/file.wav")
+    assert terminal.exit() == 0
 
 
-def test_sounds_that_cannot_be_taken_are_one_line(bell: Path, tmp_path: Path) -> None:
-    deaf = run("run", "Which note is this?", "--model", MODEL, "--audio", str(bell))
-    assert (deaf.returncode, deaf.stdout) == (1, "")
-    assert "this model takes no audio" in deaf.stderr
-    raw = run("run", "abc", "--model", MODEL, "--raw", "--audio", str(bell))
+def test_audio_errors_are_reported(audio_file: Path, tmp_path: Path) -> None:
+    unsupported = run_command("run", "Which note is this?", "--model", MODEL, "--audio", str(audio_file))
+    assert (unsupported.returncode, unsupported.stdout) == (1, "")
+    assert "does not support audio input" in unsupported.stderr
+    raw = run_command("run", "abc", "--model", MODEL, "--raw", "--audio", str(audio_file))
     assert raw.returncode == 1
-    assert "leave it or --raw out" in raw.stderr
-    missing = run("run", "abc", "--model", MODEL, "--audio", str(tmp_path / "missing.wav"))
+    assert "cannot be used with --raw" in raw.stderr
+    missing = run_command("run", "abc", "--model", MODEL, "--audio", str(tmp_path / "missing.wav"))
     assert "missing.wav cannot be read: No such file" in missing.stderr
 
 
-def test_pictures_and_sounds_of_one_line_are_told_apart(cat: Path, bell: Path) -> None:
-    line = f"'{bell}' and " + str(cat).replace(" ", "\\ ").replace("'", "\\'")
-    assert extract_media_files(line) == ("and", [("audio", bell), ("image", cat)])
+def test_images_and_audio_in_one_line_are_distinguished(image_file: Path, audio_file: Path) -> None:
+    line = f"'{audio_file}' and {escape_path(image_file)}"
+    assert extract_media_files(line) == ("and", [("audio", audio_file), ("image", image_file)])

@@ -1,189 +1,121 @@
-"""The chat as a person in a terminal has it: a pseudo-terminal and real keys."""
+"""Interactive chat in a pseudo-terminal with real keys."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
-import pyte
 import pytest
 
-from afterglow.cli.display import find_complete_blocks_end
-from afterglow.testing import models
+from support.commands import ChatTerminal
 
-
-class Terminal:
-    """A program in a terminal of 40 lines, and what its screen shows."""
-
-    def __init__(self, *arguments: str, term: str = "xterm", model: str = "") -> None:
-        model = model or str(models.get_path("successor-attention"))
-        command = ["-m", "afterglow.cli.main", "chat", model, "--max-tokens", "12"]
-        environment = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
-        self.child = pexpect.spawn(
-            sys.executable, [*command, *arguments], env=environment, encoding="utf-8", timeout=30, dimensions=(40, 120)
-        )
-        self.screen = pyte.Screen(120, 40)
-        self._drawn = pyte.Stream(self.screen)
-        self.read()
-
-    def update(self, seconds: float) -> bool:
-        """Draw what comes next; False where nothing came."""
-        try:
-            self._drawn.feed(self.child.read_nonblocking(4096, seconds))
-        except pexpect.TIMEOUT:
-            return False
-        return True
-
-    def read(self) -> str:
-        """What the screen shows once a question is awaited."""
-        for _ in range(300):
-            if not self.update(0.25) and self.lines and self.lines[-1] == ">":
-                return "\n".join(self.lines)
-        raise AssertionError(f"no question is awaited: {self.lines}")
-
-    @property
-    def lines(self) -> list[str]:
-        shown = [line.rstrip() for line in self.screen.display]
-        while shown and not shown[-1]:
-            shown.pop()
-        return shown
-
-    def say(self, line: str) -> str:
-        """What the screen shows after this line was said and answered."""
-        self.screen.erase_in_display(2)
-        self.screen.cursor_position()
-        self.child.send(line + "\r")
-        return self.read()
-
-    def end(self) -> int:
-        self.child.sendeof()
-        self.child.expect(pexpect.EOF)
-        self.child.close()
-        return self.child.exitstatus
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    terminal = Terminal()
+def terminal() -> Iterator[ChatTerminal]:
+    terminal = ChatTerminal()
     yield terminal
-    assert terminal.end() == 0
+    assert terminal.exit() == 0
 
 
-def test_a_question_is_answered_with_what_it_took(terminal: Terminal) -> None:
-    shown = terminal.say("hello")
+def test_a_response_is_followed_by_statistics(terminal: ChatTerminal) -> None:
+    screen = terminal.send_line("hello")
     assert re.search(
-        r"\d+ of \d+ prompt tokens cached, first token after [\d.]+ s, 12 tokens at [\d.]+ tokens/s", shown
+        r"\d+ of \d+ prompt tokens cached, first token after [\d.]+ s, 12 tokens at [\d.]+ tokens/s", screen
     )
 
 
-def test_a_second_question_finds_the_first_in_memory(terminal: Terminal) -> None:
-    first = terminal.say("hello")
-    second = terminal.say("and now?")
-    cached = [int(re.search(r"(\d+) of \d+ prompt", shown)[1]) for shown in (first, second)]
+def test_the_second_message_has_a_prefix_hit(terminal: ChatTerminal) -> None:
+    first = terminal.send_line("hello")
+    second = terminal.send_line("and now?")
+    cached = [int(re.search(r"(\d+) of \d+ prompt", screen)[1]) for screen in (first, second)]
     assert cached[0] == 0
     assert cached[1] > 12
 
 
-def test_the_statistics_can_be_hidden(terminal: Terminal) -> None:
-    assert "hidden" in terminal.say("/stats")
-    assert "tokens/s" not in terminal.say("hello")
-    assert "shown" in terminal.say("/stats")
+def test_statistics_can_be_hidden(terminal: ChatTerminal) -> None:
+    assert "hidden" in terminal.send_line("/stats")
+    assert "tokens/s" not in terminal.send_line("hello")
+    assert "shown" in terminal.send_line("/stats")
 
 
-def test_an_answer_is_made_again_and_a_question_changed(terminal: Terminal) -> None:
-    terminal.say("hello")
-    again = terminal.say("/regenerate")
-    assert "12 tokens at" in again
-    edited = terminal.say("/edit goodbye")
-    assert "12 tokens at" in edited
-    history = terminal.say("/history")
+def test_regenerate_and_edit_generate_a_new_response(terminal: ChatTerminal) -> None:
+    terminal.send_line("hello")
+    assert "12 tokens at" in terminal.send_line("/regenerate")
+    assert "12 tokens at" in terminal.send_line("/edit goodbye")
+    history = terminal.send_line("/history")
     assert "user: goodbye" in history
     assert "hello" not in history
 
 
-def test_a_fork_goes_its_own_way(terminal: Terminal) -> None:
-    terminal.say("hello")
-    assert "a copy with 3 messages" in terminal.say("/fork")
-    terminal.say("only here")
-    assert "only here" in terminal.say("/history")
-    assert "back in the conversation with 3 messages" in terminal.say("/back")
-    assert "only here" not in terminal.say("/history")
-    assert "nothing to go back to" in terminal.say("/back")
+def test_a_fork_does_not_change_the_original(terminal: ChatTerminal) -> None:
+    terminal.send_line("hello")
+    assert "forked a conversation of 3 messages" in terminal.send_line("/fork")
+    terminal.send_line("only here")
+    assert "only here" in terminal.send_line("/history")
+    assert "returned to the conversation of 3 messages" in terminal.send_line("/back")
+    assert "only here" not in terminal.send_line("/history")
+    assert "no fork to return from" in terminal.send_line("/back")
 
 
-def test_a_conversation_is_saved_and_read_again(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_and_loaded(terminal: ChatTerminal, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    terminal.say("hello")
-    assert "saved 3 messages" in terminal.say(f"/save {file}")
+    terminal.send_line("hello")
+    assert "saved 3 messages" in terminal.send_line(f"/save {file}")
     assert [message["role"] for message in json.loads(file.read_text())] == ["system", "user", "assistant"]
-    assert "1 messages are left" in terminal.say("/rewind 1")
-    assert "3 messages" in terminal.say(f"/load {file}")
-    assert "cannot be written" in terminal.say("/save /nowhere/at/all")
-    assert "not a saved conversation" in terminal.say("/load /nowhere/at/all")
+    assert "1 messages left" in terminal.send_line("/rewind 1")
+    assert "loaded 3 messages" in terminal.send_line(f"/load {file}")
+    assert "cannot be written" in terminal.send_line("/save /nowhere/at/all")
+    assert "not a saved conversation" in terminal.send_line("/load /nowhere/at/all")
 
 
-def test_commands_that_do_not_exist_and_rewinds_too_far_are_said(terminal: Terminal) -> None:
-    assert "there is no command /sing" in terminal.say("/sing")
-    assert "/regenerate" in terminal.say("/help")
-    assert "within the 1 messages" in terminal.say("/rewind 7")
-    assert "write /rewind and a number" in terminal.say("/rewind often")
-    assert "have no question yet" in terminal.say("/regenerate")
-    assert "there is no question yet" in terminal.say("/edit x")
+def test_unknown_commands_and_invalid_arguments_are_reported(terminal: ChatTerminal) -> None:
+    assert "unknown command /sing" in terminal.send_line("/sing")
+    assert "/regenerate" in terminal.send_line("/help")
+    assert "within the 1 messages" in terminal.send_line("/rewind 7")
+    assert "usage: /rewind N" in terminal.send_line("/rewind often")
+    assert "have no question yet" in terminal.send_line("/regenerate")
+    assert "there is no user message yet" in terminal.send_line("/edit x")
 
 
-def test_a_question_may_have_several_lines(terminal: Terminal) -> None:
-    terminal.child.send("one\x1b\rtwo\r")  # Alt-Enter
-    terminal.read()
-    history = terminal.say("/history")
+def test_alt_enter_inserts_a_newline(terminal: ChatTerminal) -> None:
+    terminal.child.send("one\x1b\rtwo\r")
+    terminal.wait_for_prompt()
+    history = terminal.send_line("/history")
     assert re.search(r"user: one\s+two", history)
 
 
-def test_a_line_goes_on_after_a_backslash(terminal: Terminal) -> None:
-    terminal.say("one\\")
-    terminal.say("two")
-    assert re.search(r"user: one\s+two", terminal.say("/history"))
+def test_a_line_continues_after_a_backslash(terminal: ChatTerminal) -> None:
+    terminal.send_line("one\\")
+    terminal.send_line("two")
+    assert re.search(r"user: one\s+two", terminal.send_line("/history"))
 
 
-def test_a_new_system_prompt_begins_anew(terminal: Terminal) -> None:
-    terminal.say("hello")
-    assert "a new conversation" in terminal.say("/system Be brief.")
-    history = terminal.say("/history")
+def test_a_new_system_prompt_starts_a_new_conversation(terminal: ChatTerminal) -> None:
+    terminal.send_line("hello")
+    assert "a new conversation" in terminal.send_line("/system Be brief.")
+    history = terminal.send_line("/history")
     assert "system: Be brief." in history
     assert "hello" not in history
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_conversation() -> None:
-    terminal = Terminal("--max-tokens", "100000", "--context", "100000")
+def test_ctrl_c_stops_a_response_but_not_the_conversation() -> None:
+    terminal = ChatTerminal("--max-tokens", "100000", "--context", "100000")
     terminal.child.send("hello\r")
     for _ in range(20):
         terminal.update(0.1)
     terminal.child.sendintr()
-    assert "stopped" in terminal.read()
-    assert "hello" not in terminal.say("/history")
-    assert terminal.end() == 0
+    assert "stopped" in terminal.wait_for_prompt()
+    assert "hello" not in terminal.send_line("/history")
+    assert terminal.exit() == 0
 
 
-def test_a_terminal_that_can_do_nothing_is_enough() -> None:
-    terminal = Terminal(term="dumb")
-    assert "12 tokens at" in terminal.say("hello")
+def test_a_dumb_terminal_is_supported() -> None:
+    terminal = ChatTerminal(term="dumb")
+    assert "12 tokens at" in terminal.send_line("hello")
     terminal.child.send("/exit\n")
     terminal.child.expect(pexpect.EOF)
-
-
-@pytest.mark.parametrize(
-    ("text", "complete"),
-    [
-        ("one", ""),
-        ("one\n\ntwo", "one\n\n"),
-        ("```\na\n\nb", ""),
-        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
-        ("a\n\n- b\n\nc", "a\n\n- b\n\n"),
-    ],
-)
-def test_blocks_are_complete_where_no_more_text_can_change_them(text: str, complete: str) -> None:
-    assert text[: find_complete_blocks_end(text)] == complete

@@ -1,4 +1,4 @@
-"""One precedence: flags, then the environment, then the file, then the defaults; and no key is ever ignored."""
+"""Settings: flags override the environment, the environment the file, the file the defaults. No key is ignored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from afterglow.cli.serve import build_served_settings, parse_drafts
 from afterglow.cli.settings import Settings, load_command_settings, load_settings
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
-from afterglow.testing import models as tiny
-from cli.test_main import run
+from afterglow.testing import models
+from support.commands import run_command
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_flags_come_before_the_environment_before_the_file_before_the_defaults(file, monkeypatch):
+def test_flags_override_the_environment_the_file_and_the_defaults(file, monkeypatch):
     assert load_settings().context == 4096
     file.write_text("context = 1000\nmax_tokens = 7\nsystem = 'from the file'\n")
     assert load_settings().context == 1000
@@ -39,52 +39,52 @@ def test_flags_come_before_the_environment_before_the_file_before_the_defaults(f
     assert (load_settings().max_tokens, load_settings().system) == (7, "from the file")
 
 
-def test_an_unknown_key_of_the_file_is_an_error_with_a_suggestion(file):
+def test_an_unknown_key_in_the_file_is_an_error_with_a_suggestion(file):
     file.write_text("contxt = 1000\n")
     with pytest.raises(InvalidArgument, match=r"contxt` is not a setting; did you mean 'context'"):
         load_settings()
 
 
-def test_an_unknown_variable_is_an_error_with_a_suggestion(monkeypatch):
+def test_an_unknown_environment_variable_is_an_error_with_a_suggestion(monkeypatch):
     monkeypatch.setenv("AFTERGLOW_TEMPRATURE", "1")
     with pytest.raises(InvalidArgument, match=r"did you mean 'temperature'"):
         load_settings()
 
 
 @pytest.mark.parametrize("text", ["context = 1", "context = 'many'", "temperature = -1", "seed = 1.5"])
-def test_a_value_that_cannot_be_is_refused_by_its_name(file, text):
+def test_an_invalid_value_is_an_error_that_names_the_setting(file, text):
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=text.split()[0]):
         load_settings()
 
 
-def test_a_file_that_is_no_toml_or_not_there_is_said(file, monkeypatch):
+def test_an_invalid_or_missing_file_is_an_error(file, monkeypatch):
     file.write_text("= 1")
     with pytest.raises(InvalidArgument, match="cannot be read"):
         load_settings()
     monkeypatch.setenv("AFTERGLOW_SETTINGS", str(file) + "x")
-    with pytest.raises(InvalidArgument, match="is not there"):
+    with pytest.raises(InvalidArgument, match="does not exist"):
         load_settings()
 
 
-def test_every_setting_is_in_the_documentation():
+def test_every_setting_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
     for name in Settings.model_fields:
         assert f"`{name}`" in text, name
 
 
-def test_a_command_obeys_the_file(file):
-    file.write_text(f"model = '{tiny.get_path('successor-attention')}'\nmax_tokens = 3\n")
-    done = run("chat", question="hello")
-    assert len(done.stdout.strip("\n")) == 3
-    assert len(run("chat", "--max-tokens", "5", question="hello").stdout.strip("\n")) == 5
+@pytest.mark.native
+def test_a_command_uses_the_file(file):
+    file.write_text(f"model = '{models.get_path('successor-attention')}'\nmax_tokens = 3\n")
+    assert len(run_command("chat", stdin="hello").stdout.strip("\n")) == 3
+    assert len(run_command("chat", "--max-tokens", "5", stdin="hello").stdout.strip("\n")) == 5
 
 
-def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
-    """What is in the settings arrives at the model, at the answer, or at the page that shows it."""
+def test_every_setting_is_passed_on(monkeypatch, tmp_path):
+    """Each setting reaches the model, the engine or the generation options."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
-    chosen = load_settings(
+    settings = load_settings(
         context=512,
         sequences=3,
         threads=1,
@@ -94,129 +94,138 @@ def test_the_commands_hand_every_setting_on(monkeypatch, tmp_path):
         seed=3,
         max_tokens=9,
         reasoning="off",
-        pin_system=True,
-        disk_bytes="3GiB",
-        ram_bytes="5MiB",
-        gap=0.5,
+        pin_system_prompts=True,
+        disk_cache_bytes="3GiB",
+        ram_cache_bytes="5MiB",
+        max_token_gap=0.5,
         speculation=4,
         deterministic=True,
         projector=tmp_path / "mmproj.gguf",
         strip_media=True,
     )
-    told: dict[str, object] = {}
-    monkeypatch.setattr(open_model, "load", lambda path, **options: told.update(options))
+    load_options: dict[str, object] = {}
+    monkeypatch.setattr(open_model, "load", lambda path, **options: load_options.update(options))
     monkeypatch.setattr(open_model, "resolve_or_pull", lambda name: name)
-    open_model.open_model(chosen, Console(stderr=True))
+    open_model.open_model(settings, Console(stderr=True))
     expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
     expected |= {"projector": tmp_path / "mmproj.gguf", "strip_media": True}
-    assert {name: told[name] for name in expected} == expected
-    assert told["chat_template"] == "{{ messages[0].content }}"
-    sizes = {"disk_bytes": 3 * 1024**3, "ram_bytes": 5 * 1024**2}
+    assert {name: load_options[name] for name in expected} == expected
+    assert load_options["chat_template"] == "{{ messages[0].content }}"
+    sizes = {"disk_cache_bytes": 3 * 1024**3, "ram_cache_bytes": 5 * 1024**2}
     engine = EngineSettings(pin_system_prompts=True, max_token_gap=0.5, speculation=4, deterministic=True, **sizes)
-    assert told["engine"] == build_served_settings(chosen).engine == engine
-    assert build_served_settings(chosen).projector == tmp_path / "mmproj.gguf"
-    assert build_served_settings(chosen).strip_media
+    assert load_options["engine"] == build_served_settings(settings).engine == engine
+    assert build_served_settings(settings).projector == tmp_path / "mmproj.gguf"
+    assert build_served_settings(settings).strip_media
     assert build_served_settings(load_settings()).engine == EngineSettings()
-    assert build_generation_options(chosen) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
+    assert build_generation_options(settings) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 
 
-LOADING = {"context": 512, "threads": 2, "gpu_layers": 1}
-TALKING = {"chat_template": Path("template"), "projector": Path("mmproj"), "strip_media": True}
-ASKING = {"system": "Be brief.", "max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": "low"}
-SERVING = {"queue": 2, "lazy": True, "shutdown_seconds": 1.0, "host": "::1", "port": 0}
-MEDIA = {"media_directory": Path("pictures"), "max_media_bytes": 7, "max_pixels": 8}
+LOAD_FLAGS = {"context": 512, "threads": 2, "gpu_layers": 1}
+CHAT_FLAGS = {"chat_template": Path("template"), "projector": Path("mmproj"), "strip_media": True}
+GENERATION_FLAGS = {"system": "Be brief.", "max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": "low"}
+SERVER_FLAGS = {"max_queue": 2, "lazy_load": True, "shutdown_seconds": 1.0, "host": "::1", "port": 0}
+MEDIA_FLAGS = {"media_directory": Path("media"), "max_media_bytes": 7, "max_image_pixels": 8}
 
 
-def written(flags: dict[str, object]) -> list[str]:
-    """Flags as they are typed."""
-    words = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
-    return [text for flag, value in words for text in ([flag] if value is True else [flag, str(value)])]
+def to_arguments(flags: dict[str, object]) -> list[str]:
+    """Return flags as command line arguments."""
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    return [text for flag, value in pairs for text in ([flag] if value is True else [flag, str(value)])]
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "flags"),
     [
-        ("chat", ["--no-markdown", "--no-stats", "small"], LOADING | TALKING | ASKING),
-        ("run", ["--model", "small", "Why?"], LOADING | TALKING | ASKING),
-        ("perplexity", ["--model", "small", "text.txt"], LOADING),
+        ("chat", ["--no-markdown", "--no-stats", "small"], LOAD_FLAGS | CHAT_FLAGS | GENERATION_FLAGS),
+        ("run", ["--model", "small", "Why?"], LOAD_FLAGS | CHAT_FLAGS | GENERATION_FLAGS),
+        ("perplexity", ["--model", "small", "text.txt"], LOAD_FLAGS),
         ("explain", ["--model", "small", "prompt.txt"], {"chat_template": Path("template")}),
     ],
 )
-def test_every_flag_of_a_command_becomes_its_setting(name, arguments, flags):
-    chosen = load_command_settings(get_command(app).commands[name].make_context(name, [*written(flags), *arguments]))
+def test_every_flag_of_a_command_sets_its_setting(name, arguments, flags):
+    context = get_command(app).commands[name].make_context(name, [*to_arguments(flags), *arguments])
+    settings = load_command_settings(context)
     expected = flags | {"model": "small"} | ({"markdown": False, "stats": False} if name == "chat" else {})
-    assert {name: getattr(chosen, name) for name in expected} == expected
+    assert {name: getattr(settings, name) for name in expected} == expected
 
 
-def test_every_flag_of_serve_becomes_its_setting(monkeypatch, tmp_path):
+def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     served: list[tuple[dict[str, str], Settings]] = []
     monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
     (tmp_path / "keys").write_text("c\n\nd\n")
-    several = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
-    several += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys")]
+    repeated = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
+    repeated += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys")]
     flags = (
-        LOADING
-        | TALKING
-        | {"sequences": 3, "pin_system": True, "gap": 0.5, "deterministic": True, "ram_bytes": 5, "disk_bytes": 7}
-        | {"speculation": 4}
+        LOAD_FLAGS
+        | CHAT_FLAGS
+        | {"sequences": 3, "pin_system_prompts": True, "max_token_gap": 0.5, "deterministic": True}
+        | {"ram_cache_bytes": 5, "disk_cache_bytes": 7, "speculation": 4}
     )
-    CliRunner().invoke(app, ["serve", *written(flags | SERVING | MEDIA), *several, "big=large", "/x/other.gguf"])
-    models, chosen = served[0]
-    assert models == {"big": "large", "other": "/x/other.gguf"}
-    assert {name: getattr(chosen, name) for name in flags} == flags
-    assert {name: getattr(chosen.server, name) for name in SERVING | MEDIA} == SERVING | MEDIA
-    assert chosen.draft == "mtp,big=small"
-    assert chosen.server.api_keys == ("a", "b", "c", "d")
-    assert (chosen.server.allow_origins, chosen.server.media_hosts) == (("o",), ("h",))
+    server_flags = SERVER_FLAGS | MEDIA_FLAGS
+    arguments = [*to_arguments(flags | server_flags), *repeated, "big=large", "/x/other.gguf"]
+    CliRunner().invoke(app, ["serve", *arguments])
+    served_models, settings = served[0]
+    assert served_models == {"big": "large", "other": "/x/other.gguf"}
+    assert {name: getattr(settings, name) for name in flags} == flags
+    assert {name: getattr(settings.server, name) for name in server_flags} == server_flags
+    assert settings.draft == "mtp,big=small"
+    assert settings.server.api_keys == ("a", "b", "c", "d")
+    assert (settings.server.allow_origins, settings.server.media_hosts) == (("o",), ("h",))
 
 
-def test_flags_that_were_not_given_leave_the_file_its_word(file, monkeypatch):
+def test_absent_flags_do_not_override_the_file(file, monkeypatch):
     served: list[tuple[dict[str, str], Settings]] = []
     monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
     file.write_text("model = 'small'\ndraft = 'mtp'\n[server]\nport = 9\napi_keys = ['a']\nmedia_hosts = ['h']\n")
     CliRunner().invoke(app, ["serve"])
-    models, chosen = served[0]
-    assert (models, chosen.draft) == ({"small": "small"}, "mtp")
-    assert (chosen.server.port, chosen.server.api_keys, chosen.server.media_hosts) == (9, ("a",), ("h",))
+    served_models, settings = served[0]
+    assert (served_models, settings.draft) == ({"small": "small"}, "mtp")
+    assert (settings.server.port, settings.server.api_keys, settings.server.media_hosts) == (9, ("a",), ("h",))
 
 
-def test_a_system_prompt_and_plain_answers_are_obeyed(tmp_path):
+@pytest.mark.native
+def test_the_system_prompt_changes_the_response(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
-    model = str(tiny.get_path("successor-attention"))
-    first = run("chat", model, "--max-tokens", "3", "--chat-template", str(template), "--system", "a", question="x")
-    other = run("chat", model, "--max-tokens", "3", "--chat-template", str(template), "--system", "b", question="x")
-    assert first.stdout != other.stdout
+    model = str(models.get_path("successor-attention"))
+    command = ("chat", model, "--max-tokens", "3", "--chat-template", str(template))
+    first = run_command(*command, "--system", "a", stdin="x")
+    second = run_command(*command, "--system", "b", stdin="x")
+    assert first.stdout != second.stdout
 
 
 @pytest.mark.parametrize(("value", "meaning"), [("on", True), ("off", False), ("64", 64), ("low", "low"), (None, None)])
-def test_reasoning_is_written_as_people_do(value, meaning):
+def test_the_reasoning_flag_is_parsed(value, meaning):
     assert parse_reasoning(value) == meaning
 
 
-def test_a_chat_template_that_is_not_there_is_said():
-    done = run("chat", str(tiny.get_path("attention")), "--chat-template", "/nowhere.jinja", question="x")
-    assert done.returncode == 1
-    assert "/nowhere.jinja cannot be read" in done.stderr
+@pytest.mark.native
+def test_a_missing_chat_template_is_an_error():
+    model = str(models.get_path("attention"))
+    result = run_command("chat", model, "--chat-template", "/nowhere.jinja", stdin="x")
+    assert result.returncode == 1
+    assert "/nowhere.jinja cannot be read" in result.stderr
 
 
-def test_a_draft_is_for_all_models_or_for_the_one_it_names():
-    small = tiny.get_path("draft")
+@pytest.mark.native
+def test_a_drafter_applies_to_all_models_or_to_the_named_one():
+    small = models.get_path("draft")
     assert parse_drafts(f"mtp,one={small}", ["one", "two"]) == {"one": small, "two": "mtp"}
     assert parse_drafts(str(small), ["one"]) == {"one": small}
     assert parse_drafts(None, ["one"]) == {}
-    with pytest.raises(InvalidArgument, match=r"'other' is not served; there are one"):
+    with pytest.raises(InvalidArgument, match=r"'other' is not served; the models are one"):
         parse_drafts("other=mtp", ["one"])
 
 
-def test_a_command_shows_a_picture_to_a_model_that_sees(tmp_path):
+@pytest.mark.native
+def test_projector_and_strip_media_apply_to_a_command(tmp_path):
     Image.new("RGB", (40, 30), (230, 20, 20)).save(tmp_path / "red.png")
-    model, projector = str(tiny.get_path("colours")), str(tiny.get_path("projector-colours"))
-    picture = ("--image", str(tmp_path / "red.png"))
-    done = run("chat", model, "--projector", projector, *picture, question="What colour is this?")
-    assert done.stdout.strip() == "R"
-    blind = run("chat", model, *picture, question="What colour is this?")
-    assert blind.returncode == 1
-    assert "takes no image" in blind.stderr
-    stripped = run("chat", model, "--strip-media", *picture, question="What colour is this?")
+    model, projector = str(models.get_path("colors")), str(models.get_path("projector-colors"))
+    image = ("--image", str(tmp_path / "red.png"))
+    result = run_command("chat", model, "--projector", projector, *image, stdin="What colour is this?")
+    assert result.stdout.strip() == "R"
+    unsupported = run_command("chat", model, *image, stdin="What colour is this?")
+    assert unsupported.returncode == 1
+    assert "does not support image input" in unsupported.stderr
+    stripped = run_command("chat", model, "--strip-media", *image, stdin="What colour is this?")
     assert stripped.stdout.strip() == "N"

@@ -1,4 +1,4 @@
-"""Pictures and sounds over HTTP: what is allowed comes in, what is not is a clear 400, and nobody else waits."""
+"""Images over HTTP: allowed sources are loaded, everything else gets a specific 400, and other requests do not wait."""
 
 from __future__ import annotations
 
@@ -24,74 +24,83 @@ from afterglow.cli.main import app
 from afterglow.cli.serve import build_served_settings
 from afterglow.cli.settings import load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
-from afterglow.media.load import MediaPolicy
+from afterglow.media.policy import MediaPolicy
 from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.media import count_media, load_media
 from afterglow.server.models import ModelRegistry
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
-from support.media_files import chunk, gradient, moving, png, saved, zeros
-from support.media_prompts import coloured
-from support.server_process import ServerProcess
-
-URI = "data:image/png;base64," + base64.b64encode(saved(gradient())).decode()
+from support.media_files import animated_image, chunk, compressed_zeros, encode_image, gradient, png
+from support.media_prompts import color_image
+from support.server_process import ServerProcess, get_text
 
 
-def picture(url: str = URI, **more: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url, **more}}
+def encode_data_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def question(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+DATA_URI = encode_data_uri(encode_image(gradient()))
+
+
+def build_image_part(url: str = DATA_URI, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def build_messages(*parts: dict[str, Any]) -> list[Any]:
     return [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, *parts]}]
 
 
-def test_a_picture_for_a_model_that_cannot_see_is_refused_by_its_place(server: ServerProcess) -> None:
-    for part in (picture(), picture("http://169.254.169.254/"), {
-        "type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"},
-    }):  # fmt: skip
-        error = server.chat(messages=question(part))["error"]
+# --- a model without media support
+
+
+@pytest.mark.native
+def test_media_for_a_text_model_get_400_with_their_path(server: ServerProcess) -> None:
+    audio_part = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    for part in (build_image_part(), build_image_part("http://169.254.169.254/"), audio_part):
+        error = server.chat(messages=build_messages(part))["error"]
         assert (error["code"], error["param"]) == ("unsupported_media", "messages[0].content")
         assert "only text" in error["message"]
     for route in ("/apply-template", "/cache/explain"):
-        answer = server.post(route, {"model": "tiny", "messages": question(picture())})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_media")
+        response = server.post(route, {"model": "tiny", "messages": build_messages(build_image_part())})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_media")
 
 
-def test_the_openai_client_gets_a_bad_request(server: ServerProcess) -> None:
+@pytest.mark.native
+def test_the_openai_client_raises_for_media_of_a_text_model(server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError, match="only text"):
-        server.client().chat.completions.create(model="tiny", messages=question(picture()))  # type: ignore[call-overload]
-    part = {"type": "input_image", "image_url": URI, "detail": "auto"}
+        server.client().chat.completions.create(model="tiny", messages=build_messages(build_image_part()))
+    part = {"type": "input_image", "image_url": DATA_URI, "detail": "auto"}
     with pytest.raises(openai.BadRequestError, match="only text"):
         server.client().responses.create(model="tiny", input=[{"role": "user", "content": [part]}])  # type: ignore[call-overload]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("part", "param"),
     [
         ({"type": "image_url"}, "image_url"),
-        ({"type": "image_url", "image_url": URI}, "image_url"),
-        ({"type": "image_url", "image_url": {"url": URI, "detail": "medium"}}, "image_url.detail"),
-        ({"type": "image_url", "image_url": {"url": URI, "size": 3}}, "image_url.size"),
+        ({"type": "image_url", "image_url": DATA_URI}, "image_url"),
+        ({"type": "image_url", "image_url": {"url": DATA_URI, "detail": "medium"}}, "image_url.detail"),
+        ({"type": "image_url", "image_url": {"url": DATA_URI, "size": 3}}, "image_url.size"),
         ({"type": "input_audio", "input_audio": {"data": "x", "format": "ogg"}}, "input_audio.format"),
-        ({"type": "image", "source": {"type": "url", "url": URI}}, ""),
+        ({"type": "image", "source": {"type": "url", "url": DATA_URI}}, ""),
         ({"type": "file", "file": {"file_id": "x"}}, ""),
-        ({**picture(), "id": "xyz"}, "id"),
+        ({**build_image_part(), "id": "xyz"}, "id"),
     ],
 )
-def test_a_part_that_is_not_openai_s_is_refused_by_its_place(
-    server: ServerProcess, part: dict[str, Any], param: str
-) -> None:
-    error = server.chat(messages=question(part))["error"]
+def test_an_invalid_part_gets_400_with_its_path(server: ServerProcess, part: dict[str, Any], param: str) -> None:
+    error = server.chat(messages=build_messages(part))["error"]
     assert error["type"] == "invalid_request_error"
     assert error["param"].startswith("messages[0].content[1]")
     assert error["param"].endswith(param)
 
 
-def test_only_users_have_pictures(server: ServerProcess) -> None:
+@pytest.mark.native
+def test_only_user_messages_may_contain_images(server: ServerProcess) -> None:
     for role in ("system", "assistant"):
-        assert "error" in server.chat(messages=[{"role": role, "content": [picture()]}])
-        part = {"type": "input_image", "image_url": URI}
+        assert "error" in server.chat(messages=[{"role": role, "content": [build_image_part()]}])
+        part = {"type": "input_image", "image_url": DATA_URI}
         error = server.respond([{"role": role, "content": [part]}])["error"]
         assert error["param"] == "input"
     error = server.respond([{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}])["error"]
@@ -106,25 +115,13 @@ def test_only_users_have_pictures(server: ServerProcess) -> None:
         (UnsupportedMedia("messages[0].content", "why"), "unsupported_media"),
     ],
 )
-def test_every_error_about_media_is_a_400(error: Exception, code: str) -> None:
-    refusal = to_api_error(error)
-    assert (refusal.status, refusal.code) == (400, code)
-    assert str(refusal.param).startswith("messages")
+def test_media_errors_map_to_400(error: Exception, code: str) -> None:
+    api_error = to_api_error(error)
+    assert (api_error.status, api_error.code) == (400, code)
+    assert str(api_error.param).startswith("messages")
 
 
-# --- how they are brought in, with a model that could see
-
-
-@pytest.fixture
-def seeing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path
-) -> Iterator[tuple[ServerState, ServedModel]]:
-    monkeypatch.setattr(ServedModel, "_get_media_support", lambda *_: MediaSupport(kinds=frozenset({"image"})))
-    policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
-    (tmp_path / "cat.png").write_bytes(saved(gradient(600, 10)))
-    roster = ModelRegistry({"tiny": tiny_path}, ServedSettings(context=256, media_policy=policy))
-    with ServerState(roster, ServerSettings(max_media=3)) as service:
-        yield service, roster.get_slot("tiny").load()
+# --- loading
 
 
 @pytest.fixture
@@ -132,79 +129,94 @@ def tiny_path() -> Path:
     return models.get_path("successor-attention")
 
 
-def test_what_messages_name_is_inside_them_before_they_are_planned(seeing: tuple[ServerState, ServedModel]) -> None:
-    service, model = seeing
-    said = asyncio.run(load_media(service, model, question(picture("cat.png", detail="low"), picture())))
-    first, second, third = said[0]["content"]
+@pytest.fixture
+def media_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path
+) -> Iterator[tuple[ServerState, ServedModel]]:
+    """A server state with a text model that claims to support images."""
+    monkeypatch.setattr(ServedModel, "_get_media_support", lambda *_: MediaSupport(kinds=frozenset({"image"})))
+    policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
+    (tmp_path / "cat.png").write_bytes(encode_image(gradient(600, 10)))
+    registry = ModelRegistry({"tiny": tiny_path}, ServedSettings(context=256, media_policy=policy))
+    with ServerState(registry, ServerSettings(max_media=3)) as state:
+        yield state, registry.get_slot("tiny").load()
+
+
+@pytest.mark.native
+def test_media_are_decoded_before_the_prompt_is_planned(media_state: tuple[ServerState, ServedModel]) -> None:
+    state, model = media_state
+    messages = build_messages(build_image_part("cat.png", detail="low"), build_image_part())
+    first, second, third = asyncio.run(load_media(state, model, messages))[0]["content"]
     assert first == {"type": "text", "text": "What is this?"}
     assert (second["type"], second["image"].width) == ("image", 512)
     assert (third["type"], third["image"].width) == ("image", 64)
-    text = [{"role": "user", "content": "x"}]
-    assert asyncio.run(load_media(service, model, text)) is text
+    text_messages = [{"role": "user", "content": "x"}]
+    assert asyncio.run(load_media(state, model, text_messages)) is text_messages
 
 
-def test_a_request_has_only_so_many(seeing: tuple[ServerState, ServedModel]) -> None:
-    service, model = seeing
-    assert count_media(question(*[picture()] * 4)) == 4
-    with pytest.raises(APIError, match="max_media") as caught:
-        asyncio.run(load_media(service, model, question(*[picture()] * 4)))
-    assert (caught.value.status, caught.value.code) == (400, "limit_exceeded")
+@pytest.mark.native
+def test_the_number_of_media_in_a_request_is_limited(media_state: tuple[ServerState, ServedModel]) -> None:
+    state, model = media_state
+    messages = build_messages(*[build_image_part()] * 4)
+    assert count_media(messages) == 4
+    with pytest.raises(APIError, match="max_media") as error:
+        asyncio.run(load_media(state, model, messages))
+    assert (error.value.status, error.value.code) == (400, "limit_exceeded")
 
 
-def test_slow_hosts_hold_up_neither_the_loop_nor_texts(
-    seeing: tuple[ServerState, ServedModel], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.native
+def test_slow_media_hosts_block_neither_the_event_loop_nor_text_work(
+    media_state: tuple[ServerState, ServedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, model = seeing
-    inside, most, lock, go = 0, 0, threading.Lock(), threading.Event()
+    state, model = media_state
+    running, max_running, lock, release = 0, 0, threading.Lock(), threading.Event()
 
-    def slow(*_: Any) -> bytes:
-        nonlocal inside, most
+    def fetch_slowly(*_: Any) -> bytes:
+        nonlocal running, max_running
         with lock:
-            inside += 1
-            most = max(most, inside)
-        go.wait(20)
+            running += 1
+            max_running = max(max_running, running)
+        release.wait(20)
         with lock:
-            inside -= 1
-        return saved(gradient())
+            running -= 1
+        return encode_image(gradient())
 
-    monkeypatch.setattr("afterglow.media.load.fetch", slow)
+    monkeypatch.setattr("afterglow.media.load.fetch_url", fetch_slowly)
 
-    async def many() -> float:
-        asked = [
-            asyncio.ensure_future(load_media(service, model, question(picture("http://slow.example/"))))
-            for _ in range(20)
-        ]
+    async def measure_text_work() -> float:
+        messages = build_messages(build_image_part("http://slow.example/"))
+        loads = [asyncio.ensure_future(load_media(state, model, messages)) for _ in range(20)]
         await asyncio.sleep(0.3)
-        began = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(20):
-            await service.run_text_work(lambda: model.apply_chat_template("hello"))
-        took = time.perf_counter() - began
-        go.set()
-        await asyncio.gather(*asked)
-        return took
+            await state.run_text_work(lambda: model.apply_chat_template("hello"))
+        seconds = time.perf_counter() - started
+        release.set()
+        await asyncio.gather(*loads)
+        return seconds
 
-    assert asyncio.run(many()) < 5
-    assert most == 4
+    assert asyncio.run(measure_text_work()) < 5
+    assert max_running == 4
 
 
 # --- settings
 
 
-def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_settings_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_HOSTS", "a.example,b.example")
-    monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_PRIVATE", "true")
-    chosen = load_settings(
+    monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_ALLOW_PRIVATE", "true")
+    settings = load_settings(
         server={
             "media_directory": tmp_path,
-            "media_seconds": 3,
+            "media_fetch_seconds": 3,
             "max_media_bytes": 1000,
-            "max_pixels": 2000,
-            "max_side": 50,
-            "max_sound_seconds": 7,
-            "max_decoded_bytes": 9,
+            "max_image_pixels": 2000,
+            "max_image_side": 50,
+            "max_audio_seconds": 7,
+            "max_decoded_media_bytes": 9,
         }
     )
-    assert build_served_settings(chosen).media_policy == MediaPolicy(
+    assert build_served_settings(settings).media_policy == MediaPolicy(
         allowed_hosts=("a.example", "b.example"),
         allow_private=True,
         allowed_directory=tmp_path,
@@ -216,97 +228,101 @@ def test_the_settings_about_media_reach_the_models(tmp_path: Path, monkeypatch: 
         max_decoded_bytes=9,
     )
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_HOSTS")
-    monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_PRIVATE")
+    monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_ALLOW_PRIVATE")
     assert build_served_settings(load_settings()).media_policy == MediaPolicy()
 
 
-def test_the_flags_of_serve_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[ServedSettings] = []
+@pytest.mark.native
+def test_media_flags_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[ServedSettings] = []
 
-    def stop(paths: Any, chosen: ServedSettings, *others: Any) -> None:
-        seen.append(chosen)
+    def capture(paths: Any, settings: ServedSettings, *_: Any) -> None:
+        captured.append(settings)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve, "Roster", stop)
-    flags = ["--media-host", "a.example", "--media-host", "*.b.example", "--media-directory", str(tmp_path)]
-    limits = ["--max-media-bytes", "1000", "--max-pixels", "2000"]
-    CliRunner().invoke(app, ["serve", "--port", "0", *flags, *limits, str(tiny_path)])
-    assert seen[0].media_policy == MediaPolicy(
+    monkeypatch.setattr(serve, "ModelRegistry", capture)
+    sources = ["--media-host", "a.example", "--media-host", "*.b.example", "--media-directory", str(tmp_path)]
+    limits = ["--max-media-bytes", "1000", "--max-image-pixels", "2000"]
+    CliRunner().invoke(app, ["serve", "--port", "0", *sources, *limits, str(tiny_path)])
+    assert captured[0].media_policy == MediaPolicy(
         allowed_hosts=("a.example", "*.b.example"), allowed_directory=tmp_path, max_bytes=1000, max_pixels=2000
     )
 
 
-# --- a model that sees
+# --- a vision model
 
 
 @pytest.fixture(scope="module")
-def sighted() -> Iterator[ServerProcess]:
-    """A server with a model that names the colour of a picture by a letter."""
-    projector = str(models.get_path("projector-colours"))
-    running = ServerProcess(
-        f"colours={models.get_path('colours')}", "--projector", projector, "--context", "512", "--threads", "1"
-    )
-    yield running
-    running.end()
+def vision_server() -> Iterator[ServerProcess]:
+    """A server with a model that names the colour of an image by a letter."""
+    projector = str(models.get_path("projector-colors"))
+    process = ServerProcess(f"colors={models.get_path('colors')}", "--projector", projector, "--context", "512")
+    yield process
+    process.stop()
 
 
-def coloured_part(letter: str) -> dict[str, Any]:
-    shown = coloured(letter)
-    image = Image.frombytes("RGB", (shown.width, shown.height), shown.pixels)
-    return picture("data:image/png;base64," + base64.b64encode(saved(image)).decode())
+def build_png(letter: str) -> bytes:
+    """Return a PNG file in the colour of a letter."""
+    image = color_image(letter)
+    return encode_image(Image.frombytes("RGB", (image.width, image.height), image.pixels))
 
 
-def test_c7_the_openai_client_sends_a_picture_and_asks_again(sighted: ServerProcess) -> None:
-    client = sighted.client()
-    talk: list[Any] = question(coloured_part("R"))
-    first = client.chat.completions.create(model="colours", messages=talk)
+def build_colour_part(letter: str) -> dict[str, Any]:
+    return build_image_part(encode_data_uri(build_png(letter)))
+
+
+@pytest.mark.native
+def test_c7_an_image_is_encoded_once_and_cached_in_the_next_turn(vision_server: ServerProcess) -> None:
+    client = vision_server.client()
+    messages = build_messages(build_colour_part("R"))
+    first = client.chat.completions.create(model="colors", messages=messages)
     assert first.choices[0].message.content == "R"
     details = first.usage.prompt_tokens_details.model_dump()
     assert (details["image_tokens"], details["encoded_media"], details["audio_tokens"]) == (16, 1, 0)
-    talk += [{"role": "assistant", "content": "R"}, {"role": "user", "content": "Are you sure?"}]
-    second = client.chat.completions.create(model="colours", messages=talk)
+    messages += [{"role": "assistant", "content": "R"}, {"role": "user", "content": "Are you sure?"}]
+    second = client.chat.completions.create(model="colors", messages=messages)
     assert second.choices[0].message.content == "R"
     details = second.usage.prompt_tokens_details.model_dump()
     assert (details["cached_media_tokens"], details["encoded_media"]) == (16, 0)
     assert details["cached_tokens"] >= first.usage.prompt_tokens - 1
 
 
-def test_c6_the_server_names_the_colour_of_each_picture(sighted: ServerProcess) -> None:
+@pytest.mark.native
+def test_c6_the_model_names_the_colour_of_each_image(vision_server: ServerProcess) -> None:
     for letter in "GBYG":
-        assert sighted.chat(model="colours", messages=question(coloured_part(letter)))["choices"][0]["message"][
-            "content"
-        ] == letter  # fmt: skip
+        messages = build_messages(build_colour_part(letter))
+        assert get_text(vision_server.chat(model="colors", messages=messages)) == letter
 
 
-def test_responses_take_pictures_and_count_them(sighted: ServerProcess) -> None:
-    part = {"type": "input_image", "image_url": coloured_part("B")["image_url"]["url"], "detail": "auto"}
+@pytest.mark.native
+def test_responses_accept_images_and_count_their_tokens(vision_server: ServerProcess) -> None:
+    part = {"type": "input_image", "image_url": build_colour_part("B")["image_url"]["url"], "detail": "auto"}
     text = {"type": "input_text", "text": "What is this?"}
-    answer = sighted.client().responses.create(
-        model="colours",
+    response = vision_server.client().responses.create(
+        model="colors",
         input=[{"role": "user", "content": [part, text]}],  # type: ignore[list-item]
     )
-    assert answer.output_text == "B"
-    assert answer.usage.input_tokens_details.model_dump()["image_tokens"] == 16
+    assert response.output_text == "B"
+    assert response.usage.input_tokens_details.model_dump()["image_tokens"] == 16
 
 
-def test_what_a_server_shows_of_its_memory_has_pictures_in_it(sighted: ServerProcess) -> None:
-    sighted.chat(model="colours", messages=question(coloured_part("K")))
-    held = sighted.http.get("/cache").json()
-    assert "[picture]" in str(held)
-    explained = sighted.post(
-        "/cache/explain", {"model": "colours", "messages": question(coloured_part("K"), coloured_part("R"))}
-    ).json()
-    assert explained["reused_tokens"] > 16
-    (card,) = sighted.http.get("/v1/models").json()["data"]
+@pytest.mark.native
+def test_cache_model_and_metrics_routes_show_images(vision_server: ServerProcess) -> None:
+    vision_server.chat(model="colors", messages=build_messages(build_colour_part("K")))
+    assert "[image]" in str(vision_server.http.get("/cache").json())
+    messages = build_messages(build_colour_part("K"), build_colour_part("R"))
+    explanation = vision_server.post("/cache/explain", {"model": "colors", "messages": messages}).json()
+    assert explanation["reused_tokens"] > 16
+    (card,) = vision_server.http.get("/v1/models").json()["data"]
     assert "image" in card["capabilities"]
-    assert 'counter="encoded"' in sighted.http.get("/metrics").text
+    assert 'counter="encoded_media"' in vision_server.http.get("/metrics").text
 
 
-# --- where the pictures of a model that sees may come from
+# --- sources of images
 
 
-class Gallery(http.server.BaseHTTPRequestHandler):
-    """A host with a picture, one that takes its time, and one that leads elsewhere."""
+class ImageHost(http.server.BaseHTTPRequestHandler):
+    """Host with an image, a slow image at /slow and a redirect to a private address at /elsewhere."""
 
     def do_GET(self) -> None:
         if self.path == "/elsewhere":
@@ -316,88 +332,83 @@ class Gallery(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        data = png_of("G")
+        data, is_slow = build_png("G"), self.path == "/slow"
+        step = 1 if is_slow else len(data)
         with contextlib.suppress(OSError):
-            for start in range(0, len(data), 1 if self.path == "/slow" else len(data)):
-                self.wfile.write(data[start : start + (1 if self.path == "/slow" else len(data))])
-                time.sleep(0.1 if self.path == "/slow" else 0)
+            for start in range(0, len(data), step):
+                self.wfile.write(data[start : start + step])
+                time.sleep(0.1 if is_slow else 0)
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-def png_of(letter: str) -> bytes:
-    shown = coloured(letter)
-    return saved(Image.frombytes("RGB", (shown.width, shown.height), shown.pixels))
+@pytest.fixture(scope="module")
+def image_host() -> Iterator[str]:
+    host = http.server.ThreadingHTTPServer(("127.0.0.1", 0), ImageHost)
+    host.daemon_threads = True
+    threading.Thread(target=host.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{host.server_address[1]}"
+    host.shutdown()
+    host.server_close()
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gallery)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def opened(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
-    """A server that may open files in a folder, and ask one host."""
-    folder = tmp_path_factory.mktemp("pictures")
-    (folder / "blue.png").write_bytes(png_of("B"))
-    running = ServerProcess(
-        *(
-            f"colours={models.get_path('colours')}",
-            "--projector",
-            str(models.get_path("projector-colours")),
-            "--context",
-            "512",
-        ),
-        *("--media-directory", str(folder), "--media-host", host, "--max-pixels", "2000"),
-        AFTERGLOW_SERVER_MEDIA_PRIVATE="true",
-        AFTERGLOW_SERVER_MEDIA_SECONDS="1",
+def open_server(image_host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+    """A vision server that may read one directory and fetch from one host, and that directory."""
+    directory = tmp_path_factory.mktemp("images")
+    (directory / "blue.png").write_bytes(build_png("B"))
+    projector = str(models.get_path("projector-colors"))
+    process = ServerProcess(
+        *(f"colors={models.get_path('colors')}", "--projector", projector, "--context", "512"),
+        *("--media-directory", str(directory), "--media-host", image_host, "--max-image-pixels", "2000"),
+        AFTERGLOW_SERVER_MEDIA_ALLOW_PRIVATE="true",
+        AFTERGLOW_SERVER_MEDIA_FETCH_SECONDS="1",
     )
-    yield running, folder
-    running.end()
+    yield process, directory
+    process.stop()
 
 
-def answer_to(server: ServerProcess, *urls: str) -> Any:
-    """The letter of a colour, or the code of an error."""
-    answer = server.chat(model="colours", messages=question(*map(picture, urls)))
-    assert answer["status"] == (400 if "error" in answer else 200)
-    return answer["error"]["code"] if "error" in answer else answer["choices"][0]["message"]["content"]
+def get_colour_or_error_code(server: ServerProcess, *urls: str) -> str:
+    completion = server.chat(model="colors", messages=build_messages(*map(build_image_part, urls)))
+    assert completion["status"] == (400 if "error" in completion else 200)
+    return str(completion["error"]["code"]) if "error" in completion else get_text(completion)
 
 
-def test_pictures_come_from_the_allowed_folder_and_the_allowed_host(
-    opened: tuple[ServerProcess, Path], host: str
+@pytest.mark.native
+def test_images_are_loaded_from_the_allowed_directory_and_host(
+    open_server: tuple[ServerProcess, Path], image_host: str
 ) -> None:
-    server, folder = opened
-    assert answer_to(server, "blue.png") == "B"
-    assert answer_to(server, f"file://{folder}/blue.png") == "B"
-    assert answer_to(server, f"http://{host}/green.png") == "G"
+    server, directory = open_server
+    assert get_colour_or_error_code(server, "blue.png") == "B"
+    assert get_colour_or_error_code(server, f"file://{directory}/blue.png") == "B"
+    assert get_colour_or_error_code(server, f"http://{image_host}/green.png") == "G"
 
 
+@pytest.mark.native
 def test_c18_no_request_reaches_the_file_system_or_the_network_unless_allowed(
-    sighted: ServerProcess, opened: tuple[ServerProcess, Path], host: str
+    vision_server: ServerProcess, open_server: tuple[ServerProcess, Path], image_host: str
 ) -> None:
-    server, folder = opened
-    urls = ("blue.png", f"file://{folder}/blue.png", f"http://{host}/green.png")
-    assert [answer_to(sighted, url) for url in urls] == ["media_refused"] * 3
+    server, directory = open_server
+    urls = ("blue.png", f"file://{directory}/blue.png", f"http://{image_host}/green.png")
+    assert [get_colour_or_error_code(vision_server, url) for url in urls] == ["media_refused"] * 3
     outside = ("/etc/passwd", "../blue.png", "file:///etc/passwd", "http://127.0.0.1:1/", "http://169.254.169.254/")
-    assert {answer_to(server, url) for url in (*outside, f"http://{host}/elsewhere")} == {"media_refused"}
+    codes = {get_colour_or_error_code(server, url) for url in (*outside, f"http://{image_host}/elsewhere")}
+    assert codes == {"media_refused"}
 
 
-def test_bad_pictures_are_a_400_in_under_a_second(opened: tuple[ServerProcess, Path], host: str) -> None:
-    server, folder = opened
-    (folder / "moves.gif").write_bytes(moving("GIF"))
-    (folder / "large.png").write_bytes(saved(gradient(64, 48)))
-    bomb = "data:image/png;base64," + base64.b64encode(png(60_000, 60_000, chunk(b"IDAT", zeros(8 << 20)))).decode()
-    for url in ("moves.gif", "large.png", "missing.png", bomb, "data:image/png;base64,!", f"http://{host[:-1]}/x"):
-        began = time.monotonic()
-        assert answer_to(server, url) in ("invalid_media", "media_refused")
-        assert time.monotonic() - began < 1
-    began = time.monotonic()
-    assert answer_to(server, f"http://{host}/slow") == "invalid_media"
-    assert time.monotonic() - began < 2
-    assert answer_to(server, "blue.png") == "B"
+@pytest.mark.native
+def test_invalid_images_get_400_in_under_a_second(open_server: tuple[ServerProcess, Path], image_host: str) -> None:
+    server, directory = open_server
+    (directory / "moves.gif").write_bytes(animated_image("GIF"))
+    (directory / "large.png").write_bytes(encode_image(gradient(64, 48)))
+    bomb = encode_data_uri(png(60_000, 60_000, chunk(b"IDAT", compressed_zeros(8 << 20))))
+    wrong_port = f"http://{image_host[:-1]}/x"
+    for url in ("moves.gif", "large.png", "missing.png", bomb, "data:image/png;base64,!", wrong_port):
+        started = time.monotonic()
+        assert get_colour_or_error_code(server, url) in ("invalid_media", "media_refused")
+        assert time.monotonic() - started < 1
+    started = time.monotonic()
+    assert get_colour_or_error_code(server, f"http://{image_host}/slow") == "invalid_media"
+    assert time.monotonic() - started < 2
+    assert get_colour_or_error_code(server, "blue.png") == "B"

@@ -1,4 +1,4 @@
-"""Who has one key sees and uses nothing that was computed, kept or said for another."""
+"""Tenant isolation: clients with different API keys share no cached state and no responses."""
 
 from __future__ import annotations
 
@@ -11,71 +11,81 @@ import pytest
 from afterglow.testing import models
 from support.server_process import ServerProcess
 
+pytestmark = pytest.mark.native
+
 SECRET = "the secret of the first tenant is a very long text that is worth finding again"
-WHISPER = "only the first tenant ever said this, and nobody else may hear of it"
-FIRST, SECOND = "key-of-the-first", "key-of-the-second"
+PRIVATE_TEXT = "only the first tenant ever sent this, and no other tenant may see it"
+FIRST_KEY, SECOND_KEY = "key-of-the-first", "key-of-the-second"
 
 
 @pytest.fixture(scope="module")
-def locked(caches_of_our_own: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = tmp_path_factory.mktemp("tenants")
-    model = f"tiny={models.get_path('successor-attention')}"
-    running = ServerProcess(
-        model, "--context", "512", "--sequences", "2", "--api-key", FIRST, "--api-key", SECOND,
-        AFTERGLOW_CACHE=str(cache), AFTERGLOW_DISK_CACHE="on",
-    )  # fmt: skip
-    running.cache = cache  # type: ignore[attr-defined]
-    yield running
-    running.end()
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tenants")
 
 
-def ask(server: ServerProcess, path: str, key: str, body: dict[str, Any] | None = None) -> Any:
+@pytest.fixture(scope="module")
+def tenant_server(caches_of_our_own: None, cache_directory: Path) -> Iterator[ServerProcess]:
+    """A server with two API keys and a disk tier."""
+    process = ServerProcess(
+        f"tiny={models.get_path('successor-attention')}",
+        *("--context", "512", "--sequences", "2", "--api-key", FIRST_KEY, "--api-key", SECOND_KEY),
+        AFTERGLOW_CACHE=str(cache_directory),
+        AFTERGLOW_DISK_CACHE="on",
+    )
+    yield process
+    process.stop()
+
+
+def send(server: ServerProcess, path: str, key: str, body: dict[str, Any] | None = None) -> Any:
     headers = {"Authorization": f"Bearer {key}"}
     if body is None:
         return server.http.get(path, headers=headers).json()
     return server.post(path, {"model": "tiny", **body}, headers=headers).json()
 
 
-def cached(server: ServerProcess, key: str) -> int:
+def count_cached_tokens(server: ServerProcess, key: str) -> int:
     body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
-    return ask(server, "/v1/chat/completions", key, body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return send(server, "/v1/chat/completions", key, body)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_another_key_finds_nothing_in_any_tier(locked: ServerProcess) -> None:
-    assert cached(locked, FIRST) == 0
-    assert cached(locked, SECOND) == 0
-    assert cached(locked, FIRST) > 50
-    for number in range(6):  # both are pushed out of memory, into RAM and onto the disk
-        ask(locked, "/v1/completions", FIRST, {"prompt": f"{number} something else" * 9, "max_tokens": 4})
-    body = {"prompt": SECRET * 3, "max_tokens": 4}
-    assert ask(locked, "/v1/completions", FIRST, body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+def test_another_key_has_no_prefix_hit_in_any_tier(tenant_server: ServerProcess) -> None:
+    def complete(key: str, prompt: str) -> int:
+        completion = send(tenant_server, "/v1/completions", key, {"prompt": prompt, "max_tokens": 4})
+        return completion["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert count_cached_tokens(tenant_server, FIRST_KEY) == 0
+    assert count_cached_tokens(tenant_server, SECOND_KEY) == 0
+    assert count_cached_tokens(tenant_server, FIRST_KEY) > 50
+    for number in range(6):  # evicts both from the device to the RAM tier and the disk tier
+        complete(FIRST_KEY, f"{number} something else" * 9)
+    assert complete(FIRST_KEY, SECRET * 3) == 0
     for number in range(6):
-        ask(locked, "/v1/completions", FIRST, {"prompt": f"{number} something new" * 9, "max_tokens": 4})
-    assert ask(locked, "/v1/completions", SECOND, body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert ask(locked, "/v1/completions", FIRST, body)["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        complete(FIRST_KEY, f"{number} something new" * 9)
+    assert complete(SECOND_KEY, SECRET * 3) == 0
+    assert complete(FIRST_KEY, SECRET * 3) > 100
 
 
-def test_another_key_sees_nothing(locked: ServerProcess) -> None:
-    ask(locked, "/v1/completions", FIRST, {"prompt": f"{WHISPER} so it is", "max_tokens": 4})
-    prompt = {"prompt": f"{WHISPER} and more"}
-    assert ask(locked, "/cache/explain", FIRST, prompt)["theirs"].startswith(" so it is")
-    stranger = ask(locked, "/cache/explain", SECOND, prompt)
-    assert (stranger["shared_tokens"], stranger["evicted_tokens"]) == (0, 0)
-    assert "so it is" not in str(stranger)
-    assert WHISPER[:20] in str(ask(locked, "/cache", FIRST))
-    assert WHISPER[:20] not in str(ask(locked, "/cache", SECOND))
+def test_another_key_sees_no_text(tenant_server: ServerProcess) -> None:
+    send(tenant_server, "/v1/completions", FIRST_KEY, {"prompt": f"{PRIVATE_TEXT} so it is", "max_tokens": 4})
+    prompt = {"prompt": f"{PRIVATE_TEXT} and more"}
+    assert send(tenant_server, "/cache/explain", FIRST_KEY, prompt)["cached_text"].startswith(" so it is")
+    explanation = send(tenant_server, "/cache/explain", SECOND_KEY, prompt)
+    assert (explanation["shared_tokens"], explanation["evicted_tokens"]) == (0, 0)
+    assert "so it is" not in str(explanation)
+    assert PRIVATE_TEXT[:20] in str(send(tenant_server, "/cache", FIRST_KEY))
+    assert PRIVATE_TEXT[:20] not in str(send(tenant_server, "/cache", SECOND_KEY))
 
 
-def test_a_response_belongs_to_its_key(locked: ServerProcess) -> None:
-    said = ask(locked, "/v1/responses", FIRST, {"input": SECRET, "max_output_tokens": 4})
-    assert ask(locked, f"/v1/responses/{said['id']}", FIRST)["id"] == said["id"]
-    assert ask(locked, f"/v1/responses/{said['id']}", SECOND)["error"]["code"] == "response_not_found"
-    body = {"input": "go on", "previous_response_id": said["id"]}
-    assert ask(locked, "/v1/responses", SECOND, body)["error"]["code"] == "previous_response_not_found"
+def test_a_response_is_visible_to_its_own_key_only(tenant_server: ServerProcess) -> None:
+    response = send(tenant_server, "/v1/responses", FIRST_KEY, {"input": SECRET, "max_output_tokens": 4})
+    path = f"/v1/responses/{response['id']}"
+    assert send(tenant_server, path, FIRST_KEY)["id"] == response["id"]
+    assert send(tenant_server, path, SECOND_KEY)["error"]["code"] == "response_not_found"
+    body = {"input": "go on", "previous_response_id": response["id"]}
+    assert send(tenant_server, "/v1/responses", SECOND_KEY, body)["error"]["code"] == "previous_response_not_found"
 
 
-def test_no_key_is_written_down(locked: ServerProcess) -> None:
-    cache: Path = locked.cache  # type: ignore[attr-defined]
-    files = [path for path in cache.rglob("*") if path.is_file()]
+def test_no_key_is_written_to_disk(tenant_server: ServerProcess, cache_directory: Path) -> None:
+    files = [path for path in cache_directory.rglob("*") if path.is_file()]
     assert any(path.suffix == ".cells" for path in files)
-    assert all(FIRST.encode() not in path.read_bytes() for path in files)
+    assert all(FIRST_KEY.encode() not in path.read_bytes() for path in files)

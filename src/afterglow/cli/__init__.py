@@ -1,1 +1,1 @@
-"""The `afterglow` program: one module per command."""
+"""The `afterglow` command line program: one module per command."""

@@ -1,4 +1,4 @@
-"""`afterglow chat`: talk to a model in the terminal, or pipe one question in and get the answer out."""
+"""`afterglow chat`: interactive chat in the terminal, or one answer for piped input."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ def chat(
     markdown: options.MarkdownOption = None,
     stats: options.StatsOption = None,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands.
+    """Chat with a model. Ctrl-C stops a response, Ctrl-D exits, /help lists the commands.
 
-    With something piped in, it is taken as one question: echo "Why is the sky blue?" | afterglow chat
+    Piped input is one user message: echo "Why is the sky blue?" | afterglow chat
     """
-    chosen = load_command_settings(command)
+    settings = load_command_settings(command)
     console = Console(stderr=not sys.stdout.isatty())
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
         return
-    with open_model(chosen, console) as loaded:
-        conversation = Conversation(loaded, system=chosen.system, **build_generation_options(chosen))
+    with open_model(settings, console) as loaded:
+        conversation = Conversation(loaded, system=settings.system, **build_generation_options(settings))
         if question is None:
-            console.print(f"[bold]{chosen.model}[/]  [dim]/help lists the commands, Ctrl-D ends[/]", highlight=False)
-            given: list[MediaFile] = [("image", path) for path in image or ()]
-            Repl(conversation, chosen, console, [*given, *(("audio", path) for path in audio or ())]).run()
+            console.print(f"[bold]{settings.model}[/]  [dim]/help lists the commands, Ctrl-D exits[/]", highlight=False)
+            files: list[MediaFile] = [("image", path) for path in image or ()]
+            files += [("audio", path) for path in audio or ()]
+            Repl(conversation, settings, console, files).run()
         else:
             deltas = conversation.stream_deltas(question, images=image or (), audio=audio or ())
-            show_response(deltas, choose_display(console, markdown=chosen.markdown))
+            show_response(deltas, choose_display(console, markdown=settings.markdown))
 
 
 def build_generation_options(settings: Settings) -> dict[str, Any]:
-    """The settings that every answer has."""
+    """Return the generation options of every response."""
     return {
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
@@ -67,7 +68,7 @@ def build_generation_options(settings: Settings) -> dict[str, Any]:
 
 
 def parse_reasoning(value: bool | int | str | None) -> bool | int | str | None:
-    """`on`, `off` and numbers as flags and environment variables write them."""
+    """Parse `on`, `off` and numbers from flags and environment variables."""
     if not isinstance(value, str):
         return value
     return int(value) if value.isdigit() else {"on": True, "off": False}.get(value, value)

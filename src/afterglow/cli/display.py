@@ -1,4 +1,4 @@
-"""Answers in a terminal: markdown as it streams, thoughts dimmed, tool calls named, and what it all took."""
+"""Terminal output of responses: streamed markdown, dimmed reasoning, tool calls and statistics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
-from rich.text import Text as Styled
+from rich.text import Text
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.chat.response import ChatResponse, Delta
 
 
 class Display(Protocol):
-    """What an answer is written on."""
+    """Output of one response."""
 
     def __enter__(self) -> Display: ...
     def __exit__(self, *error: object) -> None: ...
@@ -25,10 +25,10 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """For pipes, and terminals that cannot move the cursor: the text and nothing else."""
+    """Plain text for pipes and dumb terminals."""
 
     def __init__(self) -> None:
-        self._line_open = False  # a line is not ended yet
+        self._line_open = False  # the last line has no newline yet
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -38,7 +38,7 @@ class PlainDisplay:
             print()
 
     def write(self, part: OutputPart) -> None:
-        """Write a part; thoughts are not for pipes."""
+        """Print a part. Reasoning is not printed."""
         match part:
             case TextDelta(text):
                 print(text, end="", flush=True)
@@ -50,12 +50,12 @@ class PlainDisplay:
                 pass
 
     def show_progress(self, done: int, total: int) -> None:
-        """Nothing to show."""
+        """Show nothing."""
 
 
 class MarkdownDisplay:
-    """For terminals. Blocks that are complete are printed for good; only the last one is drawn again and again, so
-    that an answer longer than the screen scrolls as it should."""
+    """Markdown for terminals. Complete blocks are printed once; only the last block is redrawn, so that a response
+    longer than the screen scrolls correctly."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -68,7 +68,7 @@ class MarkdownDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._live.update(Styled(""))
+        self._live.update(Text(""))
         self._live.stop()
         self._print_reasoning()
         if self._block.strip():
@@ -78,7 +78,7 @@ class MarkdownDisplay:
         match part:
             case ReasoningDelta(text):
                 self._reasoning += text
-                self._live.update(Styled(self._reasoning[-2000:], style="dim italic"), refresh=True)
+                self._live.update(Text(self._reasoning[-2000:], style="dim italic"), refresh=True)
             case TextDelta(text):
                 self._print_reasoning()
                 self._block += text
@@ -90,42 +90,41 @@ class MarkdownDisplay:
                 self._live.update(Markdown(self._block), refresh=True)
 
     def show_progress(self, done: int, total: int) -> None:
-        """How much of the prompt has been read."""
-        self._live.update(Styled(f"reading {100 * done // max(total, 1)} %", style="dim"), refresh=True)
+        """Show the progress of the prefill."""
+        self._live.update(Text(f"prefill {100 * done // max(total, 1)} %", style="dim"), refresh=True)
 
     def _print_reasoning(self) -> None:
         if self._reasoning:
-            self._live.update(Styled(""))
-            self._console.print(Styled(self._reasoning, style="dim italic"))
+            self._live.update(Text(""))
+            self._console.print(Text(self._reasoning, style="dim italic"))
             self._reasoning = ""
 
     def _print_complete_blocks(self) -> None:
-        cut = find_complete_blocks_end(self._block)
-        if cut:
-            self._live.update(Styled(""))
-            self._console.print(Markdown(self._block[:cut]))
-            self._block = self._block[cut:]
+        end = find_complete_blocks_end(self._block)
+        if end:
+            self._live.update(Text(""))
+            self._console.print(Markdown(self._block[:end]))
+            self._block = self._block[end:]
 
 
 def find_complete_blocks_end(text: str) -> int:
-    """The length of the beginning of a markdown text that no more text can change: up to the last blank line that is
-    not inside a code fence.
+    """Return the length of the markdown that further text cannot change: up to the last blank line outside code fences.
 
-    >>> complete_blocks("one\\n\\ntwo")
+    >>> find_complete_blocks_end("one\\n\\ntwo")
     5
     """
-    end, position, fenced = 0, 0, False
+    end, position, in_fence = 0, 0, False
     for line in text.splitlines(keepends=True):
         position += len(line)
         if line.lstrip().startswith(("```", "~~~")):
-            fenced = not fenced
-        if not line.strip() and line.endswith("\n") and not fenced:
+            in_fence = not in_fence
+        if not line.strip() and line.endswith("\n") and not in_fence:
             end = position
     return end
 
 
 def show_response(deltas: Iterable[Delta], display: Display) -> None:
-    """Write an answer as it comes."""
+    """Show a response as it streams."""
     with display:
         for delta in deltas:
             if delta.progress is not None:
@@ -135,18 +134,18 @@ def show_response(deltas: Iterable[Delta], display: Display) -> None:
 
 
 def choose_display(console: Console, *, markdown: bool) -> Display:
-    """Markdown where there is a terminal that can show it."""
-    able = sys.stdout.isatty() and not console.is_dumb_terminal
-    return MarkdownDisplay(console) if markdown and able else PlainDisplay()
+    """Return a markdown display if enabled and the terminal supports it, else a plain one."""
+    supports_markdown = sys.stdout.isatty() and not console.is_dumb_terminal
+    return MarkdownDisplay(console) if markdown and supports_markdown else PlainDisplay()
 
 
 def format_statistics(response: ChatResponse) -> str:
-    """What an answer took, in one line."""
+    """Format the usage of a response as one line."""
     usage = response.usage
     speed = f"{usage.generated_tokens / usage.decode_seconds:.1f} tokens/s" if usage.decode_seconds > 0 else "-"
-    wait = usage.queue_seconds + usage.prefill_seconds
-    guesses = f", drafted {usage.draft_tokens}, accepted {usage.accepted_tokens}" if usage.draft_tokens else ""
+    first_token_seconds = usage.queue_seconds + usage.prefill_seconds
+    drafts = f", drafted {usage.draft_tokens}, accepted {usage.accepted_tokens}" if usage.draft_tokens else ""
     return (
-        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, first token after {wait:.2f} s, "
-        f"{usage.generated_tokens} tokens at {speed}{guesses}"
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, "
+        f"first token after {first_token_seconds:.2f} s, {usage.generated_tokens} tokens at {speed}{drafts}"
     )

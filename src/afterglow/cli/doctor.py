@@ -1,4 +1,4 @@
-"""`afterglow doctor`: what a bug report needs, gathered without trusting the library that may be broken."""
+"""`afterglow doctor`: system report for bug reports. Tests the native library in a child process: it may crash."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ Fact = tuple[str, str]
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what afterglow runs on, and test it. Paste the output into a bug report."""
+    """Print versions, hardware and the result of a self-test, for bug reports."""
     facts = [*collect_versions(), *collect_machine()]
     try:
         facts += [*collect_library(), *collect_devices()]
-        tested = run_self_test()
+        self_test = run_self_test()
     except AfterglowError as error:
         facts.append(("library", str(error)))
-        tested = {"library": "cannot be opened"}
-    healthy = all(outcome == "ok" for outcome in tested.values())
+        self_test = {"library": "cannot be loaded"}
+    healthy = all(outcome == "ok" for outcome in self_test.values())
     if as_json:
-        print(json.dumps({"facts": dict(facts), "self_test": tested, "healthy": healthy}))
+        print(json.dumps({"facts": dict(facts), "self_test": self_test, "healthy": healthy}))
     else:
-        print_report(facts, tested)
+        print_report(facts, self_test)
     raise typer.Exit(0 if healthy else 1)
 
 
@@ -70,8 +70,8 @@ def print_report(facts: list[Fact], self_test: dict[str, str]) -> None:
     for name, value in facts:
         table.add_row(name, value)
     for name, outcome in self_test.items():
-        mark = "[green]ok[/]" if outcome == "ok" else f"[red]failed[/] {outcome}"
-        table.add_row(f"self-test {name}", mark)
+        status = "[green]ok[/]" if outcome == "ok" else f"[red]failed[/] {outcome}"
+        table.add_row(f"self-test {name}", status)
     Console().print(table)
 
 
@@ -88,39 +88,40 @@ def collect_versions() -> Iterator[Fact]:
 
 def collect_machine() -> Iterator[Fact]:
     features = cpu.get_features()
-    known = (
-        "the system does not tell" if features is None else " ".join(f for f in REPORTED_CPU_FEATURES if f in features)
-    )
-    yield "processor", f"{cpu.get_architecture()}, {psutil.cpu_count(logical=False)} cores, {known}"
+    reported = "unknown features"
+    if features is not None:
+        reported = " ".join(feature for feature in REPORTED_CPU_FEATURES if feature in features)
+    yield "processor", f"{cpu.get_architecture()}, {psutil.cpu_count(logical=False)} cores, {reported}"
     memory = psutil.virtual_memory()
     yield "memory", f"{memory.available / BYTES_PER_GIB:.1f} of {memory.total / BYTES_PER_GIB:.1f} GiB free"
     yield "models in", str(registry.models_directory())
     yield "cache in", str(get_cache_directory(""))
-    yield "models", ", ".join(model.name for model in registry.list_installed()) or "none yet: `afterglow models pull`"
+    yield "models", ", ".join(model.name for model in registry.list_installed()) or "none: run `afterglow models pull`"
 
 
 def collect_library() -> Iterator[Fact]:
-    opened = get_library()
-    yield "llama.cpp", opened.build
-    yield "library", f"{opened.location.path} ({opened.location.reason})"
-    yield "compiled for", opened.decode_string(opened.symbols.llama_print_system_info()).strip(" |\n")
-    yield "MTP", "available" if opened.supports_mtp else "not exported by this build"
+    library = get_library()
+    yield "llama.cpp", library.build
+    yield "library", f"{library.location.path} ({library.location.reason})"
+    yield "compiled for", library.decode_string(library.symbols.llama_print_system_info()).strip(" |\n")
+    yield "MTP", "available" if library.supports_mtp else "not exported by this build"
 
 
 def collect_devices() -> Iterator[Fact]:
-    found = list_devices()
-    for device in found:
-        room = f"{device.free_bytes / BYTES_PER_GIB:.1f} of {device.total_bytes / BYTES_PER_GIB:.1f} GiB free"
-        yield f"device {device.name}", f"{device.description} ({device.kind}, {device.backend}, {room})"
-    unused = [extra for tool, extra in GPU_TOOLS.items() if shutil.which(tool) and has_gpu(tool)]
-    if unused and not any("gpu" in device.kind for device in found):
-        yield "GPU", f"present but unused: install it with pip install 'afterglow[{unused[0]}]' (Python 3.12 or newer)"
-    elif not any("gpu" in device.kind for device in found):
+    devices = list_devices()
+    for device in devices:
+        free_memory = f"{device.free_bytes / BYTES_PER_GIB:.1f} of {device.total_bytes / BYTES_PER_GIB:.1f} GiB free"
+        yield f"device {device.name}", f"{device.description} ({device.kind}, {device.backend}, {free_memory})"
+    extras = [extra for tool, extra in GPU_TOOLS.items() if shutil.which(tool) and has_gpu(tool)]
+    uses_gpu = any("gpu" in device.kind for device in devices)
+    if extras and not uses_gpu:
+        yield "GPU", f"present but unused: run pip install 'afterglow[{extras[0]}]' (needs Python 3.12 or newer)"
+    elif not uses_gpu:
         yield "GPU", "none found"
 
 
 def has_gpu(tool: str) -> bool:
-    """Whether the vendor's own tool sees a GPU: it is often installed where there is none."""
+    """Return whether the vendor's tool finds a GPU. The tool is often installed on machines without one."""
     try:
         return subprocess.run([tool], capture_output=True, timeout=10, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -128,14 +129,14 @@ def has_gpu(tool: str) -> bool:
 
 
 def run_self_test() -> dict[str, str]:
-    """The outcome of the self-test's checks, or how its process ended."""
+    """Run the self-test in a child process. Return the outcome of each check, or how the process ended."""
     command = [sys.executable, "-m", "afterglow.cli.selftest"]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=SELF_TEST_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return {"process": f"took longer than {SELF_TEST_TIMEOUT_SECONDS} s"}
     if child.returncode < 0:
-        return {"process": f"ended by {signal.Signals(-child.returncode).name}"}
+        return {"process": f"terminated by {signal.Signals(-child.returncode).name}"}
     try:
         outcome: dict[str, str] = json.loads(child.stdout)
     except ValueError:

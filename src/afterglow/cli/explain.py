@@ -1,9 +1,10 @@
-"""`afterglow explain`: what of a prompt is kept on disk, and in plain words why not more."""
+"""`afterglow explain`: how much of a prompt is cached on disk, and why not more."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,55 +27,54 @@ def explain(
     command: typer.Context,
     prompt_file: Annotated[
         Path,
-        typer.Argument(help="A text, or JSON: a list of messages, or a body with `messages`. `-`: standard input."),
+        typer.Argument(help="Text file, or JSON: a list of messages or a request body. `-` reads standard input."),
     ],
     model: options.ModelOption = None,
     chat_template: options.ChatTemplateOption = None,
     directory: cache.DirectoryOption = None,
     as_json: cache.JsonFlag = False,
 ) -> None:
-    """Say what of a prompt is kept on disk, where it parts from what is kept, and why that is likely."""
-    chosen = load_command_settings(command)
-    path = resolve_or_pull(chosen.model)
+    """Explain how much of a prompt is cached on disk, where it diverges from the cache, and the likely reason."""
+    settings = load_command_settings(command)
+    path = resolve_or_pull(settings.model)
     with LlamaModel.load(path, ModelSettings(vocab_only=True)) as loaded:
         vocabulary = loaded.vocabulary
-        written = read_prompt(prompt_file)
-        if isinstance(written, str):
-            tokens = vocabulary.tokenize(written, add_special=True)
+        prompt = read_prompt(prompt_file)
+        if isinstance(prompt, str):
+            tokens = vocabulary.tokenize(prompt, add_special=True)
         else:
-            with Chat(vocabulary, read_template(chosen.chat_template) or loaded.get_chat_template()) as talk:
-                tokens = list(talk.plan(written.pop("messages"), parse_chat_options(written)).prompt.tokens)
+            with Chat(vocabulary, read_template(settings.chat_template) or loaded.get_chat_template()) as chat:
+                tokens = list(chat.plan(prompt.pop("messages"), parse_chat_options(prompt)).prompt.tokens)
         if not tokens:
-            raise InvalidArgument("prompt_file", "has no token")
-        found = find_nearest_prefix(directory or get_cache_directory("prefix"), path, tokens)
-        at = found.explanation.shared_entries
+            raise InvalidArgument("prompt_file", "has no tokens")
+        nearest = find_nearest_prefix(directory or get_cache_directory("prefix"), path, tokens)
 
-        def text(some: Any) -> str:
-            return vocabulary.detokenize([token for token in some if token >= 0], special=True).decode(
-                "utf-8", "replace"
-            )
+        def detokenize(entries: Iterable[int]) -> str:
+            text_tokens = [entry for entry in entries if entry >= 0]
+            return vocabulary.detokenize(text_tokens, special=True).decode("utf-8", "replace")
 
-        words = explain_miss(
-            found.explanation,
-            shared_text=text(tokens[:at]),
-            prompt_text=text(tokens[at:]),
-            cached_text=text(found.cached_entries),
+        shared = nearest.explanation.shared_entries
+        report = explain_miss(
+            nearest.explanation,
+            shared_text=detokenize(tokens[:shared]),
+            prompt_text=detokenize(tokens[shared:]),
+            cached_text=detokenize(nearest.cached_entries),
         )
     if as_json:
-        typer.echo(json.dumps({**asdict(found.explanation), **asdict(words)}))
+        typer.echo(json.dumps({**asdict(nearest.explanation), **asdict(report)}))
     else:
-        typer.echo(words.message)
+        typer.echo(report.message)
 
 
 def find_nearest_prefix(directory: Path, path: Path, tokens: list[int]) -> disk.NearestPrefix:
-    """What is kept of this model and has most in common with the prompt."""
-    models = [one.model for one in cache.list_stored_models(directory) if one.name == str(path)]
-    ids = np.asarray(tokens, dtype=np.int64)
-    return disk.find_nearest(directory, models, ids) if models else disk.build_miss(ids)
+    """Return the stored prefix of this model that shares most entries with the prompt."""
+    models = [stored.model for stored in cache.list_stored_models(directory) if stored.name == str(path)]
+    entries = np.asarray(tokens, dtype=np.int64)
+    return disk.find_nearest(directory, models, entries) if models else disk.build_miss(entries)
 
 
 def read_prompt(path: Path) -> str | dict[str, Any]:
-    """A prompt: text as it is, or a conversation, which is a JSON list or an object with `messages`."""
+    """Read a prompt: plain text, or a conversation as a JSON list or an object with `messages`."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
     except (OSError, ValueError) as error:
@@ -87,14 +87,14 @@ def read_prompt(path: Path) -> str | dict[str, Any]:
         if path.suffix != ".json":
             return text
         raise InvalidArgument("prompt_file", f"{path} is not JSON: {error}") from None
-    written = {"messages": value} if isinstance(value, list) else value
-    if not isinstance(written, dict) or "messages" not in written:
-        raise InvalidArgument("prompt_file", "must be a text, a list of messages, or an object with `messages`")
-    return written
+    body = {"messages": value} if isinstance(value, list) else value
+    if not isinstance(body, dict) or "messages" not in body:
+        raise InvalidArgument("prompt_file", "must be text, a list of messages, or an object with `messages`")
+    return body
 
 
 def parse_chat_options(body: dict[str, Any]) -> ChatOptions:
-    """What of a request's body makes its prompt; sampling does not."""
+    """Parse the fields of a request body that affect the prompt."""
     effort = body.get("reasoning", body.get("reasoning_effort"))
     return ChatOptions(
         tools=body.get("tools") or (), reasoning=effort, chat_template_kwargs=body.get("chat_template_kwargs") or {}

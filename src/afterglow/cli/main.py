@@ -1,4 +1,4 @@
-"""The `afterglow` command: puts the subcommands together and turns errors into one line on standard error."""
+"""The `afterglow` command: registers the subcommands and prints errors as one line on standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from afterglow.version import __version__
 
 app = typer.Typer(
     name="afterglow",
-    help="Run language models on this machine. No token is computed twice.",
+    help="Run language models locally. No token is computed twice.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,16 +38,16 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def configure_logging(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the log of llama.cpp to standard error.")] = False,
 ) -> None:
     if verbose:
         logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 error with a message, 2 wrong usage, 130 interrupted."""
     try:
         app()
     except (KeyboardInterrupt, Cancelled):
@@ -55,7 +55,7 @@ def main() -> None:
     except AfterglowError as error:
         print(f"afterglow: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # the reader went away, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
         sys.stderr.close()
         sys.exit(0)
 

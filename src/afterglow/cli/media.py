@@ -1,4 +1,4 @@
-"""Pictures and sounds that somebody names in a terminal, or drags into it: as the paths that terminals paste."""
+"""Media files named in a chat line, or dragged into the terminal, which pastes their paths."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ MODALITY_BY_SUFFIX: dict[str, Modality] = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"), "image"),
     **dict.fromkeys((".wav", ".mp3", ".flac"), "audio"),
 }
-MODALITY_LABELS: dict[Modality, str] = {"image": "picture", "audio": "sound"}  # for people
 MediaFile: TypeAlias = tuple[Modality, Path]
 WORD_PATTERN = re.compile(r"""'[^']*'|"[^"]*"|(?:\\.|[^\s\\])+""")
 ESCAPE_PATTERN = re.compile(r"\\(.)")
 
 
 def extract_media_files(line: str) -> tuple[str, list[MediaFile]]:
-    """The pictures and sounds whose paths stand in a line, and the rest of it: quoted, with escaped spaces, or the
-    whole line.
+    """Extract media files from a line: quoted paths, paths with escaped spaces, or the whole line as one path.
 
-    >>> files_in("What is this? /no/such/file.png")
+    Returns the rest of the line and the files.
+
+    >>> extract_media_files("What is this? /no/such/file.png")
     ('What is this? /no/such/file.png', [])
     """
-    if (whole := find_media_file(line.strip())) is not None:
-        return "", [whole]
-    found: list[MediaFile] = []
+    if (file := find_media_file(line.strip())) is not None:
+        return "", [file]
+    files: list[MediaFile] = []
 
-    def take(word: re.Match[str]) -> str:
-        named = find_media_file(unquote_word(word[0]))
-        if named is None:
+    def extract(word: re.Match[str]) -> str:
+        file = find_media_file(unquote_word(word[0]))
+        if file is None:
             return word[0]
-        found.append(named)
+        files.append(file)
         return ""
 
-    rest = WORD_PATTERN.sub(take, line)
-    return (re.sub(r" {2,}", " ", rest).strip() if found else line), found
+    rest = WORD_PATTERN.sub(extract, line)
+    return (re.sub(r" {2,}", " ", rest).strip() if files else line), files
 
 
 def unquote_word(word: str) -> str:
-    """A word as a shell would read it.
+    """Remove the quotes or escapes of a word, like a shell.
 
-    >>> unquoted(r"a\\ cat.png"), unquoted("'a cat.png'")
+    >>> unquote_word(r"a\\ cat.png"), unquote_word("'a cat.png'")
     ('a cat.png', 'a cat.png')
     """
     if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"":
@@ -57,7 +57,7 @@ def unquote_word(word: str) -> str:
 
 
 def find_media_file(text: str) -> MediaFile | None:
-    """The picture or sound file that a text names, if there is one."""
+    """Return the existing media file that a text names; None if there is none."""
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
     path = Path(text)
@@ -65,14 +65,14 @@ def find_media_file(text: str) -> MediaFile | None:
         path = path.expanduser()
         kind = MODALITY_BY_SUFFIX.get(path.suffix.lower())
         return (kind, path) if kind is not None and path.is_file() else None
-    except (OSError, ValueError, RuntimeError):  # too long for a path, or of no user
+    except (OSError, ValueError, RuntimeError):  # the path is too long, or names an unknown user
         return None
 
 
 def group_by_modality(files: Sequence[MediaFile]) -> dict[str, list[Path]]:
-    """Files as a conversation takes them.
+    """Group files by the keywords of `Conversation` methods.
 
-    >>> by_kind([("audio", Path("bell.wav"))])
+    >>> group_by_modality([("audio", Path("bell.wav"))])
     {'images': [], 'audio': [PosixPath('bell.wav')]}
     """
     return {
@@ -82,18 +82,18 @@ def group_by_modality(files: Sequence[MediaFile]) -> dict[str, list[Path]]:
 
 
 def describe_media(kind: Modality, path: Path) -> str:
-    """A picture or a sound in a few words; `InvalidMedia` where it cannot be read.
+    """Describe a media file in one line; `InvalidMedia` if it cannot be read.
 
-    >>> described("image", Path("/no/such/file.png"))
+    >>> describe_media("image", Path("/no/such/file.png"))
     Traceback (most recent call last):
     ...
     afterglow.errors.InvalidMedia: /no/such/file.png cannot be read: No such file or directory
     """
     (attachment,) = build_attachments(kind, [path])
     try:
-        content = attachment.load(INLINE_ONLY)
+        media = attachment.load(INLINE_ONLY)
     except InvalidMedia as error:
         raise InvalidMedia(str(path), error.reason) from None
-    if isinstance(content, ImageData):
-        return f"a picture: {path.name}, {content.width:,} by {content.height:,} pixels"
-    return f"a sound: {path.name}, {content.seconds:,.1f} seconds"
+    if isinstance(media, ImageData):
+        return f"image: {path.name}, {media.width:,} by {media.height:,} pixels"
+    return f"audio: {path.name}, {media.seconds:,.1f} seconds"

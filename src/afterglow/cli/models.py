@@ -1,4 +1,4 @@
-"""`afterglow models`: list, pull and remove models, and say where one is."""
+"""`afterglow models`: list, pull, remove and locate models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from afterglow.registry import (
     resolve,
 )
 
-NAME_HELP = "A name from the list, or owner/repo:file.gguf of a Hugging Face repository."
+NAME_HELP = "Model name from the list, or owner/repo:file.gguf of a Hugging Face repository."
 
 app = typer.Typer(help="List, pull and remove models.")
 
@@ -36,20 +36,20 @@ ModelNamePositional = Annotated[str, typer.Argument(help=NAME_HELP)]
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
-    """List, pull and remove models; without a command: list."""
+    """List, pull and remove models. Without a command, list them."""
     if context.invoked_subcommand is None:
         print_models()
 
 
 @app.command("list")
 def list_models() -> None:
-    """List the models that are known and those on this machine, other programs' too."""
+    """List the models of the catalog and those on this machine, including models of other programs."""
     print_models()
 
 
 @app.command("pull")
 def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT_MODEL) -> None:
-    """Fetch a model unless it is there already, and print its path."""
+    """Download a model if it is not installed, and print its path."""
     with show_progress(name) as progress:
         path = pull(name, progress)
     typer.echo(path)
@@ -57,24 +57,25 @@ def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT_MO
 
 @app.command("remove")
 def remove_model(
-    name: ModelNamePositional, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    name: ModelNamePositional,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete a pulled model. Files of other programs are refused."""
+    """Delete a pulled model. Models of other programs cannot be deleted."""
     model = find_removable(name)
     if not yes:
         typer.confirm(f"Delete {model.path} ({decimal(model.size)})?", abort=True, err=True)
-    gone = remove(name)
-    typer.echo(f"removed {gone.path} ({decimal(gone.size)})", err=True)
+    removed = remove(name)
+    typer.echo(f"removed {removed.path} ({decimal(removed.size)})", err=True)
 
 
 @app.command("path")
 def print_model_path(name: ModelNamePositional) -> None:
-    """Print where a model is on this machine."""
+    """Print the path of a model on this machine."""
     typer.echo(resolve(name))
 
 
 def print_models() -> None:
-    """Print the list: a table on a terminal, else a line per model with tabs between its four fields."""
+    """Print the models: a table on a terminal, otherwise one line per model with four tab-separated fields."""
     if not sys.stdout.isatty():
         for row in build_rows():
             typer.echo("\t".join(row))
@@ -90,14 +91,14 @@ def print_models() -> None:
 
 
 def build_rows() -> Iterator[tuple[str, str, str, str]]:
-    """Name, size, where from and whether it is here: what is pulled, what could be, what other programs have."""
-    here = list_installed()
-    paths = {model.path.name for model in here}
-    for model in here:
+    """Yield name, size, source and installed state of pulled models, catalog models and models of other programs."""
+    installed = list_installed()
+    filenames = {model.path.name for model in installed}
+    for model in installed:
         entry = parse_name(model.name)
         yield model.name, decimal(model.size), entry.source.label if entry else str(model.path.parent), "yes"
     for entry in CATALOG.values():
-        if entry.source.filename not in paths:
+        if entry.source.filename not in filenames:
             yield entry.name, decimal(entry.source.size) if entry.source.size else "?", entry.source.label, "no"
     for model in discover_models():
         yield model.name, decimal(model.size), model.program, "yes"
@@ -105,7 +106,7 @@ def build_rows() -> Iterator[tuple[str, str, str, str]]:
 
 @contextmanager
 def show_progress(name: str) -> Iterator[DownloadProgress]:
-    """Show the progress on stderr: a bar on a terminal, else a line at each tenth of the way."""
+    """Show download progress on stderr: a bar on a terminal, otherwise a line for each tenth."""
     if not sys.stderr.isatty():
         yield ProgressLines(name)
         return
@@ -116,15 +117,15 @@ def show_progress(name: str) -> Iterator[DownloadProgress]:
 
 
 class ProgressLines:
-    """Progress for logs: says little, and nothing twice."""
+    """Download progress for logs: one line for each tenth."""
 
     def __init__(self, name: str) -> None:
         self.name, self.last_tenth = name, -1
 
     def __call__(self, done: int, total: int | None) -> None:
-        """Print a line where a further tenth has been reached."""
+        """Print a line if a further tenth has been downloaded."""
         tenth = 10 * done // total if total else 0
         if tenth > self.last_tenth:
             self.last_tenth = tenth
-            whole = f" of {decimal(total)}" if total else ""
-            typer.echo(f"{self.name}: {decimal(done)}{whole}", err=True)
+            of_total = f" of {decimal(total)}" if total else ""
+            typer.echo(f"{self.name}: {decimal(done)}{of_total}", err=True)

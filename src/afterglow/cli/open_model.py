@@ -1,4 +1,4 @@
-"""Opening a model for a command: fetched where it is not here yet, loaded with a bar, by the settings."""
+"""Loads the model of a command: downloads it if needed, and shows progress."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from afterglow.errors import InvalidArgument, ModelNotFound
 
 
 def open_model(settings: Settings, console: Console) -> Model:
-    """The model that the settings name, ready to answer. `console` shows the way there."""
+    """Load the model that the settings name. Shows progress on `console`."""
     path = resolve_or_pull(settings.model)
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {settings.model}", total=1.0)
 
-        def show(fraction: float) -> bool:
+        def update_bar(fraction: float) -> bool:
             bar.update(task, completed=fraction)
             return True
 
@@ -39,12 +39,12 @@ def open_model(settings: Settings, console: Console) -> Model:
             projector=settings.projector,
             strip_media=settings.strip_media,
             engine=settings.engine,
-            progress=show,
+            progress=update_bar,
         )
 
 
 def read_template(path: Path | None) -> str | None:
-    """The chat template in a file."""
+    """Read a chat template file; None without a path."""
     try:
         return None if path is None else path.expanduser().read_text()
     except (OSError, ValueError) as error:
@@ -52,7 +52,7 @@ def read_template(path: Path | None) -> str | None:
 
 
 def resolve_or_pull(name: str) -> Path:
-    """Where the model is; a known one that is not here yet is fetched first."""
+    """Return the path of a model. Downloads a catalog model that is not installed."""
     try:
         return registry.resolve(name)
     except ModelNotFound:

@@ -1,4 +1,4 @@
-"""The arguments and flags of the commands: what they take, and what `--help` says of them."""
+"""Arguments and flags shared by the commands, with their help texts. Flags are spelled like the settings."""
 
 from __future__ import annotations
 
@@ -7,111 +7,130 @@ from typing import Annotated
 
 import typer
 
-# --- which model
+# --- model
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(help="A name from `afterglow models`, or a path.", show_default=False)
+    str | None, typer.Argument(help="Model name from `afterglow models`, or path.", show_default=False)
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="A name or a path.")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Model name or path.")]
 ModelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="Names from `afterglow models`, or paths. NAME=MODEL serves it under that name.",
+        help="Model names from `afterglow models`, or paths. NAME=MODEL serves a model under another name.",
         show_default=False,
     ),
 ]
 
-# --- how it is loaded
+# --- loading
 
-ContextOption = Annotated[int | None, typer.Option(min=64, help="Tokens the whole conversation may take.")]
-SequencesOption = Annotated[int | None, typer.Option(min=1, max=255, help="Answers that are made at once.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Default: the processor's cores.")]
+ContextOption = Annotated[int | None, typer.Option(min=64, help="Context length of a conversation, in tokens.")]
+SequencesOption = Annotated[int | None, typer.Option(min=1, max=255, help="Maximum number of concurrent requests.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: one per physical core.")]
 GpuLayersOption = Annotated[int | None, typer.Option(min=0, help="Layers on the GPU. Default: as many as fit.")]
 ChatTemplateOption = Annotated[
-    Path | None, typer.Option(help="A file with a chat template, instead of the model's own.")
+    Path | None, typer.Option(help="File with a chat template that replaces the model's own.")
 ]
 ProjectorOption = Annotated[
     Path | None,
-    typer.Option(help="The file that lets the model see or hear. Default: the only one beside it.", show_default=False),
+    typer.Option(
+        help="Multimodal projector file. Default: the only one in the directory of the model.", show_default=False
+    ),
 ]
-StripMediaOption = Annotated[bool | None, typer.Option("--strip-media", help="Leave out what the model cannot take.")]
+StripMediaOption = Annotated[
+    bool | None, typer.Option("--strip-media", help="Drop media that the model does not support, with a warning.")
+]
 DraftOption = Annotated[
     list[str] | None,
     typer.Option(
         "--draft",
-        help="What guesses ahead: `mtp`, or a smaller model; NAME=DRAFT for one model. Can be given several times.",
+        help="Drafter: `mtp` or a smaller model; NAME=DRAFT for one served model. Repeatable.",
         show_default=False,
     ),
 ]
 SpeculationOption = Annotated[
-    str | None, typer.Option(help="auto: guess ahead as far as it pays; off; or so many tokens.")
+    str | None, typer.Option(help="Draft length: `auto`, `off`, or a fixed number of tokens.")
 ]
-PinSystemPromptsOption = Annotated[bool | None, typer.Option("--pin-system", help="Never let go of system prompts.")]
-RamCacheBytesOption = Annotated[
-    str | None, typer.Option(help="Of what is kept in RAM outside of memory, such as 4GiB.")
+PinSystemPromptsOption = Annotated[
+    bool | None, typer.Option("--pin-system-prompts", help="Never evict system prompts from the prefix cache.")
 ]
-DiskCacheBytesOption = Annotated[str | None, typer.Option(help="Of all that is kept on disk, such as 20GiB.")]
+RamCacheBytesOption = Annotated[str | None, typer.Option(help="Size of the RAM prefix cache, e.g. 4GiB.")]
+DiskCacheBytesOption = Annotated[
+    str | None, typer.Option(help="Size of the disk prefix cache of all models, e.g. 20GiB.")
+]
 MaxTokenGapOption = Annotated[
-    float | None, typer.Option(help="Seconds between tokens that other prompts should not exceed.")
+    float | None, typer.Option(help="Target for the time between tokens while other prompts prefill, in seconds.")
 ]
 DeterministicOption = Annotated[
-    bool | None, typer.Option("--deterministic", help="Same answers whatever else runs; slower in company.")
+    bool | None,
+    typer.Option("--deterministic", help="Bit-identical output regardless of load; slower with concurrent requests."),
 ]
 
-# --- what is asked
+# --- request
 
-PromptArgument = Annotated[str, typer.Argument(help="What to ask. `-` reads standard input.")]
-RawOption = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")]
-SchemaOption = Annotated[Path | None, typer.Option(help="A JSON schema that the answer must satisfy.")]
+PromptArgument = Annotated[str, typer.Argument(help="User message. `-` reads standard input.")]
+RawOption = Annotated[bool, typer.Option("--raw", help="Complete the text without the chat template.")]
+SchemaOption = Annotated[Path | None, typer.Option(help="File with a JSON schema that the response must satisfy.")]
 ImageOption = Annotated[
     list[Path] | None,
-    typer.Option("--image", help="A picture to ask about. Can be given several times.", show_default=False),
+    typer.Option("--image", help="Image file for the first message. Repeatable.", show_default=False),
 ]
 AudioOption = Annotated[
     list[Path] | None,
-    typer.Option("--audio", help="A sound to ask about. Can be given several times.", show_default=False),
+    typer.Option("--audio", help="Audio file for the first message. Repeatable.", show_default=False),
 ]
-SystemOption = Annotated[str | None, typer.Option(help="What the model should know before the conversation.")]
-MaxTokensOption = Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")]
-TemperatureOption = Annotated[float | None, typer.Option(min=0, help="0 always takes the most likely token.")]
-SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
-ReasoningOption = Annotated[str | None, typer.Option(help="on, off, a number of tokens, or an effort such as low.")]
+SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
+MaxTokensOption = Annotated[int | None, typer.Option(min=1, help="Maximum length of a response, in tokens.")]
+TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")]
+SeedOption = Annotated[int | None, typer.Option(help="Sampling seed; the same seed gives the same response.")]
+ReasoningOption = Annotated[str | None, typer.Option(help="`on`, `off`, a number of tokens, or an effort, e.g. `low`.")]
 
-# --- how it is shown
+# --- output
 
-MarkdownOption = Annotated[bool | None, typer.Option(help="Draw answers as markdown.")]
-StatsOption = Annotated[bool | None, typer.Option(help="Say after each answer what it took.")]
+MarkdownOption = Annotated[bool | None, typer.Option(help="Render responses as markdown.")]
+StatsOption = Annotated[bool | None, typer.Option(help="Print statistics after each response.")]
 
-# --- who may ask a server, and how much
+# --- server
 
-HostOption = Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, this machine only.")]
-PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8080; 0: any that is free.")]
+HostOption = Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")]
+PortOption = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port to listen on. Default: 8080; 0 selects a free port.")
+]
 ApiKeyOption = Annotated[
     list[str] | None,
-    typer.Option("--api-key", help="Only who has this key may ask. Can be given several times.", show_default=False),
+    typer.Option("--api-key", help="API key that clients must send. Repeatable.", show_default=False),
 ]
 ApiKeyFileOption = Annotated[
-    Path | None, typer.Option("--api-key-file", help="A file with one key in each line.", show_default=False)
+    Path | None, typer.Option("--api-key-file", help="File with one API key per line.", show_default=False)
 ]
 AllowOriginOption = Annotated[
     list[str] | None,
-    typer.Option("--allow-origin", help="Web pages of this origin may ask; `*`: all.", show_default=False),
+    typer.Option("--allow-origin", help="CORS origin allowed to connect; `*`: all. Repeatable.", show_default=False),
 ]
-QueueOption = Annotated[int | None, typer.Option(min=0, help="Answers that may wait; more get 429.")]
-LazyOption = Annotated[bool | None, typer.Option("--lazy", help="Load a model when it is first asked for.")]
-ShutdownSecondsOption = Annotated[float | None, typer.Option(min=0, help="For running answers, once told to end.")]
+MaxQueueOption = Annotated[
+    int | None, typer.Option(min=0, help="Choices that may wait for a model; more get status 429.")
+]
+LazyLoadOption = Annotated[
+    bool | None, typer.Option("--lazy-load", help="Load a model on its first request instead of at startup.")
+]
+ShutdownSecondsOption = Annotated[
+    float | None, typer.Option(min=0, help="Time for running requests after a signal, in seconds.")
+]
 MediaHostOption = Annotated[
     list[str] | None,
     typer.Option(
         "--media-host",
-        help="Pictures and sounds may be fetched from this host; `*`: from any. Can be given several times.",
+        help="Host from which media may be fetched; `*`: every public host. Repeatable.",
         show_default=False,
     ),
 ]
 MediaDirectoryOption = Annotated[
     Path | None,
-    typer.Option("--media-directory", help="Pictures and sounds in it may be named.", show_default=False),
+    typer.Option("--media-directory", help="Directory from which media may be read.", show_default=False),
 ]
-MaxMediaBytesOption = Annotated[int | None, typer.Option(min=1, help="Of a picture or a sound. Default: 20 MiB.")]
-MaxPixelsOption = Annotated[int | None, typer.Option(min=1, help="Of a picture. Default: 32 million.")]
+MaxMediaBytesOption = Annotated[
+    int | None, typer.Option(min=1, help="Maximum size of one media file. Default: 20 MiB.")
+]
+MaxImagePixelsOption = Annotated[
+    int | None, typer.Option(min=1, help="Maximum pixels of one image. Default: 32 million.")
+]

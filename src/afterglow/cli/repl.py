@@ -1,4 +1,4 @@
-"""The conversation in a terminal: lines that are questions, and lines that are commands."""
+"""Interactive chat: reads user messages and slash commands from the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from afterglow.api.conversation import Conversation
 from afterglow.chat.response import Delta
 from afterglow.cli.display import choose_display, format_statistics, show_response
 from afterglow.cli.media import (
-    MODALITY_LABELS,
     MediaFile,
     describe_media,
     extract_media_files,
@@ -29,30 +28,30 @@ from afterglow.errors import AfterglowError, Cancelled
 from afterglow.media.policy import Modality
 
 HELP = """\
-/regenerate      answer the last question again
-/edit [TEXT]     change the last question and answer it
-/fork            go on in a copy; /back returns to the one before
-/rewind N        keep the first N messages
-/history         the messages so far
-/save FILE       write the conversation to a file; /load FILE reads one
-/system TEXT     begin anew with another system prompt
-/image FILE      show a picture with the next question; so does a file that is dragged into a line
-/audio FILE      the same with a sound
-/stats           show or hide what answers take
-/exit            end (or Ctrl-D)
-Alt-Enter begins a new line; so does a line that ends with \\. Ctrl-C stops an answer."""
+/regenerate      generate the last response again
+/edit [TEXT]     replace the last user message and generate a response
+/fork            continue in a copy of the conversation; /back returns to the original
+/rewind N        keep only the first N messages
+/history         list the messages
+/save FILE       save the conversation to a file; /load FILE loads it
+/system TEXT     start a new conversation with this system prompt
+/image FILE      attach an image to the next message; dragging a file into the line does the same
+/audio FILE      attach an audio file to the next message
+/stats           show or hide statistics
+/exit            exit (or Ctrl-D)
+Alt-Enter inserts a newline; so does \\ at the end of a line. Ctrl-C stops a response."""
 
 
 class Repl:
-    """Reads lines until the person ends it."""
+    """Read-eval-print loop of one conversation and its forks."""
 
     def __init__(
         self, conversation: Conversation, settings: Settings, console: Console, initial_files: Sequence[MediaFile] = ()
     ) -> None:
         self._conversation = conversation
-        self._pending_files: list[MediaFile] = []  # pictures and sounds that go with the next question
-        self._initial_files = initial_files  # before the first one
-        self._fork_parents: list[Conversation] = []  # those that were forked
+        self._pending_files: list[MediaFile] = []  # attached to the next message
+        self._initial_files = initial_files  # attached to the first message
+        self._fork_parents: list[Conversation] = []
         self._console = console
         self._markdown = settings.markdown
         self._stats_shown = settings.stats
@@ -74,35 +73,35 @@ class Repl:
         }
 
     def run(self) -> None:
-        """Until the person ends it."""
+        """Run until the user exits."""
         self._run_safely(lambda: self._attach_files(self._initial_files))
         while (line := self._read_input()) is not None:
             self._run_safely(functools.partial(self._handle_line, line))
 
     def _run_safely(self, action: Callable[[], None]) -> None:
-        """Do something; what goes wrong is said, and the conversation goes on."""
+        """Run an action and print its error, so that the conversation continues."""
         try:
             action()
         except (KeyboardInterrupt, Cancelled):
-            self._print_note("stopped; the question was not kept")
+            self._print_note("stopped; the message was discarded")
         except AfterglowError as error:
             self._console.print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
 
     def _handle_line(self, line: str) -> None:
-        """A question with the pictures and sounds that were dragged into it, or a command."""
-        known = line[1:].partition(" ")[0] in self._commands if line.startswith("/") else False
-        question, dragged = (line, []) if known else extract_media_files(line)
-        if question.startswith("/"):
-            return self._run_command(question[1:])
-        self._attach_files(dragged)
-        if question:
-            ready, self._pending_files = self._pending_files, []
-            self._show_response(self._conversation.stream_deltas(question, **group_by_modality(ready)))
+        """Run a command, or send a user message with the media files named in the line."""
+        is_command = line.startswith("/") and line[1:].partition(" ")[0] in self._commands
+        text, files = (line, []) if is_command else extract_media_files(line)
+        if text.startswith("/"):
+            return self._run_command(text[1:])
+        self._attach_files(files)
+        if text:
+            attached, self._pending_files = self._pending_files, []
+            self._show_response(self._conversation.stream_deltas(text, **group_by_modality(attached)))
 
-    # --- lines
+    # --- input
 
     def _make_line_reader(self) -> Callable[[], str]:
-        """How lines are read: with editing and history where the terminal can."""
+        """Return the function that reads a line, with editing and history if the terminal supports it."""
         if self._console.is_dumb_terminal or not sys.stdin.isatty():
             return lambda: self._console.input("> ")
         keys = KeyBindings()
@@ -115,7 +114,7 @@ class Repl:
         return lambda: session.prompt("> ")
 
     def _read_input(self) -> str | None:
-        """What the person says next; None where they want to end."""
+        """Read the next input, which may have several lines; None to exit."""
         lines = []
         while True:
             try:
@@ -129,7 +128,7 @@ class Repl:
         text = "\n".join([*lines, line]).strip()
         return None if text in ("/exit", "/quit", "/bye") else text
 
-    # --- answers
+    # --- responses
 
     def _show_response(self, deltas: Iterator[Delta]) -> None:
         show_response(deltas, choose_display(self._console, markdown=self._markdown))
@@ -144,7 +143,7 @@ class Repl:
     def _run_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if name not in self._commands:
-            self._print_note(f"there is no command /{name}; /help lists them")
+            self._print_note(f"unknown command /{name}; /help lists the commands")
             return
         self._commands[name](rest.strip())
 
@@ -152,40 +151,41 @@ class Repl:
         self._show_response(self._conversation.stream_regeneration())
 
     def _edit(self, text: str) -> None:
-        questions = [index for index, one in enumerate(self._conversation.messages) if one.role == "user"]
-        if not questions:
-            return self._print_note("there is no question yet")
+        messages = self._conversation.messages
+        user_messages = [index for index, message in enumerate(messages) if message.role == "user"]
+        if not user_messages:
+            return self._print_note("there is no user message yet")
         if not text:
-            self._print_note(self._conversation.messages[questions[-1]].content)
-            return self._print_note("write /edit and the new question")
-        self._conversation.edit(questions[-1], text)
+            self._print_note(messages[user_messages[-1]].content)
+            return self._print_note("usage: /edit TEXT")
+        self._conversation.edit(user_messages[-1], text)
         self._show_response(self._conversation.stream_regeneration())
 
     def _fork(self, _: str) -> None:
         self._fork_parents.append(self._conversation)
         self._conversation = self._conversation.fork()
-        self._print_note(f"a copy with {len(self._conversation.messages)} messages; /back returns")
+        self._print_note(f"forked a conversation of {len(self._conversation.messages)} messages; /back returns")
 
     def _return_from_fork(self, _: str) -> None:
         if not self._fork_parents:
-            return self._print_note("there is nothing to go back to")
+            return self._print_note("there is no fork to return from")
         self._conversation = self._fork_parents.pop()
-        self._print_note(f"back in the conversation with {len(self._conversation.messages)} messages")
+        self._print_note(f"returned to the conversation of {len(self._conversation.messages)} messages")
 
     def _rewind(self, text: str) -> None:
         if not text.lstrip("-").isdigit():
-            return self._print_note("write /rewind and a number of messages")
+            return self._print_note("usage: /rewind N")
         self._conversation.rewind(int(text))
-        self._print_note(f"{len(self._conversation.messages)} messages are left")
+        self._print_note(f"{len(self._conversation.messages)} messages left")
 
     def _print_history(self, _: str) -> None:
         for index, message in enumerate(self._conversation.messages):
-            seen = "".join(f"[{MODALITY_LABELS[one.kind]}] " for one in message.attachments)
-            self._print_note(f"{index} {message.role}: {seen}{message.content}")
+            media = "".join(f"[{attachment.kind}] " for attachment in message.attachments)
+            self._print_note(f"{index} {message.role}: {media}{message.content}")
 
     def _save(self, name: str) -> None:
         if not name:
-            return self._print_note("write /save and a file")
+            return self._print_note("usage: /save FILE")
         try:
             self._conversation.save(Path(name).expanduser())
         except OSError as error:
@@ -194,15 +194,15 @@ class Repl:
 
     def _load(self, name: str) -> None:
         self._conversation.load(Path(name).expanduser())
-        self._print_note(f"{len(self._conversation.messages)} messages")
+        self._print_note(f"loaded {len(self._conversation.messages)} messages")
 
     def _attach_file(self, kind: Modality, name: str) -> None:
         if not name:
-            return self._print_note(f"write /{kind} and a file")
+            return self._print_note(f"usage: /{kind} FILE")
         self._attach_files([(kind, Path(unquote_word(name)).expanduser())])
 
     def _attach_files(self, files: Sequence[MediaFile]) -> None:
-        """Have pictures and sounds ready for the next question, each said in one line."""
+        """Attach files to the next message and print one line for each."""
         for kind, path in files:
             self._print_note(describe_media(kind, path))
             self._pending_files.append((kind, path))
@@ -210,7 +210,7 @@ class Repl:
     def _restart_with_system(self, text: str) -> None:
         model, options = self._conversation.model, self._conversation.options
         self._conversation = Conversation(model, system=text, **options)
-        self._print_note("a new conversation")
+        self._print_note("started a new conversation")
 
     def _toggle_stats(self, _: str) -> None:
         self._stats_shown = not self._stats_shown

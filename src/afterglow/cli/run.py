@@ -1,4 +1,4 @@
-"""`afterglow run`: one prompt, one answer; and `afterglow perplexity`: how likely a text is."""
+"""`afterglow run`: one response to one prompt. `afterglow perplexity`: perplexity of a text."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def run(
     strip_media: options.StripMediaOption = None,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Say on standard error what it took.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print statistics to standard error.")] = False,
 ) -> None:
-    """Answer one prompt on standard output, and end."""
-    chosen = load_command_settings(command)
+    """Print the response to one prompt."""
+    settings = load_command_settings(command)
     console = Console(stderr=True)
     text = sys.stdin.read() if prompt == "-" else prompt
     if raw:
         reject_chat_options(command)
-    asked = build_generation_options(chosen) | (
-        {} if schema is None else {"response_format": read_response_format(schema)}
-    )
-    with open_model(chosen, console) as loaded:
+    generation_options = build_generation_options(settings)
+    if schema is not None:
+        generation_options["response_format"] = read_response_format(schema)
+    with open_model(settings, console) as loaded:
         if raw:
-            return continue_text(loaded, text, asked)
-        conversation = Conversation(loaded, system=chosen.system, **asked)
+            return continue_text(loaded, text, generation_options)
+        conversation = Conversation(loaded, system=settings.system, **generation_options)
         show_response(
             conversation.stream_deltas(text, images=image or (), audio=audio or ()),
             choose_display(Console(), markdown=False),
@@ -75,22 +75,22 @@ def run(
 
 
 def reject_chat_options(command: typer.Context) -> None:
-    """Flags that say something about a conversation: a text that is continued is none."""
+    """Raise `InvalidArgument` for flags that have no effect without the chat template."""
     for name in CHAT_ONLY_PARAMETERS:
         if command.params[name] not in (None, False, [], ()):
-            raise InvalidArgument(f"--{name.replace('_', '-')}", "is about conversations: leave it or --raw out")
+            raise InvalidArgument(f"--{name.replace('_', '-')}", "cannot be used with --raw")
 
 
 def continue_text(model: Model, text: str, options: dict[str, Any]) -> None:
-    """Write what follows `text`, without the chat template."""
-    plain = {name: value for name, value in options.items() if name != "reasoning"}
-    for piece in model.stream(text, **plain):
+    """Print the completion of `text`, without the chat template."""
+    completion_options = {name: value for name, value in options.items() if name != "reasoning"}
+    for piece in model.stream(text, **completion_options):
         print(piece, end="", flush=True)
     print()
 
 
 def read_response_format(path: Path) -> dict[str, object]:
-    """A file with a JSON schema, as a response format."""
+    """Read a JSON schema file as a response format."""
     try:
         schema = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -100,13 +100,13 @@ def read_response_format(path: Path) -> dict[str, object]:
 
 def perplexity(
     command: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A text file; `-` reads standard input.")],
+    file: Annotated[Path, typer.Argument(help="Text file. `-` reads standard input.")],
     model: options.ModelOption = None,
     context: options.ContextOption = None,
     threads: options.ThreadsOption = None,
     gpu_layers: options.GpuLayersOption = None,
 ) -> None:
-    """Say how well the model predicts a text: 1 is certainty, the vocabulary's size is a blind guess."""
+    """Print the perplexity of a text: 1 is certainty, the vocabulary size is chance."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, ValueError) as error:

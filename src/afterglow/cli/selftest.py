@@ -1,6 +1,6 @@
-"""The self-test of `doctor`: run in a child process, because a library that does not fit may end it.
+"""Self-test of `afterglow doctor`. Runs in a child process, because an incompatible library may crash it.
 
-Prints one JSON object: the name of each check and "ok", or what was wrong.
+Prints one JSON object: the name of each check, and "ok" or the error.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ CONTEXT_SETTINGS = ContextSettings(cells=512, sequences=2, batch=64, outputs=8, 
 
 
 def check_decode() -> None:
-    """A model whose next token is known by construction says it."""
+    """Check that a model with constructed weights generates the token known by construction."""
     with (
         LlamaModel.load(models.get_path("successor-attention"), trust=True) as model,
         LlamaContext(model, CONTEXT_SETTINGS) as context,
     ):
         tokens = model.vocabulary.tokenize(models.CYCLE.decode())
-        answer = decode_next_token(context, 0, tokens)
-        assert answer == models.get_successor(tokens[-1]), f"token {answer} after {tokens[-1]}"
+        token = decode_next_token(context, 0, tokens)
+        assert token == models.get_successor(tokens[-1]), f"token {token} after {tokens[-1]}"
 
 
 def check_trim() -> None:
-    """Forgetting the end of a sequence and computing it again gives the same numbers."""
+    """Check that removing the end of a sequence and computing it again gives the same logits."""
     with (
         LlamaModel.load(models.get_path("attention"), trust=True) as model,
         LlamaContext(model, CONTEXT_SETTINGS) as context,
@@ -39,14 +39,14 @@ def check_trim() -> None:
         tokens = model.vocabulary.tokenize(PROMPT)
         decode_next_token(context, 0, tokens)
         before = context.get_logits(len(tokens) - 1).copy()
-        assert context.memory.remove(0, start=4), "a trim was refused"
+        assert context.memory.remove(0, start=4), "the trim was rejected"
         decode_next_token(context, 0, tokens[4:], position=4)
         difference = float(np.abs(context.get_logits(len(tokens) - 5) - before).max())
-        assert difference < 1e-3, f"logits moved by {difference:g}"
+        assert difference < 1e-3, f"logits differ by {difference:g}"
 
 
 def check_state() -> None:
-    """A saved and loaded sequence, on a hybrid model, continues exactly like the one it came from."""
+    """Check that a saved and restored sequence of a hybrid model continues exactly like the original."""
     with (
         LlamaModel.load(models.get_path("hybrid"), trust=True) as model,
         LlamaContext(model, CONTEXT_SETTINGS) as context,
@@ -58,11 +58,11 @@ def check_state() -> None:
         for sequence in (0, 1):
             decode_next_token(context, sequence, [5], position=len(tokens))
             rows.append(context.get_logits(0).copy())
-        assert np.array_equal(rows[0], rows[1]), "the restored sequence computes other numbers"
+        assert np.array_equal(rows[0], rows[1]), "the restored sequence computes different logits"
 
 
 def check_mtp() -> None:
-    """The draft of a multi-token-prediction head, known by construction, comes out."""
+    """Check that a multi-token-prediction head drafts the token known by construction."""
     with (
         LlamaModel.load(models.get_path("successor-mtp"), ModelSettings(mtp=True), trust=True) as model,
         LlamaContext(model, CONTEXT_SETTINGS) as target,
@@ -76,8 +76,8 @@ def check_mtp() -> None:
         assert heads.batch.hidden_states is not None
         heads.batch.hidden_states[0] = target.get_hidden_state(len(tokens) - 1)
         heads.decode()
-        draft = int(heads.get_logits(0).argmax())
-        assert draft == models.get_successor(tokens[-1]), f"the head drafts {draft} after {tokens[-1]}"
+        draft_token = int(heads.get_logits(0).argmax())
+        assert draft_token == models.get_successor(tokens[-1]), f"the head drafts {draft_token} after {tokens[-1]}"
 
 
 def decode_next_token(context: LlamaContext, sequence: int, tokens: list[int], position: int = 0) -> int:
@@ -96,15 +96,15 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def run_checks() -> dict[str, str]:
-    """Every check's outcome, in words."""
-    outcome = {}
+    """Run every check. Return "ok" or the error of each."""
+    outcomes = {}
     for name, check in CHECKS.items():
         try:
             check()
-            outcome[name] = "ok"
-        except Exception as error:  # the report is the point: whatever went wrong belongs in it
-            outcome[name] = f"{type(error).__name__}: {error}"
-    return outcome
+            outcomes[name] = "ok"
+        except Exception as error:  # any error belongs in the report
+            outcomes[name] = f"{type(error).__name__}: {error}"
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`afterglow serve`: models for programs on this machine, over HTTP, as OpenAI's clients know them."""
+"""`afterglow serve`: serve models over an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def serve(
     api_key_file: options.ApiKeyFileOption = None,
     allow_origin: options.AllowOriginOption = None,
     sequences: options.SequencesOption = None,
-    queue: options.QueueOption = None,
-    lazy: options.LazyOption = None,
+    max_queue: options.MaxQueueOption = None,
+    lazy_load: options.LazyLoadOption = None,
     shutdown_seconds: options.ShutdownSecondsOption = None,
     media_host: options.MediaHostOption = None,
     media_directory: options.MediaDirectoryOption = None,
     max_media_bytes: options.MaxMediaBytesOption = None,
-    max_pixels: options.MaxPixelsOption = None,
+    max_image_pixels: options.MaxImagePixelsOption = None,
     context: options.ContextOption = None,
     threads: options.ThreadsOption = None,
     gpu_layers: options.GpuLayersOption = None,
@@ -54,11 +54,12 @@ def serve(
     max_token_gap: options.MaxTokenGapOption = None,
     deterministic: options.DeterministicOption = None,
 ) -> None:
-    """Serve models over HTTP, as OpenAI's clients know them.
+    """Serve models over an OpenAI-compatible HTTP API.
 
-    Each has an engine in a process of its own. Ctrl-C ends it: running answers are finished, a second one ends them.
+    Each model runs in its own engine process. Ctrl-C shuts down after running requests finish; a second Ctrl-C
+    cancels them.
     """
-    chosen = load_command_settings(
+    settings = load_command_settings(
         command,
         draft=",".join(draft or ()) or None,
         api_keys=(*(api_key or ()), *read_api_keys(api_key_file)) or None,
@@ -66,39 +67,41 @@ def serve(
         media_hosts=media_host or None,
     )
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
-    serve_models(dict(map(parse_model_argument, models or [chosen.model])), chosen)
+    serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
 
 
 def serve_models(models: Mapping[str, str], settings: Settings) -> None:
-    """Serve models, each under its name, until told to end."""
+    """Serve models under their names until a signal arrives."""
     console = Console(stderr=True, highlight=False)
     paths = {name: resolve_or_pull(model) for name, model in models.items()}
     if settings.projector is not None and len(paths) > 1:
-        raise InvalidArgument("--projector", "is for one model: put each model's projector beside its file")
+        raise InvalidArgument(
+            "--projector", "applies to one model only: put each projector into the directory of its model"
+        )
     with (
         bind(settings.server) as listener,
-        ServerState(build_model_registry(paths, settings), settings.server) as service,
+        ServerState(build_model_registry(paths, settings), settings.server) as state,
     ):
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
-                service.models.load_all()
+                state.models.load_all()
         address = format_server_url(listener)
         run_server(
-            service,
+            state,
             listener,
             lambda: print_startup_message(console, address, list(paths), bool(settings.server.api_keys)),
         )
 
 
 def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> ModelRegistry:
-    """The models, loaded alike but for what guesses for each."""
+    """Build the registry of the served models. Only the drafter can differ between models."""
     common = build_served_settings(settings)
-    own = {name: replace(common, draft=draft) for name, draft in parse_drafts(settings.draft, paths).items()}
-    return ModelRegistry(paths, common, own)
+    with_drafts = {name: replace(common, draft=draft) for name, draft in parse_drafts(settings.draft, paths).items()}
+    return ModelRegistry(paths, common, with_drafts)
 
 
 def build_served_settings(settings: Settings) -> ServedSettings:
-    """How the models are loaded."""
+    """Build the load settings of the served models."""
     return ServedSettings(
         disk_cache=settings.disk_cache,
         context=settings.context,
@@ -114,38 +117,38 @@ def build_served_settings(settings: Settings) -> ServedSettings:
 
 
 def parse_drafts(text: str | None, names: Collection[str]) -> dict[str, DraftSource]:
-    """What guesses for which model: `text` is `mtp` or a model for all, or NAME=DRAFT for one; several with commas.
+    """Parse the drafter of each model: `mtp` or a model for all, or NAME=DRAFT for one, separated by commas.
 
-    >>> drafts("mtp,small=mtp", ["big", "small"])
+    >>> parse_drafts("mtp,small=mtp", ["big", "small"])
     {'big': 'mtp', 'small': 'mtp'}
     """
-    found: dict[str, DraftSource] = {}
+    drafts: dict[str, DraftSource] = {}
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
-    for part in sorted(parts, key=lambda part: "=" in part):  # those for all first
-        name, equals, what = part.partition("=")
+    for part in sorted(parts, key=lambda part: "=" in part):  # NAME=DRAFT overrides the drafter for all
+        name, equals, source = part.partition("=")
         if not equals or "/" in name:
-            name, what = "", part
+            name, source = "", part
         if name and name not in names:
-            raise InvalidArgument("--draft", f"{name!r} is not served; there are {', '.join(names)}")
-        draft: DraftSource = "mtp" if what == "mtp" else resolve_or_pull(what)
-        found |= dict.fromkeys([name] if name else names, draft)
-    return found
+            raise InvalidArgument("--draft", f"{name!r} is not served; the models are {', '.join(names)}")
+        draft: DraftSource = "mtp" if source == "mtp" else resolve_or_pull(source)
+        drafts |= dict.fromkeys([name] if name else names, draft)
+    return drafts
 
 
 def parse_model_argument(model: str) -> tuple[str, str]:
-    """The name that a model is served under, and where it is.
+    """Parse a model argument to the served name and the model name or path.
 
-    >>> named("big=qwen"), named("/models/small.gguf")
+    >>> parse_model_argument("big=qwen"), parse_model_argument("/models/small.gguf")
     (('big', 'qwen'), ('small', '/models/small.gguf'))
     """
-    name, equals, place = model.partition("=")
+    name, equals, source = model.partition("=")
     if equals and name and "/" not in name:
-        return name, place
+        return name, source
     return (Path(model).stem, model) if model.endswith(".gguf") and ":" not in model else (model, model)
 
 
 def read_api_keys(path: Path | None) -> list[str]:
-    """The keys in a file, one in each line."""
+    """Read API keys from a file with one key per line."""
     if path is None:
         return []
     try:
@@ -159,16 +162,16 @@ def read_api_keys(path: Path | None) -> list[str]:
 
 
 def format_server_url(listener: socket) -> str:
-    """Where a socket listens, as clients write it."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def print_startup_message(console: Console, address: str, names: list[str], requires_key: bool) -> None:
-    """Where it listens, and something to try."""
+    """Print the URL and an example request."""
     key = ' -H "Authorization: Bearer $KEY"' if requires_key else ""
     body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
-    console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C ends[/]", soft_wrap=True)
-    console.print("[dim]try[/]", soft_wrap=True)
+    console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C shuts down[/]", soft_wrap=True)
+    console.print("[dim]example request:[/]", soft_wrap=True)
     example = f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"  {example}", soft_wrap=True, markup=False)

@@ -1,7 +1,7 @@
-"""What the commands do unless told otherwise: a TOML file, environment variables, and flags.
+"""Settings of the commands from flags, environment variables and a TOML file.
 
-Flags come before the environment (`AFTERGLOW_CONTEXT=8192`, `AFTERGLOW_SERVER_PORT=8000`), the environment before the
-file, the file before the defaults below. A key that does not exist is an error, wherever it stands.
+Flags override the environment (`AFTERGLOW_CONTEXT=8192`, `AFTERGLOW_SERVER_PORT=8000`), the environment overrides the
+file, the file overrides the defaults. An unknown key is an error in all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
-SERVER_VARIABLE_PREFIX = "server_"  # what the variables of the server's own settings begin with
-# Read elsewhere, before there are any settings.
+SERVER_VARIABLE_PREFIX = "server_"  # after ENVIRONMENT_PREFIX, for the settings of the server
+# Read elsewhere, before the settings are loaded.
 RESERVED_VARIABLES = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
 
 
 class Settings(pydantic.BaseModel):
-    """Every setting with its default.
+    """All settings with their defaults.
 
     >>> Settings(context=8192).context
     8192
@@ -37,35 +37,35 @@ class Settings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     model: str = registry.DEFAULT_MODEL
-    context: int = pydantic.Field(4096, ge=64, description="Tokens that one conversation may take.")
-    sequences: int = pydantic.Field(4, ge=1, le=255, description="Requests that run at once.")
-    threads: int | None = pydantic.Field(None, ge=1, description="None: the processor's cores.")
+    context: int = pydantic.Field(4096, ge=64, description="Context length of a conversation, in tokens.")
+    sequences: int = pydantic.Field(4, ge=1, le=255, description="Maximum number of concurrent requests.")
+    threads: int | None = pydantic.Field(None, ge=1, description="None: one per physical core.")
     gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
-    disk_cache: bool = pydantic.Field(True, description="Keep what was computed on disk for the next time.")
+    disk_cache: bool = pydantic.Field(True, description="Store computed prefixes on disk.")
     disk_cache_bytes: pydantic.ByteSize = pydantic.Field(
-        pydantic.ByteSize(10 * 1024**3), description="Of all that is kept on disk, such as 20GiB."
+        pydantic.ByteSize(10 * 1024**3), description="Size of the disk prefix cache of all models, e.g. 20GiB."
     )
     ram_cache_bytes: pydantic.ByteSize | None = pydantic.Field(
-        None, description="Of what is kept in RAM outside of memory. None: a quarter of what is free, 2 GiB at most."
+        None, description="Size of the RAM prefix cache. None: a quarter of the free memory, at most 2 GiB."
     )
-    pin_system_prompts: bool = pydantic.Field(
-        False, description="Never let go of what system prompts and tools come to."
-    )
+    pin_system_prompts: bool = pydantic.Field(False, description="Never evict system prompts and tools.")
     max_token_gap: float = pydantic.Field(
-        0.2, ge=0, description="Seconds between tokens that other prompts should not exceed."
+        0.2, ge=0, description="Target for the time between tokens while other prompts prefill, in seconds."
     )
-    deterministic: bool = pydantic.Field(False, description="Same answers whatever else runs; slower in company.")
-    chat_template: Path | None = pydantic.Field(None, description="A file that takes the model's own one's place.")
+    deterministic: bool = pydantic.Field(
+        False, description="Bit-identical output regardless of load; slower with concurrent requests."
+    )
+    chat_template: Path | None = pydantic.Field(None, description="File that replaces the model's own template.")
     projector: Path | None = pydantic.Field(
-        None, description="The file that lets the model see or hear. None: the only one beside it."
+        None, description="Multimodal projector file. None: the only one in the directory of the model."
     )
-    strip_media: bool = pydantic.Field(False, description="Leave out pictures that the model cannot take.")
-    draft: str | None = pydantic.Field(None, description='What guesses ahead: "mtp", or the name or path of a model.')
+    strip_media: bool = pydantic.Field(False, description="Drop media that the model does not support.")
+    draft: str | None = pydantic.Field(None, description='Drafter: "mtp", or the name or path of a model.')
     speculation: Literal["auto", "off"] | int = pydantic.Field(
-        "auto", description="How far to guess ahead: as it pays, never, or always so many tokens."
+        "auto", description="Draft length: automatic, off, or a fixed number of tokens."
     )
     system: str = "You are a helpful assistant."
-    max_tokens: int | None = pydantic.Field(None, ge=1, description="None: until the model ends.")
+    max_tokens: int | None = pydantic.Field(None, ge=1, description="None: until the model ends the response.")
     temperature: float = pydantic.Field(0.0, ge=0, le=100)
     seed: int | None = None
     reasoning: bool | int | str | None = None
@@ -75,7 +75,7 @@ class Settings(pydantic.BaseModel):
 
     @property
     def engine(self) -> EngineSettings:
-        """What an engine is told."""
+        """Settings of the engine."""
         return EngineSettings(
             disk_cache_bytes=self.disk_cache_bytes,
             ram_cache_bytes=self.ram_cache_bytes,
@@ -87,30 +87,29 @@ class Settings(pydantic.BaseModel):
 
 
 def get_settings_path() -> Path:
-    """Where the file is, or would be; `AFTERGLOW_SETTINGS` names another."""
-    chosen = os.environ.get("AFTERGLOW_SETTINGS")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_config_path("afterglow") / "settings.toml"
+    """Return the path of the settings file, which need not exist. `AFTERGLOW_SETTINGS` overrides it."""
+    path = os.environ.get("AFTERGLOW_SETTINGS")
+    return Path(path).expanduser() if path else platformdirs.user_config_path("afterglow") / "settings.toml"
 
 
 def load_command_settings(command: typer.Context, **overrides: Any) -> Settings:
-    """The settings that hold for a command: each of its flags that is named like a setting is that setting.
+    """Load the settings of a command. A flag with the name of a setting sets it.
 
-    `others` are those that are not written on a command line as they are in the settings.
+    `overrides` are the settings whose flags have another name or form.
     """
     flags = command.params | overrides
     server = {name: value for name, value in flags.items() if name in ServerSettings.model_fields}
-    return load_settings(
-        server=server, **{name: value for name, value in flags.items() if name in Settings.model_fields}
-    )
+    common = {name: value for name, value in flags.items() if name in Settings.model_fields}
+    return load_settings(server=server, **common)
 
 
 def load_settings(**flags: Any) -> Settings:
-    """The settings that hold, with `flags` that are not None before all else."""
+    """Load the settings. `flags` that are not None take precedence."""
     values: dict[str, Any] = {"server": {}}
     for layer in (_read_file(get_settings_path()), _read_environment(), flags):
-        given = {name: value for name, value in layer.items() if value is not None}
-        server = {name: value for name, value in given.pop("server", {}).items() if value is not None}
-        values |= given | {"server": values["server"] | server}
+        common = {name: value for name, value in layer.items() if value is not None}
+        server = {name: value for name, value in common.pop("server", {}).items() if value is not None}
+        values |= common | {"server": values["server"] | server}
     try:
         return Settings(**values)
     except pydantic.ValidationError as error:
@@ -118,20 +117,20 @@ def load_settings(**flags: Any) -> Settings:
 
 
 def _to_invalid_argument(error: pydantic.ValidationError) -> InvalidArgument:
-    """The first setting that is wrong, with everything that it could have been."""
+    """Convert the errors of the first invalid setting. A union type has one error per alternative."""
 
-    def place(one: Any) -> str:  # without the names of alternatives, such as `int`
-        return ".".join(one["loc"][: 2 if one["loc"][0] == "server" else 1])
+    def get_name(details: Any) -> str:  # without the names of alternatives, e.g. `int`
+        return ".".join(details["loc"][: 2 if details["loc"][0] == "server" else 1])
 
     first, *others = error.errors()
-    reasons = [first["msg"], *(other["msg"] for other in others if place(other) == place(first))]
-    return InvalidArgument(place(first), f"in the settings: {', or '.join(reasons)}")
+    reasons = [first["msg"], *(other["msg"] for other in others if get_name(other) == get_name(first))]
+    return InvalidArgument(get_name(first), f"in the settings: {', or '.join(reasons)}")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     if not path.exists():
         if "AFTERGLOW_SETTINGS" in os.environ:
-            raise InvalidArgument("AFTERGLOW_SETTINGS", f"names {path}, which is not there")
+            raise InvalidArgument("AFTERGLOW_SETTINGS", f"names {path}, which does not exist")
         return {}
     try:
         values = tomllib.loads(path.read_text())
@@ -155,8 +154,8 @@ def _read_environment() -> dict[str, Any]:
             if name.startswith(SERVER_VARIABLE_PREFIX):
                 name = name.removeprefix(SERVER_VARIABLE_PREFIX)
                 _check_key(name, variable, ServerSettings)
-                lists = ServerSettings.model_fields[name].annotation == tuple[str, ...]
-                values["server"][name] = tuple(value.split(",")) if lists else value
+                is_list = ServerSettings.model_fields[name].annotation == tuple[str, ...]
+                values["server"][name] = tuple(value.split(",")) if is_list else value
             else:
                 _check_key(name, variable)
                 values[name] = value
@@ -167,5 +166,5 @@ def _check_key(name: str, where: str, model: type[pydantic.BaseModel] = Settings
     known = model.model_fields
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
         raise InvalidArgument(where, f"is not a setting; {hint}")

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: wire types, routes, limits. What they ask for happens in `serving` and below."""
+"""OpenAI-compatible HTTP server: schemas, routes, admission and limits. Generation happens in `api` and below."""

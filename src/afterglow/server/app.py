@@ -1,4 +1,4 @@
-"""The application: routes, errors and what stands before them."""
+"""The ASGI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from afterglow.server.openai import chat, completions, embeddings, responses
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
-DESCRIPTION = (
-    "Language models on this machine, as OpenAI's clients know them. Fields that are not honoured are refused."
-)
+DESCRIPTION = "OpenAI-compatible API for local language models. Unsupported fields are rejected, never ignored."
 
 
 def build_routed_app(state: ServerState) -> FastAPI:
-    """The routes alone."""
+    """Return the application without middleware."""
     app = FastAPI(title="afterglow", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
     errors.install_error_handlers(app)
-    for part in (chat, completions, responses, embeddings, admin):
-        app.include_router(part.build_router(state))
+    for module in (chat, completions, responses, embeddings, admin):
+        app.include_router(module.build_router(state))
     return app
 
 
 def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
-    """What a web server runs, and the guard that can close it."""
+    """Return the complete application, and its authentication middleware, which controls shutdown."""
     settings = state.settings
-    guard = AuthMiddleware(
+    middleware = AuthMiddleware(
         build_routed_app(state),
         keys=APIKeys(settings.api_keys),
         max_body_bytes=settings.max_body_bytes,
         metrics=state.metrics,
     )
     if not settings.allow_origins:
-        return guard, guard
-    cors = CORSMiddleware(guard, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"])
-    return cors, guard
+        return middleware, middleware
+    origins = list(settings.allow_origins)
+    return CORSMiddleware(middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]), middleware

@@ -1,6 +1,6 @@
-"""What stands before every route: API keys, the size of bodies, the end of the server, and a count of what happened.
+"""Middleware in front of all routes: API keys, body size limit, shutdown, and request counting.
 
-Plain ASGI: nothing here may buffer a stream or hide a disconnect.
+Plain ASGI, so that it neither buffers streams nor hides disconnects.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError
 from afterglow.server.metrics import Metrics
 
-UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # what needs no key, and is answered to the end
+UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # need no key and respond during shutdown
 
 
 class APIKeys:
-    """API keys, kept only as hashes.
+    """Set of API keys. Stores hashes only.
 
-    >>> keys = Keys(["secret"])
-    >>> keys.fit("secret"), keys.fit("guess")
+    >>> keys = APIKeys(["secret"])
+    >>> keys.is_valid("secret"), keys.is_valid("wrong")
     (True, False)
     """
 
@@ -35,14 +35,14 @@ class APIKeys:
         return bool(self._digests)
 
     def is_valid(self, key: str) -> bool:
-        """Whether it is one of them; takes equally long for every guess."""
+        """Whether `key` is one of the keys. Takes the same time for every input."""
         digest = self._hash_key(key)
         return sum([hmac.compare_digest(digest, known) for known in self._digests]) > 0
 
     def get_salt(self, key: str) -> str:
-        """Whose requests those with this key are, as far as engines need to know; without keys all are one's own.
+        """Return the cache salt of the tenant with this key. Without keys, all clients are one tenant.
 
-        >>> Keys([]).salt("whatever"), Keys(["secret"]).salt("secret")[:8]
+        >>> APIKeys([]).get_salt("any"), APIKeys(["secret"]).get_salt("secret")[:8]
         ('', '2bb80d53')
         """
         return self._hash_key(key).hex() if self else ""
@@ -52,18 +52,18 @@ class APIKeys:
 
 
 def get_tenant_salt(request: Request) -> str:
-    """Whose request it is: nothing that is computed, stored or shown for one is used or seen with another."""
+    """Return the cache salt of a request. Tenants with different salts share no cached state and no responses."""
     salt: str = request.state.salt
     return salt
 
 
 class AuthMiddleware:
-    """Lets requests through, or answers them itself."""
+    """Passes valid requests to the application and responds to all others itself."""
 
     def __init__(self, app: ASGIApp, *, keys: APIKeys, max_body_bytes: int, metrics: Metrics) -> None:
         self.app = app
-        self.is_shutting_down = False  # from now on nothing new is begun
-        self.active_requests = 0  # requests that are being answered
+        self.is_shutting_down = False  # if true, new requests get 503
+        self.active_requests = 0
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
@@ -71,9 +71,9 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status = CLIENT_CLOSED_REQUEST  # unless an answer is begun
+        status = CLIENT_CLOSED_REQUEST  # unless a response starts
 
-        async def note(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -81,11 +81,11 @@ class AuthMiddleware:
 
         self.active_requests += 1
         try:
-            refusal = self._check_request(scope)
-            if refusal is None:
-                await self.app(scope, self._limit_body(receive), note)
+            error = self._check_request(scope)
+            if error is None:
+                await self.app(scope, self._limit_body(receive), send_and_record)
             else:
-                await refusal.to_response()(scope, receive, note)
+                await error.to_response()(scope, receive, send_and_record)
         finally:
             self.active_requests -= 1
             route = getattr(scope.get("route"), "path", "other")
@@ -104,7 +104,7 @@ class AuthMiddleware:
         if self._keys and not self._keys.is_valid(key):
             return APIError(
                 401,
-                "a valid API key is needed: Authorization: Bearer …",
+                "a valid API key is required: Authorization: Bearer …",
                 error_type="authentication_error",
                 code="invalid_api_key",
             )
@@ -114,18 +114,18 @@ class AuthMiddleware:
         return None
 
     def _limit_body(self, receive: Receive) -> Receive:
-        received = 0
+        received_bytes = 0
 
-        async def bounded() -> Message:
-            nonlocal received
+        async def receive_limited() -> Message:
+            nonlocal received_bytes
             message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
+            received_bytes += len(message.get("body", b""))
+            if received_bytes > self._max_body_bytes:
                 raise HTTPException(413, self._build_too_large_error().message)
             return message
 
-        return bounded
+        return receive_limited
 
     def _build_too_large_error(self) -> APIError:
-        limit = f"{self._max_body_bytes:,} bytes are allowed here (the server's setting `max_body_bytes`)"
-        return APIError(413, f"the body is too large: at most {limit}", code="body_too_large")
+        limit = f"{self._max_body_bytes:,} bytes (server setting `max_body_bytes`)"
+        return APIError(413, f"the body is too large: the limit is {limit}", code="body_too_large")

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's error object: which status, type, parameter and code each of ours has."""
+"""Mapping of exceptions to OpenAI error objects: HTTP status, type, parameter and code."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from afterglow.errors import (
 )
 
 logger = logging.getLogger("afterglow.server")
-CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it stands in the metrics
+CLIENT_CLOSED_REQUEST = 499  # never sent, only counted in the metrics
 
-# What a request calls the things that the library calls otherwise.
+# Library argument names that differ from the request field.
 WIRE_PARAM_NAMES = {
     "reasoning": "reasoning_effort",
     "json_schema": "response_format",
@@ -45,7 +45,7 @@ WIRE_PARAM_NAMES = {
 
 
 class APIError(Exception):
-    """An answer that is an error. `param` is the field at fault, `code` is for programs."""
+    """Error response. `param` names the invalid field, `code` is machine-readable."""
 
     def __init__(
         self,
@@ -63,28 +63,31 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """OpenAI error object."""
         error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def to_response(self) -> JSONResponse:
+        """Return the HTTP response for this error."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return JSONResponse(self.body, self.status, headers)
 
 
 def invalid_request_error(param: str, message: str, code: str = "invalid_value") -> APIError:
-    """The request's own fault."""
+    """Return a 400 error for one field of the request."""
     return APIError(400, message, param=param, code=code)
 
 
 def to_api_error(error: BaseException) -> APIError:
-    """What a client is told about an error."""
+    """Convert any exception to the error that the client receives."""
     match error:
         case APIError():
             return error
         case PromptTooLong():
-            message = f"The prompt has {error.cells:,} tokens, and the context of this model holds {error.limit:,}."
-            return APIError(400, f"{message} Shorten it.", param="messages", code="context_length_exceeded")
+            message = (
+                f"The prompt has {error.cells:,} tokens; the context length is {error.limit:,}. Shorten the prompt."
+            )
+            return APIError(400, message, param="messages", code="context_length_exceeded")
         case InvalidArgument() | UnsupportedOption() | UnsupportedMedia():
             root, dot, rest = error.name.partition(".")
             codes = {InvalidArgument: "invalid_value", UnsupportedMedia: "unsupported_media"}
@@ -94,17 +97,15 @@ def to_api_error(error: BaseException) -> APIError:
             return APIError(
                 503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5
             )
-    for kind, status, param, code in ERROR_STATUSES:
-        if isinstance(error, kind):
-            name = "invalid_request_error" if status < CLIENT_CLOSED_REQUEST else "server_error"
-            return APIError(status, str(error), error_type=name, param=param, code=code)
-    logger.error("a request ran into a bug", exc_info=error)
-    return APIError(
-        500, f"a bug in the server: {type(error).__name__}", error_type="server_error", code="internal_error"
-    )
+    for exception_type, status, param, code in ERROR_STATUSES:
+        if isinstance(error, exception_type):
+            error_type = "invalid_request_error" if status < CLIENT_CLOSED_REQUEST else "server_error"
+            return APIError(status, str(error), error_type=error_type, param=param, code=code)
+    logger.error("unexpected error in a request", exc_info=error)
+    return APIError(500, f"internal error: {type(error).__name__}", error_type="server_error", code="internal_error")
 
 
-# Status, parameter and code of the errors that say all by themselves; the first that fits.
+# Status, parameter and code of errors whose own message is sent. The first matching type applies.
 ERROR_STATUSES: tuple[tuple[type[AfterglowError], int, str | None, str], ...] = (
     (InvalidGrammar, 400, "response_format", "invalid_grammar"),
     (InvalidTemplate, 400, "messages", "invalid_messages"),
@@ -121,10 +122,12 @@ ERROR_STATUSES: tuple[tuple[type[AfterglowError], int, str | None, str], ...] = 
 
 
 def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
-    """The first thing that is wrong with a body, as a refusal."""
+    """Convert the first validation error of a body."""
     if not errors:
-        return APIError(400, "the body cannot be read")
-    first = max((one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]), key=lambda one: len(one["loc"]))
+        return APIError(400, "the body is not readable")
+    # Of a union, pydantic reports an error for each member: the deepest one belongs to the member that was meant.
+    same_field = (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2])
+    first = max(same_field, key=lambda error: len(error["loc"]))
     param = format_param_path(first["loc"], body) or None
     match first["type"]:
         case "json_invalid":
@@ -132,7 +135,7 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
         case "extra_forbidden":
             return APIError(400, f"`{param}` is not a field of this request", param=param, code="unknown_parameter")
         case _ if param is None:
-            return APIError(400, "the request needs a JSON object, with the content type application/json")
+            return APIError(400, "the body must be a JSON object with the content type application/json")
         case "missing":
             return APIError(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
         case "unsupported_parameter":
@@ -141,21 +144,19 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
 
 
 def format_param_path(location: Sequence[str | int], body: Any) -> str:
-    """Where something is wrong, as a path into the body: names of types that pydantic puts between are left out.
+    """Format a pydantic error location as a path into the body, without the type names that pydantic inserts.
 
-    >>> parameter(("body", "messages", 0, "user", "content"), {"messages": [{"role": "user"}]})
+    >>> format_param_path(("body", "messages", 0, "user", "content"), {"messages": [{"role": "user"}]})
     'messages[0].content'
     """
-    path, here = "", body
+    path, value = "", body
     steps = list(location[1:])
     for index, step in enumerate(steps):
-        inside = _get_child(here, step)
-        if inside is None and index < len(steps) - 1:
-            continue
-        if inside is None and not isinstance(here, Mapping):
+        child = _get_child(value, step)
+        if child is None and (index < len(steps) - 1 or not isinstance(value, Mapping)):
             continue
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-        here = inside
+        value = child
     return path
 
 
@@ -168,18 +169,18 @@ def _get_child(value: Any, step: str | int) -> Any:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have every error leave the server as OpenAI's object."""
+    """Register handlers that convert every exception to an OpenAI error object."""
 
     @app.exception_handler(RequestValidationError)
-    async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def handle_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
         return validation_to_api_error(error.errors(), error.body).to_response()
 
     @app.exception_handler(HTTPException)
-    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
+    async def handle_http_error(_: Request, error: HTTPException) -> JSONResponse:
         return APIError(error.status_code, str(error.detail)).to_response()
 
-    async def on_ours(_: Request, error: Exception) -> JSONResponse:
+    async def handle_error(_: Request, error: Exception) -> JSONResponse:
         return to_api_error(error).to_response()
 
-    for kind in (APIError, AfterglowError, Exception):
-        app.add_exception_handler(kind, on_ours)
+    for exception_type in (APIError, AfterglowError, Exception):
+        app.add_exception_handler(exception_type, handle_error)

@@ -1,4 +1,4 @@
-"""Conversations being answered: what /v1/chat/completions and /v1/responses share."""
+"""Generation of chat responses, independent of the API that requests them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from afterglow.server import limits
 from afterglow.server.admission import Ticket
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.media import load_media
-from afterglow.server.schema.sampling import SamplingFields, build_sampling
+from afterglow.server.schema.chat import MessageDict
+from afterglow.server.schema.sampling import SamplingFields, TruncationPolicy, build_sampling
 from afterglow.server.state import ServerState, merge_streams
-from afterglow.server.truncation import Truncation, TruncationPolicy, fit_plan
+from afterglow.server.truncation import Truncation, fit_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A conversation as the library reads it, and how it is to be answered."""
+    """A conversation and the options for its response."""
 
-    messages: list[dict[str, Any]]
-    chat_options: dict[str, Any]  # the options of `Answering.plan`
+    messages: list[MessageDict]
+    chat_options: dict[str, Any]  # keyword arguments of `TextModel.plan_chat`
     sampling_fields: SamplingFields
     n: int = 1
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     logprobs: int | None = None
     overflow: TruncationPolicy = "refuse"
-    salt: str = ""  # whose it is
+    salt: str = ""
 
     def check_limits(self, state: ServerState) -> None:
-        """Whether it is within the server's limits."""
+        """Raise `limit_exceeded` if the request exceeds a limit of the server."""
         settings = state.settings
         limits.check_limit(settings, "max_messages", "messages", len(self.messages))
         limits.check_limit(settings, "max_choices", "n", self.n)
@@ -46,7 +47,7 @@ class GenerationRequest:
         limits.check_grammar_size("response_format", self.chat_options.get("response_format"), settings)
 
     def plan_chat(self, model: ServedModel) -> tuple[ChatPlan, Truncation | None]:
-        """The prompt, within the context; takes its time."""
+        """Render a prompt that fits the context. Blocking."""
         return fit_plan(
             self.messages,
             lambda messages: model.plan_chat(messages, **self.chat_options),
@@ -58,8 +59,8 @@ class GenerationRequest:
     def submit(
         self, model: ServedModel, deadline: float | None, before_submit: Callable[[], None]
     ) -> tuple[list[ChatStream], Truncation | None]:
-        """Have the engine begin; `arrived` is called just before."""
-        plan, cut = self.plan_chat(model)
+        """Plan the prompt and submit it to the engine. Calls `before_submit` between the two. Blocking."""
+        plan, truncation = self.plan_chat(model)
         sampling = build_sampling(
             self.sampling_fields, context_length=model.context_length, vocabulary_size=model.vocabulary.size
         )
@@ -74,18 +75,19 @@ class GenerationRequest:
             deadline=deadline,
             salt=self.salt,
         )
-        return streams, cut
+        return streams, truncation
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens that a model spent on thinking."""
+    """Counts the reasoning tokens of one choice."""
 
     def __init__(self) -> None:
         self.reasoning_tokens = 0
-        self._pending_tokens = 0  # tokens whose text is not certain yet
+        self._pending_tokens = 0  # tokens whose text has not been emitted yet
         self._in_reasoning = False
 
     def add_delta(self, delta: Delta) -> None:
+        """Count the token of a delta."""
         if delta.parts:
             self._in_reasoning = isinstance(delta.parts[0], ReasoningDelta)
             self.reasoning_tokens += self._pending_tokens if self._in_reasoning else 0
@@ -98,7 +100,7 @@ class ReasoningTokenCounter:
 
 
 class Generation:
-    """Answers to one conversation while they are made. Whoever has it calls `end`, however it went."""
+    """Running choices of one conversation. The owner must call `close`."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Generation:
         self._usage_recorded = False
 
     async def stream_deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What comes, with the number of the answer it belongs to."""
+        """Yield deltas as they arrive, each with the index of its choice."""
         async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
             if delta.token is not None:
                 self._latency_recorders[index].record_token()
@@ -128,81 +130,82 @@ class Generation:
             yield index, delta
 
     async def collect_responses(self) -> list[ChatResponse]:
-        """Wait for all of it."""
+        """Wait for all choices and return them."""
         async for _ in self.stream_deltas():
             pass
         return self.get_responses()
 
     def get_responses(self) -> list[ChatResponse]:
-        """The whole answers, once they are over."""
-        turns = [stream.response for stream in self._streams]
+        """Return the finished choices and record their usage."""
+        responses = [stream.response for stream in self._streams]
         if not self._usage_recorded:
             self._usage_recorded = True
-            self._state.metrics.record_usage(self.model.name, [turn.usage for turn in turns])
-        return turns
+            self._state.metrics.record_usage(self.model.name, [response.usage for response in responses])
+        return responses
 
     def is_visible_token(self, token: Token) -> bool:
-        """Whether a token is part of the answer, and not its end."""
+        """Whether a token is part of the output. End-of-generation tokens are not."""
         return token.token not in self._eog_tokens
 
     def close(self) -> None:
-        """Give everything back; what still runs is cancelled."""
+        """Cancel running choices and release the admission ticket."""
         for stream in self._streams:
             stream.cancel()
         self._ticket.release()
 
 
 async def start_generation(state: ServerState, model_name: str, request: GenerationRequest) -> Generation:
-    """Begin to answer a conversation, once there is room for it."""
+    """Admit a request, load its media and submit it to the engine."""
     model = await state.get_model(model_name)
     if not model.can_generate:
-        raise invalid_request_error("model", f"the model {model_name!r} only makes embeddings", "unsupported_model")
+        raise invalid_request_error("model", f"the model {model_name!r} supports embeddings only", "unsupported_model")
     request.check_limits(state)
     ticket = state.get_admission_queue(model).admit(request.n)
-    cuts: list[Truncation | None] = []
+    truncations: list[Truncation | None] = []
     try:
-        whole = replace(request, messages=await load_media(state, model, request.messages))
-        arrived = model.announce_request()
+        loaded_request = replace(request, messages=await load_media(state, model, request.messages))
+        withdraw_announcement = model.announce_request()
 
-        def begin() -> list[ChatStream]:
+        def submit() -> list[ChatStream]:
             try:
-                streams, cut = whole.submit(model, resolve_deadline(request.sampling_fields, state), arrived)
+                deadline = resolve_deadline(request.sampling_fields, state)
+                streams, truncation = loaded_request.submit(model, deadline, withdraw_announcement)
             finally:
-                arrived()
-            cuts.append(cut)
+                withdraw_announcement()
+            truncations.append(truncation)
             return streams
 
-        streams = await state.start_streams(begin)
+        streams = await state.start_streams(submit)
     except BaseException:
         ticket.release()
         raise
-    return Generation(state, model, ticket, list(streams), cuts[0])
+    return Generation(state, model, ticket, list(streams), truncations[0])
 
 
 def resolve_deadline(fields: SamplingFields, state: ServerState) -> float | None:
-    """Seconds that an answer may take: the request's, and never more than the server's."""
-    given = [value for value in (fields.deadline, state.settings.deadline) if value is not None]
-    return min(given, default=None)
+    """Return the deadline in seconds: the smaller of those of the request and the server."""
+    deadlines = [value for value in (fields.deadline, state.settings.deadline) if value is not None]
+    return min(deadlines, default=None)
 
 
 def build_usage(responses: list[ChatResponse], reasoning_counters: list[ReasoningTokenCounter]) -> dict[str, Any]:
-    """What the answers to one conversation took; their prompt counts once."""
-    prompt, generated = responses[0].usage.prompt_tokens, sum(turn.usage.generated_tokens for turn in responses)
+    """Build the usage of all choices of one conversation. The prompt counts once."""
+    prompt = responses[0].usage.prompt_tokens
+    generated = sum(response.usage.generated_tokens for response in responses)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": build_prompt_details([turn.usage for turn in responses]),
+        "prompt_tokens_details": build_prompt_details([response.usage for response in responses]),
         "completion_tokens_details": {
-            "reasoning_tokens": sum(tally.reasoning_tokens for tally in reasoning_counters),
-            **build_prediction_details(turn.usage for turn in responses),
+            "reasoning_tokens": sum(counter.reasoning_tokens for counter in reasoning_counters),
+            **build_prediction_details(response.usage for response in responses),
         },
     }
 
 
 def build_prompt_details(usages: list[Usage]) -> dict[str, int]:
-    """Of the prompt: what was in memory; where there are pictures and sounds, how much they are, how much of that was
-    in memory, and how many had to be encoded."""
+    """Build `prompt_tokens_details`: cached tokens and, for prompts with media, media tokens and encoder runs."""
     cached = {"cached_tokens": min(usage.cached_tokens for usage in usages)}
     if not usages[0].media_tokens:
         return cached
@@ -215,25 +218,27 @@ def build_prompt_details(usages: list[Usage]) -> dict[str, int]:
 
 
 def build_prediction_details(usages: Iterable[Usage]) -> dict[str, float]:
-    """Tokens that were guessed before they were drawn: those that were right and the others, how many at a time, and
-    what that saved."""
-    used = list(usages)
-    accepted = sum(usage.accepted_tokens for usage in used)
-    rejected = sum(usage.draft_tokens for usage in used) - accepted
-    drafts = sum(usage.draft_steps for usage in used)
+    """Build the speculative decoding fields of `completion_tokens_details`.
+
+    OpenAI calls accepted and rejected draft tokens prediction tokens.
+    """
+    usages = list(usages)
+    accepted = sum(usage.accepted_tokens for usage in usages)
+    rejected = sum(usage.draft_tokens for usage in usages) - accepted
+    draft_steps = sum(usage.draft_steps for usage in usages)
     return {
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": rejected,
-        "mean_prediction_length": round((accepted + rejected) / drafts, 2) if drafts else 0.0,
-        "prediction_seconds_saved": round(sum(usage.speculation_seconds_saved for usage in used), 4),
+        "mean_draft_length": round((accepted + rejected) / draft_steps, 2) if draft_steps else 0.0,
+        "speculation_seconds_saved": round(sum(usage.speculation_seconds_saved for usage in usages), 4),
     }
 
 
 def build_token_logprobs(model: ServedModel, token: Token) -> dict[str, Any]:
-    """A token with its log-probability and those of the likeliest, as OpenAI's chat has it."""
+    """Build the log-probabilities of a token and its alternatives in the format of chat completions."""
     return {
         **_build_logprob(model, token.token, token.logprob or 0.0),
-        "top_logprobs": [_build_logprob(model, other, value) for other, value in token.alternatives],
+        "top_logprobs": [_build_logprob(model, alternative, value) for alternative, value in token.alternatives],
     }
 
 

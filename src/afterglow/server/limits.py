@@ -1,4 +1,4 @@
-"""How much one request may ask for."""
+"""Limits on the size of one request."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from afterglow.server.settings import ServerSettings
 
 
 def check_limit(settings: ServerSettings, setting: str, param: str, count: int) -> None:
-    """A refusal that names the setting where a request has more of something than it may."""
+    """Raise a `limit_exceeded` error that names the setting if `count` exceeds it."""
     if count > (limit := getattr(settings, setting)):
         raise build_limit_error(param, count, limit, setting)
 
 
 def build_limit_error(param: str, count: int, limit: int, setting: str) -> APIError:
-    message = f"`{param}` is {count:,}, and at most {limit:,} are allowed here (the server's setting `{setting}`)"
+    """Return the error for a count that exceeds a setting."""
+    message = f"`{param}` is {count:,}; the limit is {limit:,} (server setting `{setting}`)"
     return invalid_request_error(param, message, "limit_exceeded")
 
 
 def parse_stops(value: str | list[str] | None, settings: ServerSettings) -> list[str]:
-    """Stop texts as a list."""
+    """Return the stop strings of a request as a list, after checking their limits."""
     texts = [value] if isinstance(value, str) else value or []
     check_limit(settings, "max_stops", "stop", len(texts))
     for text in texts:
         if not text:
-            raise invalid_request_error("stop", "`stop` must not have empty texts")
+            raise invalid_request_error("stop", "`stop` must not contain empty strings")
         if len(text) > settings.max_stop_length:
             raise build_limit_error("stop", len(text), settings.max_stop_length, "max_stop_length")
     return texts
 
 
 def check_grammar_size(param: str, value: Any, settings: ServerSettings) -> None:
-    """The size of a schema, a grammar or tools, as JSON."""
+    """Check the size of a schema, a grammar or tools, serialized as JSON."""
     if value:
         check_limit(settings, "max_grammar_bytes", param, len(json.dumps(value).encode()))

@@ -1,29 +1,26 @@
-"""Pictures and sounds of a request, brought in before it is planned: neither the event loop nor other requests wait."""
+"""Media of a request. They are loaded before the prompt is planned, outside the event loop and the text threads."""
 
 from __future__ import annotations
-
-from typing import Any, TypeAlias
 
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.content import to_openai_content
 from afterglow.server import limits
+from afterglow.server.schema.chat import MessageDict
 from afterglow.server.state import ServerState
 
-RequestMessages: TypeAlias = list[dict[str, Any]]
 
-
-def count_media(messages: RequestMessages) -> int:
-    """How many pictures and sounds there are.
+def count_media(messages: list[MessageDict]) -> int:
+    """Count the images and audio files in messages.
 
     >>> count_media([{"content": "Hello"}, {"content": [{"type": "image_url"}, {"type": "text"}]}])
     1
     """
-    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
-    return sum(part["type"] != "text" for part in parts)
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return sum(part["type"] != "text" for content in contents for part in content)
 
 
-async def load_media(state: ServerState, model: ServedModel, messages: RequestMessages) -> RequestMessages:
-    """The messages with everything that they name or contain opened."""
+async def load_media(state: ServerState, model: ServedModel, messages: list[MessageDict]) -> list[MessageDict]:
+    """Return the messages with all media fetched and decoded."""
     count = count_media(messages)
     if not count:
         return messages
@@ -31,11 +28,11 @@ async def load_media(state: ServerState, model: ServedModel, messages: RequestMe
     return await state.run_media_work(lambda: load_media_blocking(model, messages))
 
 
-def load_media_blocking(model: ServedModel, messages: RequestMessages) -> RequestMessages:
-    """The same, in this thread."""
+def load_media_blocking(model: ServedModel, messages: list[MessageDict]) -> list[MessageDict]:
+    """Load the media of messages in the current thread."""
     return [
-        {**one, "content": to_openai_content(seen.content, seen.attachments, keep_loaded=True)}
-        if one.get("content")
-        else one
-        for one, seen in zip(messages, model.load_media(messages), strict=True)
+        {**message, "content": to_openai_content(loaded.content, loaded.attachments, keep_loaded=True)}
+        if message.get("content")
+        else message
+        for message, loaded in zip(messages, model.load_media(messages), strict=True)
     ]

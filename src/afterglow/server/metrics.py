@@ -1,4 +1,4 @@
-"""What a server did, for Prometheus."""
+"""Prometheus metrics of the server."""
 
 from __future__ import annotations
 
@@ -17,71 +17,76 @@ INTER_TOKEN_BUCKETS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1,
 
 
 class Metrics:
-    """Counters and histograms of one server."""
+    """Counters, gauges and histograms of one server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+
+        def gauge(name: str, description: str, *labels: str) -> Gauge:
+            return Gauge(name, description, ["model", *labels], registry=registry)
+
+        def histogram(name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, description, ["model"], buckets=buckets, registry=registry)
+
         self.requests = Counter(
             "afterglow_requests", "Requests by route and status", ["route", "status"], registry=registry
         )
-        tokens = "Tokens of prompts and answers; cached ones were not computed again"
-        self.tokens = Counter("afterglow_tokens", tokens, ["model", "kind"], registry=registry)
-        self.time_to_first_token = Histogram(
-            "afterglow_first_token_seconds",
-            "Time to the first token",
-            ["model"],
-            buckets=FIRST_TOKEN_BUCKETS_SECONDS,
+        self.tokens = Counter(
+            "afterglow_tokens",
+            "Prompt, cached, media, generated and draft tokens",
+            ["model", "kind"],
             registry=registry,
         )
-        self.inter_token_latency = Histogram(
-            "afterglow_token_gap_seconds",
-            "Time between two tokens",
-            ["model"],
-            buckets=INTER_TOKEN_BUCKETS_SECONDS,
-            registry=registry,
+        self.time_to_first_token = histogram(
+            "afterglow_time_to_first_token_seconds", "Time to first token", FIRST_TOKEN_BUCKETS_SECONDS
         )
-        self.choices_in_flight = Gauge("afterglow_answers", "Answers that run or wait", ["model"], registry=registry)
-        self.choices_waiting = Gauge("afterglow_answers_waiting", "Answers that wait", ["model"], registry=registry)
-        self.restarts = Gauge("afterglow_engine_restarts", "Engines started again", ["model"], registry=registry)
-        self.engine_counters = Gauge(
-            "afterglow_engine", "The engine's own counters", ["model", "counter"], registry=registry
+        self.inter_token_latency = histogram(
+            "afterglow_inter_token_latency_seconds", "Time between two tokens", INTER_TOKEN_BUCKETS_SECONDS
         )
-        guessed = "Guessing ahead: drafted, accepted, their mean length, and the seconds saved"
-        self.speculation = Gauge("afterglow_speculation", guessed, ["model", "number"], registry=registry)
-        kept = "What is kept in RAM and on disk: bytes, limit, and what came of it"
-        self.cache_tiers = Gauge("afterglow_cache", kept, ["model", "tier", "counter"], registry=registry)
+        self.choices_in_flight = gauge("afterglow_choices_in_flight", "Choices that run or wait")
+        self.choices_waiting = gauge("afterglow_choices_waiting", "Choices that wait for a sequence")
+        self.restarts = gauge("afterglow_engine_restarts", "Restarts of the engine process")
+        self.engine_counters = gauge("afterglow_engine", "Counters of the engine", "counter")
+        self.speculation = gauge(
+            "afterglow_speculation",
+            "Speculative decoding: draft tokens, accepted tokens, mean draft length, seconds saved",
+            "statistic",
+        )
+        self.cache_tiers = gauge("afterglow_cache", "Prefix cache tiers: size, limit and counters", "tier", "counter")
 
     def build_latency_recorder(self, model: str) -> LatencyRecorder:
-        """For one answer."""
+        """Return the latency recorder of one choice."""
         return LatencyRecorder(self, model)
 
     def record_engine_stats(self, model: str, stats: EngineStats) -> None:
+        """Set the gauges that mirror the counters of an engine."""
         for name, value in stats.counters.items():
             self.engine_counters.labels(model, name).set(value)
         for name in ("draft_tokens", "accepted_tokens", "mean_draft_length", "seconds_saved"):
             self.speculation.labels(model, name).set(getattr(stats.speculation, name))
         for tier, usage in stats.tiers.items():
-            kept = {"bytes": usage.nbytes, "limit": usage.limit_bytes, **asdict(usage.counters)}
-            for name, number in kept.items():
+            values = {"bytes": usage.nbytes, "limit_bytes": usage.limit_bytes, **asdict(usage.counters)}
+            for name, number in values.items():
                 self.cache_tiers.labels(model, tier, name).set(number)
 
     def record_usage(self, model: str, usages: Iterable[Usage]) -> None:
-        """Tokens of answers to one prompt."""
+        """Add the token counts of finished choices."""
         for usage in usages:
             self.tokens.labels(model, "prompt").inc(usage.prompt_tokens)
             self.tokens.labels(model, "cached").inc(usage.cached_tokens)
             self.tokens.labels(model, "media").inc(usage.media_tokens)
-            self.tokens.labels(model, "media_cached").inc(usage.cached_media_tokens)
+            self.tokens.labels(model, "cached_media").inc(usage.cached_media_tokens)
             self.tokens.labels(model, "generated").inc(usage.generated_tokens)
-            self.tokens.labels(model, "drafted").inc(usage.draft_tokens)
+            self.tokens.labels(model, "draft").inc(usage.draft_tokens)
             self.tokens.labels(model, "accepted").inc(usage.accepted_tokens)
 
     def render(self) -> bytes:
+        """Return the metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
 
 class LatencyRecorder:
-    """Measures one answer as it comes."""
+    """Records time to first token and inter-token latency of one choice."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._time_to_first_token = metrics.time_to_first_token.labels(model)
@@ -90,8 +95,8 @@ class LatencyRecorder:
         self._has_first_token = False
 
     def record_token(self) -> None:
+        """Record that a token arrived now."""
         now = time.monotonic()
-        (self._inter_token_latency if self._has_first_token else self._time_to_first_token).observe(
-            now - self._last_token_time
-        )
+        histogram = self._inter_token_latency if self._has_first_token else self._time_to_first_token
+        histogram.observe(now - self._last_token_time)
         self._last_token_time, self._has_first_token = now, True

@@ -1,4 +1,4 @@
-"""The models of a server by name: loaded at the start, or when somebody first asks for them."""
+"""Registry of the served models by name. A model is loaded at startup or by the first request for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from afterglow.errors import Closed, ModelNotFound
 
 
 class ModelSlot:
-    """One model of the roster, loaded or not."""
+    """One served model, loaded or not."""
 
     def __init__(self, name: str, path: Path, settings: ServedSettings) -> None:
         self.name = name
@@ -23,10 +23,10 @@ class ModelSlot:
         self.created = int(time.time())
         self.model: ServedModel | None = None
         self._closed = False
-        self._lock = threading.Lock()  # loading takes long, and happens once
+        self._lock = threading.Lock()  # a model is loaded once
 
     def load(self) -> ServedModel:
-        """The model; loads it first where it is not."""
+        """Return the model and load it if necessary."""
         with self._lock:
             if self._closed:
                 raise Closed("server")
@@ -35,6 +35,7 @@ class ModelSlot:
             return self.model
 
     def close(self) -> None:
+        """Close the model. Later calls of `load` raise `Closed`."""
         with self._lock:
             self._closed = True
             if self.model is not None:
@@ -42,42 +43,42 @@ class ModelSlot:
 
     @property
     def state(self) -> str:
-        """`not loaded`, `loading`, `ready`, or `restarting` where its engine died."""
+        """`not loaded`, `loading`, `ready`, or `restarting` if the engine process died."""
         if self.model is None:
             return "loading" if self._lock.locked() else "not loaded"
         return "ready" if self.model.is_alive else "restarting"
 
 
 class ModelRegistry(Closeable):
-    """Every model that is served.
+    """All served models.
 
-    >>> roster = Roster({"small": path}, ServedSettings())
-    >>> roster.place("small").load().context_length
+    >>> registry = ModelRegistry({"small": path}, ServedSettings())
+    >>> registry.get_slot("small").load().context_length
     4096
     """
 
     def __init__(
         self, paths: Mapping[str, Path], settings: ServedSettings, overrides: Mapping[str, ServedSettings] | None = None
     ) -> None:
-        """`own` are the settings of models that have others than the rest."""
+        """`overrides` are the settings of models that differ from `settings`."""
         self.slots = {
             name: ModelSlot(name, path, (overrides or {}).get(name, settings)) for name, path in paths.items()
         }
 
     def get_slot(self, name: str | None) -> ModelSlot:
-        """A model by name; without one, the only one there is."""
+        """Return the slot of a model. `None` selects the only served model."""
         if name is None and len(self.slots) == 1:
             return next(iter(self.slots.values()))
         if name is None or name not in self.slots:
-            raise ModelNotFound("" if name is None else name[:200], f"there are {', '.join(self.slots)}")
+            raise ModelNotFound("" if name is None else name[:200], f"served models: {', '.join(self.slots)}")
         return self.slots[name]
 
     def load_all(self) -> None:
-        """Load what is not loaded, several at once."""
+        """Load all models concurrently."""
         with ThreadPoolExecutor(max(1, len(self.slots))) as pool:
             list(pool.map(ModelSlot.load, self.slots.values()))
 
     def close(self) -> None:
-        """Close all, several at once. Requests that run end with an error."""
+        """Close all models concurrently. Running requests end with an error."""
         with ThreadPoolExecutor(max(1, len(self.slots))) as pool:
             list(pool.map(ModelSlot.close, self.slots.values()))

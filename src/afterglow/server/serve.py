@@ -1,4 +1,4 @@
-"""Running a server: the socket, the start, and an end that lets answers finish."""
+"""Runs the server: listening socket, startup, and shutdown that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from afterglow.server.auth import AuthMiddleware
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
-FINAL_EVENT_SECONDS = 2.0  # seconds for answers that were ended to say so
-SOCKET_BACKLOG = 1024  # connections that the kernel keeps for us
+FINAL_EVENT_SECONDS = 2.0  # time for cancelled requests to send their last event
+DRAIN_POLL_SECONDS = 0.05
+SOCKET_BACKLOG = 1024  # pending connections
 
 
 class Server(uvicorn.Server):
-    """uvicorn with an end in three steps: nothing new is begun, what runs may finish, then the engines go.
+    """uvicorn with a graceful shutdown in three steps.
 
-    A second signal skips the waiting.
+    After the first SIGTERM or SIGINT, new requests get 503. Running requests may finish within `shutdown_seconds`. Then
+    the engines are closed. A second signal skips the wait.
     """
 
     def __init__(
@@ -37,13 +39,14 @@ class Server(uvicorn.Server):
         self._drain_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start accepting connections, install signal handlers and call `on_ready`."""
         await super().startup(sockets)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._on_signal)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Before the loop runs, a signal just ends the start."""
+        """Handle a signal that arrives before startup is complete."""
         self.should_exit = True
 
     def _on_signal(self) -> None:
@@ -53,18 +56,17 @@ class Server(uvicorn.Server):
             self._drain_task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for what runs; then end the engines, which ends what still does."""
-        deadline = asyncio.get_running_loop().time() + self._state.settings.shutdown_seconds
-        while (
-            self._middleware.active_requests and self._signal_count < 2 and asyncio.get_running_loop().time() < deadline
-        ):
-            await asyncio.sleep(0.05)
+        """Wait for running requests, then close the engines, which ends the remaining requests."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._state.settings.shutdown_seconds
+        while self._middleware.active_requests and self._signal_count < 2 and loop.time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
         await asyncio.to_thread(self._state.close)
         self.should_exit = True
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """The socket to listen on; `InvalidArgument` where it cannot be had."""
+    """Return a listening socket. Raises `InvalidArgument` if the address is not available."""
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -72,14 +74,14 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        raise InvalidArgument("port", f"{settings.host}:{settings.port} cannot be listened on: {error}") from None
+        raise InvalidArgument("port", f"cannot listen on {settings.host}:{settings.port}: {error}") from None
     listener.listen(SOCKET_BACKLOG)
     return listener
 
 
 def serve(state: ServerState, listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
-    """Serve until told to end by a signal; then nothing is left running."""
-    app, guard = build_application(state)
+    """Serve until a signal ends the server, then release all resources."""
+    app, middleware = build_application(state)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -90,7 +92,7 @@ def serve(state: ServerState, listener: socket.socket, on_ready: Callable[[], No
         backlog=SOCKET_BACKLOG,
     )
     try:
-        Server(config, state, guard, on_ready).run(sockets=[listener])
+        Server(config, state, middleware, on_ready).run(sockets=[listener])
     finally:
         state.close()
         listener.close()

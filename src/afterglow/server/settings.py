@@ -1,4 +1,4 @@
-"""What a server may be told: where it listens, who may ask, and how much."""
+"""Settings of the server: address, authentication, admission, request limits and media policy."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from afterglow.media.policy import MediaPolicy
 
 
 class ServerSettings(pydantic.BaseModel):
-    """Every setting of a server with its default; the table `[server]` of the settings file.
+    """All server settings with their defaults. They form the table `[server]` of the settings file.
 
-    >>> ServerSettings(port=0).queue
+    >>> ServerSettings(port=0).max_queue
     64
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"
-    port: int = pydantic.Field(8080, ge=0, le=65_535, description="0: any that is free.")
-    api_keys: tuple[str, ...] = pydantic.Field((), description="Without one, everybody who can connect may ask.")
-    allow_origins: tuple[str, ...] = pydantic.Field((), description="Web pages of these origins may ask; `*`: of all.")
-    lazy_load: bool = pydantic.Field(False, description="Load a model when it is first asked for, not at the start.")
-    max_queue: int = pydantic.Field(64, ge=0, description="Answers that may wait for a model; more get 429.")
-    shutdown_seconds: float = pydantic.Field(30.0, ge=0, description="For running answers, once told to end.")
-    ping_seconds: float = pydantic.Field(15.0, gt=0, description="Between signs of life on a silent stream.")
-    deadline: float | None = pydantic.Field(None, gt=0, description="The longest an answer may take, in seconds.")
+    port: int = pydantic.Field(8080, ge=0, le=65_535, description="0 selects a free port.")
+    api_keys: tuple[str, ...] = pydantic.Field((), description="If empty, requests need no key.")
+    allow_origins: tuple[str, ...] = pydantic.Field((), description="CORS origins allowed to connect; `*`: all.")
+    lazy_load: bool = pydantic.Field(False, description="Load a model on its first request instead of at startup.")
+    max_queue: int = pydantic.Field(64, ge=0, description="Choices that may wait for a model; more get 429.")
+    shutdown_seconds: float = pydantic.Field(30.0, ge=0, description="Time for running requests after a signal.")
+    ping_seconds: float = pydantic.Field(15.0, gt=0, description="Interval of keep-alive comments on idle streams.")
+    deadline: float | None = pydantic.Field(None, gt=0, description="Maximum seconds for any request.")
 
     max_body_bytes: int = pydantic.Field(16 * 1024 * 1024, ge=1)
-    max_choices: int = pydantic.Field(16, ge=1, le=128, description="`n`, and prompts times `n`.")
+    max_choices: int = pydantic.Field(16, ge=1, le=128, description="Maximum of `n` and `best_of`.")
     max_prompts: int = pydantic.Field(128, ge=1)
-    max_inputs: int = pydantic.Field(256, ge=1, description="Texts of one request for embeddings.")
+    max_inputs: int = pydantic.Field(256, ge=1, description="Inputs of one embeddings request.")
     max_messages: int = pydantic.Field(4096, ge=1)
     max_stops: int = pydantic.Field(16, ge=0)
     max_stop_length: int = pydantic.Field(256, ge=1, description="In characters.")
     max_tools: int = pydantic.Field(128, ge=0)
-    max_grammar_bytes: int = pydantic.Field(65_536, ge=1, description="Of a schema or grammar, tools included.")
+    max_grammar_bytes: int = pydantic.Field(65_536, ge=1, description="Size of a schema, a grammar or all tools.")
     max_logit_bias: int = pydantic.Field(1024, ge=0)
     media_hosts: tuple[str, ...] = pydantic.Field(
-        (), description="Pictures and sounds may be fetched from these; `*`: from every public host."
+        (), description="Hosts from which media may be fetched; `*`: every public host."
     )
-    media_directory: Path | None = pydantic.Field(None, description="Pictures and sounds in it may be named.")
-    media_allow_private: bool = pydantic.Field(False, description="Also fetch from addresses inside a network.")
-    media_fetch_seconds: float = pydantic.Field(10.0, gt=0, description="For fetching one of them.")
-    max_media: int = pydantic.Field(32, ge=0, description="Pictures and sounds of one request.")
-    max_media_bytes: int = pydantic.Field(20 * 1024 * 1024, ge=1, description="Of a file as it comes.")
-    max_image_pixels: int = pydantic.Field(32_000_000, ge=1, description="Of a picture.")
-    max_image_side: int = pydantic.Field(16_384, ge=1, description="Of a picture, in pixels.")
+    media_directory: Path | None = pydantic.Field(None, description="Directory from which media may be read.")
+    media_allow_private: bool = pydantic.Field(False, description="Also fetch from private network addresses.")
+    media_fetch_seconds: float = pydantic.Field(10.0, gt=0, description="Timeout for fetching one file.")
+    max_media: int = pydantic.Field(32, ge=0, description="Images and audio files of one request.")
+    max_media_bytes: int = pydantic.Field(20 * 1024 * 1024, ge=1, description="Encoded size of one file.")
+    max_image_pixels: int = pydantic.Field(32_000_000, ge=1)
+    max_image_side: int = pydantic.Field(16_384, ge=1, description="In pixels.")
     max_audio_seconds: float = pydantic.Field(1800.0, gt=0)
     max_decoded_media_bytes: int = pydantic.Field(
-        384 * 1024 * 1024, ge=1, description="Of all pictures and sounds of one request, as they are seen and heard."
+        384 * 1024 * 1024, ge=1, description="Decoded size of all media of one request."
     )
-    max_stored_responses: int = pydantic.Field(256, ge=0, description="Responses that are remembered.")
-    max_stored_response_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Of all remembered responses.")
+    max_stored_responses: int = pydantic.Field(256, ge=0)
+    max_stored_response_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Size of all stored responses.")
 
     @property
     def media_policy(self) -> MediaPolicy:
-        """What may come in as a picture or a sound."""
+        """Sources and limits of the media in requests."""
         return MediaPolicy(
             allowed_hosts=self.media_hosts,
             allow_private=self.media_allow_private,

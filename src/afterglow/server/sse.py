@@ -1,4 +1,4 @@
-"""Server-sent events: answers as they come."""
+"""Server-sent events: formatting, and responses that stream them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from starlette.types import Message, Receive, Scope, Send
 from afterglow.errors import AfterglowError
 from afterglow.server.errors import APIError, to_api_error
 
-T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 DONE_EVENT = b"data: [DONE]\n\n"
-ERROR_STATUS_WINDOW_SECONDS = (
-    0.5  # seconds in which what is wrong with a request becomes its status; later it is an event
-)
+ERROR_STATUS_WINDOW_SECONDS = 0.5  # errors within this time become the HTTP status, later ones an SSE error event
 
-
-encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one at every call
+# `json.dumps` creates a new encoder at every call.
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def format_event(value: Any, name: str | None = None) -> bytes:
-    """One event.
+    """Format one event.
 
-    >>> event({"a": 1})
+    >>> format_event({"a": 1})
     b'data: {"a":1}\\n\\n'
     """
     data = encode_json(value)
@@ -34,9 +32,9 @@ def format_event(value: Any, name: str | None = None) -> bytes:
 
 
 class EventTemplate:
-    """Events that all begin with the same fields, which are written once.
+    """Formats events that begin with the same fields, which are serialized once.
 
-    >>> Headed({"id": 7}).event({"text": "a"})
+    >>> EventTemplate({"id": 7}).format({"text": "a"})
     b'data: {"id":7,"text":"a"}\\n\\n'
     """
 
@@ -44,19 +42,19 @@ class EventTemplate:
         self._head = f"data: {encode_json(head)[:-1]},"
 
     def format(self, fields: dict[str, Any]) -> bytes:
-        """The event of the head and these fields."""
+        """Format an event from the common fields and `fields`."""
         return f"{self._head}{encode_json(fields)[1:]}\n\n".encode()
 
 
 class EventStreamResponse(EventSourceResponse):
-    """A response of events. `ended` is called once, however it ends, also where it never began."""
+    """Streaming response. Calls `on_close` once when the stream ends, also if it never started."""
 
     def __init__(self, events: AsyncIterator[bytes], *, ping_seconds: float, on_close: Callable[[], None]) -> None:
         super().__init__(report_errors(events), ping=ping_seconds, sep="\n")
         self._on_close = on_close
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        await send(message)  # there is no timeout here, and the scope that would keep it costs more than the sending
+        await send(message)  # no send timeout is set, and the cancel scope for it costs more than the send itself
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -66,13 +64,16 @@ class EventStreamResponse(EventSourceResponse):
 
 
 async def stream_response(
-    items: AsyncIterator[T],
-    format_events: Callable[[AsyncIterator[T]], AsyncIterator[bytes]],
+    items: AsyncIterator[ItemT],
+    format_events: Callable[[AsyncIterator[ItemT]], AsyncIterator[bytes]],
     *,
     ping_seconds: float,
     on_close: Callable[[], None],
 ) -> EventStreamResponse:
-    """The response that writes `items` as `page` does, once the first is there: an error before that is raised."""
+    """Return a response that streams `items` as formatted by `format_events`.
+
+    Waits for the first item, and raises an error that occurs before it.
+    """
     try:
         items = await wait_for_first_item(items)
     except BaseException:
@@ -82,16 +83,19 @@ async def stream_response(
 
 
 async def report_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same; an error in the middle is told as an event, and is the last."""
+    """Yield the events. An error becomes the last event."""
     try:
-        async for one in events:
-            yield one
+        async for event in events:
+            yield event
     except (AfterglowError, APIError) as error:
         yield format_event(to_api_error(error).body)
 
 
-async def wait_for_first_item(items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The same items, once the first is there or some time has passed. An error before that is raised here."""
+async def wait_for_first_item(items: AsyncIterator[ItemT]) -> AsyncIterator[ItemT]:
+    """Wait for the first item, at most `ERROR_STATUS_WINDOW_SECONDS`, and return an iterator over all items.
+
+    Raises an error that occurs within this time.
+    """
     first = asyncio.ensure_future(anext(items, None))
     try:
         await asyncio.wait({first}, timeout=ERROR_STATUS_WINDOW_SECONDS)
@@ -103,7 +107,7 @@ async def wait_for_first_item(items: AsyncIterator[T]) -> AsyncIterator[T]:
     return _chain_first_item(first, items)
 
 
-async def _chain_first_item(first: asyncio.Future[T | None], items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def _chain_first_item(first: asyncio.Future[ItemT | None], items: AsyncIterator[ItemT]) -> AsyncIterator[ItemT]:
     try:
         item = await first
         if item is not None:

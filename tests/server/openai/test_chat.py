@@ -1,4 +1,4 @@
-"""/v1/chat/completions with OpenAI's own client: what it says, as a whole and as it streams."""
+"""/v1/chat/completions with OpenAI's client: whole completions and streams."""
 
 from __future__ import annotations
 
@@ -8,46 +8,51 @@ from typing import Any
 import openai
 import pytest
 
-from afterglow.engine.types.request import Usage
-from afterglow.server.generation import build_prediction_details
-from support.openai_schemas import ChatCompletion, ChatCompletionChunk, valid
-from support.server_process import CYCLE, PICK, ServerProcess, text_of
+from support.openai_schemas import ChatCompletion, ChatCompletionChunk, validate
+from support.server_process import CYCLE, PICK_TOOL, ServerProcess, get_text
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+pytestmark = pytest.mark.native
 
-
-def test_an_answer_is_what_openai_s_type_says(server: ServerProcess) -> None:
-    answer = server.chat(max_tokens=5, logprobs=True, top_logprobs=2)
-    read = valid(ChatCompletion, {key: value for key, value in answer.items() if key != "status"})
-    assert read.choices[0].message.content == "abcde"
-    assert read.choices[0].finish_reason == "length"
-    assert read.usage is not None
-    assert (read.usage.completion_tokens, read.usage.total_tokens) == (5, read.usage.prompt_tokens + 5)
-    assert read.system_fingerprint
-    assert read.system_fingerprint.startswith("afterglow-")
+MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(server: ServerProcess) -> None:
+def test_a_completion_matches_the_openai_type(server: ServerProcess) -> None:
+    body = server.chat(max_tokens=5, logprobs=True, top_logprobs=2)
+    completion = validate(ChatCompletion, {key: value for key, value in body.items() if key != "status"})
+    assert completion.choices[0].message.content == "abcde"
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.usage is not None
+    assert (completion.usage.completion_tokens, completion.usage.total_tokens) == (
+        5,
+        completion.usage.prompt_tokens + 5,
+    )
+    assert completion.system_fingerprint
+    assert completion.system_fingerprint.startswith("afterglow-")
+
+
+def test_a_stream_has_the_same_text_as_the_whole_completion(server: ServerProcess) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     with server.client() as client:
-        whole = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=20, temperature=0)
-        stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=20, temperature=0, stream=True)
-        chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        completion = client.chat.completions.create(**options)
+        chunks = list(client.chat.completions.create(**options, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == completion.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
 
 
-def test_every_chunk_is_what_openai_s_type_says(server: ServerProcess) -> None:
+def test_chunks_match_the_openai_type(server: ServerProcess) -> None:
     body = {
-        "model": "thinker",
-        "messages": HELLO,
+        "model": "reasoning",
+        "messages": MESSAGES,
         "max_tokens": 40,
         "reasoning_budget": 3,
         "logprobs": True,
         "n": 2,
         "stream_options": {"include_usage": True},
     }
-    chunks = [valid(ChatCompletionChunk, one) for one in server.events("/v1/chat/completions", body)]
+    events = server.collect_events("/v1/chat/completions", body)
+    chunks = [validate(ChatCompletionChunk, event) for event in events]
     assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].usage is not None
@@ -55,122 +60,112 @@ def test_every_chunk_is_what_openai_s_type_says(server: ServerProcess) -> None:
     assert not chunks[-1].choices
 
 
-def test_a_prompt_that_was_computed_is_reported_as_cached(server: ServerProcess) -> None:
-    first = server.chat("a question that nobody asked before")
-    again = server.chat("a question that nobody asked before")
+def test_usage_reports_cached_tokens(server: ServerProcess) -> None:
+    first = server.chat("a question that no other test asks")
+    second = server.chat("a question that no other test asks")
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < first["usage"]["prompt_tokens"] // 2
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
 
 
-def test_what_was_guessed_before_it_was_drawn_is_told(server: ServerProcess) -> None:
-    first = Usage(generated_tokens=9, draft_tokens=5, accepted_tokens=3, draft_steps=2, speculation_seconds_saved=0.5)
-    assert build_prediction_details(
-        [first, Usage(generated_tokens=4, draft_tokens=2, draft_steps=1), Usage(generated_tokens=1)]
-    ) == {
-        "accepted_prediction_tokens": 3,
-        "rejected_prediction_tokens": 4,
-        "mean_prediction_length": 2.33,
-        "prediction_seconds_saved": 0.5,
-    }
+def test_usage_reports_draft_tokens(server: ServerProcess) -> None:
     details = server.chat(max_tokens=40)["usage"]["completion_tokens_details"]
     assert min(details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) >= 0
 
 
-def test_a_thought_comes_apart_from_the_answer_and_is_counted(server: ServerProcess) -> None:
-    answer = server.chat(model="thinker", reasoning_budget=4, max_tokens=24)
-    message = answer["choices"][0]["message"]
+def test_reasoning_is_separate_from_the_text_and_counted(server: ServerProcess) -> None:
+    completion = server.chat(model="reasoning", reasoning_budget=4, max_tokens=24)
+    message = completion["choices"][0]["message"]
     assert message["reasoning_content"] == "abcd"
     assert message["content"].startswith("abc")
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
-    body = {"model": "thinker", "messages": HELLO, "reasoning_budget": 4, "max_tokens": 24, "temperature": 0}
-    deltas = [chunk["choices"][0]["delta"] for chunk in server.events("/v1/chat/completions", body)]
+    assert completion["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+    body = {"model": "reasoning", "messages": MESSAGES, "reasoning_budget": 4, "max_tokens": 24, "temperature": 0}
+    deltas = [chunk["choices"][0]["delta"] for chunk in server.collect_events("/v1/chat/completions", body)]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "abcd"
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
 
 
-def test_a_call_of_a_tool_comes_as_one_and_fits_its_schema(server: ServerProcess) -> None:
+def test_a_required_tool_call_conforms_to_its_schema(server: ServerProcess) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": [PICK_TOOL], "tool_choice": "required"}
+    options |= {"parallel_tool_calls": False, "seed": 1}
     with server.client() as client:
-        options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [PICK], "tool_choice": "required"}
-        whole = client.chat.completions.create(**options, parallel_tool_calls=False, seed=1)
-        (call,) = whole.choices[0].message.tool_calls or ()
+        completion = client.chat.completions.create(**options)
+        (call,) = completion.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert call.function.name == "pick"
         assert json.loads(call.function.arguments)["letter"] in ("a", "b")
-        assert whole.choices[0].finish_reason == "tool_calls"
-        chunks = list(client.chat.completions.create(**options, parallel_tool_calls=False, seed=1, stream=True))
-    pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
-    assert pieces[0].function is not None
-    assert pieces[0].id
-    assert pieces[0].function.name == "pick"
-    written = "".join(piece.function.arguments or "" for piece in pieces if piece.function)
-    assert json.loads(written)["letter"] in ("a", "b")
+        assert completion.choices[0].finish_reason == "tool_calls"
+        chunks = list(client.chat.completions.create(**options, stream=True))
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+    assert deltas[0].function is not None
+    assert deltas[0].id
+    assert deltas[0].function.name == "pick"
+    arguments = "".join(delta.function.arguments or "" for delta in deltas if delta.function)
+    assert json.loads(arguments)["letter"] in ("a", "b")
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_what_a_tool_returned_is_read(server: ServerProcess) -> None:
+def test_tool_results_are_part_of_the_prompt(server: ServerProcess) -> None:
     calls = [{"id": "call_1", "type": "function", "function": {"name": "pick", "arguments": '{"letter": "a"}'}}]
     messages = [
-        *HELLO,
+        *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "picked"},
     ]
-    body = {"model": "tiny", "messages": messages, "tools": [PICK]}
-    shown = server.post("/apply-template", body).json()["prompt"]
-    assert "picked" in shown
-    assert '"letter": "a"' in shown
+    body = {"model": "tiny", "messages": messages, "tools": [PICK_TOOL]}
+    prompt = server.post("/apply-template", body).json()["prompt"]
+    assert "picked" in prompt
+    assert '"letter": "a"' in prompt
 
 
-def test_openai_s_client_parses_an_answer_with_a_schema(server: ServerProcess) -> None:
+def test_the_output_conforms_to_a_json_schema(server: ServerProcess) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    answer = server.chat(
+    completion = server.chat(
         response_format={
             "type": "json_schema",
             "json_schema": {"name": "verdict", "schema": {**schema, "additionalProperties": False}, "strict": True},
         },
         max_tokens=60,
     )
-    assert json.loads(text_of(answer))["ok"] in (True, False)
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(get_text(completion))["ok"] in (True, False)
+    assert completion["choices"][0]["finish_reason"] == "stop"
 
 
-def test_an_unknown_model_is_not_found(server: ServerProcess) -> None:
+def test_an_unknown_model_gets_404(server: ServerProcess) -> None:
     with server.client() as client, pytest.raises(openai.NotFoundError) as error:
-        client.chat.completions.create(model="gpt-4", messages=HELLO)
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert error.value.code == "model_not_found"
     assert "tiny" in error.value.message
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(server: ServerProcess) -> None:
-    answer = server.chat("x" * 3000)
-    assert answer["status"] == 400
-    assert answer["error"]["code"] == "context_length_exceeded"
-    assert "2,048" in answer["error"]["message"]
-    assert "3,0" in answer["error"]["message"]
+def test_a_prompt_over_the_context_length_gets_400_with_both_lengths(server: ServerProcess) -> None:
+    completion = server.chat("x" * 3000)
+    assert completion["status"] == 400
+    assert completion["error"]["code"] == "context_length_exceeded"
+    assert "2,048" in completion["error"]["message"]
+    assert "3,0" in completion["error"]["message"]
 
 
 @pytest.mark.parametrize("policy", ["shift", "truncate_middle"])
-def test_a_long_conversation_is_cut_only_where_that_is_asked_for_and_says_so(
-    server: ServerProcess, policy: str
-) -> None:
-    turns: list[Any] = [{"role": "system", "content": "be brief"}]
+def test_a_long_conversation_is_truncated_only_on_request_and_reported(server: ServerProcess, policy: str) -> None:
+    messages: list[Any] = [{"role": "system", "content": "be brief"}]
     for number in range(20):
-        turns.append({"role": "user", "content": f"{number} " + "x" * 150})
-        turns.append({"role": "assistant", "content": "y" * 20})
-    turns.append({"role": "user", "content": "the newest question"})
-    body = {"model": "tiny", "messages": turns, "max_tokens": 8, "temperature": 0}
+        messages.append({"role": "user", "content": f"{number} " + "x" * 150})
+        messages.append({"role": "assistant", "content": "y" * 20})
+    messages.append({"role": "user", "content": "the newest question"})
+    body = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
     assert server.post("/v1/chat/completions", body).status_code == 400
-    answer = server.post("/v1/chat/completions", {**body, "overflow": policy}).json()
-    assert text_of(answer) == CYCLE[:8]
-    assert answer["overflow"]["policy"] == policy
-    assert answer["overflow"]["dropped_messages"] >= 10
-    assert answer["overflow"]["dropped_tokens"] > 1000
-    assert answer["usage"]["prompt_tokens"] <= 2048 - 8
-    streamed = server.events("/v1/chat/completions", {**body, "overflow": policy})
-    assert streamed[0]["overflow"]["dropped_messages"] == answer["overflow"]["dropped_messages"]
+    completion = server.post("/v1/chat/completions", {**body, "overflow": policy}).json()
+    assert get_text(completion) == CYCLE[:8]
+    assert completion["overflow"]["policy"] == policy
+    assert completion["overflow"]["dropped_messages"] >= 10
+    assert completion["overflow"]["dropped_tokens"] > 1000
+    assert completion["usage"]["prompt_tokens"] <= 2048 - 8
+    chunks = server.collect_events("/v1/chat/completions", {**body, "overflow": policy})
+    assert chunks[0]["overflow"]["dropped_messages"] == completion["overflow"]["dropped_messages"]
 
 
-def test_a_deadline_ends_an_answer_with_what_there_is(server: ServerProcess) -> None:
-    answer = server.chat(max_tokens=2000, deadline=0.05)
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["choices"][0]["stop_reason"] == "deadline"
-    assert answer["usage"]["completion_tokens"] < 2000
+def test_a_deadline_returns_what_has_been_generated(server: ServerProcess) -> None:
+    completion = server.chat(max_tokens=2000, deadline=0.05)
+    assert completion["choices"][0]["finish_reason"] == "length"
+    assert completion["choices"][0]["stop_reason"] == "deadline"
+    assert completion["usage"]["completion_tokens"] < 2000

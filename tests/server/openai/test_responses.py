@@ -1,27 +1,31 @@
-"""/v1/responses with OpenAI's own client and against its own types."""
+"""/v1/responses with OpenAI's client and types."""
 
 from __future__ import annotations
 
 import json
 
-from support.openai_schemas import Response, valid, valid_event
-from support.server_process import CYCLE, PICK, ServerProcess
+import pytest
 
-TOOL = {"type": "function", **PICK["function"]}  # type: ignore[dict-item]
+from support.openai_schemas import Response, validate, validate_event
+from support.server_process import CYCLE, PICK_TOOL, ServerProcess
 
+pytestmark = pytest.mark.native
 
-def test_a_response_is_what_openai_s_type_says(server: ServerProcess) -> None:
-    answer = server.respond(model="thinker", reasoning={"effort": "minimal"}, max_output_tokens=200, tools=[TOOL])
-    read = valid(Response, {key: value for key, value in answer.items() if key != "http_status"})
-    assert [item.type for item in read.output] == ["reasoning", "message"]
-    assert read.output_text.startswith("abc")
-    assert read.usage is not None
-    assert read.usage.output_tokens == 200
+TOOL = {"type": "function", **PICK_TOOL["function"]}
 
 
-def test_every_event_is_what_openai_s_types_say_and_they_add_up(server: ServerProcess) -> None:
-    body = {"model": "thinker", "input": "hello", "reasoning": {"effort": "minimal"}, "max_output_tokens": 200}
-    events = [valid_event(one) for one in server.events("/v1/responses", {**body, "top_logprobs": 1})]
+def test_a_response_matches_the_openai_type(server: ServerProcess) -> None:
+    body = server.respond(model="reasoning", reasoning={"effort": "minimal"}, max_output_tokens=200, tools=[TOOL])
+    response = validate(Response, {key: value for key, value in body.items() if key != "http_status"})
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text.startswith("abc")
+    assert response.usage is not None
+    assert response.usage.output_tokens == 200
+
+
+def test_events_match_the_openai_types_and_add_up_to_the_response(server: ServerProcess) -> None:
+    body = {"model": "reasoning", "input": "hello", "reasoning": {"effort": "minimal"}, "max_output_tokens": 200}
+    events = [validate_event(event) for event in server.collect_events("/v1/responses", {**body, "top_logprobs": 1})]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [events[0].type, events[1].type, events[-1].type] == [
         "response.created",
@@ -30,22 +34,23 @@ def test_every_event_is_what_openai_s_types_say_and_they_add_up(server: ServerPr
     ]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == events[-1].response.output_text
-    done = [event.file.id for event in events if event.type == "response.output_item.done"]
+    done = [event.item.id for event in events if event.type == "response.output_item.done"]
     assert done == [item.id for item in events[-1].response.output]
 
 
-def test_a_call_of_a_tool_streams_as_its_own_item(server: ServerProcess) -> None:
+def test_a_tool_call_streams_as_a_separate_item(server: ServerProcess) -> None:
     body = {"model": "tiny", "input": "hello", "tools": [TOOL], "tool_choice": "required", "seed": 1}
-    raw = server.events("/v1/responses", {**body, "parallel_tool_calls": False, "max_output_tokens": 300})
-    events = [valid_event(one) for one in raw]
-    written = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
-    assert json.loads(written)["letter"] in ("a", "b")
+    options = {"parallel_tool_calls": False, "max_output_tokens": 300}
+    events = [validate_event(event) for event in server.collect_events("/v1/responses", {**body, **options})]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    arguments = "".join(deltas)
+    assert json.loads(arguments)["letter"] in ("a", "b")
     (call,) = events[-1].response.output
-    assert (call.type, call.name, call.arguments) == ("function_call", "pick", written)
+    assert (call.type, call.name, call.arguments) == ("function_call", "pick", arguments)
     assert events[-1].type == "response.completed"
 
 
-def test_openai_s_client_goes_on_from_a_response(server: ServerProcess) -> None:
+def test_the_openai_client_continues_from_a_previous_response(server: ServerProcess) -> None:
     with server.client() as client:
         first = client.responses.create(model="tiny", input="one", max_output_tokens=5, temperature=0)
         second = client.responses.create(

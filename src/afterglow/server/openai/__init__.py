@@ -1,1 +1,1 @@
-"""OpenAI-compatible routes."""
+"""OpenAI-compatible generation routes: chat completions, completions, responses and embeddings."""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""Route /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from afterglow.server.schema.chat import ChatFields, ChatRequest, dump_fields, d
 from afterglow.server.sse import DONE_EVENT, EventTemplate, stream_response
 from afterglow.server.state import ServerState
 
-FINISH_REASONS = {"deadline": "length"}  # OpenAI has no word for it; `stop_reason` says it
+FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
 
 
 def build_router(state: ServerState) -> APIRouter:
-    """The route, for an application."""
+    """Return the router of this route."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/v1/chat/completions", summary="Answer a conversation")
+    @router.post("/v1/chat/completions", summary="Create a chat completion")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await state.run_while_connected(
             request, create_chat_completion(state, body, get_tenant_salt(request)), "messages"
@@ -43,36 +43,39 @@ def build_router(state: ServerState) -> APIRouter:
 
 
 async def create_chat_completion(state: ServerState, body: ChatRequest, salt: str) -> Response:
-    """Answer a conversation, whole or as it comes."""
+    """Generate a chat completion and return it whole or as a stream."""
     check_fields(body)
-    running = await start_generation(state, body.model, build_generation_request(state, body, salt))
-    page = ChatFormatter(body, running)
+    generation = await start_generation(state, body.model, build_generation_request(state, body, salt))
+    formatter = ChatFormatter(body, generation)
     if not body.stream:
         try:
-            return JSONResponse(page.build_response(await running.collect_responses()))
+            return JSONResponse(formatter.build_response(await generation.collect_responses()))
         finally:
-            running.close()
+            generation.close()
     return await stream_response(
-        running.stream_deltas(), page.stream_events, ping_seconds=state.settings.ping_seconds, on_close=running.close
+        generation.stream_deltas(),
+        formatter.stream_events,
+        ping_seconds=state.settings.ping_seconds,
+        on_close=generation.close,
     )
 
 
 def check_fields(body: ChatRequest) -> None:
-    """What fields have to do with each other."""
+    """Reject combinations of fields that exclude each other."""
     if body.stream_options is not None and not body.stream:
-        raise invalid_request_error("stream_options", "`stream_options` is for streams: set `stream`")
+        raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
     if body.top_logprobs is not None and not body.logprobs:
-        raise invalid_request_error("top_logprobs", "`top_logprobs` needs `logprobs`")
+        raise invalid_request_error("top_logprobs", "`top_logprobs` requires `logprobs`")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid_request_error(
-            "max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
+            "max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: set only one of them"
         )
 
 
 def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -> GenerationRequest:
-    """What the library is asked for."""
+    """Convert the body to a generation request."""
     return GenerationRequest(
-        messages=[dump_message(one) for one in body.messages],
+        messages=[dump_message(message) for message in body.messages],
         chat_options=build_chat_options(body),
         sampling_fields=body,
         n=body.n or 1,
@@ -85,14 +88,14 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
 
 
 def build_chat_options(body: ChatFields) -> dict[str, Any]:
-    """What makes the prompt and what leads the answer, as `Answering.plan` has it."""
+    """Build the keyword arguments of `TextModel.plan_chat`."""
     if body.reasoning_effort is not None and body.reasoning_budget is not None:
         raise invalid_request_error(
-            "reasoning_budget", "`reasoning_budget` and `reasoning_effort` say the same: give one of them"
+            "reasoning_budget", "`reasoning_budget` and `reasoning_effort` exclude each other: set only one of them"
         )
     if body.tools is None and (body.tool_choice is not None or body.parallel_tool_calls is not None):
         raise invalid_request_error(
-            "tool_choice" if body.tool_choice else "parallel_tool_calls", "there are no `tools` to call"
+            "tool_choice" if body.tool_choice else "parallel_tool_calls", "the request has no `tools`"
         )
     reasoning = body.reasoning_effort if body.reasoning_budget is None else body.reasoning_budget
     return {
@@ -106,7 +109,7 @@ def build_chat_options(body: ChatFields) -> dict[str, Any]:
 
 
 class ChatFormatter:
-    """An answer as OpenAI writes it, whole or in chunks."""
+    """Formats a generation as a chat completion, whole or in chunks."""
 
     def __init__(self, body: ChatRequest, generation: Generation) -> None:
         self._body = body
@@ -122,47 +125,46 @@ class ChatFormatter:
         self._chunk_template = EventTemplate({**self._head, "object": "chat.completion.chunk"})
 
     def build_response(self, responses: list[ChatResponse]) -> dict[str, Any]:
-        """The answer at once."""
-        written: dict[str, Any] = {
+        """Build the whole chat completion."""
+        completion: dict[str, Any] = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._build_choice(index, turn) for index, turn in enumerate(responses)],
+            "choices": [self._build_choice(index, response) for index, response in enumerate(responses)],
             "usage": build_usage(responses, self._generation.reasoning_counters),
         }
         if self._body.metadata is not None:
-            written["metadata"] = self._body.metadata
-        return written | self._build_truncation()
+            completion["metadata"] = self._body.metadata
+        return completion | self._build_truncation()
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """The answer as it comes."""
+        """Yield the events of the stream."""
         for index in range(self._body.n or 1):
             yield self._format_chunk(index, {"role": "assistant", "content": ""}, extra=self._build_truncation())
         async for index, delta in deltas:
             logprobs = self._build_logprobs([delta.token] if delta.token else [])
             if delta.parts or (logprobs and logprobs["content"]):
                 yield self._format_chunk(index, build_delta(delta.parts), logprobs=logprobs)
-        turns = self._generation.get_responses()
-        for index, turn in enumerate(turns):
-            yield self._format_chunk(index, {}, **build_finish(turn))
+        responses = self._generation.get_responses()
+        for index, response in enumerate(responses):
+            yield self._format_chunk(index, {}, **build_finish(response))
         if self._include_usage:
-            yield self._chunk_template.format(
-                {"choices": [], "usage": build_usage(turns, self._generation.reasoning_counters)}
-            )
+            usage = build_usage(responses, self._generation.reasoning_counters)
+            yield self._chunk_template.format({"choices": [], "usage": usage})
         yield DONE_EVENT
 
     def _build_choice(self, index: int, response: ChatResponse) -> dict[str, Any]:
-        written: dict[str, Any] = {"role": "assistant", "content": response.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": response.text, "refusal": None}
         if response.reasoning:
-            written["reasoning_content"] = response.reasoning
+            message["reasoning_content"] = response.reasoning
         if response.tool_calls:
-            written["content"] = response.text or None
-            written["tool_calls"] = [
+            message["content"] = response.text or None
+            message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in response.tool_calls
             ]
         return {
             "index": index,
-            "message": written,
+            "message": message,
             "logprobs": self._build_logprobs(response.tokens),
             **build_finish(response),
         }
@@ -171,35 +173,32 @@ class ChatFormatter:
         self, index: int, delta: dict[str, Any], *, extra: dict[str, Any] | None = None, **choice: Any
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **choice}
-        rest = {"choices": [choice], **(extra or {})}
-        return self._chunk_template.format({**rest, "usage": None} if self._include_usage else rest)
+        fields = {"choices": [choice], **(extra or {})}
+        return self._chunk_template.format({**fields, "usage": None} if self._include_usage else fields)
 
     def _build_logprobs(self, tokens: Sequence[Any]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        running = self._generation
-        shown = [build_token_logprobs(running.model, token) for token in tokens if running.is_visible_token(token)]
-        return {"content": shown, "refusal": None}
+        model, is_visible = self._generation.model, self._generation.is_visible_token
+        content = [build_token_logprobs(model, token) for token in tokens if is_visible(token)]
+        return {"content": content, "refusal": None}
 
     def _build_truncation(self) -> dict[str, Any]:
-        cut = self._generation.truncation
-        return {} if cut is None else {"overflow": cut.report}
+        truncation = self._generation.truncation
+        return {} if truncation is None else {"overflow": truncation.report}
 
 
 def build_finish(response: ChatResponse) -> dict[str, Any]:
-    """Why an answer ended: OpenAI's word, and ours beside it."""
-    reason = (
-        "deadline"
-        if response.finish_reason == "deadline"
-        else response.stop_reason
-        if isinstance(response.stop_reason, str)
-        else None
-    )
-    return {"finish_reason": FINISH_REASONS.get(response.finish_reason, response.finish_reason), "stop_reason": reason}
+    """Build OpenAI's `finish_reason` and the extension `stop_reason`."""
+    stop_reason = response.stop_reason if isinstance(response.stop_reason, str) else None
+    return {
+        "finish_reason": FINISH_REASONS.get(response.finish_reason, response.finish_reason),
+        "stop_reason": "deadline" if response.finish_reason == "deadline" else stop_reason,
+    }
 
 
 def build_delta(parts: Sequence[OutputPart]) -> dict[str, Any]:
-    """Parts of an answer as OpenAI's delta."""
+    """Build the delta of a chunk from output parts."""
     delta: dict[str, Any] = {}
     for part in parts:
         match part:
@@ -213,10 +212,10 @@ def build_delta(parts: Sequence[OutputPart]) -> dict[str, Any]:
 
 
 def build_call_delta(part: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a call; the first has its id and name."""
-    written: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+    """Build the delta of a tool call. The first delta of a call has its id and name."""
+    delta: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
     if part.id is not None:
-        written |= {"id": part.id, "type": "function"}
+        delta |= {"id": part.id, "type": "function"}
     if part.name is not None:
-        written["function"]["name"] = part.name
-    return written
+        delta["function"]["name"] = part.name
+    return delta

@@ -1,4 +1,4 @@
-"""Items of /v1/responses: as messages on their way in, and made out of parts, with their events, on their way out."""
+"""Items of /v1/responses: conversion of input items to messages and of output parts to items and events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.schema.chat import dump_fields
+from afterglow.server.schema.chat import MessageDict, dump_fields
 from afterglow.server.schema.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -20,11 +20,10 @@ from afterglow.server.schema.responses import (
 )
 
 ResponseEvent: TypeAlias = dict[str, Any]
-MessageDict: TypeAlias = dict[str, Any]
 
 
 def parse_input_items(items: str | list[InputItem]) -> list[MessageDict]:
-    """The input as messages. What the assistant thought, said and called in one go is one message."""
+    """Convert the input to messages. Consecutive reasoning, text and calls of the assistant form one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[MessageDict] = []
@@ -37,8 +36,8 @@ def parse_input_items(items: str | list[InputItem]) -> list[MessageDict]:
             case MessageItem():
                 messages.append({"role": "system", "content": join_text(item.content)})
             case ReasoningItem():
-                thought = "".join(part.text for part in item.content or ())
-                _get_assistant_message(messages, "reasoning_content")["reasoning_content"] = thought
+                reasoning = "".join(part.text for part in item.content or ())
+                _get_assistant_message(messages, "reasoning_content")["reasoning_content"] = reasoning
             case FunctionCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
@@ -49,25 +48,25 @@ def parse_input_items(items: str | list[InputItem]) -> list[MessageDict]:
 
 
 def _get_assistant_message(messages: list[MessageDict], field: str) -> MessageDict:
-    """The assistant's message that is being put together; another one where it has that field already."""
-    open_turn = bool(messages) and messages[-1]["role"] == "assistant"
-    begun = open_turn and (field in messages[-1] or (field and "tool_calls" in messages[-1]))
-    if not open_turn or begun or (field == "reasoning_content" and "content" in messages[-1]):
+    """Return the assistant message that takes `field`: the last one, or a new one if `field` is already set."""
+    is_assistant = bool(messages) and messages[-1]["role"] == "assistant"
+    is_set = is_assistant and (field in messages[-1] or (field and "tool_calls" in messages[-1]))
+    if not is_assistant or is_set or (field == "reasoning_content" and "content" in messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def join_text(content: str | Sequence[MessagePart]) -> str:
-    """The text of an item."""
+    """Return the text of an item. Raises if it contains images."""
     if isinstance(content, str):
         return content
     if any(isinstance(part, InputImage) for part in content):
-        raise invalid_request_error("input", "only messages of the user may have pictures")
+        raise invalid_request_error("input", "only user messages may contain images")
     return "".join(_get_part_text(part) for part in content)
 
 
 def parse_content(content: str | Sequence[MessagePart]) -> str | list[dict[str, Any]]:
-    """The content of a message: text, or parts where there are pictures among it."""
+    """Convert the content of a user message to text, or to parts if it contains images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return join_text(content)
     return [
@@ -82,15 +81,15 @@ def _get_part_text(part: MessagePart) -> str:
 
 
 class OutputItemBuilder:
-    """Makes output items out of parts as they come, and the events that tell of them."""
+    """Builds output items and their events from a stream of output parts."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open_type: str | None = None  # the type of the last item, while it grows
+        self._open_type: str | None = None  # type of the last item while it is incomplete
         self._call_index: int | None = None
 
     def add_part(self, part: OutputPart, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[ResponseEvent]:
-        """A part; the events that it makes."""
+        """Append a part and yield its events."""
         match part:
             case TextDelta(text):
                 yield from self._open_item("message")
@@ -109,66 +108,68 @@ class OutputItemBuilder:
                     yield self._build_item_event("response.function_call_arguments.delta", delta=part.arguments)
 
     def finish(self, status: str) -> Iterator[ResponseEvent]:
-        """No more parts come. An answer without any is an empty message."""
+        """Close the last item. A response without parts has one empty message."""
         if not self.items:
             yield from self._open_item("message")
         yield from self._close_item(status)
 
-    def _open_item(self, kind: str, call: ToolCallDelta | None = None) -> Iterator[ResponseEvent]:
-        same_call = call is None or call.index == self._call_index
-        if self._open_type == kind and same_call:
+    def _open_item(self, item_type: str, call: ToolCallDelta | None = None) -> Iterator[ResponseEvent]:
+        is_same_call = call is None or call.index == self._call_index
+        if self._open_type == item_type and is_same_call:
             return
         yield from self._close_item("completed")
-        self._open_type, self._call_index = kind, None if call is None else call.index
-        item = _build_empty_item(kind, call)
+        self._open_type, self._call_index = item_type, None if call is None else call.index
+        item = _build_empty_item(item_type, call)
         self.items.append(item)
         yield self._build_event(
             "response.output_item.added", item={**item, **({"content": []} if "content" in item else {})}
         )
-        if kind != "function_call":
+        if item_type != "function_call":
             yield self._build_part_event("response.content_part.added", part=dict(item["content"][0]))
 
     def _close_item(self, status: str) -> Iterator[ResponseEvent]:
         if self._open_type is None:
             return
-        item, kind, self._open_type = self.items[-1], self._open_type, None
+        item, item_type, self._open_type = self.items[-1], self._open_type, None
         item["status"] = status
-        if kind == "function_call":
+        if item_type == "function_call":
             yield self._build_item_event(
                 "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]
             )
         else:
             part = item["content"][0]
-            if kind == "message":
+            if item_type == "message":
                 yield self._build_part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
             else:
                 yield self._build_part_event("response.reasoning_text.done", text=part["text"])
             yield self._build_part_event("response.content_part.done", part=part)
         yield self._build_event("response.output_item.done", item=item)
 
-    def _build_event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return {"type": kind, "output_index": len(self.items) - 1, **fields}
+    def _build_event(self, event_type: str, **fields: Any) -> ResponseEvent:
+        return {"type": event_type, "output_index": len(self.items) - 1, **fields}
 
-    def _build_item_event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return self._build_event(kind, item_id=self.items[-1]["id"], **fields)
+    def _build_item_event(self, event_type: str, **fields: Any) -> ResponseEvent:
+        return self._build_event(event_type, item_id=self.items[-1]["id"], **fields)
 
-    def _build_part_event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return self._build_item_event(kind, content_index=0, **fields)
+    def _build_part_event(self, event_type: str, **fields: Any) -> ResponseEvent:
+        return self._build_item_event(event_type, content_index=0, **fields)
 
 
-def _build_empty_item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
-    match kind:
+def _build_empty_item(item_type: str, call: ToolCallDelta | None) -> dict[str, Any]:
+    match item_type:
         case "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            head = {"type": kind, "id": generate_id("msg"), "role": "assistant"}
+            head = {"type": item_type, "id": generate_id("msg"), "role": "assistant"}
             return {**head, "status": "in_progress", "content": [part]}
         case "reasoning":
-            thought = {"type": "reasoning_text", "text": ""}
-            return {"type": kind, "id": generate_id("rs"), "status": "in_progress", "summary": [], "content": [thought]}
+            part = {"type": "reasoning_text", "text": ""}
+            head = {"type": item_type, "id": generate_id("rs"), "status": "in_progress"}
+            return {**head, "summary": [], "content": [part]}
     assert call is not None
-    head = {"type": kind, "id": generate_id("fc"), "call_id": call.id or generate_id("call"), "name": call.name or ""}
-    return {**head, "arguments": "", "status": "in_progress"}
+    head = {"type": item_type, "id": generate_id("fc"), "call_id": call.id or generate_id("call")}
+    return {**head, "name": call.name or "", "arguments": "", "status": "in_progress"}
 
 
 def generate_id(prefix: str) -> str:
+    """Return a new random id, e.g. `resp_…`."""
     return f"{prefix}_{uuid.uuid4().hex}"

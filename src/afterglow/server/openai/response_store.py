@@ -1,4 +1,4 @@
-"""Responses that are remembered, so that the next one can go on from them: bounded in number and in bytes."""
+"""Store of responses for `previous_response_id`, bounded in number and size."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the conversation up to its end, without its instructions."""
+    """A response and its conversation without the instructions."""
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
     nbytes: int
-    salt: str = ""  # whose it is
+    salt: str = ""
 
 
 class ResponseStore:
-    """The newest responses.
+    """The most recently used responses.
 
-    >>> store = ResponseStore(count=1, nbytes=1000)
+    >>> store = ResponseStore(max_responses=1, max_bytes=1000)
     >>> store.put({"id": "a"}, []), store.put({"id": "b"}, [])
     (None, None)
     >>> store.get("a") is None, store.get("b").response["id"]
@@ -34,7 +34,7 @@ class ResponseStore:
         self._total_bytes = 0
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]], salt: str = "") -> None:
-        """Remember one; the oldest are forgotten for it."""
+        """Store a response and evict the least recently used ones that exceed the limits."""
         nbytes = len(json.dumps(response)) + len(json.dumps(messages))
         self._responses[response["id"]] = StoredResponse(response, messages, nbytes, salt)
         self._total_bytes += nbytes
@@ -42,13 +42,13 @@ class ResponseStore:
             self._total_bytes -= self._responses.popitem(last=False)[1].nbytes
 
     def get(self, id: str) -> StoredResponse | None:
-        """One that is remembered; it is the newest then."""
+        """Return a response and mark it as most recently used."""
         if id in self._responses:
             self._responses.move_to_end(id)
         return self._responses.get(id)
 
     def remove(self, id: str) -> bool:
-        """Forget one; whether it was there."""
+        """Remove a response and return whether it existed."""
         stored = self._responses.pop(id, None)
         self._total_bytes -= stored.nbytes if stored else 0
         return stored is not None

@@ -1,4 +1,4 @@
-"""/v1/responses: answers that remember what was said before."""
+"""Routes /v1/responses: stored responses that can be continued by id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from afterglow.chat.messages import to_openai_message as plain_message
+from afterglow.chat.messages import to_openai_message
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.response import Delta
 from afterglow.errors import AfterglowError
@@ -21,10 +21,15 @@ from afterglow.server.generation import (
     build_usage,
     start_generation,
 )
-from afterglow.server.openai.response_items import OutputItemBuilder, generate_id, parse_input_items
+from afterglow.server.openai.response_items import (
+    OutputItemBuilder,
+    ResponseEvent,
+    generate_id,
+    parse_input_items,
+)
 from afterglow.server.openai.response_store import ResponseStore, StoredResponse
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.schema.chat import dump_fields
+from afterglow.server.schema.chat import MessageDict, dump_fields
 from afterglow.server.schema.responses import FunctionTool, ResponseRequest
 from afterglow.server.sse import format_event, stream_response
 from afterglow.server.state import ServerState
@@ -33,23 +38,23 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 
 def build_router(state: ServerState) -> APIRouter:
-    """The routes, for an application."""
+    """Return the router of these routes."""
     router = APIRouter(route_class=StrictRoute)
     store = ResponseStore(
         max_responses=state.settings.max_stored_responses, max_bytes=state.settings.max_stored_response_bytes
     )
 
-    @router.post("/v1/responses", summary="Answer, after what was said before")
+    @router.post("/v1/responses", summary="Create a response")
     async def create(body: ResponseRequest, request: Request) -> Response:
         return await state.run_while_connected(
             request, create_response(state, store, body, get_tenant_salt(request)), "input"
         )
 
-    @router.get("/v1/responses/{id}", summary="A response that is remembered")
+    @router.get("/v1/responses/{id}", summary="Retrieve a stored response")
     async def retrieve(id: str, request: Request) -> dict[str, Any]:
         return find_response(store, id, get_tenant_salt(request), 404, "id").response
 
-    @router.delete("/v1/responses/{id}", summary="Forget a response")
+    @router.delete("/v1/responses/{id}", summary="Delete a stored response")
     async def delete(id: str, request: Request) -> dict[str, Any]:
         find_response(store, id, get_tenant_salt(request), 404, "id")
         store.remove(id)
@@ -59,58 +64,61 @@ def build_router(state: ServerState) -> APIRouter:
 
 
 def find_response(store: ResponseStore, id: str, salt: str, status: int, param: str) -> StoredResponse:
-    """A response that is remembered, or a refusal."""
+    """Return a stored response of this tenant or raise an error."""
     stored = store.get(id)
     if stored is None or stored.salt != salt:
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
-        raise APIError(status, f"there is no response {id[:80]!r} here, or it was forgotten", param=param, code=code)
+        raise APIError(status, f"the response {id[:80]!r} does not exist or was evicted", param=param, code=code)
     return stored
 
 
 async def create_response(state: ServerState, store: ResponseStore, body: ResponseRequest, salt: str) -> Response:
-    """Answer, whole or as it comes."""
-    past: list[dict[str, Any]] = []
+    """Generate a response and return it whole or as a stream."""
+    history: list[MessageDict] = []
     if body.previous_response_id is not None:
-        past = find_response(store, body.previous_response_id, salt, 400, "previous_response_id").messages
+        history = find_response(store, body.previous_response_id, salt, 400, "previous_response_id").messages
     if body.stream_options is not None and not body.stream:
-        raise invalid_request_error("stream_options", "`stream_options` is for streams: set `stream`")
-    said = [*past, *parse_input_items(body.input)]
-    if not said:
+        raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
+    messages = [*history, *parse_input_items(body.input)]
+    if not messages:
         raise invalid_request_error("input", "`input` must not be empty")
-    running = await start_generation(state, body.model, build_generation_request(body, said, salt))
-    page = ResponseFormatter(body, running, store, said, salt)
+    generation = await start_generation(state, body.model, build_generation_request(body, messages, salt))
+    formatter = ResponseFormatter(body, generation, store, messages, salt)
     if not body.stream:
         try:
-            async for index, delta in running.stream_deltas():
-                page.add_delta(index, delta)
-            return JSONResponse(page.finish()[-1]["response"])
+            async for _, delta in generation.stream_deltas():
+                formatter.add_delta(delta)
+            return JSONResponse(formatter.finish()[-1]["response"])
         finally:
-            running.close()
+            generation.close()
     return await stream_response(
-        running.stream_deltas(), page.stream_events, ping_seconds=state.settings.ping_seconds, on_close=running.close
+        generation.stream_deltas(),
+        formatter.stream_events,
+        ping_seconds=state.settings.ping_seconds,
+        on_close=generation.close,
     )
 
 
-def build_generation_request(body: ResponseRequest, messages: list[dict[str, Any]], salt: str) -> GenerationRequest:
-    """What the library is asked for."""
+def build_generation_request(body: ResponseRequest, messages: list[MessageDict], salt: str) -> GenerationRequest:
+    """Convert the body to a generation request."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    wanted = body.top_logprobs is not None or INCLUDE_LOGPROBS in (body.include or ())
+    include_logprobs = body.top_logprobs is not None or INCLUDE_LOGPROBS in (body.include or ())
     overflow = body.overflow or ("shift" if body.truncation == "auto" else "refuse")
     return GenerationRequest(
         messages=[*system, *messages],
         chat_options=build_chat_options(body),
         sampling_fields=body,
         max_tokens=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if wanted else None,
+        logprobs=(body.top_logprobs or 0) if include_logprobs else None,
         overflow=overflow,
         salt=salt,
     )
 
 
 def build_chat_options(body: ResponseRequest) -> dict[str, Any]:
-    """What leads the answer, as `Answering.plan` has it."""
+    """Build the keyword arguments of `TextModel.plan_chat`."""
     if not body.tools and (body.tool_choice not in (None, "none", "auto")):
-        raise invalid_request_error("tool_choice", "there are no `tools` to call")
+        raise invalid_request_error("tool_choice", "the request has no `tools`")
     choice = dump_fields(body.tool_choice)
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": choice["tools"]}}
@@ -128,23 +136,23 @@ def _dump_function(tool: FunctionTool) -> dict[str, Any]:
 
 
 def build_response_format(body: ResponseRequest) -> dict[str, Any] | None:
-    """`text.format` as chat has it."""
+    """Convert `text.format` to the `response_format` of chat completions."""
     if body.text is None or body.text.format is None:
         return None
-    written: dict[str, Any] = dump_fields(body.text.format)
-    kind = written.pop("type")
-    return {"type": kind, "json_schema": written} if kind == "json_schema" else {"type": kind}
+    fields: dict[str, Any] = dump_fields(body.text.format)
+    format_type = fields.pop("type")
+    return {"type": format_type, "json_schema": fields} if format_type == "json_schema" else {"type": format_type}
 
 
 class ResponseFormatter:
-    """A response as OpenAI writes it, whole or as events."""
+    """Formats a generation as a response, whole or as events."""
 
     def __init__(
         self,
         body: ResponseRequest,
         generation: Generation,
         store: ResponseStore,
-        messages: list[dict[str, Any]],
+        messages: list[MessageDict],
         salt: str,
     ) -> None:
         self._body = body
@@ -153,77 +161,76 @@ class ResponseFormatter:
         self._messages = messages
         self._salt = salt
         self._item_builder = OutputItemBuilder()
-        self._pending_logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not certain yet
+        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens whose text has not been emitted yet
         self._sequence_number = 0
         self._head = build_response_head(body, generation)
 
-    def add_delta(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """The events that one delta makes."""
-        token, running = delta.token, self._generation
-        if token is not None and token.logprob is not None and running.is_visible_token(token):
-            self._pending_logprobs.append(build_token_logprobs(running.model, token))
-        events: list[dict[str, Any]] = []
+    def add_delta(self, delta: Delta) -> list[ResponseEvent]:
+        """Add a delta to the output items and return its events."""
+        token, generation = delta.token, self._generation
+        if token is not None and token.logprob is not None and generation.is_visible_token(token):
+            self._pending_logprobs.append(build_token_logprobs(generation.model, token))
+        events: list[ResponseEvent] = []
         for part in delta.parts:
-            logprobs, self._pending_logprobs = (
-                (self._pending_logprobs, []) if isinstance(part, TextDelta) else ([], self._pending_logprobs)
-            )
+            logprobs: list[dict[str, Any]] = []
+            if isinstance(part, TextDelta):
+                logprobs, self._pending_logprobs = self._pending_logprobs, []
             events += self._item_builder.add_part(part, logprobs)
         return events
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """The response as it comes."""
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        for kind in ("response.created", "response.in_progress"):
-            yield self._format_event({"type": kind, "response": begun})
+        """Yield the events of the stream."""
+        initial = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        for event_type in ("response.created", "response.in_progress"):
+            yield self._format_event({"type": event_type, "response": initial})
         try:
-            async for index, delta in deltas:
-                for one in self.add_delta(index, delta):
-                    yield self._format_event(one)
-            for one in self.finish():
-                yield self._format_event(one)
+            async for _, delta in deltas:
+                for event in self.add_delta(delta):
+                    yield self._format_event(event)
+            for event in self.finish():
+                yield self._format_event(event)
         except AfterglowError as error:
-            for one in self._build_failure_events(error):
-                yield self._format_event(one)
+            for event in self._build_failure_events(error):
+                yield self._format_event(event)
 
-    def finish(self) -> list[dict[str, Any]]:
-        """The last events; the very last has the whole response."""
-        (turn,) = self._generation.get_responses()
-        whole = turn.finish_reason in ("stop", "tool_calls")
-        events = list(self._item_builder.finish("completed" if whole else "incomplete"))
+    def finish(self) -> list[ResponseEvent]:
+        """Store the response and return the last events. The very last contains the whole response."""
+        (chat_response,) = self._generation.get_responses()
+        status = "completed" if chat_response.finish_reason in ("stop", "tool_calls") else "incomplete"
+        events = list(self._item_builder.finish(status))
         response = {
             **self._head,
-            "status": "completed" if whole else "incomplete",
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "status": status,
+            "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "output": self._item_builder.items,
-            "usage": self._build_usage(build_usage([turn], self._generation.reasoning_counters)),
+            "usage": self._build_usage(build_usage([chat_response], self._generation.reasoning_counters)),
         }
         if self._body.store is not False:
-            self._store.put(response, [*self._messages, plain_message(turn.message)], self._salt)
-        return [*events, {"type": "response.completed" if whole else "response.incomplete", "response": response}]
+            self._store.put(response, [*self._messages, to_openai_message(chat_response.message)], self._salt)
+        return [*events, {"type": f"response.{status}", "response": response}]
 
-    def _build_failure_events(self, error: AfterglowError) -> Iterator[dict[str, Any]]:
-        refusal = to_api_error(error)
-        yield {"type": "error", "code": refusal.code, "message": refusal.message, "param": refusal.param}
-        failure = {"code": "server_error", "message": refusal.message}
+    def _build_failure_events(self, error: AfterglowError) -> Iterator[ResponseEvent]:
+        api_error = to_api_error(error)
+        yield {"type": "error", "code": api_error.code, "message": api_error.message, "param": api_error.param}
         response = {
             **self._head,
             "status": "failed",
-            "error": failure,
+            "error": {"code": "server_error", "message": api_error.message},
             "output": self._item_builder.items,
             "usage": None,
         }
         yield {"type": "response.failed", "response": response}
 
-    def _format_event(self, fields: dict[str, Any]) -> bytes:
+    def _format_event(self, event: ResponseEvent) -> bytes:
         self._sequence_number += 1
-        return format_event({**fields, "sequence_number": self._sequence_number - 1}, fields["type"])
+        return format_event({**event, "sequence_number": self._sequence_number - 1}, event["type"])
 
     def _build_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         details = usage["prompt_tokens_details"]
-        written = usage["prompt_tokens"] - details["cached_tokens"]
+        computed = usage["prompt_tokens"] - details["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**details, "cache_write_tokens": written},
+            "input_tokens_details": {**details, "cache_write_tokens": computed},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
@@ -231,10 +238,10 @@ class ResponseFormatter:
 
 
 def build_response_head(body: ResponseRequest, generation: Generation) -> dict[str, Any]:
-    """What a response says about its request."""
+    """Build the fields of a response that are known before generation."""
     format = {"type": "text"} if body.text is None or body.text.format is None else dump_fields(body.text.format)
     optional = {"description": None, "parameters": None, "strict": None}
-    written = {
+    head = {
         "id": generate_id("resp"),
         "object": "response",
         "created_at": generation.created,
@@ -259,4 +266,4 @@ def build_response_head(body: ResponseRequest, generation: Generation) -> dict[s
         "user": body.user,
         "system_fingerprint": generation.model.fingerprint,
     }
-    return written if generation.truncation is None else {**written, "overflow": generation.truncation.report}
+    return head if generation.truncation is None else {**head, "overflow": generation.truncation.report}

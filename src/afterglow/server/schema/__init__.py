@@ -1,1 +1,1 @@
-"""The bodies of requests, field by field. What a field means, the routes know."""
+"""Request and response bodies as pydantic models. They validate fields; the routes implement them."""

@@ -1,4 +1,4 @@
-"""The bodies of the smaller routes, and what they answer."""
+"""Bodies of the administration routes and their responses."""
 
 from __future__ import annotations
 
@@ -6,31 +6,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
-from afterglow.server.schema.base import Label, NameField, StrictModel
+from afterglow.server.schema.base import NameField, StrictModel
 from afterglow.server.schema.chat import ChatFields, ChatMessage
 
-EmbeddingInput: TypeAlias = str | list[str] | list[int] | list[list[int]]
-OptionalModel: TypeAlias = Annotated[
-    NameField | None, pydantic.Field(description="Absent: the only one that is served.")
-]
-
-
-class EmbeddingRequest(StrictModel):
-    """Texts to be turned into vectors."""
-
-    model: NameField
-    input: EmbeddingInput = pydantic.Field(description="Text or tokens, or a list of either.")
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = pydantic.Field(None, ge=1, description="Only what the model has.")
-    user: Label = None
+OptionalModel: TypeAlias = Annotated[NameField | None, pydantic.Field(description="Default: the only served model.")]
 
 
 class TokenizeRequest(StrictModel):
     model: OptionalModel = None
     content: str
-    add_special: bool = pydantic.Field(False, description="Begin (and end) as the model's prompts do.")
-    parse_special: bool = pydantic.Field(False, description="Control tokens written in the text are control tokens.")
-    with_pieces: bool = pydantic.Field(False, description="Give the text of each token, too.")
+    add_special: bool = pydantic.Field(False, description="Add the BOS and EOS tokens of the model.")
+    parse_special: bool = pydantic.Field(False, description="Parse control tokens in the text.")
+    with_pieces: bool = pydantic.Field(False, description="Also return the text of each token.")
 
 
 class DetokenizeRequest(StrictModel):
@@ -39,11 +26,11 @@ class DetokenizeRequest(StrictModel):
 
 
 class ApplyTemplateRequest(ChatFields):
-    """A conversation to be shown as the model's own template writes it."""
+    """A conversation to render with the chat template of the model."""
 
 
 class ExplainRequest(ChatFields):
-    """A conversation or a prompt, about which the memory is asked."""
+    """A conversation or a prompt to look up in the prefix cache."""
 
     messages: list[ChatMessage] | None = None  # type: ignore[assignment]
     prompt: str | list[int] | None = None
@@ -65,7 +52,9 @@ class ModelList(StrictModel):
 
 
 class TokenizeResponse(StrictModel):
-    tokens: list[Any] = pydantic.Field(description="Numbers; with pieces, objects with `id` and `piece`.")
+    tokens: list[Any] = pydantic.Field(
+        description="Token numbers, or with `with_pieces` objects with `id` and `piece`."
+    )
 
 
 class DetokenizeResponse(StrictModel):

@@ -1,4 +1,4 @@
-"""What all bodies share: unknown fields are refused, numbers are numbers, and text is Unicode."""
+"""Base of all bodies: unknown fields, implicit conversions and invalid Unicode are rejected."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydantic_core import PydanticCustomError, from_json
 
 
 class StrictModel(pydantic.BaseModel):
-    """A body, or a part of one."""
+    """Strict base class of bodies and their parts."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @pydantic.field_validator("*", mode="after")
     @classmethod
     def _reject_unsupported(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """Refuse what is documented and not honoured here, by name and with the reason."""
+        """Reject values of documented fields that are not supported, with the reason."""
         rule = cls.model_fields[info.field_name or ""].json_schema_extra
         if value is None or not isinstance(rule, dict) or "x-reason" not in rule:
             return value
@@ -29,51 +29,52 @@ class StrictModel(pydantic.BaseModel):
             return value
         if not allowed:
             raise PydanticCustomError("unsupported_parameter", "is not supported: {reason}", {"reason": reason})
-        shown = " or ".join(json.dumps(one) for one in allowed) if isinstance(allowed, list) else ""
-        message = "can only be {shown}: {reason}"
-        raise PydanticCustomError("unsupported_parameter", message, {"shown": shown, "reason": reason})
+        values = " or ".join(json.dumps(value) for value in allowed) if isinstance(allowed, list) else ""
+        message = "must be {values}: {reason}"
+        raise PydanticCustomError("unsupported_parameter", message, {"values": values, "reason": reason})
 
 
 def supports_only(*allowed: Any, reason: str) -> Any:
-    """A documented field of which only some values can be honoured here."""
-    shown = " or ".join(json.dumps(one) for one in allowed)
+    """Declare a documented field of which only some values are supported."""
+    values = " or ".join(json.dumps(value) for value in allowed)
     rule: dict[str, Any] = {"x-only": list(allowed), "x-reason": reason}
-    return pydantic.Field(None, description=f"Only {shown}: {reason}.", json_schema_extra=rule)
+    return pydantic.Field(None, description=f"Only {values}: {reason}.", json_schema_extra=rule)
 
 
 def unsupported(reason: str) -> Any:
-    """A documented field that cannot be honoured here: it may be null."""
+    """Declare a documented field that is not supported. Only null is accepted."""
     rule: dict[str, Any] = {"x-only": [], "x-reason": reason}
-    return pydantic.Field(None, description=f"Refused: {reason}.", json_schema_extra=rule)
+    return pydantic.Field(None, description=f"Not supported: {reason}.", json_schema_extra=rule)
 
 
 def _check_finite(value: Any) -> Any:
-    """JSON as it is; numbers so large that they became infinite are none."""
+    """Reject numbers that overflow to infinity."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
-        raise PydanticCustomError("finite", "must not have numbers that are too large") from None
+        raise PydanticCustomError("finite", "must not contain numbers that overflow") from None
     return value
 
 
 JsonObject: TypeAlias = Annotated[dict[str, Any], pydantic.AfterValidator(_check_finite)]
 NameField: TypeAlias = Annotated[str, pydantic.Field(max_length=256)]
 Label: TypeAlias = Annotated[
-    str | None, pydantic.Field(max_length=512, description="A label of yours; it changes nothing here.")
+    str | None, pydantic.Field(max_length=512, description="Label of the client; has no effect.")
 ]
 Metadata: TypeAlias = Annotated[
     dict[
         Annotated[str, pydantic.Field(max_length=64)],
         Annotated[str, pydantic.Field(max_length=512)],
     ],
-    pydantic.Field(max_length=16, description="Labels of yours; they come back with the answer."),
+    pydantic.Field(max_length=16, description="Labels of the client; returned with the response."),
 ]
 
 
 class StrictRequest(Request):
-    """A request whose JSON is exactly JSON: no NaN, no lone surrogates, no endless nesting."""
+    """Request that parses JSON strictly: no NaN, no lone surrogates, bounded nesting."""
 
     async def json(self) -> Any:
+        """Parse the body."""
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
@@ -81,9 +82,10 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that reads its requests strictly."""
+    """Route that parses its requests with `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return a handler that receives a `StrictRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

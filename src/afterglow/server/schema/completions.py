@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""Body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ CompletionPrompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
 
 
 class PromptFields(SamplingFields):
-    """What is to be continued: the part of the body that makes the prompt."""
+    """Fields that determine the prompts."""
 
     model: NameField
     prompt: CompletionPrompt = pydantic.Field(description="Text or tokens, or a list of either.")
-    suffix: str | None = pydantic.Field(None, description="What comes after; for models that can fill in.")
+    suffix: str | None = pydantic.Field(None, description="Text after the completion, for models with infill tokens.")
 
 
 class CompletionRequest(PromptFields):
-    """A text to be continued."""
+    """Prompts to complete."""
 
-    max_tokens: int | None = pydantic.Field(None, ge=0, le=2**31 - 1, description="Absent: 16, as OpenAI has it.")
+    max_tokens: int | None = pydantic.Field(None, ge=0, le=2**31 - 1, description="Default: 16, as in OpenAI's API.")
     n: int | None = pydantic.Field(None, ge=1)
-    best_of: int | None = pydantic.Field(None, ge=1, description="So many are made, the `n` likeliest returned.")
+    best_of: int | None = pydantic.Field(
+        None, ge=1, description="Generate this many choices and return the `n` most likely."
+    )
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    echo: bool | None = pydantic.Field(None, description="Give the prompt back before the answer.")
+    echo: bool | None = pydantic.Field(None, description="Return the prompt before the completion.")
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     user: Label = None
-    ignore_eos: bool | None = pydantic.Field(None, description="Go on after the model's own end.")
+    ignore_eos: bool | None = pydantic.Field(None, description="Continue after the end-of-generation token.")
 
 
 def list_prompts(request: PromptFields) -> list[str | list[int]]:
-    """The prompts of a request, each a text or tokens."""
+    """Return the prompts of a request, each a text or a list of tokens."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]

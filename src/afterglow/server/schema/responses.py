@@ -1,4 +1,4 @@
-"""The body of /v1/responses."""
+"""Body of /v1/responses."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class RefusalText(StrictModel):
 
 class InputImage(StrictModel):
     type: Literal["input_image"]
-    image_url: str | None = pydantic.Field(None, description="A data: URI; an address where the server allows it.")
+    image_url: str | None = pydantic.Field(None, description="A data: URI, or an address that the server allows.")
     detail: Literal["auto", "low", "high", "original"] | None = None
-    file_id: Any = unsupported("no files are kept here: use `image_url`")
-    id: str | None = pydantic.Field(None, description="FNV-1a with 64 bits over the raw bytes, in hexadecimal.")
+    file_id: Any = unsupported("files are not stored; use `image_url`")
+    id: str | None = pydantic.Field(None, description="64-bit FNV-1a hash of the raw bytes, in hexadecimal.")
 
 
 MessagePart: TypeAlias = Annotated[
@@ -79,14 +79,13 @@ class ReasoningItem(StrictModel):
     id: str | None = None
     summary: list[JsonObject] = pydantic.Field(default_factory=list)
     content: list[ReasoningText] | None = None
-    encrypted_content: Any = unsupported("thoughts are given in `content`")
+    encrypted_content: Any = unsupported("reasoning is returned in `content`")
     status: ItemStatus | None = None
 
 
 def _get_item_type(value: Any) -> str:
-    """A message needs no type."""
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
-    return str(kind)
+    """Return the type of an item. The default is `message`."""
+    return str(value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message"))
 
 
 InputItem: TypeAlias = Annotated[
@@ -137,26 +136,26 @@ class FlatSchemaFormat(StrictModel):
 
 class TextSettings(StrictModel):
     format: Annotated[PlainFormat | FlatSchemaFormat, pydantic.Field(discriminator="type")] | None = None
-    verbosity: str | None = supports_only("medium", reason="say in the input how long the answer should be")
+    verbosity: str | None = supports_only("medium", reason="request the length in the input")
 
 
 class ReasoningSettings(StrictModel):
     effort: ReasoningEffort | None = None
-    summary: Any = unsupported("thoughts are given as they are, in `content`")
-    generate_summary: Any = unsupported("thoughts are given as they are, in `content`")
-    context: str | None = supports_only("auto", reason="the model's template decides")
-    mode: str | None = supports_only("standard", reason="there is one way to think")
+    summary: Any = unsupported("reasoning is returned unabridged in `content`")
+    generate_summary: Any = unsupported("reasoning is returned unabridged in `content`")
+    context: str | None = supports_only("auto", reason="the chat template decides")
+    mode: str | None = supports_only("standard", reason="there is a single reasoning mode")
 
 
 class StreamSettings(StrictModel):
-    include_obfuscation: bool | None = supports_only(False, reason="nothing is hidden on the way here")
+    include_obfuscation: bool | None = supports_only(False, reason="streams are not obfuscated")
 
 
 class ResponseRequest(SamplingFields):
-    """What is to be answered, after what was said before."""
+    """Input to respond to, optionally after a previous response."""
 
     model: NameField
-    input: str | list[InputItem] = pydantic.Field(description="A text, or items of a conversation.")
+    input: str | list[InputItem] = pydantic.Field(description="Text, or items of a conversation.")
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = pydantic.Field(None, ge=1, le=2**31 - 1)
@@ -165,7 +164,7 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    store: bool | None = pydantic.Field(None, description="Absent: true.")
+    store: bool | None = pydantic.Field(None, description="Default: true.")
     stream: bool | None = None
     stream_options: StreamSettings | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
@@ -176,16 +175,16 @@ class ResponseRequest(SamplingFields):
     safety_identifier: Label = None
     prompt_cache_key: Label = None
     metadata: Metadata | None = None
-    service_tier: str | None = supports_only("auto", "default", reason="there is one way to be served")
+    service_tier: str | None = supports_only("auto", "default", reason="there is a single service tier")
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: str | None = supports_only(
-        "in_memory", reason="what is computed is kept while there is room for it"
+        "in_memory", reason="entries are evicted only when space is needed"
     )
-    background: bool | None = supports_only(False, reason="answers are given to whoever waits for them")
-    access_programs: Any = unsupported("there are none here")
+    background: bool | None = supports_only(False, reason="responses are generated while the client waits")
+    access_programs: Any = unsupported("there are no access programs")
     context_management: Any = unsupported("use `truncation`")
     conversation: Any = unsupported("use `previous_response_id`")
-    image: Any = unsupported("the models here read text")
-    max_tool_calls: Any = unsupported("no tools are called here; calls are given to you")
-    moderation: Any = unsupported("no model judges what is said here")
-    prompt: Any = unsupported("no prompts are kept here")
+    image: Any = unsupported("send images as `input_image`")
+    max_tool_calls: Any = unsupported("the server does not call tools; calls are returned to the client")
+    moderation: Any = unsupported("there is no moderation model")
+    prompt: Any = unsupported("prompts are not stored")

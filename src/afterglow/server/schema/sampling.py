@@ -1,4 +1,4 @@
-"""How the next token is chosen, as requests write it: OpenAI's fields, and llama.cpp's beside them."""
+"""Sampling fields of requests: those of OpenAI and those of llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from afterglow.llama.sampling import Sampling
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.schema.base import StrictModel
 
-FORBIDDEN_BIAS = -100.0  # a bias that forbids a token
-OverflowPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle"]
+FORBIDDEN_BIAS = -100.0  # forbids the token
+TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle"]
 
 
 class SamplingFields(StrictModel):
-    """What all requests for answers share. Absent fields are OpenAI's defaults: temperature 1, nothing cut off."""
+    """Fields of all generation requests. Absent fields have OpenAI's defaults: temperature 1, no other sampler."""
 
-    temperature: float | None = pydantic.Field(None, ge=0, le=100, description="0 takes the most likely token.")
+    temperature: float | None = pydantic.Field(None, ge=0, le=100, description="0 selects the most likely token.")
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
     frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = pydantic.Field(
-        None, description="Token numbers with what is added to their logits, -100 to 100; -100 forbids the token."
+        None, description="Maps token numbers to a bias from -100 to 100; -100 forbids the token."
     )
     seed: int | None = pydantic.Field(None, ge=-(2**63), le=2**63 - 1)
 
@@ -32,7 +32,10 @@ class SamplingFields(StrictModel):
     top_n_sigma: float | None = pydantic.Field(None, ge=-1e6, le=1e6)
     repeat_penalty: float | None = pydantic.Field(None, ge=1e-6, le=1e6)
     repeat_last_n: int | None = pydantic.Field(
-        None, ge=0, le=1_000_000, description="Tokens that penalties look back; absent: 64, or all for OpenAI's two."
+        None,
+        ge=0,
+        le=1_000_000,
+        description="Window of the penalties in tokens; default: 64, or the context with OpenAI's two.",
     )
     xtc_probability: float | None = pydantic.Field(None, ge=0, le=1)
     xtc_threshold: float | None = pydantic.Field(None, ge=0, le=1)
@@ -46,31 +49,22 @@ class SamplingFields(StrictModel):
     mirostat_eta: float | None = pydantic.Field(None, ge=0, le=1e6)
 
     deadline: float | None = pydantic.Field(
-        None, gt=0, le=1e6, description="Seconds; what there is by then is the answer."
+        None, gt=0, le=1e6, description="Seconds until generation stops with what has been generated."
     )
-    overflow: OverflowPolicy | None = pydantic.Field(
-        None, description="What to do with a prompt that is too long; absent: refuse it."
+    overflow: TruncationPolicy | None = pydantic.Field(
+        None, description="Policy for prompts that exceed the context; default: refuse."
     )
 
 
-SAMPLING_FIELD_NAMES = (
-    *("temperature", "top_p", "seed", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability"),
-    *("xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "mirostat", "mirostat_tau", "mirostat_eta"),
-    *(
-        "presence_penalty",
-        "frequency_penalty",
-        "repeat_penalty",
-        "repeat_last_n",
-        "dynatemp_range",
-        "dynatemp_exponent",
-    ),
+SAMPLING_FIELD_NAMES = tuple(
+    name for name in SamplingFields.model_fields if name not in ("logit_bias", "deadline", "overflow")
 )
 
 
 def build_sampling(fields: SamplingFields, *, context_length: int, vocabulary_size: int) -> Sampling:
-    """The choice that a request asks for.
+    """Build the sampling parameters of a request.
 
-    >>> sampling_of(SamplingFields(top_k=5), context_length=4096, vocabulary=32000).temperature
+    >>> build_sampling(SamplingFields(top_k=5), context_length=4096, vocabulary_size=32000).temperature
     1.0
     """
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -83,14 +77,14 @@ def build_sampling(fields: SamplingFields, *, context_length: int, vocabulary_si
 
 
 def parse_logit_bias(bias: dict[str, float], vocabulary_size: int) -> dict[int, float]:
-    """Biases by token. Names of tokens that do not exist are refused."""
-    read = {}
+    """Parse biases by token. Rejects tokens that do not exist."""
+    biases = {}
     for name, value in bias.items():
         if not name.isascii() or not name.isdigit() or int(name) >= vocabulary_size:
             raise invalid_request_error(
-                "logit_bias", f"`logit_bias` must name tokens from 0 to {vocabulary_size - 1}, not {name[:40]!r}"
+                "logit_bias", f"`logit_bias` keys must be tokens from 0 to {vocabulary_size - 1}, not {name[:40]!r}"
             )
         if not FORBIDDEN_BIAS <= value <= -FORBIDDEN_BIAS:
-            raise invalid_request_error("logit_bias", f"`logit_bias` must be from -100 to 100, not {value:g}")
-        read[int(name)] = float("-inf") if value == FORBIDDEN_BIAS else value
-    return read
+            raise invalid_request_error("logit_bias", f"`logit_bias` values must be from -100 to 100, not {value:g}")
+        biases[int(name)] = float("-inf") if value == FORBIDDEN_BIAS else value
+    return biases
