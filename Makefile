@@ -1,41 +1,41 @@
-# The two commands a new user needs are `make chat` and `make test`; the other words are their parts.
+# `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
 .PHONY: help chat test test-full unit check setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Only wheels: nothing is ever compiled. Hashes: what is installed is what was reviewed.
+# Wheels only: nothing is compiled. Hashes: only reviewed files are installed.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes
 SELF := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 
-help:                       ## list these words
+help:                       ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
 
-chat: setup                 ## set up, fetch the default model, talk to it
+chat: setup                 ## set up, fetch the default model, start a chat
 	@$(BIN)/afterglow chat
 
-test: .venv/development check   ## everything CI runs
-	@$(BIN)/python -m pytest
+test: .venv/development check   ## everything CI runs, in two processes
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test-full: .venv/development check   ## the same with the big counts
-	@$(BIN)/python -m pytest -m "full or not full" --timeout 3600
+test-full: .venv/development check   ## the same with the long variants
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "full or not full" --timeout 3600
 
-unit: .venv/development     ## what needs no model, in seconds
-	@$(BIN)/python -m pytest tests/layers tests/unit
+unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
+	@$(BIN)/python -m pytest -m "not (native or model or slow or full)"
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 
-bench: .venv/development    ## what it takes beside llama-server, up to an hour; leave the machine alone meanwhile
+bench: .venv/development    ## all benchmarks against llama-server, about an hour on an idle machine
 	@$(BIN)/python benchmarks/all.py
 
-bench-quick: .venv/development   ## the same checks on less work, in five minutes
+bench-quick: .venv/development   ## the same checks on smaller workloads, five minutes
 	@$(BIN)/python benchmarks/all.py --quick
 
-bench-pages: .venv/bench    ## the table of README.md and the plots of docs/speed.md, from benchmarks/results
+bench-pages: .venv/bench    ## write the table of README.md and the plots of docs/speed.md
 	@$(BIN)/python benchmarks/results.py
 
-setup: .venv/runtime        ## the environment that `make chat` needs
+setup: .venv/runtime        ## create the virtual environment
 
 .venv/runtime: requirements/runtime.lock pyproject.toml
 	@echo "setting up .venv (a minute or two, once)" >&2
@@ -53,7 +53,7 @@ setup: .venv/runtime        ## the environment that `make chat` needs
 	@$(INSTALL) --requirement requirements/bench.lock
 	@touch $@
 
-lock:                       ## resolve the dependencies again (needs `uv` on the PATH)
+lock:                       ## resolve the dependencies again (needs `uv`)
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --output-file requirements/runtime.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
@@ -62,5 +62,5 @@ lock:                       ## resolve the dependencies again (needs `uv` on the
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group bench --constraint requirements/development.lock --output-file requirements/bench.lock
 
-clean:                      ## remove the environment
+clean:                      ## remove the virtual environment
 	@rm -rf .venv

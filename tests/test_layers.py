@@ -1,68 +1,187 @@
-"""Imports point down, are absolute and stand at the top of the file."""
+"""Imports point down: between the top-level packages, and between the modules inside each package."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[1] / "src" / "afterglow"
-LAYERS = {
-    "closing": 0, "errors": 0, "version": 0, "paths": 0,
-    "media": 1,
-    "llama": 1, "registry": 1, "tiny": 1,
-    "engine": 2,
-    "chat": 3, "completion": 3, "testing": 3,
-    "answers": 4, "answering": 4, "prompting": 4, "conversation": 4, "model": 4, "loading": 4, "serving": 4,
-    "server": 5,
-    "cli": 6,
-}  # fmt: skip
-APART = ({"registry", "llama"}, {"tiny", "llama"}, {"tiny", "registry"}, {"media", "registry"}, {"media", "tiny"})
-# Optional packages are imported where they are used, so that afterglow works without them.
-OPTIONAL = {"huggingface_hub"}
-
 FILES = sorted(SOURCE.rglob("*.py"))
 
+# Each list is an import order, lowest first. A line may name several units that do not depend on each other's order.
+# A unit is a module or a package; the longest matching name counts, so `kvcache.disk` is not part of `kvcache`.
+ORDERS = {
+    "": """
+        closeable errors paths version
+        media registry testing.models
+        llama
+        engine
+        chat testing
+        api
+        server
+        cli
+    """,
+    "llama": """
+        checks handle page_buffers atomic_write sampling threads
+        library
+        settings
+        gguf
+        vocabulary
+        model
+        batch kv_memory kv_layout lora projector sampler
+        state
+        context
+        gguf.probe_child
+    """,
+    "engine": """
+        types
+        kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.checkpoints kvcache.ram kvcache.sequence
+        kvcache.disk
+        kvcache
+        sampling
+        multimodal
+        scheduling
+        backends
+        speculation
+        verify
+        engine
+        inspect
+        host
+    """,
+    "chat": """
+        content
+        template.capabilities
+        messages
+        template
+        multimodal
+        prompt
+        output
+        tools.tool tools.function_schema
+        constraints
+        tools
+        chat
+        response
+        miss_reasons
+    """,
+    "server": """
+        errors settings
+        metrics schema sse limits admission
+        models
+        state auth
+        media truncation
+        generation
+        openai
+        admin
+        app
+        serve
+    """,
+}
+RANKS = {
+    package: {unit: rank for rank, line in enumerate(order.strip().splitlines()) for unit in line.split()}
+    for package, order in ORDERS.items()
+}
+# Units of one line that must not import each other, although their order would allow it.
+APART = [{"media", "registry"}, {"registry", "llama"}, {"testing.models", "llama"}, {"testing.models", "registry"}]
+# Optional dependencies are imported inside functions, so that afterglow works without them.
+OPTIONAL = {"huggingface_hub"}
 
-def unit(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    """Syntax tree of a file."""
+    return ast.parse(path.read_text())
 
 
-def imported_units(tree: ast.Module) -> set[str]:
-    names = set()
+def module_name(path: Path) -> str:
+    """Dotted name below `afterglow`, e.g. `engine.kvcache.planner`."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Modules of afterglow that a file imports, as dotted names below `afterglow`."""
+    found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            parts = node.module.split(".")
-            if parts[0] == "afterglow":
-                names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "afterglow":
+            base = node.module.removeprefix("afterglow").lstrip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                found.add(name if name in MODULES else base)
         elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("afterglow.")}
-    return names
+            found |= {a.name.removeprefix("afterglow.") for a in node.names if a.name.startswith("afterglow.")}
+    return found - {""}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
-    own = unit(path)
-    if own == "__init__":
-        return  # the public names come from everywhere
-    for other in imported_units(ast.parse(path.read_text())) - {own}:
-        assert LAYERS[other] <= LAYERS[own], f"{own} (layer {LAYERS[own]}) imports {other} (layer {LAYERS[other]})"
-        assert {own, other} not in APART, f"{own} and {other} stand side by side"
+def unit_of(module: str, package: str) -> str | None:
+    """Longest unit of a package's order that contains the module; None if the module is not in the package."""
+    if package and not module.startswith(f"{package}."):
+        return None
+    inner = module.removeprefix(f"{package}.") if package else module
+    units = [unit for unit in RANKS[package] if inner == unit or inner.startswith(f"{unit}.")]
+    assert units, f"{module} is in no unit of the order of `{package or 'afterglow'}`: add it to ORDERS"
+    return max(units, key=len)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_are_absolute_and_at_the_top(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+def find_upward_imports(path: Path) -> list[str]:
+    """Imports of one file that break an order."""
+    importer = module_name(path)
+    if importer in ("__init__", *ORDERS):
+        return []  # the public names come from everywhere
+    problems = []
+    for imported in imported_modules(parse(path)):
+        for package, ranks in RANKS.items():
+            own = unit_of(importer, package)
+            other = None if imported in ORDERS else unit_of(imported, package)
+            if own is None or other is None or own == other:
+                continue
+            if ranks[other] > ranks[own]:
+                problems.append(f"{importer} imports {imported}, which is above it")
+            if {own, other} in APART:
+                problems.append(f"{importer} imports {imported}, which is independent of it")
+    return problems
+
+
+def find_misplaced_imports(path: Path) -> list[str]:
+    """Relative imports and imports inside a block."""
+    tree, problems = parse(path), []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import"
-        if isinstance(node, ast.Import | ast.ImportFrom) and node not in tree.body:
-            root = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-            assert root.split(".")[0] in OPTIONAL, f"line {node.lineno}: an import inside a block"
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        where = f"{module_name(path)}, line {node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.level:
+            problems.append(f"{where}: relative import")
+        root = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+        if node not in tree.body and root.split(".")[0] not in OPTIONAL:
+            problems.append(f"{where}: import inside a block")
+    return problems
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_every_module_says_what_it_is(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, "no module docstring"
+def find_readme_problems(package: Path) -> list[str]:
+    """What is missing in the README.md of a package."""
+    name, readme = package.relative_to(SOURCE), package / "README.md"
+    if not readme.exists():
+        return [f"{name} has no README.md"]
+    text = readme.read_text()
+    problems = [f"{name}/README.md has more than 40 lines"] if len(text.splitlines()) > 40 else []
+    modules = [path.stem for path in package.glob("*.py") if path.stem != "__init__"]
+    return problems + [f"{name}/README.md does not list {module}" for module in modules if module not in text]
+
+
+def test_imports_point_down() -> None:
+    assert [problem for path in FILES for problem in find_upward_imports(path)] == []
+
+
+def test_imports_are_absolute_and_at_the_top() -> None:
+    assert [problem for path in FILES for problem in find_misplaced_imports(path)] == []
+
+
+def test_every_module_has_a_docstring() -> None:
+    assert [module_name(path) for path in FILES if not ast.get_docstring(parse(path))] == []
+
+
+def test_every_package_has_a_short_readme_that_lists_its_modules() -> None:
+    packages = sorted({path.parent for path in FILES} - {SOURCE})
+    assert [problem for package in packages for problem in find_readme_problems(package)] == []
