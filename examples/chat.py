@@ -1,21 +1,24 @@
-"""A conversation of several turns, an edit, and a look at what memory did for each."""
+"""A conversation of several turns and an edit, with the prefix hits of each turn."""
 
 import afterglow
 
 QUESTIONS = ["What is the capital of France?", "And of Italy?", "Which of the two is larger?"]
 
 
-def told(talk: afterglow.Conversation) -> str:
-    usage = talk.last_response.usage
-    return f"  {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were in memory already\n"
+def describe_usage(chat: afterglow.Conversation) -> str:
+    usage = chat.last_response.usage
+    return f"  {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached\n"
 
 
 with afterglow.load("smollm2", fetch=True) as model:
-    talk = afterglow.Conversation(model, system="You are a helpful assistant. Answer in one sentence.", max_tokens=40)
+    chat = afterglow.Conversation(model, system="You are a helpful assistant. Answer in one sentence.", max_tokens=40)
     for question in QUESTIONS:
-        print(f"> {question}\n{talk.ask(question).text}\n{told(talk)}")
+        print(f"> {question}\n{chat.ask(question).text}\n{describe_usage(chat)}")
 
-    talk.edit(5, "Which of the two is older?")  # the last question; its answer is forgotten
-    explained = model.explain(model.apply_chat_template(talk.messages))
-    print(f"edited: {explained.reused_entries} of {explained.prompt_entries} tokens can be reused ({explained.cause})")
-    print(f"{talk.regenerate().text}\n{told(talk)}")
+    chat.edit(5, "Which of the two is older?")  # replaces the last question and removes its answer
+    explanation = model.explain(model.apply_chat_template(chat.messages))
+    print(
+        f"edited: {explanation.reused_entries} of {explanation.prompt_entries} tokens can be reused "
+        f"({explanation.cause})"
+    )
+    print(f"{chat.regenerate().text}\n{describe_usage(chat)}")

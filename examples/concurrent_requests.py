@@ -1,4 +1,4 @@
-"""Many requests at once with asyncio: they share decodes, and their common beginning is computed once."""
+"""Concurrent requests with asyncio: they are batched, and their common prefix is prefilled once."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ CITIES = ["Paris", "Rome", "Vienna", "Lisbon"]
 
 async def ask(model: afterglow.Model, city: str) -> str:
     prompt = model.apply_chat_template([("system", SYSTEM), ("user", f"In which country is {city}?")])
-    return "".join([piece async for piece in model.stream_async(prompt, max_tokens=24)])
+    return "".join([text async for text in model.stream_async(prompt, max_tokens=24)])
 
 
 async def main() -> None:

@@ -1,4 +1,4 @@
-"""A picture, two questions about it, and what the second one took. With a tiny model that knows eight colours."""
+"""Two questions about an image; it is encoded once. Uses a tiny model that knows eight colors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from afterglow.testing import models
 blue = ImageData(width=48, height=32, pixels=bytes([20, 20, 230]) * (48 * 32))
 
 with afterglow.load(
-    models.get_path("colours"), projector=models.get_path("projector-colours"), disk_cache=False
+    models.get_path("colors"), projector=models.get_path("projector-colors"), disk_cache=False
 ) as model:
-    talk = [{"role": "user", "content": [{"type": "image", "image": blue}, {"type": "text", "text": "What colour?"}]}]
-    turn = model.chat(talk)
-    print(f"{turn.text}: {turn.usage.encoded_media} encoded, {turn.usage.media_tokens} tokens")
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": blue}, {"type": "text", "text": "What colour?"}]}
+    ]
+    response = model.chat(messages)
+    print(f"{response.text}: {response.usage.encoded_media} encoded, {response.usage.media_tokens} tokens")
 
-    talk += [{"role": "assistant", "content": turn.text}, {"role": "user", "content": "Are you sure?"}]
-    turn = model.chat(talk)
+    messages += [{"role": "assistant", "content": response.text}, {"role": "user", "content": "Are you sure?"}]
+    response = model.chat(messages)
     print(
-        f"{turn.text}: {turn.usage.encoded_media} encoded, {turn.usage.cached_media_tokens} tokens of it were in memory"
+        f"{response.text}: {response.usage.encoded_media} encoded, "
+        f"{response.usage.cached_media_tokens} image tokens were cached"
     )

@@ -1,4 +1,4 @@
-"""Keep what was computed for a long text in a file, and go on from there in another process."""
+"""Save the state of a long prompt in a file, and continue from it with another model object or process."""
 
 import sys
 import tempfile
@@ -13,12 +13,11 @@ with afterglow.load("smollm2", fetch=True, context=2048) as model:
     first = model.complete(TEXT, max_tokens=1)
     model.snapshot("harbour")
     model.save_snapshot("harbour", path)
-    print(
-        f"computed {first.usage.prompt_tokens - first.usage.cached_tokens} tokens, kept {path.stat().st_size:,} bytes"
-    )
+    computed = first.usage.prompt_tokens - first.usage.cached_tokens
+    print(f"computed {computed} tokens, saved {path.stat().st_size:,} bytes")
 
 with afterglow.load("smollm2", context=2048) as model:
     model.load_snapshot("harbour", path)
     model.restore("harbour")
-    answer = model.complete(TEXT + "In the evening", max_tokens=16)
-    print(f"computed {answer.usage.prompt_tokens - answer.usage.cached_tokens} tokens:{answer.text}")
+    completion = model.complete(TEXT + "In the evening", max_tokens=16)
+    print(f"computed {completion.usage.prompt_tokens - completion.usage.cached_tokens} tokens:{completion.text}")

@@ -1,4 +1,4 @@
-"""Guessing ahead: the answer is the same, and what was guessed right is in its usage."""
+"""Speculative decoding: the text is the same; usage shows the accepted draft tokens."""
 
 import afterglow
 
@@ -6,11 +6,11 @@ SHOPPING = "flour, butter, sugar, eggs, milk, salt, apples, pears, plums, cherri
 PROMPT = f"The list: {SHOPPING}.\nThe same list again: {SHOPPING[:40]}"
 
 with afterglow.load("smollm2", fetch=True) as model:
-    answer = model.complete(PROMPT, max_tokens=40, temperature=0)
-    print(answer.text)
-    print(f"{answer.usage.accepted_tokens} of {answer.usage.draft_tokens} guesses were right")
+    completion = model.complete(PROMPT, max_tokens=40, temperature=0)
+    print(completion.text)
+    print(f"{completion.usage.accepted_tokens} of {completion.usage.draft_tokens} draft tokens were accepted")
 
-# A fixed number of guesses, whether they pay or not: for experiments.
+# A fixed number of draft tokens, even if it is slower: for experiments.
 with afterglow.load("smollm2", engine=afterglow.EngineSettings(speculation=4)) as model:
     again = model.complete(PROMPT, max_tokens=40, temperature=0)
-    print(again.text == answer.text, again.usage.draft_tokens > 0)
+    print(again.text == completion.text, again.usage.draft_tokens > 0)

@@ -1,4 +1,4 @@
-"""Answers of a certain shape: a class, a pattern, a choice."""
+"""Structured output: a pydantic class, a regular expression, a choice."""
 
 from pydantic import BaseModel, Field
 

@@ -1,4 +1,4 @@
-"""Functions as tools: the model can only write calls that fit them. One whole, one as it is written."""
+"""Python functions as tools: the model can only generate valid calls. One complete response, one stream."""
 
 import json
 
@@ -11,20 +11,20 @@ def in_stock(fruit: str) -> int:
     """How many pieces of a fruit there are.
 
     Args:
-        fruit: Its plural, such as apples.
+        fruit: Its plural, e.g. apples.
     """
     return STOCK.get(fruit, 0)
 
 
 with afterglow.load("smollm2", fetch=True) as model:
-    turn = model.chat(
+    response = model.chat(
         "How many apples are in stock?",
         tools=[in_stock],
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=80,
     )
-    (call,) = turn.tool_calls
+    (call,) = response.tool_calls
     print(call.name, call.arguments, "gives", in_stock(**json.loads(call.arguments)))
 
     parts = model.chat(

@@ -17,10 +17,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests that may be skipped, each with the reason why that is right.
 ALLOWED_SKIPS = {
-    "tests/registry/test_wheel.py::test_a_full_disk_leaves_nothing": "needs a mount",
-    "tests/llama/test_library.py::test_the_declarations_generator_reads_a_header": "needs a C preprocessor",
-    "tests/models/test_trained_pair.py::test_a_trained_pair_names_the_colours_of_pictures_cold_and_warm": (
-        "needs files beside the repository; the pair in tiny/colours.py is asked the same in every run"
+    "tests/registry/test_wheel.py::test_a_full_disk_leaves_no_files": "needs a mount",
+    "tests/llama/library/test_loader.py::test_the_declarations_generator_reads_a_header": "needs a C preprocessor",
+    "tests/models/test_trained_pair.py::test_a_trained_vision_model_names_colors_cold_and_warm": (
+        "needs files beside the repository; the pair in testing/models/colors.py is asked the same in every run"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings are true, wherever they need nothing but their own module."""
+"""Docstring examples that need nothing but their own module are true."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import pytest
 
 import afterglow
 
-CHILDREN = ("_child", ".child", ".selftest")  # programs, not modules to import
+PROGRAMS = ("_child", ".child_main", ".selftest")  # modules that are programs
 
 
-def known_names(test: doctest.DocTest) -> set[str]:
-    """Everything that an example may name: of its module, of Python, and what it makes itself."""
+def get_known_names(test: doctest.DocTest) -> set[str]:
+    """Return the names that an example can use: of its module, of Python, and those it assigns."""
     nodes = [node for example in test.examples for node in ast.walk(ast.parse(example.source))]
-    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return (made | set(test.globs) | set(vars(builtins))) - {"Path"}  # of a file that only the reader has
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assigned |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return (assigned | set(test.globs) | set(vars(builtins))) - {"Path"}  # a path stands for a file of the reader
 
 
-def used_names(test: doctest.DocTest) -> set[str]:
+def get_used_names(test: doctest.DocTest) -> set[str]:
     nodes = [node for example in test.examples for node in ast.walk(ast.parse(example.source))]
     return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
-def examples() -> Iterator[doctest.DocTest]:
+def find_examples() -> Iterator[doctest.DocTest]:
+    """Yield the examples that can run. Others, e.g. those that use a `model`, only illustrate."""
     for module in pkgutil.walk_packages(afterglow.__path__, "afterglow."):
-        if not module.name.endswith(CHILDREN):
+        if not module.name.endswith(PROGRAMS):
             for test in doctest.DocTestFinder().find(importlib.import_module(module.name), module.name):
-                needed = used_names(test) - known_names(test)  # such as a model: those only show how
-                if test.examples and not needed:
+                if test.examples and not get_used_names(test) - get_known_names(test):
                     yield test
 
 
-@pytest.mark.parametrize("example", list(examples()), ids=lambda example: example.name)
-def test_an_example_is_true(example: doctest.DocTest) -> None:
+@pytest.mark.parametrize("example", list(find_examples()), ids=lambda example: example.name)
+def test_a_docstring_example_is_true(example: doctest.DocTest) -> None:
     failures = io.StringIO()
     doctest.DocTestRunner(verbose=False).run(example, out=failures.write)
     assert not failures.getvalue(), failures.getvalue()

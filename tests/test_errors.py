@@ -1,4 +1,4 @@
-"""Errors carry their numbers, say what to do, and survive the way between processes."""
+"""Errors have their values as attributes, and survive pickling."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from afterglow.errors import AfterglowError, LoadError, OutOfMemory, PromptTooLo
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, AfterglowError)]
 
 
-def example(kind: type[AfterglowError]) -> AfterglowError:
-    """An instance with an argument of the right type for each parameter."""
+def build_example(kind: type[AfterglowError]) -> AfterglowError:
+    """Return an instance with an argument of the right type for each parameter."""
     values = {"int": 7, "str": "seven", "int | None": 7}
     parameters = inspect.signature(kind.__init__).parameters.values() if "__init__" in vars(kind) else ()
     return kind(*(values[parameter.annotation] for parameter in parameters if parameter.name != "self"))
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_an_error_survives_pickling_with_its_numbers(kind: type[AfterglowError]) -> None:
-    error = example(kind)
+def test_an_error_survives_pickling(kind: type[AfterglowError]) -> None:
+    error = build_example(kind)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)
@@ -30,17 +30,17 @@ def test_an_error_survives_pickling_with_its_numbers(kind: type[AfterglowError])
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_error_is_drawn_in_the_module_s_docstring(kind: type[AfterglowError]) -> None:
+def test_every_error_is_listed_in_the_module_docstring(kind: type[AfterglowError]) -> None:
     assert kind.__name__ in (errors.__doc__ or "")
 
 
-def test_numbers_are_attributes_and_in_the_text() -> None:
+def test_values_are_attributes_and_in_the_text() -> None:
     error = PromptTooLong(cells=41_200, limit=32_768)
     assert (error.cells, error.limit) == (41_200, 32_768)
     assert "41,200" in str(error)
     assert "32,768" in str(error)
 
 
-def test_callers_can_tell_their_own_mistakes_from_ours() -> None:
+def test_error_classes_separate_requests_from_loading() -> None:
     assert issubclass(PromptTooLong, RequestError)
     assert issubclass(OutOfMemory, LoadError)

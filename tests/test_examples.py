@@ -1,4 +1,4 @@
-"""The Python in the documents runs as it stands there, one page after the other."""
+"""The Python of the documentation, the example scripts, and the docstring examples of the public API run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from afterglow.api.base import TextModel
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-EXAMPLES = [
+PAGE_CODE = [
     pytest.param("\n".join(blocks), id=page.name) for page in PAGES if (blocks := BLOCK.findall(page.read_text()))
 ]
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_an_example_runs(code: str, smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.model
+@pytest.mark.parametrize("code", PAGE_CODE)
+def test_the_python_of_a_page_runs(code: str, smollm2: Path, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
@@ -32,8 +33,9 @@ def test_an_example_runs(code: str, smollm2: Path, tmp_path: Path) -> None:
     assert done.stdout
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
-def test_a_script_runs(script: Path, smollm2: Path, tmp_path: Path) -> None:
+def test_an_example_script_runs(script: Path, smollm2: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
     )
@@ -42,14 +44,15 @@ def test_a_script_runs(script: Path, smollm2: Path, tmp_path: Path) -> None:
 
 
 PUBLIC = {name: getattr(afterglow, name) for name in afterglow.__all__ if name != "__version__"}
-PUBLIC["Answering"] = TextModel  # what `Model` can do with text
+PUBLIC["TextModel"] = TextModel  # base class of `Model`
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_examples_in_docstrings_are_true(name: str, smollm2: Path) -> None:
-    thing = PUBLIC[name]
-    assert ">>>" in (thing.__doc__ or "") or name == "Answering", f"{name} has no example"
-    tests = [test for test in doctest.DocTestFinder(recurse=True).find(thing, name) if test.examples]
+def test_the_docstring_examples_of_a_public_name_are_true(name: str, smollm2: Path) -> None:
+    value = PUBLIC[name]
+    assert ">>>" in (value.__doc__ or "") or name == "TextModel", f"{name} has no example"
+    tests = [test for test in doctest.DocTestFinder(recurse=True).find(value, name) if test.examples]
     with afterglow.load(smollm2, context=512) as model:
         for test in tests:
             test.globs.update({**vars(afterglow), "afterglow": afterglow, "model": model, "asyncio": asyncio})
@@ -58,7 +61,7 @@ def test_the_examples_in_docstrings_are_true(name: str, smollm2: Path) -> None:
             assert not failures.getvalue(), failures.getvalue()
 
 
-def test_the_readme_names_every_folder_of_the_package() -> None:
+def test_the_readme_lists_every_folder_of_the_package() -> None:
     text = (ROOT / "README.md").read_text()
     for folder in (ROOT / "src" / "afterglow").iterdir():
         if folder.is_dir() and folder.name != "__pycache__":

@@ -1,10 +1,11 @@
-"""Refuse or obey: every option has a test that sees its effect, or one that sees its refusal. No row, no option."""
+"""Every public option has a row here that names a test of its effect or of its rejection."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,226 +24,234 @@ from afterglow.media.policy import MediaPolicy
 from afterglow.server.settings import ServerSettings
 
 TESTS = Path(__file__).parent
-C15 = "test_c15_each_option_has_the_effect_it_is_named_for"
+C15 = "test_c15_each_option_has_its_documented_effect"
 
 CHAT = {
-    "messages": "test_a_conversation_is_answered_and_the_second_turn_is_mostly_cached",
-    "stream": "test_stream_and_whole_are_the_same",
-    "n": "test_several_answers_share_one_prompt",
+    "messages": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",
+    "stream": "test_stream_and_response_have_the_same_text",
+    "n": "test_a_chat_can_have_several_responses",
     "cancel": "test_a_chat_can_be_cancelled",
-    "options": "test_an_option_that_does_not_exist_is_refused",
+    "options": "test_an_unknown_option_is_rejected",
 }
 PLAN = {
-    "messages": "test_a_text_is_a_question",
-    "tools": "test_a_function_is_a_tool",
-    "tool_choice": "test_required_is_a_call_of_one_of_the_tools",
-    "parallel_tool_calls": "test_several_calls_come_where_they_may",
-    "response_format": "test_a_format_lets_exactly_its_texts_through",
-    "reasoning": "test_a_thought_is_closed_after_its_budget_and_the_answer_follows",
-    "arguments": "test_arguments_reach_the_template",
+    "messages": "test_a_text_is_a_user_message",
+    "tools": "test_a_function_can_be_a_tool",
+    "tool_choice": "test_required_generates_a_call_of_one_of_the_tools",
+    "parallel_tool_calls": "test_parallel_tool_calls_are_allowed",
+    "response_format": "test_a_format_allows_exactly_its_texts",
+    "reasoning": "test_reasoning_ends_at_its_budget_and_the_answer_follows",
+    "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",
 }
 REQUEST = {
-    "prompt": "test_a_completion_is_the_one_known_by_construction",
-    "max_tokens": "test_max_tokens_ends_an_answer",
-    "temperature": "test_c14_a_seed_repeats_an_answer_and_its_absence_does_not",
-    "seed": "test_c14_a_seed_repeats_an_answer_and_its_absence_does_not",
-    "sampling": "test_sampling_reaches_the_answer",
-    "stop": "test_stops_end_an_answer_and_are_named",
+    "prompt": "test_a_completion_is_the_expected_one",
+    "max_tokens": "test_max_tokens_ends_a_response",
+    "temperature": "test_c14_a_seed_repeats_a_completion",
+    "seed": "test_c14_a_seed_repeats_a_completion",
+    "sampling": "test_sampling_changes_the_completion",
+    "stop": "test_a_stop_string_ends_a_response_and_is_reported",
     "logprobs": "test_logprobs_come_with_the_tokens",
     "sequence": "test_c14_an_explicit_sequence_is_used",
-    "boundaries": "test_boundaries_priority_and_ends_reach_the_engine",
-    "priority": "test_boundaries_priority_and_ends_reach_the_engine",
-    "deadline": "test_a_deadline_s_answer_is_what_there_is",
-    "reuse": "test_reuse_can_be_refused",
-    "ignore_ends": "test_boundaries_priority_and_ends_reach_the_engine",
-    "salt": "test_what_is_on_disk_makes_the_next_start_warm",
+    "boundaries": "test_boundaries_priority_and_ignore_eos_reach_the_engine",
+    "priority": "test_boundaries_priority_and_ignore_eos_reach_the_engine",
+    "deadline": "test_a_deadline_ends_generation_early",
+    "use_prefix_cache": "test_a_request_can_bypass_the_prefix_cache",
+    "ignore_eos": "test_boundaries_priority_and_ignore_eos_reach_the_engine",
+    "salt": "test_the_disk_cache_gives_prefix_hits_after_a_restart",
 }
 COMPLETE = {
-    "prompt": "test_a_completion_is_the_one_known_by_construction",
-    "n": "test_c14_several_answers_share_one_prompt",
+    "prompt": "test_a_completion_is_the_expected_one",
+    "n": "test_c14_several_choices_share_one_prefill",
     "on_token": "test_c14_on_token_is_called_once_for_each_token",
-    "cancel": "test_c14_a_cancel_flag_ends_the_work",
-    "options": "test_an_option_that_does_not_exist_is_refused",
+    "cancel": "test_c14_a_cancel_event_ends_the_request",
+    "options": "test_an_unknown_option_is_rejected",
 }
 SAMPLING = {
     **{field.name: C15 for field in dataclasses.fields(Sampling)},
-    "temperature": "test_c15_temperature_zero_is_argmax_even_where_the_margin_is_tiny",
-    "dynamic_range": "test_c15_dynamic_temperature_sharpens_a_sure_row_more_than_a_flat_one",
-    "dynamic_exponent": "test_c15_the_exponent_bends_the_dynamic_temperature",
+    "temperature": "test_c15_temperature_zero_is_argmax_even_if_the_margin_is_tiny",
+    "dynatemp_range": "test_c15_dynamic_temperature_sharpens_a_low_entropy_row",
+    "dynatemp_exponent": "test_c15_the_exponent_changes_the_dynamic_temperature",
     **dict.fromkeys(
-        ("dry_base", "dry_last", "dry_breakers"),
-        "test_c15_dry_grows_with_its_base_and_ends_at_its_reach_and_at_its_breakers",
+        ("dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+        "test_c15_dry_grows_with_its_base_and_stops_at_its_range_and_breakers",
     ),
-    "dry_multiplier": "test_c15_dry_stops_a_phrase_from_being_said_again",
-    "penalty_repeat": "test_c15_penalties_push_away_what_was_accepted",
-    "grammar": "test_c15_a_grammar_lets_only_its_words_through",
-    "seed": "test_c15_a_seed_decides_every_draw_and_none_means_random",
+    "dry_multiplier": "test_c15_dry_prevents_a_repeated_phrase",
+    "repeat_penalty": "test_c15_penalties_lower_accepted_tokens",
+    "grammar": "test_c15_a_grammar_allows_only_its_words",
+    "seed": "test_c15_a_seed_determines_every_draw_and_none_is_random",
 }
 ENGINE_REQUEST = {
-    "id": "test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on",
-    "entries": "test_entries_are_one_row_of_tokens_that_exist_or_media",
-    "contents": "test_c18_entries_and_contents_that_differ_are_typed_errors",
-    "boundaries": "test_c4_the_ends_of_messages_are_always_cut",
-    "system": "test_system_prompts_stay_where_the_engine_is_told_to_keep_them",
-    "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_in_company",
-    "max_tokens": "test_max_tokens_and_stops_hold_inside_a_grammar",
-    "stop": "test_a_stop_is_found_the_moment_its_last_byte_is_there",
-    "stop_tokens": "test_stop_tokens_end_an_answer",
-    "constraint": "test_every_answer_obeys_its_grammar",
-    "thought": "test_a_thought_is_closed_when_its_budget_is_used_up",
-    "ignore_ends": "test_a_thought_is_closed_when_its_budget_is_used_up",
+    "id": "test_a_second_request_with_the_same_id_is_rejected_and_the_first_continues",
+    "entries": "test_entries_must_be_valid_tokens_or_media",
+    "media": "test_c18_media_that_does_not_match_the_entries_is_rejected",
+    "boundaries": "test_c4_message_boundaries_are_always_checkpoint_positions",
+    "system_length": "test_system_prompts_stay_cached_if_pin_system_prompts_is_set",
+    "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_concurrently",
+    "max_tokens": "test_max_tokens_and_stops_apply_inside_a_grammar",
+    "stop": "test_a_stop_matches_as_soon_as_its_last_byte_arrives",
+    "stop_tokens": "test_stop_tokens_end_a_completion",
+    "constraint": "test_every_completion_matches_its_grammar",
+    "reasoning_budget": "test_reasoning_is_closed_when_its_budget_is_used_up",
+    "ignore_eos": "test_reasoning_is_closed_when_its_budget_is_used_up",
     "logprobs": "test_logprobs_come_with_their_alternatives",
     "priority": "test_priority_goes_before_length",
-    "deadline": "test_a_deadline_s_answer_is_what_there_is",
-    "reuse": "test_reuse_can_be_refused",
-    "sequence": "test_a_certain_slot_is_used_where_one_is_named",
-    "salt": "test_another_salt_sees_nothing",
+    "deadline": "test_a_deadline_ends_generation_early",
+    "use_prefix_cache": "test_a_request_can_bypass_the_prefix_cache",
+    "sequence": "test_a_request_can_name_its_slot",
+    "salt": "test_cached_state_is_invisible_to_other_salts",
 }
 ENGINE = {
-    "speculation": "test_off_is_off_and_a_drafter_that_is_not_there_is_refused",
-    "drafters": "test_off_is_off_and_a_drafter_that_is_not_there_is_refused",
-    "gap": "test_beside_generating_jobs_a_prompt_gets_what_the_gap_leaves",
-    "deterministic": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
-    "grid": "test_any_life_on_the_grid_gives_the_same_tokens_whatever_the_shapes",
-    "parked_bytes": "test_parked_jobs_stay_within_their_bytes",
-    "checkpoints": "test_checkpoints_stay_within_their_bytes_and_their_number",
-    "ram_bytes": "test_the_budget_holds_and_changes_no_token",
-    "disk_directory": "test_a_restart_is_warm",
-    "pin_system": "test_system_prompts_stay_where_the_engine_is_told_to_keep_them",
-    "disk_name": "test_a_directory_says_what_it_holds",
-    "disk_bytes": "test_the_disk_has_a_limit",
-    "segment": "test_a_common_beginning_is_on_disk_once",
-    "picture_bytes": "test_encoded_pictures_stay_within_their_bytes",
+    "speculation": "test_speculation_off_drafts_nothing_and_a_missing_drafter_is_rejected",
+    "drafters": "test_speculation_off_drafts_nothing_and_a_missing_drafter_is_rejected",
+    "max_token_gap": "test_with_decoding_jobs_a_prefill_gets_what_the_token_gap_leaves",
+    "deterministic": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",
+    "grid": "test_random_operations_in_deterministic_mode_give_the_cold_result",
+    "swap_bytes": "test_swapped_out_sequences_stay_within_swap_bytes",
+    "checkpoints": "test_checkpoints_stay_within_their_limits",
+    "ram_cache_bytes": "test_the_ram_budget_is_never_exceeded_and_changes_no_token",
+    "disk_cache_directory": "test_a_restarted_engine_reuses_prefixes_from_disk",
+    "pin_system_prompts": "test_system_prompts_stay_cached_if_pin_system_prompts_is_set",
+    "disk_cache_label": "test_the_models_of_a_directory_are_listed",
+    "disk_cache_bytes": "test_the_disk_budget_is_never_exceeded",
+    "block_size": "test_a_common_prefix_is_on_disk_once",
+    "encoder_cache_bytes": "test_the_encoder_cache_stays_within_its_bytes",
 }
 CHECKPOINTS = {
-    "max_checkpoints": "test_c4_zero_checkpoints_is_off",
-    "every_n_tokens": "test_c4_the_cadence_cuts_every_n_tokens",
-    "min_tokens": "test_c4_near_the_end_cuts_keep_the_minimum_length_and_gap",
-    "min_gap": "test_c4_near_the_end_cuts_keep_the_minimum_length_and_gap",
-    "max_bytes": "test_checkpoints_have_a_number_and_a_size",
+    "max_checkpoints": "test_c4_zero_max_checkpoints_disables_checkpoints",
+    "every_n_tokens": "test_c4_regular_positions_are_every_n_tokens",
+    "min_tokens": "test_c4_tail_positions_respect_the_minimum_length_and_gap",
+    "min_gap": "test_c4_tail_positions_respect_the_minimum_length_and_gap",
+    "max_bytes": "test_checkpoints_stay_within_their_number_and_bytes",
 }
 CONSTRAINT = {
-    "grammar": "test_every_answer_obeys_its_grammar",
-    "after": "test_a_grammar_that_begins_after_a_text_leaves_everything_before_it_free",
-    "once": "test_a_grammar_that_holds_once_ends_the_answer",
+    "grammar": "test_every_completion_matches_its_grammar",
+    "triggers": "test_a_triggered_grammar_does_not_constrain_tokens_before_its_trigger",
+    "stop_after_first": "test_stop_after_first_ends_the_completion_with_the_grammar",
 }
-THOUGHT = {
-    **dict.fromkeys(("tokens", "closes", "ending", "open"), "test_a_thought_is_closed_when_its_budget_is_used_up"),
-    "opens": "test_a_thought_that_the_model_opens_is_counted_from_there",
+REASONING_BUDGET = {
+    **dict.fromkeys(
+        ("max_tokens", "end_marker", "closing_tokens", "starts_open"),
+        "test_reasoning_is_closed_when_its_budget_is_used_up",
+    ),
+    "start_marker": "test_reasoning_that_the_model_opens_is_counted_from_its_start_marker",
 }
 LOAD = {
-    "model": "test_it_knows_what_it_is",
-    "context": "test_an_answer_stops_where_the_context_is_full",
-    "sequences": "test_what_load_is_told_is_what_is_loaded",
-    "gpu_layers": "test_c19_layers_go_to_the_gpu_as_far_as_they_fit",
-    "threads": "test_what_load_is_told_is_what_is_loaded",
-    "key_type": "test_c19_every_cache_type_computes",
-    "value_type": "test_c19_every_cache_type_computes",
+    "model": "test_smollm2_reports_its_info",
+    "context": "test_a_completion_ends_if_the_context_is_full",
+    "sequences": "test_load_passes_its_context_settings",
+    "gpu_layers": "test_c19_as_many_layers_as_fit_go_to_the_gpu",
+    "threads": "test_load_passes_its_context_settings",
+    "cache_type_k": "test_c19_every_cache_type_computes",
+    "cache_type_v": "test_c19_every_cache_type_computes",
     "flash_attention": "test_c19_a_quantized_value_cache_needs_flash_attention",
-    "unified": "test_what_load_is_told_is_what_is_loaded",
-    "mmap": "test_c19_memory_mapping_and_locking_are_honoured",
-    "mlock": "test_c19_memory_mapping_and_locking_are_honoured",
-    "chat_template": "test_arguments_reach_the_template",
-    "disk": "test_what_is_on_disk_makes_the_next_start_warm",
-    "draft": "test_c14_heads_and_second_models_guess_where_they_are_asked_to",
-    "projector": "test_c18_a_projector_is_loaded_where_it_is_named_or_lies_beside_the_model",
-    "projecting": "test_what_load_is_told_about_the_projector_is_what_holds",
-    "media": "test_what_load_is_told_about_media_is_what_holds",
-    "strip_media": "test_c18_a_picture_for_a_model_that_cannot_see_is_left_out_where_that_is_wanted",
-    "engine": "test_five_ways_to_compute_a_prompt_give_the_same_tokens",
-    "state": "test_c12_the_way_up_and_down",
-    "fetch": "test_an_example_runs",
+    "kv_unified": "test_load_passes_its_context_settings",
+    "mmap": "test_c19_mmap_and_mlock_do_not_change_the_logits",
+    "mlock": "test_c19_mmap_and_mlock_do_not_change_the_logits",
+    "chat_template": "test_chat_template_kwargs_reach_the_template",
+    "disk_cache": "test_the_disk_cache_gives_prefix_hits_after_a_restart",
+    "draft": "test_c14_mtp_heads_and_draft_models_draft_if_given",
+    "projector": "test_c18_a_projector_is_loaded_by_name_or_from_the_directory_of_the_model",
+    "projector_settings": "test_the_projector_settings_of_load_are_applied",
+    "media_policy": "test_the_media_policy_of_load_is_applied",
+    "strip_media": "test_c18_unsupported_media_is_stripped_if_configured",
+    "engine": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",
+    "state": "test_c12_the_load_states_go_up_and_down",
+    "fetch": "test_the_python_of_a_page_runs",
     "progress": "test_c12_progress_is_reported_and_can_cancel",
-    "hooks": "test_c12_a_hook_may_veto_a_load_and_learns_what_it_is_for",
+    "hooks": "test_c12_a_hook_gets_the_target_state_and_can_reject_the_load",
 }
 MEDIA = {
-    "allowed_hosts": "test_a_list_names_hosts_names_below_a_host_and_ports",
-    "allow_private": "test_loopback_is_asked_only_where_private_numbers_are_allowed",
-    "allowed_directory": "test_files_in_the_directory_are_read_however_they_are_named",
-    "max_bytes": "test_no_more_than_the_limit_is_taken",
-    "max_pixels": "test_limits_are_said_in_numbers",
-    "max_side": "test_limits_are_said_in_numbers",
-    "max_seconds": "test_a_long_sound_is_refused_by_its_header_and_by_what_comes",
-    "max_decoded_bytes": "test_many_small_files_that_are_much_to_see_are_refused",
-    "max_redirects": "test_redirects_end",
-    "fetch_seconds": "test_a_slow_host_is_cut_off_by_the_time_for_all_of_it",
+    "allowed_hosts": "test_allowed_hosts_match_hosts_subdomains_and_ports",
+    "allow_private": "test_loopback_is_fetched_only_if_private_ips_are_allowed",
+    "allowed_directory": "test_a_file_in_the_directory_is_read_by_any_notation_of_its_path",
+    "max_bytes": "test_a_response_over_the_size_limit_is_rejected",
+    "max_pixels": "test_an_image_over_the_limits_is_rejected_with_its_size",
+    "max_side_pixels": "test_an_image_over_the_limits_is_rejected_with_its_size",
+    "max_audio_seconds": "test_audio_longer_than_the_limit_is_rejected",
+    "max_decoded_bytes": "test_the_decoded_size_of_all_media_is_limited",
+    "max_redirects": "test_redirects_are_limited",
+    "fetch_timeout_seconds": "test_a_slow_server_hits_the_total_timeout",
 }
 SERVER_MEDIA = {
     **dict.fromkeys(
         (
-            *("media_hosts", "media_directory", "media_private", "media_seconds"),
-            *("max_media_bytes", "max_pixels", "max_side", "max_sound_seconds", "max_decoded_bytes"),
+            *("media_hosts", "media_directory", "media_allow_private", "media_fetch_seconds", "max_media_bytes"),
+            *("max_image_pixels", "max_image_side", "max_audio_seconds", "max_decoded_media_bytes"),
         ),
-        "test_the_settings_about_media_reach_the_models",
+        "test_media_settings_reach_the_models",
     ),
-    "max_media": "test_a_request_has_only_so_many",
+    "max_media": "test_the_number_of_media_in_a_request_is_limited",
 }
 SETTINGS = {
-    **{name: "test_the_commands_hand_every_setting_on" for name in Settings.model_fields},
-    "model": "test_a_command_obeys_the_file",
-    "max_tokens": "test_a_command_obeys_the_file",
-    "stats": "test_the_statistics_can_be_hidden",
+    **{name: "test_every_setting_is_passed_on" for name in Settings.model_fields},
+    "model": "test_a_command_uses_the_file",
+    "max_tokens": "test_a_command_uses_the_file",
+    "stats": "test_statistics_can_be_hidden",
 }
 ASK = {
-    "text": "test_a_conversation_is_answered_and_the_second_turn_is_mostly_cached",
-    "images": "test_a_conversation_is_asked_about_pictures_and_remembers_them",
-    "audio": "test_every_way_to_write_a_sound_is_the_same_sound",
-    "options": "test_an_option_that_does_not_exist_is_refused",
+    "text": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",
+    "images": "test_a_conversation_saves_the_images_of_a_message",
+    "audio": "test_every_audio_input_form_gives_the_same_audio",
+    "options": "test_an_unknown_option_is_rejected",
 }
-FILES = {  # the flags that are no settings
-    "image": "test_a_model_that_sees_answers_about_pictures_wherever_they_are_named",
-    "audio": "test_a_model_that_hears_answers_about_sounds_wherever_they_are_named",
+FILES = {  # flags that are not settings
+    "image": "test_the_image_flag_attaches_images",
+    "audio": "test_the_audio_flag_attaches_audio",
 }
-FORMATS = dict.fromkeys(RESPONSE_FORMAT_FIELDS, "test_a_format_lets_exactly_its_texts_through") | {
-    "text": "test_text_is_everything"
+FORMATS = dict.fromkeys(RESPONSE_FORMAT_FIELDS, "test_a_format_allows_exactly_its_texts") | {
+    "text": "test_the_text_format_has_no_grammar"
 }
 
 
-def parameters(function: object) -> list[str]:
+def list_parameters(function: object) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in ("self", "command")]
 
 
-def fields(kind: type) -> list[str]:
+def list_fields(kind: type) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
 TABLES = {
-    "chat": (parameters(inspect.unwrap(TextModel.chat)), CHAT),
-    "plan": (parameters(TextModel.plan_chat), PLAN),
-    "request": (parameters(TextModel.build_request), REQUEST),
-    "complete": (parameters(TextModel.complete), COMPLETE),
-    "ask": (parameters(Conversation.ask), ASK),
-    "afterglow chat": ([name for name in parameters(chat) if name not in Settings.model_fields], FILES),
-    "load": (parameters(afterglow.load), LOAD),
-    "MediaPolicy": (fields(MediaPolicy), MEDIA),
-    "ServerSettings about media": (
+    "chat": (list_parameters(inspect.unwrap(TextModel.chat)), CHAT),
+    "plan": (list_parameters(TextModel.plan_chat), PLAN),
+    "request": (list_parameters(TextModel.build_request), REQUEST),
+    "complete": (list_parameters(TextModel.complete), COMPLETE),
+    "ask": (list_parameters(Conversation.ask), ASK),
+    "afterglow chat": ([name for name in list_parameters(chat) if name not in Settings.model_fields], FILES),
+    "load": (list_parameters(afterglow.load), LOAD),
+    "MediaPolicy": (list_fields(MediaPolicy), MEDIA),
+    "ServerSettings for media": (
         [name for name in ServerSettings.model_fields if name in SERVER_MEDIA or "media" in name],
         SERVER_MEDIA,
     ),
-    "Sampling": (fields(Sampling), SAMPLING),
-    "Request": (fields(Request), ENGINE_REQUEST),
-    "EngineSettings": (fields(EngineSettings), ENGINE),
-    "CheckpointSettings": (fields(CheckpointSettings), CHECKPOINTS),
-    "Constraint": (fields(GrammarConstraint), CONSTRAINT),
-    "ThoughtBudget": (fields(ReasoningBudget), THOUGHT),
+    "Sampling": (list_fields(Sampling), SAMPLING),
+    "Request": (list_fields(Request), ENGINE_REQUEST),
+    "EngineSettings": (list_fields(EngineSettings), ENGINE),
+    "CheckpointSettings": (list_fields(CheckpointSettings), CHECKPOINTS),
+    "GrammarConstraint": (list_fields(GrammarConstraint), CONSTRAINT),
+    "ReasoningBudget": (list_fields(ReasoningBudget), REASONING_BUDGET),
     "Settings": (list(Settings.model_fields), SETTINGS),
     "response_format": (list(RESPONSE_FORMAT_FIELDS), FORMATS),
 }
 
 
-def written_tests() -> set[str]:
-    trees = (ast.parse(path.read_text()) for path in TESTS.rglob("test_*.py"))
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+@cache
+def collect_test_names() -> set[str]:
+    """Return the names of all test functions below tests/."""
+    return {
+        name for path in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_option_has_a_row_and_every_row_a_test(table: str) -> None:
     options, rows = TABLES[table]
     assert set(options) == set(rows)
-    assert set(rows.values()) <= written_tests()
+    assert set(rows.values()) <= collect_test_names()
 
 
-def test_an_option_that_does_not_exist_is_refused(smollm2: Path) -> None:
+@pytest.mark.native
+@pytest.mark.model
+def test_an_unknown_option_is_rejected(smollm2: Path) -> None:
     with afterglow.load(smollm2, context=64) as model:
         for ask in (model.complete, model.chat, model.stream):
             with pytest.raises(TypeError, match="temprature"):

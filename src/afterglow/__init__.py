@@ -1,4 +1,13 @@
-"""afterglow: a local-first LLM inference engine on llama.cpp. No token is computed twice."""
+"""afterglow: LLM inference on your own machine, on llama.cpp, with a prefix cache that outlives the process.
+
+    import afterglow
+
+    with afterglow.load("smollm2", fetch=True) as model:
+        print(model.chat("What is the capital of France?").text)
+
+`load` returns a `Model`. `Conversation` keeps a message history. `Sampling` and `EngineSettings` are options. All
+errors derive from `AfterglowError`.
+"""
 
 from afterglow.api.conversation import Conversation
 from afterglow.api.load import load

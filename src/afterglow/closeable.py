@@ -1,4 +1,4 @@
-"""What has an end: `with` ends it too."""
+"""Base class of objects that release resources with `close()` or at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closeable:
-    """A base for everything that is given back by `close()`."""
+    """Context manager that calls `close()` on exit."""
 
     def close(self) -> None:
         raise NotImplementedError

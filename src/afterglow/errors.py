@@ -1,4 +1,4 @@
-"""Every error afterglow raises on purpose. Broken invariants are `assert`s and are not listed here.
+"""All errors that afterglow raises on purpose. Broken invariants are `assert`s and are not listed here.
 
     AfterglowError
     ├── LoadError      a model or the native library cannot be used
@@ -8,19 +8,19 @@
     │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState
     │   ├── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
     │   └── UnsupportedMedia · InvalidMedia · MediaRefused
-    ├── EngineError    we could not; HTTP 5xx
-    │   └── MemoryFull · DecodeFailed · EngineCrashed · Closed
-    └── Cancelled      the caller asked for it
+    ├── EngineError    the engine failed on a valid request; HTTP 5xx
+    │   └── KVCacheFull · DecodeFailed · EngineCrashed · Closed
+    └── Cancelled      the caller cancelled the request
 
-Each error keeps its numbers as attributes, and its `args` are its constructor's arguments, so it survives
-pickling on its way between processes.
+Each error has its values as attributes. Its `args` are the arguments of its constructor, so it can be pickled and sent
+between processes.
 """
 
 from __future__ import annotations
 
 
 class AfterglowError(Exception):
-    """The root: `except AfterglowError` catches everything this library raises on purpose.
+    """Base class of all errors of this library. The subclasses are in `afterglow.errors`.
 
     >>> try:
     ...     afterglow.load("no such model")
@@ -31,23 +31,23 @@ class AfterglowError(Exception):
 
 
 class LoadError(AfterglowError):
-    """A model or the native library cannot be used."""
+    """The model or the native library cannot be used."""
 
 
 class RequestError(AfterglowError):
-    """The caller can fix it."""
+    """The request is invalid; the caller can fix it."""
 
 
 class EngineError(AfterglowError):
-    """The engine could not do it, though the request was in order."""
+    """The engine failed, although the request is valid."""
 
 
 class Cancelled(AfterglowError):
-    """The caller asked for the work to stop."""
+    """The caller cancelled the request."""
 
 
 class ModelNotFound(LoadError):
-    """No such name, file or repository."""
+    """There is no model of this name, file or repository; `advice` says how to get it."""
 
     def __init__(self, name: str, advice: str) -> None:
         super().__init__(name, advice)
@@ -58,7 +58,7 @@ class ModelNotFound(LoadError):
 
 
 class InvalidModel(LoadError):
-    """The file is not a model that can be loaded; `reason` says why."""
+    """The file is not a model that can be loaded."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -69,7 +69,7 @@ class InvalidModel(LoadError):
 
 
 class DownloadFailed(LoadError):
-    """A model could not be fetched; nothing was left behind."""
+    """The model could not be downloaded. No partial files remain."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -80,30 +80,30 @@ class DownloadFailed(LoadError):
 
 
 class LoadVetoed(LoadError):
-    """A load hook said no."""
+    """A load hook rejected the load."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
         self.path, self.reason = path, reason
 
     def __str__(self) -> str:
-        return f"a hook refused to load {self.path}: {self.reason}"
+        return f"a hook rejected the load of {self.path}: {self.reason}"
 
 
 class OutOfMemory(LoadError):
-    """It would not fit. Both numbers are bytes."""
+    """The model does not fit into memory."""
 
     def __init__(self, needed_bytes: int, available_bytes: int, advice: str) -> None:
         super().__init__(needed_bytes, available_bytes, advice)
         self.needed_bytes, self.available_bytes, self.advice = needed_bytes, available_bytes, advice
 
     def __str__(self) -> str:
-        mebibyte = 1024 * 1024
-        return f"needs {self.needed_bytes // mebibyte:,} MiB, {self.available_bytes // mebibyte:,} MiB are free: {self.advice}"
+        needed, available = self.needed_bytes // 1024**2, self.available_bytes // 1024**2
+        return f"needs {needed:,} MiB, {available:,} MiB are free: {self.advice}"
 
 
 class LibraryError(LoadError):
-    """The native library is missing or is not the build this release was written for."""
+    """The native library is missing, or its build is not the one that this release requires."""
 
     def __init__(self, expected: str, found: str) -> None:
         super().__init__(expected, found)
@@ -114,7 +114,7 @@ class LibraryError(LoadError):
 
 
 class InvalidArgument(RequestError):
-    """An argument is out of range or of the wrong kind; nothing was attempted."""
+    """An argument is out of range or has the wrong type. Nothing was changed."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -125,7 +125,7 @@ class InvalidArgument(RequestError):
 
 
 class UnsupportedOption(RequestError):
-    """An option that this model or build cannot honour."""
+    """The model or build does not support this option."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -136,7 +136,7 @@ class UnsupportedOption(RequestError):
 
 
 class UnsupportedMedia(RequestError):
-    """A picture or a sound that this model cannot take."""
+    """The model does not accept this kind of media."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -147,7 +147,7 @@ class UnsupportedMedia(RequestError):
 
 
 class InvalidMedia(RequestError):
-    """A picture or a sound that cannot be read, or is larger than it may be; `source` is where it came from."""
+    """An image or audio file cannot be decoded or is too large; `source` is its path or URL."""
 
     def __init__(self, source: str, reason: str) -> None:
         super().__init__(source, reason)
@@ -158,7 +158,7 @@ class InvalidMedia(RequestError):
 
 
 class MediaRefused(RequestError):
-    """An address or a file that nobody allowed to be opened; nothing of it was touched."""
+    """The media policy does not allow this URL or file. It was not opened."""
 
     def __init__(self, source: str, reason: str) -> None:
         super().__init__(source, reason)
@@ -169,7 +169,7 @@ class MediaRefused(RequestError):
 
 
 class UnsupportedOperation(RequestError):
-    """An operation that this kind of memory or model does not have."""
+    """The model or its kind of memory does not support this operation."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -180,7 +180,7 @@ class UnsupportedOperation(RequestError):
 
 
 class WrongState(RequestError):
-    """The model is not in the state the call needs."""
+    """The call needs another load state of the model."""
 
     def __init__(self, call: str, state: str, needed: str) -> None:
         super().__init__(call, state, needed)
@@ -191,7 +191,7 @@ class WrongState(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt can never fit. Both numbers are KV cells."""
+    """The prompt does not fit into a sequence. Both numbers are KV cells."""
 
     def __init__(self, cells: int, limit: int) -> None:
         super().__init__(cells, limit)
@@ -202,31 +202,31 @@ class PromptTooLong(RequestError):
 
 
 class InvalidGrammar(RequestError):
-    """The grammar cannot be parsed; `position` is where parsing stopped, or None where that is not known."""
+    """The grammar cannot be parsed; `position` is the offset of the error, or None if unknown."""
 
     def __init__(self, reason: str, position: int | None = None) -> None:
         super().__init__(reason, position)
         self.reason, self.position = reason, position
 
     def __str__(self) -> str:
-        where = "" if self.position is None else f" at position {self.position}"
-        return f"invalid grammar{where}: {self.reason}"
+        location = "" if self.position is None else f" at position {self.position}"
+        return f"invalid grammar{location}: {self.reason}"
 
 
 class InvalidTemplate(RequestError):
-    """The chat template cannot render this conversation; `line` is the template's line, where that is known."""
+    """The chat template cannot render this conversation; `line` is the line in the template, or None if unknown."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason, line)
         self.reason, self.line = reason, line
 
     def __str__(self) -> str:
-        where = "" if self.line is None else f" (line {self.line})"
-        return f"the chat template refuses this conversation{where}: {self.reason}"
+        location = "" if self.line is None else f" (line {self.line})"
+        return f"the chat template cannot render this conversation{location}: {self.reason}"
 
 
 class InvalidState(RequestError):
-    """A saved state is truncated, damaged, or of another model, build or context; nothing was loaded."""
+    """A saved state is truncated, damaged, or of another model, build or context. Nothing was loaded."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -237,14 +237,14 @@ class InvalidState(RequestError):
 
 
 class KVCacheFull(EngineError):
-    """No cells were free for the decode; memory is unchanged."""
+    """No free cells for the decode. The KV cache is unchanged."""
 
     def __init__(self, rows: int, cells: int) -> None:
         super().__init__(rows, cells)
         self.rows, self.cells = rows, cells
 
     def __str__(self) -> str:
-        return f"no room for {self.rows} rows in {self.cells:,} cells: remove sequences or load with more cells"
+        return f"no free cells for {self.rows} rows in {self.cells:,} cells: remove sequences or load with more cells"
 
 
 class DecodeFailed(EngineError):
@@ -259,18 +259,18 @@ class DecodeFailed(EngineError):
 
 
 class EngineCrashed(EngineError):
-    """The engine's process died; `reason` is its exit."""
+    """The engine raised an unexpected error, or its process died."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"the engine died: {self.reason}"
+        return f"the engine crashed: {self.reason}"
 
 
 class Closed(EngineError):
-    """A handle was used after it, or the thing it belongs to, was closed."""
+    """An object was used after it, or its owner, was closed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

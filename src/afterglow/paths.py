@@ -1,4 +1,4 @@
-"""Where afterglow keeps what it can make or fetch again. `AFTERGLOW_CACHE` moves all of it."""
+"""Directories for data that can be computed or downloaded again. `AFTERGLOW_CACHE` overrides their root."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import platformdirs
 
 
 def get_cache_directory(name: str) -> Path:
-    """Where the folder `name` of afterglow's cache is, or will be.
+    """Return the path of a subdirectory of the afterglow cache. It may not exist yet.
 
-    >>> cache_directory("models").name
+    >>> get_cache_directory("models").name
     'models'
     """
-    chosen = os.environ.get("AFTERGLOW_CACHE")
-    root = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("afterglow", appauthor=False)
+    override = os.environ.get("AFTERGLOW_CACHE")
+    root = Path(override).expanduser() if override else platformdirs.user_cache_path("afterglow", appauthor=False)
     return root / name

@@ -1,4 +1,4 @@
-"""A conversation that calls tools ends in words, however much a model likes to call."""
+"""Conversation: the number of tool rounds is limited."""
 
 from __future__ import annotations
 
@@ -14,51 +14,59 @@ from afterglow.chat.response import Delta
 from afterglow.engine.types.request import Usage
 
 
-class Eager:
-    """A model that calls a tool whenever it may."""
+class ToolCallingModel:
+    """A model that calls a tool whenever tool calls are allowed."""
 
     def chat(self, messages: Any, *, tools: Any, stream: bool = False, **options: Any) -> Any:
         calls = () if options.get("tool_choice") == "none" else (ToolCall(id="1", name="look", arguments="{}"),)
         text = "" if calls else "There it is."
-        finish = "tool_calls" if calls else "stop"
+        finish_reason = "tool_calls" if calls else "stop"
         usage = Usage(prompt_tokens=1, generated_tokens=1)
-        turn = ChatResponse(
-            text=text, reasoning="", tool_calls=calls, finish_reason=finish, stop_reason=None, tokens=(), usage=usage
+        response = ChatResponse(
+            text=text,
+            reasoning="",
+            tool_calls=calls,
+            finish_reason=finish_reason,
+            stop_reason=None,
+            tokens=(),
+            usage=usage,
         )
-        return Streamed(turn) if stream else turn
+        return FakeStream(response) if stream else response
 
     async def chat_async(self, messages: Any, **options: Any) -> ChatResponse:
         return self.chat(messages, **options)
 
 
-class Streamed:
-    def __init__(self, turn: ChatResponse) -> None:
-        self.turn = turn
+class FakeStream:
+    """A chat stream with one delta."""
+
+    def __init__(self, response: ChatResponse) -> None:
+        self.response = response
 
     def deltas(self) -> Iterator[Delta]:
-        yield Delta((TextDelta(self.turn.text),))
+        yield Delta((TextDelta(self.response.text),))
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda talk: talk.ask("Where?"),
-        lambda talk: asyncio.run(talk.ask_async("Where?")),
-        lambda talk: list(talk.stream("Where?")),
+        lambda chat: chat.ask("Where?"),
+        lambda chat: asyncio.run(chat.ask_async("Where?")),
+        lambda chat: list(chat.stream("Where?")),
     ],
     ids=["ask", "ask_async", "stream"],
 )
-def test_after_so_many_calls_the_model_has_to_answer(ask: Callable[[Conversation], object]) -> None:
-    looked = []
+def test_the_model_must_answer_after_the_last_tool_round(ask: Callable[[Conversation], object]) -> None:
+    calls = []
 
     def look() -> str:
         """Look around."""
-        looked.append(True)
+        calls.append(True)
         return "nothing yet"
 
-    talk = Conversation(Eager(), tools=[look])  # type: ignore[arg-type]
-    ask(talk)
-    assert len(looked) == MAX_TOOL_ROUNDS
-    assert talk.messages[-1].content == "There it is."
-    assert talk.last_response is not None
-    assert talk.last_response.finish_reason == "stop"
+    chat = Conversation(ToolCallingModel(), tools=[look])  # type: ignore[arg-type]
+    ask(chat)
+    assert len(calls) == MAX_TOOL_ROUNDS
+    assert chat.messages[-1].content == "There it is."
+    assert chat.last_response is not None
+    assert chat.last_response.finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""The public face on tiny models: loading, states, completion."""
+"""Public API on tiny models: load states, completion, snapshots, disk cache."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from afterglow.errors import (
 from afterglow.llama.handle import list_open_handles
 from afterglow.testing import models
 
+pytestmark = pytest.mark.native
 CYCLE = models.CYCLE.decode()
-MEMORIES = ("attention", "window", "recurrent", "hybrid")
+MEMORY_KINDS = ("attention", "window", "recurrent", "hybrid")
 
 
 def load(name: str, **options) -> afterglow.Model:
     return afterglow.load(models.get_path(name), threads=1, **{"context": 256, **options})
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_a_completion_is_the_one_known_by_construction(kind):
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_a_completion_is_the_expected_one(kind):
     with load(f"successor-{kind}") as model:
-        answer = model.complete(CYCLE[:5], max_tokens=40)
-        assert answer.text == (CYCLE * 3)[5:45]
-        assert (answer.finish_reason, answer.usage.prompt_tokens, len(answer.tokens)) == ("length", 5, 40)
+        completion = model.complete(CYCLE[:5], max_tokens=40)
+        assert completion.text == (CYCLE * 3)[5:45]
+        assert (completion.finish_reason, completion.usage.prompt_tokens, len(completion.tokens)) == ("length", 5, 40)
 
 
-def test_a_stream_yields_the_same_text_in_pieces():
+def test_a_stream_yields_the_text_of_the_completion():
     with load("successor-hybrid") as model:
-        pieces = list(model.stream(CYCLE[:5], max_tokens=20))
-        assert len(pieces) == 20
-        assert "".join(pieces) == model.complete(CYCLE[:5], max_tokens=20).text
+        texts = list(model.stream(CYCLE[:5], max_tokens=20))
+        assert len(texts) == 20
+        assert "".join(texts) == model.complete(CYCLE[:5], max_tokens=20).text
 
 
-def test_an_abandoned_stream_leaves_the_model_free_for_the_next():
+def test_a_closed_stream_frees_the_model():
     with load("successor-attention") as model:
         stream = model.stream(CYCLE[:5], max_tokens=100)
         next(stream)
@@ -53,7 +54,7 @@ def test_an_abandoned_stream_leaves_the_model_free_for_the_next():
         assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
 
 
-def test_tokens_are_a_prompt_too():
+def test_a_prompt_can_be_tokens():
     with load("successor-attention") as model:
         assert model.complete(model.tokenize(CYCLE[:5]), max_tokens=3).text == CYCLE[5:8]
 
@@ -64,31 +65,31 @@ def test_an_empty_prompt_is_an_error(prompt):
         model.complete(prompt)
 
 
-def test_a_prompt_that_exactly_fills_the_context_gives_one_token_and_ends_by_length():
+def test_a_prompt_that_fills_the_context_gives_one_token():
     with load("successor-attention") as model:
         prompt = model.tokenize((CYCLE * 20)[: model.context_length])
-        answer = model.complete(prompt, max_tokens=50)
+        completion = model.complete(prompt, max_tokens=50)
         assert len(prompt) == model.context_length == 256
-        assert (len(answer.tokens), answer.finish_reason) == (1, "length")
+        assert (len(completion.tokens), completion.finish_reason) == (1, "length")
         with pytest.raises(PromptTooLong) as caught:
             model.complete([*prompt, 30])
         assert (caught.value.cells, caught.value.limit) == (257, 256)
 
 
-def test_an_answer_stops_where_the_context_is_full():
+def test_a_completion_ends_if_the_context_is_full():
     with load("successor-attention") as model:
         prompt = model.tokenize((CYCLE * 20)[:250])
-        assert len(model.complete(prompt, max_tokens=50).tokens) == 7  # six cells, and the token after the last
+        assert len(model.complete(prompt, max_tokens=50).tokens) == 7  # six cells, and the token after the last cell
 
 
-def test_no_tokens_is_an_answer():
+def test_a_completion_can_have_no_tokens():
     with load("attention") as model:
         assert model.complete("the", max_tokens=0).tokens == ()
         with pytest.raises(InvalidArgument, match="max_tokens"):
             model.complete("the", max_tokens=-1)
 
 
-def test_c17_a_model_says_what_it_is_and_can():
+def test_c17_a_model_reports_its_info_and_capabilities():
     with load("hybrid-mtp") as model:
         assert (model.is_loaded, model.is_active, model.state) == (True, True, "active")
         assert model.info.memory_kind == "hybrid"
@@ -98,13 +99,13 @@ def test_c17_a_model_says_what_it_is_and_can():
         assert "partial_state" in model.capabilities
         assert model.context_length == 256
         assert model.backend.startswith("llama.cpp b11549")
-        assert model.settings[1].cells == 5 * 256  # four sequences, and one for scoring
+        assert model.settings[1].cells == 5 * 256  # four sequences, plus one for scoring
     with load("recurrent") as model:
         assert not model.supports("kv_cache")
         assert model.supports("hidden_state")
 
 
-def test_a_model_goes_cold_and_comes_back():
+def test_a_model_can_be_unloaded_and_activated_again():
     with load("successor-attention", state="cold") as model:
         with pytest.raises(WrongState):
             model.complete("a")
@@ -121,59 +122,61 @@ def test_a_model_goes_cold_and_comes_back():
 
 def test_c14_threads_and_asyncio_tasks_share_the_model():
     with load("successor-attention") as model:
-        answers = []
+        from_threads = []
         threads = [
-            threading.Thread(target=lambda n=n: answers.append(model.complete(CYCLE[: 3 + n], max_tokens=30).text[:1]))
+            threading.Thread(
+                target=lambda n=n: from_threads.append(model.complete(CYCLE[: 3 + n], max_tokens=30).text[:1])
+            )
             for n in range(6)
         ]
 
-        async def piece(n: int) -> str:
+        async def get_first_character(n: int) -> str:
             return "".join([text async for text in model.stream_async(CYCLE[: 3 + n], max_tokens=30)])[:1]
 
-        async def tasks() -> list[str]:
-            return await asyncio.gather(*(piece(n) for n in range(6)))
+        async def run_tasks() -> list[str]:
+            return await asyncio.gather(*(get_first_character(n) for n in range(6)))
 
         for thread in threads:
             thread.start()
-        asked = asyncio.run(tasks())
+        from_tasks = asyncio.run(run_tasks())
         for thread in threads:
             thread.join()
-        assert sorted(answers) == sorted(asked) == list(CYCLE[3:9])
+        assert sorted(from_threads) == sorted(from_tasks) == list(CYCLE[3:9])
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_c14_several_answers_share_one_prompt(kind):
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_c14_several_choices_share_one_prefill(kind):
     with load(kind) as model:
         prompt = "the rain in spain and the thin heron"
-        answer = model.complete(prompt, n=3, temperature=1.5, seed=4, max_tokens=10)
-        assert len({choice.tokens for choice in answer.choices}) > 1
+        completion = model.complete(prompt, n=3, temperature=1.5, seed=4, max_tokens=10)
+        assert len({choice.tokens for choice in completion.choices}) > 1
         length = model.count_tokens(prompt)
-        assert [usage.cached_tokens for usage in answer.usages] == [0, length - 1, length - 1]
+        assert [usage.cached_tokens for usage in completion.usages] == [0, length - 1, length - 1]
 
 
-def test_c14_a_seed_repeats_an_answer_and_its_absence_does_not():
+def test_c14_a_seed_repeats_a_completion():
     with load("attention") as model:
 
-        def draw(seed):
+        def sample(seed):
             return model.complete("the rain", temperature=3.0, seed=seed, max_tokens=12).tokens
 
-        assert draw(1) == draw(1) != draw(2)
-        assert draw(None) != draw(None)
+        assert sample(1) == sample(1) != sample(2)
+        assert sample(None) != sample(None)
 
 
 def test_c14_on_token_is_called_once_for_each_token():
     with load("successor-attention") as model:
-        seen: list[int] = []
-        answer = model.complete(CYCLE[:5], max_tokens=9, on_token=seen.append)
-        assert tuple(seen) == answer.tokens
+        tokens: list[int] = []
+        completion = model.complete(CYCLE[:5], max_tokens=9, on_token=tokens.append)
+        assert tuple(tokens) == completion.tokens
 
 
-def test_c14_a_cancel_flag_ends_the_work():
+def test_c14_a_cancel_event_ends_the_request():
     with load("successor-attention", context=4096) as model:
-        flag = threading.Event()
-        threading.Timer(0.1, flag.set).start()
+        cancel_event = threading.Event()
+        threading.Timer(0.1, cancel_event.set).start()
         with pytest.raises(Cancelled):
-            model.complete(CYCLE[:5], max_tokens=4000, cancel=flag)
+            model.complete(CYCLE[:5], max_tokens=4000, cancel=cancel_event)
         assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
 
 
@@ -186,16 +189,20 @@ def test_c14_an_explicit_sequence_is_used():
             model.complete(CYCLE[:5], sequence=4)
 
 
-def test_stop_texts_never_show_and_are_reported():
+def test_stop_strings_are_removed_and_reported():
     with load("successor-attention") as model:
-        answer = model.complete(CYCLE[:5], max_tokens=40, stop=["klm", "zzz"])
-        assert (answer.text, answer.finish_reason, answer.choices[0].stop_reason) == ("fghij", "stop", "klm")
+        completion = model.complete(CYCLE[:5], max_tokens=40, stop=["klm", "zzz"])
+        assert (completion.text, completion.finish_reason, completion.choices[0].stop_reason) == (
+            "fghij",
+            "stop",
+            "klm",
+        )
         assert "".join(model.stream(CYCLE[:5], max_tokens=40, stop=["klm"])) == "fghij"
         partial = model.complete(CYCLE[:5], max_tokens=3, stop=["ghz"])
-        assert partial.text == "fgh"  # what looked like a stop and was none
+        assert partial.text == "fgh"  # the start of a stop string that did not complete
 
 
-def test_logprobs_come_with_an_answer():
+def test_logprobs_come_with_a_completion():
     with load("attention") as model:
         choice = model.complete("the rain", max_tokens=5, logprobs=2).choices[0]
         assert len(choice.logprobs) == len(choice.alternatives) == 5
@@ -203,15 +210,15 @@ def test_logprobs_come_with_an_answer():
         assert model.complete("the rain", max_tokens=5).choices[0].logprobs == ()
 
 
-def test_a_deadline_s_answer_is_what_there_is():
+def test_a_deadline_ends_generation_early():
     with load("successor-attention", context=4096) as model:
-        answer = model.complete(CYCLE[:5], max_tokens=4000, deadline=0.1)
-        assert answer.finish_reason == "deadline"
-        assert 0 < len(answer.tokens) < 4000
+        completion = model.complete(CYCLE[:5], max_tokens=4000, deadline=0.1)
+        assert completion.finish_reason == "deadline"
+        assert 0 < len(completion.tokens) < 4000
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_c17_a_named_snapshot_is_really_used_by_the_next_request(kind, tmp_path):
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_c17_a_restored_snapshot_is_a_prefix_hit(kind, tmp_path):
     prompt = "the rain in spain and the thin heron"
     with load(kind) as model:
         first = model.complete(prompt, max_tokens=6)
@@ -220,13 +227,13 @@ def test_c17_a_named_snapshot_is_really_used_by_the_next_request(kind, tmp_path)
         turn = [*model.tokenize(prompt), *first.tokens, 60, 61]
         expected = model.complete(turn, max_tokens=6).tokens
         model.clear_cache()
-        assert model.complete(turn, max_tokens=6, reuse=False).usage.cached_tokens == 0
+        assert model.complete(turn, max_tokens=6, use_prefix_cache=False).usage.cached_tokens == 0
         model.clear_cache()
         model.restore("spain")
-        answer = model.complete(turn, max_tokens=6)
-        assert answer.usage.cached_tokens == len(turn) - 3
-        assert answer.tokens == expected
-    with load(kind) as model:  # another life, from the file
+        completion = model.complete(turn, max_tokens=6)
+        assert completion.usage.cached_tokens == len(turn) - 3
+        assert completion.tokens == expected
+    with load(kind) as model:  # from the file, in another model object
         model.load_snapshot("again", tmp_path / "spain.state")
         model.restore("again")
         assert model.complete(turn, max_tokens=6).usage.cached_tokens == len(turn) - 3
@@ -234,7 +241,7 @@ def test_c17_a_named_snapshot_is_really_used_by_the_next_request(kind, tmp_path)
             model.restore("never taken")
 
 
-def test_c17_a_damaged_or_foreign_snapshot_is_refused(tmp_path):
+def test_c17_a_damaged_or_foreign_snapshot_is_rejected(tmp_path):
     path = tmp_path / "one.state"
     with load("attention") as model:
         model.complete("the rain in spain", max_tokens=4)
@@ -250,17 +257,17 @@ def test_c17_a_damaged_or_foreign_snapshot_is_refused(tmp_path):
             model.load_snapshot("two", path)
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_c17_a_fork_is_a_sequence_of_its_own(kind):
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_c17_a_fork_is_a_new_sequence(kind):
     with load(kind) as model:
         first = model.complete("the rain in spain", max_tokens=6)
-        twin = model.fork()
+        fork = model.fork()
         turn = [*model.tokenize("the rain in spain"), *first.tokens, 70, 71]
-        answer = model.complete(turn, max_tokens=4, sequence=twin)
-        assert answer.usage.cached_tokens == len(turn) - 3
+        completion = model.complete(turn, max_tokens=4, sequence=fork)
+        assert completion.usage.cached_tokens == len(turn) - 3
 
 
-def test_explain_says_where_a_prompt_parts_from_memory_and_why():
+def test_explain_reports_the_divergence_and_the_cause():
     with load("hybrid") as model:
         prompt = model.tokenize("the rain in spain and the thin heron on the river")
         first = model.complete(prompt, max_tokens=2)
@@ -272,8 +279,8 @@ def test_explain_says_where_a_prompt_parts_from_memory_and_why():
         assert model.explain([*prompt, first.tokens[0], 9]).cause == "all of it"
         assert model.explain([7, 8, 9]).cause == "nothing in common"
         model.clear_cache()
-        gone = model.explain(prompt)
-        assert (gone.cause, gone.reused_entries, gone.lost_entries) == ("evicted", 0, len(prompt) - 1)
+        evicted = model.explain(prompt)
+        assert (evicted.cause, evicted.reused_entries, evicted.lost_entries) == ("evicted", 0, len(prompt) - 1)
 
 
 def test_an_embedding_model_does_not_complete():
@@ -281,35 +288,35 @@ def test_an_embedding_model_does_not_complete():
         model.complete("the cat")
 
 
-def test_an_unknown_name_says_what_to_do():
+def test_an_unknown_name_suggests_a_command():
     with pytest.raises(ModelNotFound, match="afterglow models pull"):
         afterglow.load("smollm3")
 
 
-def test_text_survives_tokenizing():
+def test_detokenize_reverses_tokenize():
     with load("attention") as model:
         text = "naïve <|im_start|> 🌍"
         assert model.detokenize(model.tokenize(text)) == text
         assert model.count_tokens(text) == len(model.tokenize(text))
 
 
-# --- what options do (see tests/test_options.py)
+# --- effects of options (see tests/test_options.py)
 
 
-def test_sampling_reaches_the_answer():
+def test_sampling_changes_the_completion():
     with afterglow.load(models.get_path("successor-attention"), context=256) as model:
-        plain = model.complete([60], max_tokens=4).tokens
-        banned = Sampling(temperature=0, logit_bias={plain[0]: float("-inf")})
-        assert model.complete([60], max_tokens=4, sampling=banned).tokens[0] != plain[0]
+        expected = model.complete([60], max_tokens=4).tokens
+        banned = Sampling(temperature=0, logit_bias={expected[0]: float("-inf")})
+        assert model.complete([60], max_tokens=4, sampling=banned).tokens[0] != expected[0]
 
 
-def test_boundaries_priority_and_ends_reach_the_engine():
+def test_boundaries_priority_and_ignore_eos_reach_the_engine():
     with afterglow.load(models.get_path("successor-attention"), context=256) as model:
         request = model.build_request([1, 2, 3], boundaries=[2], priority=5, ignore_eos=True)
     assert (request.boundaries, request.priority, request.ignore_eos) == (frozenset({2}), 5, True)
 
 
-def test_stop_tokens_end_an_answer():
+def test_stop_tokens_end_a_completion():
     third = models.get_successor(models.get_successor(models.get_successor(60)))
     with afterglow.load(models.get_path("successor-attention"), context=256) as model:
         request = replace(model.build_request([60], max_tokens=9), stop_tokens=frozenset({third}))
@@ -317,15 +324,15 @@ def test_stop_tokens_end_an_answer():
     assert (events[-1].finish_reason, events[-1].stop_reason, events[-1].usage.generated_tokens) == ("stop", third, 3)
 
 
-def test_what_load_is_told_is_what_is_loaded():
+def test_load_passes_its_context_settings():
     with afterglow.load(models.get_path("attention"), context=512, sequences=3, threads=1, kv_unified=True) as model:
         context = model.settings[1]
-        assert (context.sequences, context.threads, context.kv_unified) == (4, 1, True)  # one more, for scoring
+        assert (context.sequences, context.threads, context.kv_unified) == (4, 1, True)  # plus one for scoring
         assert model.context_length >= 512
 
 
-@pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid"])
-def test_what_is_on_disk_makes_the_next_start_warm(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", MEMORY_KINDS)
+def test_the_disk_cache_gives_prefix_hits_after_a_restart(name, tmp_path, monkeypatch):
     monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
     prompt = [1 + n % 200 for n in range(200)]
     with afterglow.load(models.get_path(name), context=512, disk_cache=True) as model:
@@ -333,9 +340,9 @@ def test_what_is_on_disk_makes_the_next_start_warm(name, tmp_path, monkeypatch):
         assert first.usage.cached_tokens == 0
     with afterglow.load(models.get_path(name), context=512, disk_cache=True) as model:
         again = model.complete(prompt, max_tokens=5)
-        stranger = model.complete(prompt, max_tokens=5, salt="another tenant")
+        other_tenant = model.complete(prompt, max_tokens=5, salt="another tenant")
     assert again.usage.cached_tokens >= 128
-    assert again.tokens == first.tokens == stranger.tokens
-    assert stranger.usage.cached_tokens == 0
+    assert again.tokens == first.tokens == other_tenant.tokens
+    assert other_tenant.usage.cached_tokens == 0
     with afterglow.load(models.get_path(name), context=512, disk_cache=False) as model:
         assert model.complete(prompt, max_tokens=5).usage.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""The real model, loaded once for this folder."""
+"""SmolLM2, loaded once for this folder."""
 
 from __future__ import annotations
 

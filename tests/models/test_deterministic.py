@@ -1,4 +1,4 @@
-"""Deterministic mode on a real model: cold, warm, restored, forked and concurrent runs give identical tokens."""
+"""Deterministic mode on SmolLM2: cold, warm, restored, forked and concurrent runs give identical tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import afterglow
 from afterglow import EngineSettings
 
+pytestmark = pytest.mark.model
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
-SAMPLE, ALL = 20, 100
-TOKENS = 10
+FEW_PROMPTS, MANY_PROMPTS = 20, 100
+MAX_TOKENS = 10
 
 
 @pytest.fixture(scope="module")
@@ -21,55 +22,55 @@ def deterministic(smollm2: Path) -> Iterator[afterglow.Model]:
         yield model
 
 
-def prompts(model: afterglow.Model, count: int) -> list[list[int]]:
-    """Pieces of a text after one beginning: they share their first seventy tokens."""
+def build_prompts(model: afterglow.Model, count: int) -> list[list[int]]:
+    """Return parts of a text after a common prefix of 70 tokens."""
     text = model.tokenize(RIVER.read_text())
     return [text[:70] + text[70 + 15 * n : 90 + 18 * n] for n in range(count)]
 
 
-def ways(model: afterglow.Model, prompt: list[int], other: list[int]) -> dict[str, tuple[int, ...]]:
-    """The same prompt in five situations, each really the one it is called."""
-    answers = {}
+def complete_from_each_state(model: afterglow.Model, prompt: list[int], other: list[int]) -> dict[str, tuple[int, ...]]:
+    """Complete a prompt from five cache states and return the tokens of each. Usage proves each state."""
+    tokens = {}
     model.clear_cache()
-    cold = model.complete(prompt, max_tokens=TOKENS)
+    cold = model.complete(prompt, max_tokens=MAX_TOKENS)
     assert cold.usage.cached_tokens == 0
-    answers["cold"] = cold.tokens
-    model.snapshot("kept")
-    warm = model.complete(prompt, max_tokens=TOKENS)
+    tokens["cold"] = cold.tokens
+    model.snapshot("prompt")
+    warm = model.complete(prompt, max_tokens=MAX_TOKENS)
     assert warm.usage.cached_tokens >= 64
-    answers["warm"] = warm.tokens
+    tokens["warm"] = warm.tokens
     model.clear_cache()
-    model.restore("kept")
-    restored = model.complete(prompt, max_tokens=TOKENS)
+    model.restore("prompt")
+    restored = model.complete(prompt, max_tokens=MAX_TOKENS)
     assert restored.usage.cached_tokens >= 64
-    answers["restored"] = restored.tokens
+    tokens["restored"] = restored.tokens
     model.clear_cache()
     model.complete(other, max_tokens=1)
-    forked = model.complete(prompt, max_tokens=TOKENS)
-    assert forked.usage.cached_tokens == 64  # two chunks of the common beginning
-    answers["forked"] = forked.tokens
+    forked = model.complete(prompt, max_tokens=MAX_TOKENS)
+    assert forked.usage.cached_tokens == 64  # two chunks of the common prefix
+    tokens["forked"] = forked.tokens
     model.clear_cache()
-    asked = [model.build_request(entries, max_tokens=TOKENS) for entries in (other, prompt, other[:50])]
-    streams = [model._get_host().submit(request) for request in asked]
+    requests = [model.build_request(entries, max_tokens=MAX_TOKENS) for entries in (other, prompt, other[:50])]
+    streams = [model._get_host().submit(request) for request in requests]
     for stream in streams:
-        tokens = [event.token for event in stream if hasattr(event, "token")]
+        generated = tuple(event.token for event in stream if hasattr(event, "token"))
         if stream is streams[1]:
-            answers["concurrent"] = tuple(tokens)
-    return answers
+            tokens["concurrent"] = generated
+    return tokens
 
 
-def compare(model: afterglow.Model, count: int) -> None:
-    every = prompts(model, count)
-    for index, prompt in enumerate(every):
-        answers = ways(model, prompt, every[index - 1])
-        assert len(set(answers.values())) == 1, answers
+def check_prompts(model: afterglow.Model, count: int) -> None:
+    prompts = build_prompts(model, count)
+    for index, prompt in enumerate(prompts):
+        tokens = complete_from_each_state(model, prompt, prompts[index - 1])
+        assert len(set(tokens.values())) == 1, tokens
 
 
-def test_five_ways_to_compute_a_prompt_give_the_same_tokens(deterministic: afterglow.Model) -> None:
-    compare(deterministic, SAMPLE)
+def test_a_prompt_gives_the_same_tokens_from_every_cache_state(deterministic: afterglow.Model) -> None:
+    check_prompts(deterministic, FEW_PROMPTS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_five_ways_give_the_same_tokens_for_many_prompts(deterministic: afterglow.Model) -> None:
-    compare(deterministic, ALL)
+def test_many_prompts_give_the_same_tokens_from_every_cache_state(deterministic: afterglow.Model) -> None:
+    check_prompts(deterministic, MANY_PROMPTS)

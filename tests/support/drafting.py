@@ -1,4 +1,4 @@
-"""A drafter whose guesses are known beforehand, and engines that use it."""
+"""A drafter with known draft tokens, and engines that use it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from afterglow.testing import FakeBackend
 from support.play import reference, request
 
 PLAIN = EngineSettings(speculation="off")
-ROLLBACK = 6  # states that the recurrent fakes keep
+ROLLBACK = 6  # recurrent snapshots of the fake backends
 
 
 class Oracle:
-    """Knows the answers, and is wrong at every `wrong`-th token: 0 never, 1 always."""
+    """Drafts the known completions; every `wrong`-th token is wrong: 0 never, 1 always."""
 
     name = "oracle"
 
     def __init__(self, answers: dict[str, list[int]], wrong: int = 0, vocabulary: int = 64) -> None:
         self.answers, self.wrong, self.vocabulary = answers, wrong, vocabulary
-        self.forgotten: list[str] = []
+        self.released: list[str] = []
         self.calls: list[list[tuple[str, int]]] = []
 
     def can_draft(self, job: Job) -> bool:
@@ -38,22 +38,22 @@ class Oracle:
         return 0.0
 
     def catch_up(self, jobs: Sequence[Job]) -> None:
-        """Nothing to compute."""
+        """Do nothing: there is no state to compute."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         self.calls.append([(job.request.id, limit) for job, limit in draft_requests])
-        return [self._guess(job, limit) for job, limit in draft_requests]
+        return [self._draft_tokens(job, limit) for job, limit in draft_requests]
 
-    def _guess(self, job: Job, limit: int) -> list[int]:
+    def _draft_tokens(self, job: Job, limit: int) -> list[int]:
         start = len(job.generated)
-        answer = self.answers.get(job.request.id, [])[start : start + limit]
-        return [self._spoilt(start + index, token) for index, token in enumerate(answer)]
+        tokens = self.answers.get(job.request.id, [])[start : start + limit]
+        return [self._corrupt(start + index, token) for index, token in enumerate(tokens)]
 
-    def _spoilt(self, index: int, token: int) -> int:
+    def _corrupt(self, index: int, token: int) -> int:
         return (token + 1) % self.vocabulary if self.wrong and index % self.wrong == 0 else token
 
     def release(self, job: Job) -> None:
-        self.forgotten.append(job.request.id)
+        self.released.append(job.request.id)
 
     def run_idle_task(self) -> bool:
         return False
@@ -63,10 +63,11 @@ class Oracle:
 
 
 def plain(kind: str, settings: EngineSettings = PLAIN, **options: object) -> Engine:
+    """Return an engine on a fake backend without speculation."""
     return Engine(FakeBackend(kind, **options), settings)  # type: ignore[arg-type]
 
 
-def guessing(
+def speculating(
     kind: str,
     prompts: dict[str, tuple[list[int], dict]],
     *,
@@ -75,17 +76,17 @@ def guessing(
     settings: EngineSettings | None = None,
     **options: object,
 ) -> tuple[Engine, dict[str, list[int]], Oracle]:
-    """An engine whose drafter knows the answers to these prompts; the answers; and the drafter."""
+    """Return an engine whose drafter knows the completions of these prompts, the completions, and the drafter."""
     answers = {id: reference(lambda: plain(kind), entries, **more) for id, (entries, more) in prompts.items()}
-    known = {  # the drafter goes on where the answer ends: guesses beyond it must not matter
-        id: reference(lambda: plain(kind), entries, **more | {"max_tokens": 60, "stop": (), "ignore_ends": True})
+    known = {  # drafts continue after the end of the completion: tokens beyond it must have no effect
+        id: reference(lambda: plain(kind), entries, **more | {"max_tokens": 60, "stop": (), "ignore_eos": True})
         for id, (entries, more) in prompts.items()
     }
     oracle = Oracle(known, wrong)
     settings = settings or EngineSettings(speculation=length, drafters=("oracle",))  # type: ignore[arg-type]
-    backend = FakeBackend(kind, **{"rollback": ROLLBACK, **options})  # type: ignore[arg-type]
+    backend = FakeBackend(kind, **{"recurrent_snapshots": ROLLBACK, **options})  # type: ignore[arg-type]
     return Engine(backend, settings, [oracle]), answers, oracle
 
 
-def requests(prompts: dict[str, tuple[list[int], dict]]) -> list:
+def build_requests(prompts: dict[str, tuple[list[int], dict]]) -> list:
     return [request(id, entries, **more) for id, (entries, more) in prompts.items()]

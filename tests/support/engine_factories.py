@@ -1,4 +1,4 @@
-"""Engines that can be made in another process, good ones and bad ones, and things to ask of them there."""
+"""Engine factories for child processes, working and faulty, and functions to call on their engines."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend, FakeSampler
 
 
-class Slow(FakeBackend):
-    """Each decode takes a while, and can be interrupted."""
+class SlowBackend(FakeBackend):
+    """Each decode takes `pause` seconds and can be interrupted."""
 
     pause = 0.0
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._woken = threading.Event()
+        self._wake_event = threading.Event()
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
-        self._woken.wait(self.pause)
+        self._wake_event.wait(self.pause)
         super().decode(spans)
 
     def interrupt(self) -> None:
         super().interrupt()
-        self._woken.set()
+        self._wake_event.set()
 
     def clear_interrupt(self) -> None:
         super().clear_interrupt()
-        self._woken.clear()
+        self._wake_event.clear()
 
 
-class Broken(Slow):
-    """Has a bug that shows after some decodes."""
+class CrashingBackend(SlowBackend):
+    """Raises an unexpected error in the sixth decode."""
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         if len(self.decode_history) == 5:
@@ -52,8 +52,8 @@ class Broken(Slow):
         super().decode(spans)
 
 
-class Blank(FakeBackend):
-    """Remembers how much it holds and nothing else: prompts of any length take no time."""
+class CountingBackend(FakeBackend):
+    """Only counts the cells of each sequence, so that long prompts take no time."""
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         self._logit_seeds = [[1] * len(span.entries) for span in spans]
@@ -62,46 +62,46 @@ class Blank(FakeBackend):
 
 
 @dataclass(frozen=True)
-class Fake:
-    """An engine on a fake backend; its decodes take `pause` seconds."""
+class FakeEngineFactory:
+    """Builds an engine on a fake backend whose decodes take `pause` seconds."""
 
-    backend: Callable[..., FakeBackend] = Slow
+    backend: Callable[..., FakeBackend] = SlowBackend
     pause: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Engine:
         backend = self.backend(**self.options)
-        if isinstance(backend, Slow):
+        if isinstance(backend, SlowBackend):
             backend.pause = self.pause
         return Engine(backend)
 
 
 @dataclass(frozen=True)
-class Numbered:
-    """Counts its starts in a file. From the second on, something happens first."""
+class RestartFactory:
+    """Counts its calls in a file. From the second call on, calls `on_restart` before it builds the engine."""
 
     file: Path
-    then: Callable[[], object]
-    make: Callable[[], Engine] = Fake()
+    on_restart: Callable[[], object]
+    factory: Callable[[], Engine] = FakeEngineFactory()
 
     def __call__(self) -> Engine:
         starts = len(self.file.read_bytes()) if self.file.exists() else 0
         self.file.write_bytes(b"." * (starts + 1))
         if starts:
-            self.then()
-        return self.make()
+            self.on_restart()
+        return self.factory()
 
 
 @dataclass(frozen=True)
-class After:
-    """Does something before it makes an engine."""
+class FactoryAfter:
+    """Calls `action` before it builds the engine."""
 
-    first: Callable[[], object]
-    make: Callable[[], Engine] = Fake()
+    action: Callable[[], object]
+    factory: Callable[[], Engine] = FakeEngineFactory()
 
     def __call__(self) -> Engine:
-        self.first()
-        return self.make()
+        self.action()
+        return self.factory()
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Raise:
 
 
 @dataclass(frozen=True)
-class Grandchild:
-    """Starts a process that would outlive us, and writes down which."""
+class StartGrandchild:
+    """Starts a process that would outlive this one, and writes its pid to a file."""
 
     file: Path
 
@@ -138,60 +138,61 @@ class Grandchild:
         self.file.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 
-# --- what to call on an engine
+# --- functions to call on an engine
 
 
-def busy(engine: Engine) -> bool:
+def is_busy(engine: Engine) -> bool:
     return engine.is_busy
 
 
-def decodes(engine: Engine) -> int:
+def get_decode_count(engine: Engine) -> int:
     return engine.counters.decodes
 
 
-def lock(engine: Engine) -> threading.Lock:
+def return_lock(engine: Engine) -> threading.Lock:
+    """Return a value that cannot be pickled."""
     return threading.Lock()
 
 
-def stop_in_a_message(engine: Engine) -> None:
-    """Send the beginning of a long message, and stop."""
-    os.write(int(sys.argv[1]), struct.pack("!i", 1000) + b"the beginning")
+def stop_within_message(engine: Engine) -> None:
+    """Send the start of a long message, then stop the process."""
+    os.write(int(sys.argv[1]), struct.pack("!i", 1000) + b"the start")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Stubborn(EngineError):
-    """Cannot be unpickled: its arguments are not those of its constructor."""
+class UnpicklableError(EngineError):
+    """Cannot be unpickled: its `args` are not the arguments of its constructor."""
 
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} and {other}")
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
 
 
-class Homesick(EngineError):
-    """Can be unpickled where it was made, and nowhere else."""
+class ProcessLocalError(EngineError):
+    """Can be unpickled only in the process that created it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return stay, (os.getpid(),)
+        return rebuild_in_process, (os.getpid(),)
 
 
-def stay(home: int) -> Homesick:
-    if os.getpid() != home:
-        raise LookupError("not at home")
-    return Homesick()
+def rebuild_in_process(pid: int) -> ProcessLocalError:
+    if os.getpid() != pid:
+        raise LookupError("another process")
+    return ProcessLocalError()
 
 
-def stubborn(engine: Engine) -> None:
-    raise Stubborn(1, 2)
+def raise_unpicklable(engine: Engine) -> None:
+    raise UnpicklableError(1, 2)
 
 
-class Choosy(FakeBackend):
-    """Refuses every request, with an error that cannot be unpickled."""
-
-    def create_sampler(self, sampling: Sampling) -> FakeSampler:
-        raise Stubborn(1, 2)
-
-
-class Foreign(FakeBackend):
-    """Refuses every request, with an error that its parent cannot read."""
+class UnpicklableErrorBackend(FakeBackend):
+    """Rejects every request with an error that cannot be unpickled."""
 
     def create_sampler(self, sampling: Sampling) -> FakeSampler:
-        raise Homesick
+        raise UnpicklableError(1, 2)
+
+
+class ProcessLocalErrorBackend(FakeBackend):
+    """Rejects every request with an error that the parent process cannot unpickle."""
+
+    def create_sampler(self, sampling: Sampling) -> FakeSampler:
+        raise ProcessLocalError

@@ -1,7 +1,7 @@
-"""Downloads one source archive from wherever pip is configured to look: `python fetch_child.py NAME VERSION FILE`.
+"""Downloads one source archive with pip's configuration: `python fetch_child.py NAME VERSION FILE`.
 
-`pip download` would build the archive's metadata, which takes half a minute and tools; its own parts only find and
-fetch. They are pip's inside, so they stay in this file and in a process of their own.
+`pip download` would build the archive's metadata, which takes half a minute and build tools. This script uses pip's
+internal finder and session, which are isolated in this file and in a child process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pip._internal.commands import create_command
 
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 def main(name: str, version: str, destination: Path) -> None:
@@ -20,13 +20,13 @@ def main(name: str, version: str, destination: Path) -> None:
         options, _ = command.parse_args(["--no-binary", ":all:", "--quiet", "--no-input"])
         session = command.get_default_session(options)
         finder = command._build_package_finder(options, session)
-        links = [found.link for found in finder.find_all_candidates(name) if str(found.version) == version]
+        links = [candidate.link for candidate in finder.find_all_candidates(name) if str(candidate.version) == version]
         if not links:
             sys.exit(f"pip finds no source archive of {name} {version}; see `pip config list`")
-        answer = session.get(links[0].url_without_fragment, stream=True)
-        answer.raise_for_status()
+        response = session.get(links[0].url_without_fragment, stream=True)
+        response.raise_for_status()
         with destination.open("wb") as output:
-            for chunk in answer.iter_content(CHUNK):
+            for chunk in response.iter_content(CHUNK_BYTES):
                 output.write(chunk)
 
 

@@ -1,7 +1,7 @@
-"""Published material that tests measure us with: source archives, pinned by their sha256, fetched once by pip.
+"""Published test data in source archives, pinned by sha256 and fetched once with pip.
 
-Nothing of them is part of this repository. They are kept in the folder `tests` of afterglow's cache; any number of
-test runs may ask at the same time.
+The data is not part of this repository. It is cached in the folder `tests` of afterglow's cache; concurrent test runs
+are safe.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 
 from afterglow.paths import get_cache_directory
 
-# Read on import: later the tests move the caches to a temporary folder.
-FOLDER = get_cache_directory("tests")
-CHILD = Path(__file__).with_name("fetch_child.py")
-PATIENCE = 280  # seconds; a test may take 300
+# Evaluated on import: fixtures move the caches to a temporary folder later.
+CACHE_DIRECTORY = get_cache_directory("tests")
+CHILD_SCRIPT = Path(__file__).with_name("fetch_child.py")
+TIMEOUT_SECONDS = 280  # below the 300 s limit of a test
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A source archive of a package."""
+    """Source archive of a package."""
 
     name: str
     version: str
@@ -45,7 +45,7 @@ JSON_SCHEMA = Archive("jsonschema", "4.26.0", "0c26707e2efad8aa1bfc5b7ce170f3fcc
 
 @dataclass(frozen=True, slots=True)
 class SchemaCase:
-    """A schema of JSON-Schema-Test-Suite with its instances: (description, instance, whether it is valid)."""
+    """Schema of JSON-Schema-Test-Suite with its instances: (description, instance, is valid)."""
 
     file: str
     description: str
@@ -53,20 +53,20 @@ class SchemaCase:
     tests: tuple[tuple[str, Any, bool], ...]
 
 
-def chat_templates() -> dict[str, Path]:
-    """The chat templates of real models that llama.cpp's source carries, by their names.
+def fetch_chat_templates() -> dict[str, Path]:
+    """Return the chat templates of real models in the llama.cpp source, by name.
 
-    >>> chat_templates()["google-gemma-2-2b-it"].suffix
+    >>> fetch_chat_templates()["google-gemma-2-2b-it"].suffix
     '.jinja'
     """
-    return {path.stem: path for path in files(LLAMA_CPP, "*/models/templates/*.jinja")}
+    return {path.stem: path for path in fetch_files(LLAMA_CPP, "*/models/templates/*.jinja")}
 
 
-def schema_suite(draft: str = "draft2020-12") -> list[SchemaCase]:
-    """JSON-Schema-Test-Suite, as the package jsonschema carries it. Its optional parts have names of their own, such as
+def fetch_schema_suite(draft: str = "draft2020-12") -> list[SchemaCase]:
+    """Return JSON-Schema-Test-Suite from the package jsonschema. Optional parts have their own names, e.g.
     `draft2020-12/optional/format`.
 
-    >>> schema_suite()[0].file
+    >>> fetch_schema_suite()[0].file
     'additionalProperties.json'
     """
     return [
@@ -76,61 +76,61 @@ def schema_suite(draft: str = "draft2020-12") -> list[SchemaCase]:
             case["schema"],
             tuple((test["description"], test["data"], test["valid"]) for test in case["tests"]),
         )
-        for path in files(JSON_SCHEMA, f"*/json/tests/{draft}/*.json")
-        if path.parent.as_posix().endswith(f"/{draft}")  # a star matches folders too
+        for path in fetch_files(JSON_SCHEMA, f"*/json/tests/{draft}/*.json")
+        if path.parent.as_posix().endswith(f"/{draft}")  # a star also matches folders
         for case in json.loads(path.read_text(encoding="utf-8"))
     ]
 
 
-def files(archive: Archive, wanted: str) -> list[Path]:
-    """The files of the archive whose path matches, in order: `files(LLAMA_CPP, "*/models/*.gguf")`."""
-    key = hashlib.sha256(f"{archive.sha256} {wanted}".encode()).hexdigest()[:16]
-    folder = FOLDER / f"{archive.name}-{archive.version}-{key}"
-    with alone(archive):
+def fetch_files(archive: Archive, pattern: str) -> list[Path]:
+    """Return the sorted files of the archive that match a pattern: `fetch_files(LLAMA_CPP, "*/models/*.gguf")`."""
+    key = hashlib.sha256(f"{archive.sha256} {pattern}".encode()).hexdigest()[:16]
+    folder = CACHE_DIRECTORY / f"{archive.name}-{archive.version}-{key}"
+    with lock_archive(archive):
         if not folder.exists():
-            extract(downloaded(archive), wanted, folder)
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert found, f"{archive.name} {archive.version} has no {wanted}"
-    return found
+            extract_members(download_archive(archive), pattern, folder)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert paths, f"{archive.name} {archive.version} has no {pattern}"
+    return paths
 
 
-def downloaded(archive: Archive) -> Path:
-    """The archive as a file, checked each time it is opened."""
-    path = FOLDER / f"{archive.name}-{archive.version}.tar.gz"
-    if not path.exists() or digest(path) != archive.sha256:
-        with tempfile.TemporaryDirectory(dir=FOLDER) as staging:
+def download_archive(archive: Archive) -> Path:
+    """Return the path of the downloaded archive; checks the sha256 on every call."""
+    path = CACHE_DIRECTORY / f"{archive.name}-{archive.version}.tar.gz"
+    if not path.exists() or compute_sha256(path) != archive.sha256:
+        with tempfile.TemporaryDirectory(dir=CACHE_DIRECTORY) as staging:
             staged = Path(staging) / path.name
-            command = [sys.executable, "-P", str(CHILD), archive.name, archive.version, str(staged)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-            assert done.returncode == 0, f"{archive.name} {archive.version} could not be fetched: {done.stderr}"
-            found = digest(staged)
-            assert found == archive.sha256, f"{path.name}: sha256 {archive.sha256} was expected, {found} came"
+            command = [sys.executable, "-P", str(CHILD_SCRIPT), archive.name, archive.version, str(staged)]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+            assert result.returncode == 0, f"{archive.name} {archive.version} could not be fetched: {result.stderr}"
+            actual = compute_sha256(staged)
+            assert actual == archive.sha256, f"{path.name}: expected sha256 {archive.sha256}, got {actual}"
             os.replace(staged, path)
     return path
 
 
-def extract(archive: Path, wanted: str, folder: Path) -> None:
-    """Put the members that match into `folder`, which appears whole or not at all."""
-    staging = Path(tempfile.mkdtemp(dir=FOLDER))
+def extract_members(archive: Path, pattern: str, folder: Path) -> None:
+    """Extract the matching members to `folder`, all or none."""
+    staging = Path(tempfile.mkdtemp(dir=CACHE_DIRECTORY))
     try:
         with tarfile.open(archive) as opened:
             for member in opened:
-                if member.isfile() and fnmatch.fnmatch(member.name, wanted):
+                if member.isfile() and fnmatch.fnmatch(member.name, pattern):
                     opened.extract(member, staging, filter="data")
         os.rename(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def digest(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @contextmanager
-def alone(archive: Archive) -> Iterator[None]:
-    """Only one of several test runs fetches; the others wait and find it there."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / f"{archive.name}.lock").open("w") as lock:
+def lock_archive(archive: Archive) -> Iterator[None]:
+    """Lock an archive, so that only one of several test runs fetches it."""
+    CACHE_DIRECTORY.mkdir(parents=True, exist_ok=True)
+    with (CACHE_DIRECTORY / f"{archive.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""A GGUF file taken apart so that a test can change one thing and write the rest consistently. Trusts what it reads."""
+"""A parsed GGUF file: a test can change one thing and serialize the rest consistently. Trusts its input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from afterglow.llama.gguf.formats import TENSOR_TYPES, ValueType
 
-LAYOUTS = {
+STRUCT_FORMATS = {
     ValueType.UINT8: "B", ValueType.INT8: "b", ValueType.UINT16: "H", ValueType.INT16: "h",
     ValueType.UINT32: "I", ValueType.INT32: "i", ValueType.UINT64: "Q", ValueType.INT64: "q",
     ValueType.FLOAT32: "f", ValueType.FLOAT64: "d", ValueType.BOOL: "B",
@@ -17,8 +17,8 @@ LAYOUTS = {
 
 
 @dataclass
-class Entry:
-    """One key. `values` has one element unless `array`; strings are bytes."""
+class MetadataEntry:
+    """One metadata key. `values` has one element unless `array`; strings are bytes."""
 
     key: bytes
     kind: int
@@ -27,8 +27,8 @@ class Entry:
 
 
 @dataclass
-class Weights:
-    """One tensor. `offset` is written as it is when not None."""
+class TensorData:
+    """One tensor. `offset` overrides the computed one if not None."""
 
     name: bytes
     shape: list[int]
@@ -39,47 +39,47 @@ class Weights:
 
 @dataclass
 class Document:
-    """The whole file. `fields` has, after `write`, the place of every count and length."""
+    """The whole file. After `to_bytes`, `fields` has the byte offset of every count and length."""
 
     version: int
-    entries: list[Entry]
-    weights: list[Weights]
+    entries: list[MetadataEntry]
+    tensors: list[TensorData]
     alignment: int = 32
     fields: dict[str, list[int]] = field(default_factory=dict)
     header_size: int = 0
 
-    def entry(self, key: str) -> Entry | None:
+    def find(self, key: str) -> MetadataEntry | None:
         return next((entry for entry in self.entries if entry.key == key.encode()), None)
 
-    def put(self, key: str, kind: ValueType, *values: Any, array: bool = False) -> None:
-        """Set a key, new or not; several values are an array."""
-        self.drop(key)
-        self.entries.append(Entry(key.encode(), kind, array or len(values) > 1, list(values)))
+    def set(self, key: str, kind: ValueType, *values: Any, array: bool = False) -> None:
+        """Set a key; several values are an array."""
+        self.remove(key)
+        self.entries.append(MetadataEntry(key.encode(), kind, array or len(values) > 1, list(values)))
 
-    def drop(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         self.entries = [entry for entry in self.entries if entry.key != key.encode()]
 
-    def write(self) -> bytes:
-        """The file; tensors lie one after the other, each at a multiple of the alignment."""
-        out = bytearray(b"GGUF" + struct.pack("<IQQ", self.version, len(self.weights), len(self.entries)))
+    def to_bytes(self) -> bytes:
+        """Serialize the file. Tensors are consecutive, each at a multiple of the alignment."""
+        out = bytearray(b"GGUF" + struct.pack("<IQQ", self.version, len(self.tensors), len(self.entries)))
         self.fields = {"tensor count": [8], "key count": [16]}
         for entry in self.entries:
             self._write_entry(out, entry)
         position = 0
-        for weights in self.weights:
-            self.fields.setdefault(f"length of the name of {weights.name!r}", []).append(len(out))
-            out += struct.pack("<Q", len(weights.name)) + weights.name
-            out += struct.pack(f"<I{len(weights.shape)}QI", len(weights.shape), *weights.shape, weights.kind)
-            self.fields.setdefault(f"offset of {weights.name!r}", []).append(len(out))
-            out += struct.pack("<Q", position if weights.offset is None else weights.offset)
-            position += padded(len(weights.data), self.alignment)
+        for tensor in self.tensors:
+            self.fields.setdefault(f"length of the name of {tensor.name!r}", []).append(len(out))
+            out += struct.pack("<Q", len(tensor.name)) + tensor.name
+            out += struct.pack(f"<I{len(tensor.shape)}QI", len(tensor.shape), *tensor.shape, tensor.kind)
+            self.fields.setdefault(f"offset of {tensor.name!r}", []).append(len(out))
+            out += struct.pack("<Q", position if tensor.offset is None else tensor.offset)
+            position += pad(len(tensor.data), self.alignment)
         self.header_size = len(out)
-        out += bytes(padded(len(out), self.alignment) - len(out))
-        for weights in self.weights:
-            out += weights.data + bytes(padded(len(weights.data), self.alignment) - len(weights.data))
+        out += bytes(pad(len(out), self.alignment) - len(out))
+        for tensor in self.tensors:
+            out += tensor.data + bytes(pad(len(tensor.data), self.alignment) - len(tensor.data))
         return bytes(out)
 
-    def _write_entry(self, out: bytearray, entry: Entry) -> None:
+    def _write_entry(self, out: bytearray, entry: MetadataEntry) -> None:
         self.fields.setdefault(f"length of the key {entry.key!r}", []).append(len(out))
         out += struct.pack("<Q", len(entry.key)) + entry.key
         if entry.array:
@@ -93,20 +93,20 @@ class Document:
                 self.fields.setdefault(f"string length in {entry.key!r}", []).append(len(out))
                 out += struct.pack("<Q", len(value)) + value
         else:
-            out += struct.pack(f"<{len(entry.values)}{LAYOUTS[ValueType(entry.kind)]}", *entry.values)
+            out += struct.pack(f"<{len(entry.values)}{STRUCT_FORMATS[ValueType(entry.kind)]}", *entry.values)
 
 
-def padded(size: int, alignment: int) -> int:
+def pad(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def tensor_bytes(shape: list[int], kind: int) -> int:
+def count_tensor_bytes(shape: list[int], kind: int) -> int:
     _, block, size = TENSOR_TYPES[kind]
     return math.prod(shape) // block * size
 
 
-def parse(original: bytes) -> Document:
-    """Take a good file apart."""
+def parse_document(original: bytes) -> Document:
+    """Parse a valid file."""
     version, tensor_count, key_count = struct.unpack_from("<IQQ", original, 4)
     position = 24
     entries = []
@@ -114,19 +114,21 @@ def parse(original: bytes) -> Document:
         entry, position = _parse_entry(original, position)
         entries.append(entry)
     document = Document(version, entries, [])
-    if (alignment := document.entry("general.alignment")) is not None:
+    if (alignment := document.find("general.alignment")) is not None:
         document.alignment = alignment.values[0]
-    tensors = []
+    tensor_infos = []
     for _ in range(tensor_count):
         name, position = _parse_string(original, position)
         (dimensions,) = struct.unpack_from("<I", original, position)
         *shape, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", original, position + 4)
         position += 16 + 8 * dimensions
-        tensors.append((name, shape, kind, offset))
-    start = padded(position, document.alignment)
-    for name, shape, kind, offset in tensors:
+        tensor_infos.append((name, shape, kind, offset))
+    start = pad(position, document.alignment)
+    for name, shape, kind, offset in tensor_infos:
         begin = start + offset
-        document.weights.append(Weights(name, shape, kind, original[begin : begin + tensor_bytes(shape, kind)]))
+        document.tensors.append(
+            TensorData(name, shape, kind, original[begin : begin + count_tensor_bytes(shape, kind)])
+        )
     return document
 
 
@@ -135,7 +137,7 @@ def _parse_string(data: bytes, position: int) -> tuple[bytes, int]:
     return data[position + 8 : position + 8 + length], position + 8 + length
 
 
-def _parse_entry(data: bytes, position: int) -> tuple[Entry, int]:
+def _parse_entry(data: bytes, position: int) -> tuple[MetadataEntry, int]:
     key, position = _parse_string(data, position)
     (kind,) = struct.unpack_from("<I", data, position)
     position, count, is_array = position + 4, 1, kind == ValueType.ARRAY
@@ -148,7 +150,7 @@ def _parse_entry(data: bytes, position: int) -> tuple[Entry, int]:
             value, position = _parse_string(data, position)
             values.append(value)
     else:
-        layout = f"<{count}{LAYOUTS[ValueType(kind)]}"
-        values = list(struct.unpack_from(layout, data, position))
-        position += struct.calcsize(layout)
-    return Entry(key, kind, is_array, values), position
+        format = f"<{count}{STRUCT_FORMATS[ValueType(kind)]}"
+        values = list(struct.unpack_from(format, data, position))
+        position += struct.calcsize(format)
+    return MetadataEntry(key, kind, is_array, values), position

@@ -1,4 +1,4 @@
-"""Asking an engine and watching what comes of it, here and in a program of its own."""
+"""Helpers for hosts: build requests, read event streams, and run engines in a separate program."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ Host = EngineThread | EngineProcess
 FOLDERS = [str(Path(__file__).parents[1])]
 
 
-def llama(name: str = "successor-attention", **context: Any) -> EngineSpec:
+def build_spec(name: str = "successor-attention", **context: Any) -> EngineSpec:
+    """Return the spec of an engine on a tiny model; `context` are fields of `ContextSettings`."""
     defaults = {"cells": 4096, "sequences": 4, "batch": 256, "ubatch": 64, "outputs": 8, "threads": 1}
     return EngineSpec(path=models.get_path(name), context_settings=ContextSettings(**{**defaults, **context}))
 
 
-def long_decode() -> tuple[EngineSpec, Request]:
-    """A request whose prompt is one native decode of many seconds."""
-    recipe = llama("attention", cells=20_000, sequences=1, batch=16_384, ubatch=512)
+def build_long_decode() -> tuple[EngineSpec, Request]:
+    """Return a spec, and a request whose prefill is one native decode of many seconds."""
+    spec = build_spec("attention", cells=20_000, sequences=1, batch=16_384, ubatch=512)
     entries = np.random.default_rng(1).integers(20, 250, 16_000)
-    return recipe, Request(id="long", entries=entries, sampling=GREEDY, max_tokens=4)
+    return spec, Request(id="long", entries=entries, sampling=GREEDY, max_tokens=4)
 
 
-def long(id: str, **options) -> Request:
-    """A request that does not end by itself within a test."""
+def build_long_request(id: str, **options: Any) -> Request:
+    """Return a request that does not end by itself within a test."""
     return request(id, prompt(10), max_tokens=1000, ignore_eos=True, **options)
 
 
-def read(stream: EventStream) -> list[EngineEvent]:
-    """All events: an end comes exactly once, and last, and tokens come after the prompt."""
+def read_events(stream: EventStream) -> list[EngineEvent]:
+    """Read a stream to its end. Checks that the end comes exactly once and last, and tokens after prefill progress."""
     events = list(stream)
     assert all(event.request_id == stream.id for event in events)
     assert [isinstance(event, Finished | Failed) for event in events] == [False] * (len(events) - 1) + [True]
@@ -57,64 +58,66 @@ def read(stream: EventStream) -> list[EngineEvent]:
     return events
 
 
-def tokens(events: list[EngineEvent]) -> list[int]:
+def get_tokens(events: list[EngineEvent]) -> list[int]:
     return [event.token for event in events if isinstance(event, Token)]
 
 
-def error(stream: EventStream) -> AfterglowError:
-    end = read(stream)[-1]
+def read_error(stream: EventStream) -> AfterglowError:
+    """Read a stream to its end and return its error."""
+    end = read_events(stream)[-1]
     assert isinstance(end, Failed), end
     return end.error
 
 
-def first_token(stream: EventStream) -> Iterator[EngineEvent]:
-    """An iterator that has come to the first token."""
+def skip_to_first_token(stream: EventStream) -> Iterator[EngineEvent]:
+    """Return an iterator that has yielded the first token."""
     events = iter(stream)
     assert any(isinstance(event, Token) for event in events)
     return events
 
 
-def eventually(condition: Callable[[], bool], within: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], within: float = 5.0) -> bool:
+    """Poll a condition; return whether it became true in time."""
     deadline = time.monotonic() + within
-    while not (true := condition()) and time.monotonic() < deadline:
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return true
+    return is_true
 
 
-def idle(engine: Host) -> bool:
-    return eventually(lambda: not engine.call(engine_factories.busy))
+def wait_until_idle(engine: Host) -> bool:
+    return wait_until(lambda: not engine.call(engine_factories.is_busy))
 
 
 @contextmanager
-def program(
-    host: type[Host], body: str, make: str = "engine_factories.Fake(pause=0.02)", **options: Any
+def run_program(
+    host: type[Host], body: str, factory: str = "engine_factories.FakeEngineFactory(pause=0.02)", **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A Python program with an engine and an answer that does not end; it prints the id of the engine's process."""
+    """Run a Python program with an engine and a request that does not end. It prints the pid of the engine process."""
     source = f"""
     import os, signal, sys, threading, time
     sys.path[:0] = {FOLDERS}
     from support import engine_factories, hosts
     from support.play import prompt, request
     from afterglow.engine.host.{host.__module__.rpartition(".")[2]} import {host.__name__}
-    engine = {host.__name__}({make})
+    engine = {host.__name__}({factory})
     stream = engine.submit(request("one", prompt(5), max_tokens=1000, ignore_eos=True))
     print(getattr(engine, "pid", 0), flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(source) + textwrap.dedent(body)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as program:
         try:
-            yield running
+            yield program
         finally:
-            running.kill()
+            program.kill()
 
 
-def line(running: subprocess.Popen[str]) -> str:
-    """The next line that it prints."""
-    assert running.stdout is not None
-    return running.stdout.readline().strip()
+def read_line(program: subprocess.Popen[str]) -> str:
+    """Return the next line that a program prints."""
+    assert program.stdout is not None
+    return program.stdout.readline().strip()
 
 
-def finish(running: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Its exit code and what it printed. The pipes end only when no child of it has them open any more."""
-    output, errors = running.communicate(timeout=20)
-    return running.returncode, output, errors
+def wait_for_exit(program: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr. The pipes end only when no child of the program has them open."""
+    output, errors = program.communicate(timeout=20)
+    return program.returncode, output, errors

@@ -1,4 +1,4 @@
-"""A process that computes and writes until it is killed. Arguments: the folder, the kind of memory, a seed."""
+"""Program that fills a disk tier until it is killed. Arguments: the directory, the kind of memory, a seed."""
 
 from __future__ import annotations
 

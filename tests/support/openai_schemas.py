@@ -1,4 +1,4 @@
-"""OpenAI's published types as a judge: what they do not accept as it stands is wrong."""
+"""Strict validation of responses against the types of the `openai` package."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-T = TypeVar("T")
-EVENTS: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+OpenAIType = TypeVar("OpenAIType")
+EVENT_ADAPTER: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 
 __all__ = ["ChatCompletion", "ChatCompletionChunk", "Completion", "CreateEmbeddingResponse", "Model", "Response"]
 
 
-def valid(kind: type[T], value: Any) -> T:
-    """`value` as OpenAI's type, which takes nothing of another kind for its own."""
-    read: T = pydantic.TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-    return read
+def validate(openai_type: type[OpenAIType], value: Any) -> OpenAIType:
+    """Parse `value` as an OpenAI type without any conversion."""
+    parsed: OpenAIType = pydantic.TypeAdapter(openai_type).validate_json(json.dumps(value), strict=True)
+    return parsed
 
 
-def valid_event(value: dict[str, Any]) -> Any:
-    """An event of /v1/responses as one of OpenAI's."""
-    read = EVENTS.validate_json(json.dumps(value), strict=True)
-    assert read.type == value["type"]
-    return read
+def validate_event(value: dict[str, Any]) -> Any:
+    """Parse an event of /v1/responses as an OpenAI type."""
+    parsed = EVENT_ADAPTER.validate_json(json.dumps(value), strict=True)
+    assert parsed.type == value["type"]
+    return parsed

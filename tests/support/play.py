@@ -1,4 +1,4 @@
-"""Playing requests through an engine, and the reference that computes everything from scratch."""
+"""Helpers that run requests on an engine, and the reference run on an engine of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
 
 KINDS = ("attention", "window", "recurrent", "hybrid")
-LAYOUTS = (False, True)
+LAYOUTS = (False, True)  # values of kv_unified
 GREEDY = Sampling(temperature=0)
 
 
 @dataclass
 class Answer:
+    """The events of one request, collected."""
+
     tokens: list[int] = field(default_factory=list)
     end: Finished | Failed | None = None
     progress: list[int] = field(default_factory=list)
@@ -38,66 +40,77 @@ class Answer:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random tokens of the fake vocabulary."""
     return [int(token) for token in np.random.default_rng(seed).integers(1, 60, length)]
 
 
 def request(id: str, entries: Iterable[int], **options: object) -> Request:
+    """Return a greedy request of at most 12 tokens; `options` are fields of `Request`."""
     defaults = {"sampling": GREEDY, "max_tokens": 12}
     return Request(id=id, entries=list(entries), **{**defaults, **options})  # type: ignore[arg-type]
 
 
 def collect(answers: dict[str, Answer], engine: Engine) -> None:
-    """One step, its events sorted to their requests; a request ends exactly once and says nothing afterwards."""
+    """Run one step and collect its events by request. A request ends exactly once and has no event after its end."""
     for event in engine.step():
         answer = answers.setdefault(event.request_id, Answer())
-        assert answer.end is None, f"{event} came after the end"
+        assert answer.end is None, f"{event} after the end"
         match event:
             case Token(_, token, logprob):
                 answer.tokens.append(token)
                 if logprob is not None:
                     answer.logprobs.append(logprob)
-            case PrefillProgress(_, done, _):
-                answer.progress.append(done)
+            case PrefillProgress(_, computed_entries, _):
+                answer.progress.append(computed_entries)
             case Finished() | Failed():
                 answer.end = event
 
 
 def play(engine: Engine, *requests: Request, limit: int = 5000) -> dict[str, Answer]:
-    """Submit all at once and step until every one has ended."""
+    """Submit all requests at once and step until all have ended."""
     answers: dict[str, Answer] = {}
-    for one in requests:
-        engine.submit(one)
+    for submitted in requests:
+        engine.submit(submitted)
     for _ in range(limit):
         if not engine.is_busy:
             break
         collect(answers, engine)
-    assert not engine.is_busy, "it does not end"
-    assert all(answers[one.id].end is not None for one in requests)
+    assert not engine.is_busy, "the requests do not end"
+    assert all(answers[submitted.id].end is not None for submitted in requests)
     check(engine)
     return answers
 
 
 def ask(engine: Engine, entries: Iterable[int], **options: object) -> Answer:
+    """Run one request, with the id "one"."""
     return play(engine, request("one", entries, **options))["one"]
 
 
 def check(engine: Engine) -> None:
-    """The record equals memory, and budgets are kept."""
+    """Check that the recorded positions equal those of the KV cache and that checkpoints are within their bytes."""
     for slot in engine.prefix_cache.slots:
-        held = engine.backend.get_position_range(slot.seq_id)
-        assert (held[1] + 1 if held else 0) == slot.position, f"slot {slot.seq_id}: {held}, record {slot.position}"
-    settings = engine.settings.checkpoints
-    assert engine.prefix_cache.checkpoints.nbytes <= settings.max_bytes
+        positions = engine.backend.get_position_range(slot.seq_id)
+        end = positions[1] + 1 if positions else 0
+        assert end == slot.position, f"slot {slot.seq_id}: KV cache {positions}, recorded end {slot.position}"
+    assert engine.prefix_cache.checkpoints.nbytes <= engine.settings.checkpoints.max_bytes
 
 
 def fake(
     kind: str = "attention", settings: EngineSettings | None = None, drafters: Sequence[Drafter] = (), **options: object
 ) -> Engine:
+    """Return an engine on a fake backend; `options` are arguments of `FakeBackend`."""
     return Engine(FakeBackend(kind, **options), settings, drafters)  # type: ignore[arg-type]
 
 
+def fake_with_media(kind: str, settings: EngineSettings | None = None, **options: object) -> Engine:
+    """Return an engine on a fake backend that accepts media entries."""
+    engine = fake(kind, settings, **options)
+    engine.backend.interner = engine.interner
+    return engine
+
+
 def reference(make: Callable[[], Engine], entries: Iterable[int], **options: object) -> list[int]:
-    """The tokens of a request that had an engine for itself."""
+    """Return the tokens of a request that is the only one of its engine."""
     engine = make()
     tokens = ask(engine, entries, **options).tokens
     engine.close()

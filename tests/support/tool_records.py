@@ -1,10 +1,10 @@
-"""What the recorded answers are made of: tools, calls of them, and the form of a record."""
+"""Tools, example calls and the record type of the recorded outputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from afterglow.chat.tools import Tool, parse_tools
+from afterglow.chat.tools.tool import Tool, parse_tools
 
 TOOLS: tuple[Tool, ...] = parse_tools(
     [
@@ -55,11 +55,14 @@ TOOLS: tuple[Tool, ...] = parse_tools(
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """An answer as it came, and what it means. `calls` are names and arguments; `enforced`: a grammar accepts it."""
+class RecordedOutput:
+    """Raw output of a model and its expected parse.
+
+    `calls` are pairs of name and arguments. `enforced`: the family's grammar accepts the output.
+    """
 
     family: str
-    what: str
+    case: str
     raw: str
     text: str = ""
     reasoning: str = ""
@@ -67,7 +70,7 @@ class Recorded:
     enforced: bool = False
 
     def __str__(self) -> str:
-        return f"{self.family}: {self.what}"
+        return f"{self.family}: {self.case}"
 
 
 PARIS = ("get_weather", '{"city": "Paris"}')
@@ -78,9 +81,9 @@ NESTED_PLAIN = ("search", '{"filters": {"limit": 3, "tags": ["a", "bc"]}, "query
 NOW = ("now", "{}")
 
 
-def tag(call: tuple[str, str], arguments: str = "arguments") -> str:
+def tagged_call(call: tuple[str, str], arguments: str = "arguments") -> str:
     return f'<tool_call>\n{{"name": "{call[0]}", "{arguments}": {call[1]}}}\n</tool_call>'
 
 
-def item(call: tuple[str, str], arguments: str = "arguments") -> str:
+def json_call(call: tuple[str, str], arguments: str = "arguments") -> str:
     return f'{{"name": "{call[0]}", "{arguments}": {call[1]}}}'

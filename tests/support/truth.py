@@ -1,7 +1,7 @@
-"""What must be true of an engine on the fake between any two steps, whatever happened before.
+"""Invariants of an engine on the fake backend. They hold between any two steps.
 
-Nothing here believes a record or an engine: memory is compared with one that computed the same entries from scratch,
-and an answer with what a backend says that nobody manages.
+The checks trust neither the recorded entries nor the engine: the KV cache is compared with one that computed the same
+entries from scratch, and tokens with those of a backend without an engine.
 """
 
 from __future__ import annotations
@@ -17,112 +17,137 @@ from afterglow.engine.kvcache.blocks import Block
 from afterglow.engine.kvcache.radix_tree import RadixNode, RadixTree
 from afterglow.engine.types.backend import DecodeSpan
 from afterglow.engine.types.entries import Entries, Entry, EntryInterner, common_prefix_length
+from afterglow.engine.types.request import Request
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
-from support.play import GREEDY
+from support.play import GREEDY, Answer, collect
+
+MAX_CACHED_BACKENDS = 64
+MAX_EXTENDED_ENTRIES = 4  # a cached backend is extended by at most this many entries
 
 
 def check_all(engine: Engine) -> None:
-    """Every law that can be seen from outside of a step."""
+    """Check every invariant that is visible between two steps."""
     check_jobs(engine)
-    check_memory(engine)
+    check_sequences(engine)
     check_trees(engine)
     check_checkpoints(engine)
     check_budgets(engine)
     check_stored(engine)
 
 
-def answer(
+def run_checked(engine: Engine, *requests: Request, limit: int = 2000) -> dict[str, Answer]:
+    """Run requests and check all invariants after every step."""
+    answers: dict[str, Answer] = {}
+    for submitted in requests:
+        engine.submit(submitted)
+    finish_checked(engine, answers, limit)
+    return answers
+
+
+def finish_checked(engine: Engine, answers: dict[str, Answer], limit: int = 2000) -> None:
+    """Step until the engine is idle and check all invariants after every step."""
+    for _ in range(limit):
+        if not engine.is_busy:
+            break
+        collect(answers, engine)
+        check_all(engine)
+    assert not engine.is_busy, "the requests do not end"
+
+
+def compute_tokens(kind: str, request: Request, **options: object) -> list[int]:
+    """Return the tokens of a request, computed without an engine."""
+    tokens, _, _ = compute_completion(
+        kind,
+        request.entries,
+        sampling=request.sampling,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        **options,
+    )
+    return tokens
+
+
+def compute_completion(
     kind: str,
     entries: Sequence[Entry],
     *,
-    cells: int = 1024,
+    cells_per_sequence: int = 1024,
     sampling: Sampling = GREEDY,
     max_tokens: int | None = 12,
     stop: tuple[bytes, ...] = (),
-    ignore_ends: bool = False,
+    ignore_eos: bool = False,
 ) -> tuple[list[int], str, bytes | int | None]:
-    """The tokens, why they end, and what stopped them: without an engine, one row after the other."""
-    backend = fresh(kind)
+    """Return the tokens, the finish reason and the stop reason, computed without an engine, token by token."""
+    backend = make_backend(kind)
     sampler, tokens, text = backend.create_sampler(sampling), [], b""
-    room = cells - backend.interner.count_cells(backend.interner.intern(entries))
-    ids = backend.interner.intern(entries)
+    free_cells = cells_per_sequence - backend.interner.count_cells(backend.interner.intern(entries))
+    pending = backend.interner.intern(entries)
     while max_tokens != 0:
-        backend.decode(
-            [
-                DecodeSpan(
-                    0, ids, backend.get_position_range(0)[1] + 1 if backend.get_position_range(0) else 0, outputs=1
-                )
-            ]
-        )
-        tokens.append(sampler.sample(backend.get_logits(0, len(ids) - 1)))
+        positions = backend.get_position_range(0)
+        backend.decode([DecodeSpan(0, pending, positions[1] + 1 if positions else 0, outputs=1)])
+        tokens.append(sampler.sample(backend.get_logits(0, len(pending) - 1)))
         text += backend.token_to_piece(tokens[-1])
-        if tokens[-1] in backend.eog_tokens and not ignore_ends:
+        if tokens[-1] in backend.eog_tokens and not ignore_eos:
             return tokens, "stop", tokens[-1]
-        if found := [one for one in stop if text.endswith(one)]:
-            return tokens, "stop", max(found, key=len)
-        if len(tokens) == max_tokens or len(tokens) > room:
+        if matches := [stop_text for stop_text in stop if text.endswith(stop_text)]:
+            return tokens, "stop", max(matches, key=len)
+        if len(tokens) == max_tokens or len(tokens) > free_cells:
             return tokens, "length", None
-        ids = tokens[-1:]
+        pending = tokens[-1:]
     return [], "length", None
 
 
-def fresh(kind: str) -> FakeBackend:
+def make_backend(kind: str) -> FakeBackend:
     backend = FakeBackend(kind, sequences=1, cells_per_sequence=10**6, batch_cells=10**6)  # type: ignore[arg-type]
     backend.interner = EntryInterner()
     return backend
 
 
-def check_memory(engine: Engine) -> None:
-    """The record equals memory: each slot holds what a cold computation of its record holds."""
+def check_sequences(engine: Engine) -> None:
+    """Check that the KV cache of each slot equals a cold computation of its recorded entries."""
     for slot in engine.prefix_cache.slots:
-        held = engine.backend.get_position_range(slot.seq_id)
-        assert (held[1] + 1 if held else 0) == slot.position, f"slot {slot.seq_id}: {held}, record {slot.position}"
-        if not engine.backend.rounding:
-            same = engine.backend.contents(slot.seq_id) == cold(engine, slot.entries)
-            assert same, f"slot {slot.seq_id} is not its record"
+        positions = engine.backend.get_position_range(slot.seq_id)
+        end = positions[1] + 1 if positions else 0
+        assert end == slot.position, f"slot {slot.seq_id}: KV cache {positions}, recorded end {slot.position}"
+        if not engine.backend.simulate_rounding:
+            is_equal = engine.backend.visible_state(slot.seq_id) == compute_state(engine, slot.entries)
+            assert is_equal, f"slot {slot.seq_id}: the KV cache differs from the recorded entries"
         assert slot.partial_media_rows or engine.backend.can_resume_at(slot.seq_id, slot.position), (
-            f"slot {slot.seq_id} cannot go on"
+            f"slot {slot.seq_id} cannot be continued"
         )
-        assert slot.busy or not slot.partial_media_rows, f"slot {slot.seq_id} is left with half a picture"
+        assert slot.busy or not slot.partial_media_rows, f"idle slot {slot.seq_id} holds part of a media entry"
         assert slot.cell_count == engine.interner.count_cells(slot.entries)
         assert 0 <= slot.aligned <= len(slot)
 
 
-def cold(engine: Engine, ids: Entries) -> tuple[object, ...]:
-    """What memory holds after these entries were computed in one go, with nothing before and nobody beside."""
-    entries = tuple(int(one) if one >= 0 else engine.interner.get_media(int(one)) for one in ids)
-    return computed(engine.backend.capabilities.memory_kind, entries)
+def compute_state(engine: Engine, entries: Entries) -> tuple[object, ...]:
+    """Return the KV cache after these entries were computed in one decode, with nothing before and nothing beside."""
+    portable = tuple(int(entry) if entry >= 0 else engine.interner.get_media(int(entry)) for entry in entries)
+    return compute_portable_state(engine.backend.capabilities.memory_kind, portable)
 
 
 @lru_cache(maxsize=8192)
-def computed(kind: str, entries: tuple[Entry, ...]) -> tuple[object, ...]:
-    """The same for plain entries. A backend that has computed all but the last few goes on from there."""
-    shorter = next(((kind, entries[:-more]) for more in range(1, 5) if (kind, entries[:-more]) in computing), None)
-    backend = computing.pop(shorter) if shorter else fresh(kind)
-    done = len(shorter[1]) if shorter else 0
-    if len(entries) > done:
-        backend.decode(
-            [
-                DecodeSpan(
-                    0,
-                    backend.interner.intern(entries[done:]),
-                    backend.get_position_range(0)[1] + 1 if done else 0,
-                    outputs=1,
-                )
-            ]
-        )
-    computing[kind, entries] = backend
-    while len(computing) > 64:
-        del computing[next(iter(computing))]
+def compute_portable_state(kind: str, entries: tuple[Entry, ...]) -> tuple[object, ...]:
+    """Return the same for portable entries. Extend a cached backend that has computed all but the last few entries."""
+    shorter = ((kind, entries[:-count]) for count in range(1, MAX_EXTENDED_ENTRIES + 1))
+    cached = next((key for key in shorter if key in cached_backends), None)
+    backend = cached_backends.pop(cached) if cached else make_backend(kind)
+    computed = len(cached[1]) if cached else 0
+    if len(entries) > computed:
+        position = backend.get_position_range(0)[1] + 1 if computed else 0
+        backend.decode([DecodeSpan(0, backend.interner.intern(entries[computed:]), position, outputs=1)])
+    cached_backends[kind, entries] = backend
+    while len(cached_backends) > MAX_CACHED_BACKENDS:
+        del cached_backends[next(iter(cached_backends))]
     return backend.visible_state(0)
 
 
-computing: dict[tuple[str, tuple[Entry, ...]], FakeBackend] = {}
+cached_backends: dict[tuple[str, tuple[Entry, ...]], FakeBackend] = {}
 
 
 def check_jobs(engine: Engine) -> None:
-    """Every job is in one place, every busy slot has one job, and memory never runs ahead of what is known."""
+    """Check that each job is in one place, each busy slot has one job, and a slot holds only known entries."""
     jobs, running, waiting = engine._jobs.values(), engine._running, list(engine._waiting)
     assert Counter(map(id, jobs)) == Counter(map(id, running + waiting))
     assert all(job.sequence is None for job in waiting)
@@ -133,103 +158,98 @@ def check_jobs(engine: Engine) -> None:
         known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)])
         named = job.request.sequence
         assert named is None or job.sequence is None or job.sequence.seq_id == named
-        for ids in [job.sequence.entries] if job.sequence else [job.swapped_state.entries] if job.swapped_state else []:
-            assert len(ids) < len(known), f"{job.request.id}: nothing is left to compute"
-            assert common_prefix_length(ids, known) == len(ids), (
-                f"{job.request.id} works on the memory of something else"
+        holder = job.sequence or job.swapped_state
+        if holder is not None:
+            assert len(holder.entries) < len(known), f"{job.request.id}: no entry is left to compute"
+            assert common_prefix_length(holder.entries, known) == len(holder.entries), (
+                f"{job.request.id}: its sequence holds other entries"
             )
         assert not job.sampler.closed
 
 
 def check_trees(engine: Engine) -> None:
-    """What can be found is what there is: each idle sequence and each checkpoint once, under its entries."""
-    memory = engine.prefix_cache
-    idle = {slot: slot.entries for slot in memory.slots if not slot.busy and len(slot)}
-    check_tree(memory._idle_tree, idle)
-    check_tree(memory.checkpoints.tree, {checkpoint: checkpoint.entries for checkpoint in memory.all_checkpoints})
-    assert len({(one.salt, one.entries.tobytes()) for one in memory.all_checkpoints}) == len(memory.all_checkpoints)
-    assert set(memory._idle_slots) == {slot for slot in memory.slots if not slot.busy}
+    """Check that the trees hold each idle sequence and each checkpoint exactly once, under its entries."""
+    cache = engine.prefix_cache
+    idle = {slot: slot.entries for slot in cache.slots if not slot.busy and len(slot)}
+    check_tree(cache._idle_tree, idle)
+    check_tree(cache.checkpoints.tree, {checkpoint: checkpoint.entries for checkpoint in cache.all_checkpoints})
+    distinct = {(checkpoint.salt, checkpoint.entries.tobytes()) for checkpoint in cache.all_checkpoints}
+    assert len(distinct) == len(cache.all_checkpoints)
+    assert set(cache._idle_slots) == {slot for slot in cache.slots if not slot.busy}
 
 
 def check_tree(tree: RadixTree, expected: dict) -> None:
-    found = {}
+    anchors = {}
     for root in tree._roots.values():
-        check_node(root, np.zeros(0, dtype=np.int64), found)
-    assert set(found) == set(expected) == set(tree._nodes)
-    for anchor, ids in expected.items():
-        assert np.array_equal(found[anchor], ids), f"{anchor} is in the tree as something else"
+        check_node(root, np.zeros(0, dtype=np.int64), anchors)
+    assert set(anchors) == set(expected) == set(tree._nodes)
+    for anchor, entries in expected.items():
+        assert np.array_equal(anchors[anchor], entries), f"{anchor} is in the tree under other entries"
 
 
-def check_node(node: RadixNode, above: Entries, found: dict) -> int:
-    ids = np.concatenate([above, node.edge])
-    assert node.depth == len(ids)
-    assert node.parent is None or node.anchors or len(node.children) > 1, "a node that leads on only"
+def check_node(node: RadixNode, prefix: Entries, anchors: dict) -> int:
+    """Check a subtree, add its anchors to `anchors` and return their number."""
+    entries = np.concatenate([prefix, node.edge])
+    assert node.depth == len(entries)
+    assert node.parent is None or node.anchors or len(node.children) > 1, "a node without anchor has a single child"
     for anchor in node.anchors:
-        assert anchor not in found, "an anchor in two places"
-        found[anchor] = ids
+        assert anchor not in anchors, "an anchor is in the tree twice"
+        anchors[anchor] = entries
     below = 0
     for first, child in node.children.items():
         assert child.parent is node
         assert child.edge[0] == first
-        below += check_node(child, ids, found)
+        below += check_node(child, entries, anchors)
     assert node.count == below + len(node.anchors)
     return node.count
 
 
 def check_checkpoints(engine: Engine) -> None:
-    """A checkpoint is the state after its entries, and cells that cover it are there."""
-    for checkpoint in engine.prefix_cache.all_checkpoints:
-        if isinstance(checkpoint.state, Damaged) or engine.backend.rounding:
+    """Check that each checkpoint is the state after its entries, and that the cells before it exist."""
+    cache = engine.prefix_cache
+    for checkpoint in cache.all_checkpoints:
+        if isinstance(checkpoint.state, Damaged) or engine.backend.simulate_rounding:
             continue
-        assert checkpoint.state.memory.contents() == cold(engine, checkpoint.entries), "a checkpoint of something else"
+        is_equal = checkpoint.state.kv_cache.visible_state() == compute_state(engine, checkpoint.entries)
+        assert is_equal, "a checkpoint differs from the state after its entries"
         if engine.backend.capabilities.checkpoints_need_cells:
-            covered = [
-                common_prefix_length(slot.entries, checkpoint.entries) == checkpoint.position
-                for slot in engine.prefix_cache.slots
+            on_device = [
+                common_prefix_length(slot.entries, checkpoint.entries) == checkpoint.position for slot in cache.slots
             ]
-            stored = (
-                engine.prefix_cache.store.find_stored_prefix(checkpoint.entries, checkpoint.salt).length
-                == checkpoint.position
-            )
-            assert any(covered) or stored, "a checkpoint without its cells"
+            stored = cache.store.find_stored_prefix(checkpoint.entries, checkpoint.salt)
+            assert any(on_device) or stored.length == checkpoint.position, "a checkpoint without its cells"
 
 
 def check_stored(engine: Engine) -> None:
-    """What is stored is what was computed, everything before it is stored too, and its bytes are counted."""
-    tiers = engine.prefix_cache.store
-    stored = list(tiers.ram)
-    size = sum(segment.rows.nbytes + segment.entries.nbytes for segment in stored)
-    assert size == tiers.ram.block_bytes
-    assert (
-        size + engine.prefix_cache.checkpoints.nbytes + engine.prefix_cache.swapped_bytes
-        == tiers.ram.used_bytes
-        <= tiers.ram.limit
-    )
-    assert engine.prefix_cache.swapped_bytes == sum(
-        job.swapped_state.nbytes for job in engine._jobs.values() if job.swapped_state
-    )
-    assert {segment.key for segment in tiers.tree if not segment.is_on_disk} <= {segment.key for segment in stored}
-    for segment in stored:
-        assert segment.start == 0 or tiers.tree.get(segment.parent) is not None, "it lost its beginning"
-        if not engine.backend.rounding:
-            check_cells(engine, segment)
+    """Check that stored blocks equal computed cells, have all blocks before them, and are counted in bytes."""
+    cache, store = engine.prefix_cache, engine.prefix_cache.store
+    blocks = list(store.ram)
+    block_bytes = sum(block.rows.nbytes + block.entries.nbytes for block in blocks)
+    assert block_bytes == store.ram.block_bytes
+    assert block_bytes + cache.checkpoints.nbytes + cache.swapped_bytes == store.ram.used_bytes <= store.ram.limit
+    assert cache.swapped_bytes == sum(job.swapped_state.nbytes for job in engine._jobs.values() if job.swapped_state)
+    assert {block.key for block in store.tree if not block.is_on_disk} <= {block.key for block in blocks}
+    for block in blocks:
+        assert block.start == 0 or store.tree.get(block.parent) is not None, "a block lost its predecessor"
+        if not engine.backend.simulate_rounding:
+            check_block(engine, block)
 
 
-def check_cells(engine: Engine, segment: Block) -> None:
-    """The cells of a segment are those of a cold computation."""
-    path = [segment]
+def check_block(engine: Engine, block: Block) -> None:
+    """Check that the cells of a block equal those of a cold computation."""
+    path = [block]
     while path[0].start:
-        before = engine.prefix_cache.store.tree.get(path[0].parent)
-        assert before.end == path[0].start, "it lies behind something else"
-        path.insert(0, before)
-    known = {
-        int(engine.interner.to_portable_entries(np.array([-n]))[0]): -n
-        for n in range(1, len(engine.interner._media_by_id) + 1)
+        previous = engine.prefix_cache.store.tree.get(path[0].parent)
+        assert previous.end == path[0].start, "a block does not follow its parent"
+        path.insert(0, previous)
+    media_ids = {
+        int(engine.interner.to_portable_entries(np.array([-number]))[0]): -number
+        for number in range(1, len(engine.interner._media_by_id) + 1)
     }
-    ids = np.array([known.get(int(one), int(one)) for part in path for one in part.entries])
-    before = engine.interner.count_cells(ids[: segment.start])
-    expected = cold(engine, ids)[1][before:]
-    assert segment.rows.view(np.int64).tolist() == [list(cell) for cell in expected], "other cells are stored"
+    entries = np.array([media_ids.get(int(entry), int(entry)) for part in path for entry in part.entries])
+    cells_before = engine.interner.count_cells(entries[: block.start])
+    expected = compute_state(engine, entries)[1][cells_before:]
+    assert block.rows.view(np.int64).tolist() == [list(cell) for cell in expected], "a block holds other cells"
 
 
 class Damaged:
@@ -239,13 +259,17 @@ class Damaged:
 
 
 def check_budgets(engine: Engine) -> None:
-    """Bytes of checkpoints, checkpoints on a path, bytes of parked jobs, cells."""
-    settings, memory = engine.settings, engine.prefix_cache
-    size = sum(checkpoint.state.nbytes + checkpoint.entries.nbytes for checkpoint in memory.all_checkpoints)
-    assert size == memory.checkpoints.nbytes <= settings.checkpoints.max_bytes
+    """Check the bytes of checkpoints, checkpoints per path, swapped bytes and used cells against their limits."""
+    settings, cache = engine.settings, engine.prefix_cache
+    checkpoint_bytes = sum(checkpoint.state.nbytes + checkpoint.entries.nbytes for checkpoint in cache.all_checkpoints)
+    assert checkpoint_bytes == cache.checkpoints.nbytes <= settings.checkpoints.max_bytes
     assert sum(job.swapped_state.nbytes for job in engine._waiting if job.swapped_state) <= settings.swap_bytes
-    assert engine.backend._used() <= engine.backend.total_cells
-    for checkpoint in memory.all_checkpoints:
-        same = [one for one in memory.all_checkpoints if one.salt == checkpoint.salt]
-        path = [one for one in same if common_prefix_length(one.entries, checkpoint.entries) == one.position]
-        assert len(path) <= settings.checkpoints.max_checkpoints, f"checkpoints at {[one.position for one in path]}"
+    assert engine.backend._count_used_cells() <= engine.backend.total_cells
+    for checkpoint in cache.all_checkpoints:
+        positions = [
+            ancestor.position
+            for ancestor in cache.all_checkpoints
+            if ancestor.salt == checkpoint.salt
+            and common_prefix_length(ancestor.entries, checkpoint.entries) == ancestor.position
+        ]
+        assert len(positions) <= settings.checkpoints.max_checkpoints, f"checkpoints at {positions}"

@@ -1,1 +1,1 @@
-"""Public API: load(), Model, Conversation and the values they return."""
+"""Public API: `load`, `Model`, `Conversation` and the values they return."""

@@ -1,4 +1,4 @@
-"""Asking a model for text, wherever its engine runs: prompts and conversations in, answers out."""
+"""Base class of `Model` and `ServedModel`: prompts and conversations in, text out, independent of the host."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
 CHAT_OPTION_NAMES = frozenset(ChatOptions.__dataclass_fields__)
-T = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
 
 def needs_boundaries(memory_kind: str, settings: EngineSettings) -> bool:
-    """Whether it helps to know where messages end: memory of attention can go on anywhere."""
+    """Return whether the engine uses message boundaries. Attention memory can continue from any position without."""
     return memory_kind != "attention" or settings.pin_system_prompts
 
 
 class Host(Protocol):
-    """Where an engine runs: `EngineThread` or `EngineProcess`."""
+    """Runs an engine: `EngineThread` or `EngineProcess`."""
 
     def submit(self, request: Request) -> EventStream: ...
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]: ...
-    def call(self, function: Callable[[Engine], T]) -> T: ...
+    def call(self, function: Callable[[Engine], ResultT]) -> ResultT: ...
 
 
 class TextModel(Closeable):
-    """Everything that takes text and gives text. A subclass says where the engine and the vocabulary are."""
+    """Tokenizes, chats and completes. Subclasses provide the host of the engine and the vocabulary."""
 
     def __init__(self) -> None:
         self._request_ids = itertools.count()
@@ -65,24 +65,31 @@ class TextModel(Closeable):
     @property
     @abstractmethod
     def vocabulary(self) -> Vocabulary:
-        """The model's tokens."""
+        """Vocabulary of the model."""
 
     @abstractmethod
     def _get_host(self) -> Host:
-        """The engine; raises where there is none."""
+        """Return the host of the engine. Raises if there is none."""
 
     @abstractmethod
     def _get_chat(self) -> Chat:
-        """How this model talks."""
+        """Return the chat template and parsers of the model."""
 
     # --- tokens
 
     def tokenize(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """The token ids of `text`. Control tokens written in it stay text unless `special`."""
+        """Return the tokens of `text`.
+
+        With `special`, control tokens written in the text are parsed; otherwise they stay text. With `bos`, the result
+        starts with the tokens that the model puts at the start of a prompt.
+
+        >>> len(model.tokenize("<|im_start|>")), len(model.tokenize("<|im_start|>", special=True))
+        (7, 1)
+        """
         return self.vocabulary.tokenize(text, parse_special=special, add_special=bos)
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of `tokens`; half characters become U+FFFD.
+        """Return the text of `tokens`. Incomplete UTF-8 characters become U+FFFD.
 
         >>> model.detokenize(model.tokenize("naïve"))
         'naïve'
@@ -90,10 +97,14 @@ class TextModel(Closeable):
         return self.vocabulary.detokenize(tokens, special=special).decode("utf-8", "replace")
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens `text` is, without the ones a prompt begins with."""
+        """Return the number of tokens of `text`, without the tokens at the start of a prompt.
+
+        >>> model.count_tokens("How many tokens is this?")
+        6
+        """
         return len(self.tokenize(text))
 
-    # --- conversations
+    # --- chat
 
     @overload
     def chat(self, messages: ChatInput, *, stream: Literal[False] = False, **options: Any) -> ChatResponse: ...
@@ -108,10 +119,16 @@ class TextModel(Closeable):
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> ChatResponse | ChatStream:
-        """Answer a conversation: a text, (role, text) pairs, or OpenAI's dictionaries.
+        """Generate the assistant's response to a conversation.
 
-        The options are those of `plan` (`tools`, `tool_choice`, `response_format`, `reasoning`, …) and of `request`
-        (`max_tokens`, `temperature`, `stop`, …). With `stream` the parts come as they are made.
+        Args:
+            messages: The question as text, or a list of (role, text) pairs, `Message` objects or OpenAI message
+                dictionaries.
+            stream: Return a `ChatStream` that yields parts of the response as they are generated.
+            n: Number of responses. They share one prefill; all but the first are in `ChatResponse.alternatives`.
+            cancel: Setting this event stops the request and raises `Cancelled`.
+            options: Options of `plan_chat` (`tools`, `tool_choice`, `response_format`, `reasoning`, …) and of
+                `build_request` (`max_tokens`, `temperature`, `stop`, …). `max_tokens` has no limit by default.
 
         >>> model.chat("What is 2+2?").text
         'The answer to this classic math problem is 4.'
@@ -126,35 +143,35 @@ class TextModel(Closeable):
         if stream:
             return streams[0]
         try:
-            first, *others = [one.result(cancel) for one in streams]
+            first, *others = [chat_stream.result(cancel) for chat_stream in streams]
         except BaseException:
-            for one in streams:
-                one.cancel()
+            for chat_stream in streams:
+                chat_stream.cancel()
             raise
         return replace(first, alternatives=tuple(others))
 
     async def chat_async(self, messages: ChatInput, *, n: int = 1, **options: Any) -> ChatResponse:
-        """The same for asyncio. (A stream is for both: `async for part in model.chat(…, stream=True)`.)
+        """Asyncio version of `chat`. To stream, use `async for part in model.chat(…, stream=True)`.
 
         >>> asyncio.run(model.chat_async("What is 2+2?")).text
         'The answer to this classic math problem is 4.'
         """
         streams = self.submit_chat(messages, n=n, **options)
         try:
-            first, *others = [await one.result_async() for one in streams]
+            first, *others = [await chat_stream.result_async() for chat_stream in streams]
         except BaseException:
-            for one in streams:
-                one.cancel()
+            for chat_stream in streams:
+                chat_stream.cancel()
             raise
         return replace(first, alternatives=tuple(others))
 
     def submit_chat(self, messages: ChatInput, *, n: int = 1, **options: Any) -> list[ChatStream]:
-        """Begin `n` answers to a conversation that share one prompt; their streams."""
+        """Start `n` responses that share one prefill and return their streams. Options as for `chat`."""
         chat_options = {name: options.pop(name) for name in CHAT_OPTION_NAMES & options.keys()}
         return self.submit_plan(self.plan_chat(messages, **chat_options), n=n, **options)
 
     def submit_plan(self, plan: ChatPlan, *, n: int = 1, **options: Any) -> list[ChatStream]:
-        """Begin `n` answers to a plan; the options are those of `request`."""
+        """Start `n` responses to a chat plan and return their streams. Options as for `build_request`."""
         options.setdefault("max_tokens", None)
         request = plan.apply_to(self.build_request(plan.prompt, **options))
         streams = self._submit_choices(request, n)
@@ -171,14 +188,20 @@ class TextModel(Closeable):
         reasoning: bool | int | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPlan:
-        """A conversation as the model's own template writes it, with what leads the answer.
+        """Render a conversation with the chat template of the model, and prepare its token constraints.
 
-        `tools` are OpenAI's dictionaries or functions with type hints; `tool_choice` is `none`, `auto`, `required` or
-        names a function. `response_format` is OpenAI's, or `{"type": "regex", "pattern": …}`, `{"type": "choice",
-        "choices": […]}`, `{"type": "grammar", "grammar": …, "syntax": "lark" or "gbnf"}`, or a type such as a pydantic
-        class. `reasoning` is on, off, a number of tokens, or an effort. `arguments` go to the template.
+        Args:
+            messages: As for `chat`.
+            tools: OpenAI tool dictionaries, or Python functions with type hints.
+            tool_choice: `none`, `auto`, `required`, or the dictionary that names a function.
+            parallel_tool_calls: Whether one response may contain several tool calls.
+            response_format: The format of OpenAI; or `{"type": "regex", "pattern": …}`, `{"type": "choice",
+                "choices": […]}`, `{"type": "grammar", "grammar": …, "syntax": "lark" or "gbnf"}`; or a type, e.g. a
+                pydantic class, which also parses the response.
+            reasoning: True, False, a reasoning budget in tokens, or an effort (e.g. "low").
+            chat_template_kwargs: Additional variables for the template.
         """
-        written: Sequence[MessageLike] = [("user", messages)] if isinstance(messages, str) else messages
+        parsed: Sequence[MessageLike] = [("user", messages)] if isinstance(messages, str) else messages
         chat_options = ChatOptions(
             tools=tools,
             tool_choice=tool_choice,
@@ -187,25 +210,25 @@ class TextModel(Closeable):
             reasoning=reasoning,
             chat_template_kwargs=chat_template_kwargs or {},
         )
-        return self._get_chat().plan(written, chat_options)
+        return self._get_chat().plan(parsed, chat_options)
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
-        """The messages with their pictures and sounds opened, so that nothing is fetched or decoded any more."""
+        """Return the messages with their images and audio fetched and decoded."""
         return self._get_chat().load_media(messages)
 
     def apply_chat_template(self, messages: ChatInput, **options: Any) -> ChatPrompt:
-        """A conversation as the model's own template writes it, ready for the assistant's answer.
+        """Render a conversation with the chat template of the model, as a prompt for `complete` or `stream`.
 
-        Control tokens that somebody wrote in the messages stay text. The options are those of `plan`. The result
-        goes into `complete` or `stream`.
+        The prompt ends where the response of the assistant starts. Control tokens written in messages stay text.
+        Options as for `plan_chat`.
 
-        >>> prompt = model.chat_prompt("What is 2+2?")
+        >>> prompt = model.apply_chat_template("What is 2+2?")
         >>> model.complete(prompt, max_tokens=20).text
         'The answer to this classic math problem is 4.'
         """
         return self.plan_chat(messages, **options).prompt
 
-    # --- prompts
+    # --- completion
 
     def complete(
         self,
@@ -216,13 +239,18 @@ class TextModel(Closeable):
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> Completion:
-        """Continue `prompt`; the options are those of `request`. `n` answers share one prompt.
+        """Continue a prompt.
 
-        `on_token` is called once for each token of the first answer. Setting `cancel` ends the work at once and
-        raises `Cancelled`.
+        Args:
+            prompt: Text, tokens, a list that mixes text, tokens, `ImageData` and `AudioData`, or the result of
+                `apply_chat_template`.
+            n: Number of completions. They share one prefill.
+            on_token: Called with each token of the first completion.
+            cancel: Setting this event stops the request and raises `Cancelled`.
+            options: Options of `build_request`: `max_tokens`, `temperature`, `seed`, `stop`, `logprobs`, …
 
-        >>> answer = model.complete("Once upon a time", max_tokens=5, n=2, temperature=0.8, seed=1)
-        >>> [len(choice.tokens) for choice in answer.choices]
+        >>> completion = model.complete("Once upon a time", max_tokens=5, n=2, temperature=0.8, seed=1)
+        >>> [len(choice.tokens) for choice in completion.choices]
         [5, 5]
         """
         streams = self._submit_choices(self.build_request(prompt, **options), n)
@@ -238,7 +266,7 @@ class TextModel(Closeable):
         return Completion(choices=choices, usages=usages)
 
     def stream(self, prompt: PromptInput, **options: Any) -> Iterator[str]:
-        """Continue `prompt` like `complete`, yielding text as it comes. Abandoning the iterator stops the work.
+        """Continue a prompt like `complete`, and yield text as it is generated. Closing the iterator cancels it.
 
         >>> list(model.stream("One, two, three,", max_tokens=2))
         [' four', ',']
@@ -250,10 +278,10 @@ class TextModel(Closeable):
         )
 
     def stream_async(self, prompt: PromptInput, **options: Any) -> AsyncIterator[str]:
-        """The same for asyncio.
+        """Asyncio version of `stream`.
 
         >>> async def shout():
-        ...     return [piece.upper() async for piece in model.stream_async("One, two, three,", max_tokens=2)]
+        ...     return [text.upper() async for text in model.stream_async("One, two, three,", max_tokens=2)]
         >>> asyncio.run(shout())
         [' FOUR', ',']
         """
@@ -278,19 +306,30 @@ class TextModel(Closeable):
         ignore_eos: bool = False,
         salt: str = "",
     ) -> Request:
-        """What is asked of the engine, out of text, tokens, or a list of texts, tokens, pictures and sounds.
+        """Build the engine request for a prompt. The options are also those of `complete`, `stream` and `chat`.
 
-        `max_tokens` None goes on until the model ends or the context does. `temperature` 0 takes the most likely
-        token; `sampling` has every other way to choose. `logprobs` is the number of alternatives to report.
-        `sequence` names the slot of memory to use. `boundaries` are prompt lengths at which a later prompt may part
-        from this one. `deadline` is in seconds: what there is by then is the answer. `ignore_ends` goes on after
-        the model's own end tokens. Requests with different `salt`s share nothing that was computed.
+        Args:
+            prompt: As for `complete`.
+            max_tokens: Maximum number of generated tokens. None: until an end token or until the context is full.
+            temperature: 0 always chooses the most likely token. Ignored if `sampling` is given.
+            seed: Makes sampling repeatable. None: a new random seed for each request.
+            sampling: All other sampling parameters.
+            stop: Strings that end the text. They are not part of the result.
+            logprobs: Number of alternatives to return with the logprob of each token. None: no logprobs.
+            sequence: Number of the KV cache sequence to use. None: the engine chooses.
+            boundaries: Prompt lengths at which a later prompt may diverge from this one; the engine takes checkpoints
+                there. Chat prompts have their message boundaries already.
+            priority: Requests with a higher priority start first.
+            deadline: Seconds after which generation ends with what there is, with finish reason `deadline`.
+            use_prefix_cache: Whether cached prefixes may be used.
+            ignore_eos: Continue after end tokens.
+            salt: Cache salt, e.g. of a tenant. Requests with different salts never share cached state.
         """
-        entries, contents = self._build_entries(prompt)
+        entries, media = self._build_entries(prompt)
         return Request(
             id=str(next(self._request_ids)),
             entries=entries,
-            media=contents,
+            media=media,
             sampling=resolve_sampling(sampling, temperature, seed),
             max_tokens=None if max_tokens is None else check_integer("max_tokens", max_tokens, 0),
             stop=encode_stops(stop),
@@ -306,22 +345,22 @@ class TextModel(Closeable):
         )
 
     def explain(self, prompt: PromptInput, *, salt: str = "") -> Explanation:
-        """What of this prompt is in memory now, where it parts from it, and why not more could be reused.
+        """Explain how much of a prompt is a prefix hit now, where it diverges from the cache, and why it misses.
 
-        >>> answer = model.complete("The rain in Spain", max_tokens=1)
-        >>> model.explain("The rain in Portugal").shared
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> model.explain("The rain in Portugal").shared_entries
         3
         """
         return self._get_host().call(functools.partial(Engine.explain, request=self.build_request(prompt, salt=salt)))
 
-    # --- how requests are made
+    # --- requests
 
     def _submit_choices(self, request: Request, n: int) -> list[EventStream]:
         requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
         return self._get_host().submit_together(requests)
 
     def _derive_request(self, request: Request, index: int) -> Request:
-        """The request for answer `index`: the same prompt with another draw."""
+        """Return the request of choice `index`: the same prompt with another id and seed."""
         if index == 0:
             return request
         seed = request.sampling.seed
@@ -332,21 +371,21 @@ class TextModel(Closeable):
         return self.vocabulary.token_to_piece(token, special=False)
 
     def _build_entries(self, prompt: PromptInput) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
-        """What a prompt is to the engine, and what its pictures and sounds hold."""
+        """Return the entries of a prompt, and its media by digest."""
         entries: EntrySequence
-        contents: Mapping[bytes, MediaPart] = {}
+        media: Mapping[bytes, MediaPart] = {}
         if isinstance(prompt, ChatPrompt) and prompt.media:
-            entries, contents = prompt.entries, prompt.media
+            entries, media = prompt.entries, prompt.media
         elif is_mixed_prompt(prompt):
-            entries, contents = build_mixed_entries(prompt, self.vocabulary, self._media_measurer)  # type: ignore[arg-type]
+            entries, media = build_mixed_entries(prompt, self.vocabulary, self._media_measurer)  # type: ignore[arg-type]
         else:
             entries = self._tokenize_prompt(prompt).astype(np.int64)
         if not len(entries):
             raise InvalidArgument("prompt", "must have at least one token")
-        return entries, contents
+        return entries, media
 
     def _tokenize_prompt(self, prompt: PromptInput) -> NDArray[np.int32]:
-        """A prompt that is text or tokens."""
+        """Return the tokens of a prompt of text or tokens."""
         if isinstance(prompt, ChatPrompt):
             prompt = prompt.tokens
         tokens = self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt
@@ -354,24 +393,24 @@ class TextModel(Closeable):
 
 
 def resolve_sampling(sampling: Sampling | None, temperature: float, seed: int | None) -> Sampling:
-    """How tokens are chosen: as `sampling` says, or by the temperature alone; with the seed where there is one.
+    """Return `sampling`, or sampling with only a temperature if it is None; a given seed replaces its seed.
 
-    >>> sampling_of(None, temperature=0.5, seed=3).seed
+    >>> resolve_sampling(None, temperature=0.5, seed=3).seed
     3
     """
-    chosen = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
-    return chosen if seed is None else replace(chosen, seed=seed)
+    resolved = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
+    return resolved if seed is None else replace(resolved, seed=seed)
 
 
 def encode_stops(stop: Sequence[str]) -> tuple[bytes, ...]:
-    """Stop texts as the engine matches them.
+    """Return stop strings as the bytes that the engine matches.
 
-    >>> stop_bytes(["END"])
+    >>> encode_stops(["END"])
     (b'END',)
     """
     if isinstance(stop, str | bytes) or not all(isinstance(text, str) and text for text in stop):
-        raise InvalidArgument("stop", "must be a list of texts that are not empty")
+        raise InvalidArgument("stop", "must be a list of non-empty strings")
     try:
         return tuple(text.encode() for text in stop)
     except UnicodeEncodeError:
-        raise InvalidArgument("stop", "must not contain half of a surrogate pair: no model can write it") from None
+        raise InvalidArgument("stop", "must not contain an unpaired surrogate: no model can generate it") from None

@@ -1,4 +1,4 @@
-"""A conversation that remembers: ask, regenerate, rewind, fork. What was computed stays in the model's memory."""
+"""Conversation: message history with regenerate, rewind, edit and fork. The prefix cache makes each of them cheap."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from typing import Any
 
 from afterglow.api.base import TextModel
 from afterglow.chat.content import AttachmentSource, build_attachments
-from afterglow.chat.messages import Message, MessageLike, ToolCall, to_openai_message
-from afterglow.chat.messages import parse_messages as read_messages
+from afterglow.chat.messages import Message, MessageLike, ToolCall, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.response import ChatResponse, ChatStream, Delta
-from afterglow.chat.tools.tool import Tool, ToolLike
-from afterglow.chat.tools.tool import parse_tools as read_tools
+from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.errors import InvalidArgument
 
-MAX_TOOL_ROUNDS = 8  # of calling tools before the model has to answer
+MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
 
 
 class Conversation:
-    """A history of messages and the model that answers it.
+    """A message history and the model that answers it.
 
-    `tools` that are functions are called when the model asks for them, and it goes on with what they return.
-    `options` are those of `Model.chat`, for every answer.
+    Args:
+        model: The model. Several conversations may share it.
+        system: Text of the system message.
+        messages: Earlier messages, as for `Model.chat`.
+        tools: Python functions are called if the model calls them, and the model continues with their results. Tools
+            given as dictionaries are not called: their calls are in `ChatResponse.tool_calls`.
+        options: Options of `Model.chat` for every response, e.g. `max_tokens=200`.
 
-    >>> talk = Conversation(model, system="You are a helpful assistant.")
-    >>> talk.ask("What is the capital of France?").text
+    `messages` is the history and may be changed. `last_response` is the newest response.
+
+    >>> chat = Conversation(model, system="You are a helpful assistant.")
+    >>> chat.ask("What is the capital of France?").text
     'The capital of France is Paris.'
-    >>> len(talk.messages)
+    >>> len(chat.messages)
     3
     """
 
@@ -47,10 +52,10 @@ class Conversation:
     ) -> None:
         self.model = model
         self.messages: list[Message] = [Message(role="system", content=system)] if system else []
-        self.messages += read_messages(messages) if messages else []
-        self.tools = read_tools(tools)
+        self.messages += parse_messages(messages) if messages else []
+        self.tools = parse_tools(tools)
         self.options = options
-        self.last_response: ChatResponse | None = None  # the newest answer
+        self.last_response: ChatResponse | None = None
 
     def ask(
         self,
@@ -60,9 +65,14 @@ class Conversation:
         audio: Sequence[AttachmentSource] = (),
         **options: Any,
     ) -> ChatResponse:
-        """Say something and wait for the answer. An answer that fails leaves the conversation as it was.
+        """Send a user message and return the response. If generation fails, the history does not change.
 
-        `images` and then `audio` stand before the text: bytes, a `Path`, or what an `image_url` may be.
+        `images` and then `audio` are placed before the text. Each is bytes, a `Path`, or any value allowed in an
+        `image_url`. `options` override those of the conversation.
+
+        >>> chat = Conversation(model, max_tokens=10)
+        >>> chat.ask("What is 2+2?", max_tokens=3).finish_reason
+        'length'
         """
         return self._generate([*self.messages, build_user_message(text, images, audio)], options)
 
@@ -74,16 +84,16 @@ class Conversation:
         audio: Sequence[AttachmentSource] = (),
         **options: Any,
     ) -> ChatResponse:
-        """The same for asyncio."""
+        """Asyncio version of `ask`."""
         history = [*self.messages, build_user_message(text, images, audio)]
-        for asked in self._iterate_tool_rounds(options):
-            turn = self.last_response = await self.model.chat_async(history, tools=self.tools, **asked)
-            history.append(turn.message)
-            if not self._can_call_tools(turn):
+        for chat_options in self._iterate_tool_rounds(options):
+            response = self.last_response = await self.model.chat_async(history, tools=self.tools, **chat_options)
+            history.append(response.message)
+            if not self._can_call_tools(response):
                 break
-            history += self._call_tools(turn)
+            history += self._call_tools(response)
         self.messages = history
-        return turn
+        return response
 
     def stream(
         self,
@@ -93,7 +103,14 @@ class Conversation:
         audio: Sequence[AttachmentSource] = (),
         **options: Any,
     ) -> Iterator[OutputPart]:
-        """Say something; the parts of the answer as they come. Abandoning it leaves the conversation as it was."""
+        """Send a user message and yield the parts of the response as they are generated.
+
+        Closing the iterator early cancels the response and leaves the history unchanged.
+
+        >>> chat = Conversation(model, system="You are a helpful assistant.")
+        >>> "".join(part.text for part in chat.stream("What is the capital of France?"))
+        'The capital of France is Paris.'
+        """
         return (
             part for delta in self.stream_deltas(text, images=images, audio=audio, **options) for part in delta.parts
         )
@@ -106,67 +123,95 @@ class Conversation:
         audio: Sequence[AttachmentSource] = (),
         **options: Any,
     ) -> Iterator[Delta]:
-        """The same with the tokens and the progress behind the parts."""
+        """Like `stream`, but yield `Delta` objects with the tokens and the prefill progress behind the parts."""
         return self._stream_history([*self.messages, build_user_message(text, images, audio)], options)
 
     def regenerate(self, **options: Any) -> ChatResponse:
-        """Answer the last question again; with a `temperature`, differently. The old answer is forgotten."""
+        """Replace the last response with a new one. Set a `temperature` to get a different one.
+
+        >>> chat = Conversation(model, max_tokens=20)
+        >>> first = chat.ask("Name an animal.")
+        >>> second = chat.regenerate(temperature=1.0, seed=1)
+        >>> len(chat.messages)
+        2
+        """
         return self._generate(self._get_history_to_question(), options)
 
     def stream_regeneration(self, **options: Any) -> Iterator[Delta]:
-        """The same as it comes."""
+        """Streaming version of `regenerate`."""
         return self._stream_history(self._get_history_to_question(), options)
 
     def rewind(self, count: int) -> None:
-        """Keep the first `count` messages; a negative number drops that many from the end."""
+        """Keep only the first `count` messages; a negative `count` removes that many from the end.
+
+        >>> chat = Conversation(model, messages=[("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye")])
+        >>> chat.rewind(-1)
+        >>> chat.messages[-1].content
+        'Hello!'
+        """
         if not -len(self.messages) <= count <= len(self.messages):
             raise InvalidArgument("count", f"must be within the {len(self.messages)} messages, not {count}")
         self.messages = self.messages[:count]
 
     def edit(self, index: int, text: str) -> None:
-        """Change what message `index` says, and forget everything after it."""
+        """Replace the text of message `index` and remove all messages after it.
+
+        >>> chat = Conversation(model, messages=[("user", "Hi"), ("assistant", "Hello!")])
+        >>> chat.edit(0, "Good morning")
+        >>> [message.content for message in chat.messages]
+        ['Good morning']
+        """
         if not 0 <= index < len(self.messages):
             raise InvalidArgument("index", f"must be from 0 to {len(self.messages) - 1}, not {index}")
         message = self.messages[index]
-        kept = tuple(replace(one, offset=min(one.offset, len(text))) for one in message.attachments)
-        self.messages = [*self.messages[:index], replace(message, content=text, attachments=kept)]
+        attachments = tuple(
+            replace(attachment, offset=min(attachment.offset, len(text))) for attachment in message.attachments
+        )
+        self.messages = [*self.messages[:index], replace(message, content=text, attachments=attachments)]
 
     def fork(self) -> Conversation:
-        """Another conversation with the same past; what the two share is computed once."""
-        twin = Conversation(self.model, tools=self.tools, **self.options)
-        twin.messages = list(self.messages)
-        return twin
+        """Return a new conversation with the same history. The common prefix is computed once.
+
+        >>> chat = Conversation(model, messages=[("user", "Hi"), ("assistant", "Hello!")])
+        >>> branch = chat.fork()
+        >>> branch.rewind(1)
+        >>> len(chat.messages), len(branch.messages)
+        (2, 1)
+        """
+        branch = Conversation(self.model, tools=self.tools, **self.options)
+        branch.messages = list(self.messages)
+        return branch
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the messages to a JSON file, as OpenAI's dictionaries."""
+        """Write the messages to a JSON file, as OpenAI message dictionaries."""
         Path(path).write_text(
-            json.dumps([to_openai_message(one) for one in self.messages], ensure_ascii=False, indent=2) + "\n"
+            json.dumps([to_openai_message(message) for message in self.messages], ensure_ascii=False, indent=2) + "\n"
         )
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read messages that were saved; they take the place of the ones that are here."""
+        """Replace the messages with those of a file written by `save`."""
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise InvalidArgument("path", f"is not a saved conversation: {error}") from None
-        self.messages = read_messages(values)
+        self.messages = parse_messages(values)
 
-    # --- answering
+    # --- generation
 
     def _generate(self, history: list[Message], options: dict[str, Any]) -> ChatResponse:
-        turn: ChatResponse
-        for asked in self._iterate_tool_rounds(options):
-            turn = self.last_response = self.model.chat(history, tools=self.tools, **asked)
-            history.append(turn.message)
-            if not self._can_call_tools(turn):
+        response: ChatResponse
+        for chat_options in self._iterate_tool_rounds(options):
+            response = self.last_response = self.model.chat(history, tools=self.tools, **chat_options)
+            history.append(response.message)
+            if not self._can_call_tools(response):
                 break
-            history += self._call_tools(turn)
+            history += self._call_tools(response)
         self.messages = history
-        return turn
+        return response
 
     def _stream_history(self, history: list[Message], options: dict[str, Any]) -> Iterator[Delta]:
-        for asked in self._iterate_tool_rounds(options):
-            stream: ChatStream = self.model.chat(history, stream=True, tools=self.tools, **asked)
+        for chat_options in self._iterate_tool_rounds(options):
+            stream: ChatStream = self.model.chat(history, stream=True, tools=self.tools, **chat_options)
             yield from stream.deltas()
             self.last_response = stream.response
             history.append(stream.response.message)
@@ -179,18 +224,18 @@ class Conversation:
         for index in range(len(self.messages) - 1, -1, -1):
             if self.messages[index].role == "user":
                 return self.messages[: index + 1]
-        raise InvalidArgument("messages", "have no question yet that could be answered again")
+        raise InvalidArgument("messages", "have no question yet to answer again")
 
     # --- tools
 
     def _iterate_tool_rounds(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The options of each answer while tools are called; the last one can only be words."""
-        asked = {**self.options, **options}
-        yield from itertools.repeat(asked, MAX_TOOL_ROUNDS)
-        yield {**asked, "tool_choice": "none"}
+        """Yield the options of each round of tool calls; the last round does not allow tool calls."""
+        chat_options = {**self.options, **options}
+        yield from itertools.repeat(chat_options, MAX_TOOL_ROUNDS)
+        yield {**chat_options, "tool_choice": "none"}
 
     def _can_call_tools(self, response: ChatResponse) -> bool:
-        """Whether the model called tools, all of which can be called here."""
+        """Return whether the model called tools and all of them are functions."""
         functions = {tool.name for tool in self.tools if tool.function is not None}
         return bool(response.tool_calls) and all(call.name in functions for call in response.tool_calls)
 
@@ -205,9 +250,9 @@ class Conversation:
 def build_user_message(
     text: str, images: Sequence[AttachmentSource] = (), audio: Sequence[AttachmentSource] = ()
 ) -> Message:
-    """What a user says, after the pictures and sounds it is about.
+    """Build a user message with images and audio before the text.
 
-    >>> question("What is this?", ["https://example.com/cat.png"]).attachments[0].kind
+    >>> build_user_message("What is this?", ["https://example.com/cat.png"]).attachments[0].kind
     'image'
     """
     return Message(
@@ -216,9 +261,9 @@ def build_user_message(
 
 
 def call_tool(tool: Tool, call: ToolCall) -> str:
-    """What a tool returns, as text; an error is told to the model, which may try again."""
+    """Call a tool and return its result as text. An error becomes text too, so that the model can try again."""
     try:
         value = tool.call(call.arguments)
-    except Exception as error:  # the model's mistake or the tool's: either way the conversation goes on
+    except Exception as error:  # of the arguments or of the tool: the conversation continues either way
         return f"error: {error}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""A request's events as text: whole, or as it streams, from threads and from asyncio."""
+"""Converts the events of a request to text: as one `Choice`, or streamed to threads or asyncio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def collect_choice(
     on_token: Callable[[int], None] | None,
     cancel: threading.Event | None,
 ) -> tuple[Choice, Usage]:
-    """The whole answer; an answer that failed raises."""
+    """Wait for the end of a request and return its completion. Raises the error of a failed request."""
     tokens: list[Token] = []
     for event in stream.iterate_until(cancel):
         if isinstance(event, Token):
@@ -34,7 +34,7 @@ def collect_choice(
 
 
 def stream_text(stream: EventStream, token_to_piece: TokenToPiece, stops: Sequence[str]) -> Iterator[str]:
-    """The answer's text as it comes."""
+    """Yield the text of a request as it is generated. Raises the error of a failed request."""
     detokenizer = Detokenizer(stops)
     for event in stream:
         if isinstance(event, Token) and (text := detokenizer.feed(token_to_piece(event.token))):
@@ -46,7 +46,7 @@ def stream_text(stream: EventStream, token_to_piece: TokenToPiece, stops: Sequen
 async def stream_text_async(
     stream: EventStream, token_to_piece: TokenToPiece, stops: Sequence[str]
 ) -> AsyncIterator[str]:
-    """The same for asyncio."""
+    """Asyncio version of `stream_text`."""
     detokenizer = Detokenizer(stops)
     async for event in stream:
         if isinstance(event, Token) and (text := detokenizer.feed(token_to_piece(event.token))):
@@ -56,7 +56,7 @@ async def stream_text_async(
 
 
 def get_finished_event(stream: EventStream) -> Finished:
-    """How the answer ended; a failure is raised."""
+    """Return the end event of a stream that was read to its end. Raises the error of a failed request."""
     if isinstance(stream.end_event, Failed):
         raise stream.end_event.error
     assert stream.end_event is not None

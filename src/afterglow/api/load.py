@@ -1,4 +1,4 @@
-"""`load()`: from a name or a path to a model that can be used."""
+"""`load()`: resolves a name or path to model files, chooses settings, and builds a `Model`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from afterglow.llama.settings import CacheType, ContextSettings
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
-SCORING_SEQUENCES = 1  # sequence that answers leave alone, for scoring texts beside them
-GPU_BATCH_ROWS = 16_384  # rows of a decode: between two of them a GPU has nothing to do
-DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent states, where something guesses ahead
+SCORING_SEQUENCES = 1  # reserved for scoring texts while requests run
+GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
+DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
 
 
 def load(
@@ -57,50 +57,72 @@ def load(
     progress: ProgressCallback | None = None,
     hooks: Sequence[LoadHook] = (),
 ) -> Model:
-    """Load a model by name (`afterglow models` lists them) or by path.
+    """Load a model by name or path and return it, ready for use. `afterglow models` lists the names.
 
-    `context` is how many tokens one request can hold, `sequences` how many requests run at once and how many
-    conversations stay in memory. `gpu_layers` None puts as many layers on a GPU as fit, if there is one.
-    `chat_template` takes the place of the model's own. `draft` guesses ahead where that is faster: "mtp" for the
-    model's own heads, or a smaller model of the same vocabulary, by name or path. `projector` is the file that lets it
-    take pictures or sound; without one, a `*mmproj*.gguf` beside the model is taken where there is exactly one (False:
-    none). One that cannot be used leaves text working: `media_trouble` says why. `media` says where pictures and sounds
-    may come from and how large they may be; by default messages contain them. With `strip_media`, those that the model
-    cannot take are left out with a warning, and not refused. What was computed is kept on `disk` for the next time,
-    unless that is False or the variable AFTERGLOW_DISK_CACHE says `off`. With `fetch`, a known model that is not here yet is
-    downloaded.
+    Close the model after use, or load it in a `with` statement.
+
+    Args:
+        model: Name of a known model, or path of a GGUF file.
+        context: Maximum number of tokens of one request, prompt and completion together.
+        sequences: Number of requests that run at the same time, and of conversations that stay in the KV cache.
+        gpu_layers: Number of layers on the GPU. None: as many as fit, if there is a GPU.
+        threads: Number of CPU threads. None: one per physical core.
+        cache_type_k: Data type of the keys in the KV cache.
+        cache_type_v: Data type of the values in the KV cache.
+        flash_attention: Whether to use flash attention. None: if the model and the device support it.
+        kv_unified: Share the cells of the KV cache among all sequences, instead of a fixed number for each.
+        mmap: Map the model file into memory instead of reading it.
+        mlock: Keep the model in RAM; it is never swapped out.
+        chat_template: Jinja chat template that replaces the one of the model.
+        disk_cache: Store computed prefixes on disk, so that they outlive the process. None: yes, unless the environment
+            variable AFTERGLOW_DISK_CACHE is `off`.
+        draft: Drafter for speculative decoding, used if it is faster: "mtp" for the MTP heads of the model, or the name
+            or path of a smaller model with the same vocabulary.
+        projector: Projector file for images or audio. None: the only `*mmproj*.gguf` next to the model, if there is
+            exactly one. False: none. If it cannot be used, text still works and `Model.media_error` says why.
+        projector_settings: Settings of the projector.
+        media_policy: Where images and audio may come from and how large they may be. By default they must be inside the
+            messages.
+        strip_media: Drop media that the model does not accept with a warning, instead of an error.
+        engine: Settings of the engine: cache sizes, checkpoints, speculation, determinism.
+        state: First load state: "active", "warm" or "cold".
+        fetch: Download a known model that is not on this machine.
+        progress: Called with the loaded fraction, from 0 to 1. Returning False cancels the load.
+        hooks: Called before the model is loaded; each may reject the load.
+
+    Raises `ModelNotFound`, `InvalidModel` or `OutOfMemory`; all are `LoadError`s.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
     6
     """
-    path, drafting = resolve_model_path(model, fetch=fetch), _resolve_draft(draft, fetch=fetch)
-    memory = replace(
+    path, draft_source = resolve_model_path(model, fetch=fetch), _resolve_draft(draft, fetch=fetch)
+    context_settings = replace(
         build_context_settings(context, sequences, threads),
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         flash_attention=flash_attention,
         kv_unified=kv_unified,
     )
-    recipe = build_engine_spec(
+    spec = build_engine_spec(
         path,
         ModelSettings(mmap=mmap, mlock=mlock),
-        memory,
+        context_settings,
         apply_disk_cache(engine or EngineSettings(), str(path), disk_cache),
         gpu_layers=gpu_layers,
-        draft=drafting,
+        draft=draft_source,
         projector=projector,
         projector_settings=projector_settings,
     )
-    lifecycle = build_lifecycle(recipe, hooks)
-    try:  # what guesses for it may not fit where the model itself did
+    lifecycle = build_lifecycle(spec, hooks)
+    try:  # a drafter may not fit although the model did
         advance_to(LoadState(state), lifecycle, progress)
         return Model(
             lifecycle,
             str(model),
-            recipe.engine_settings,
+            spec.engine_settings,
             chat_template,
-            drafting,
+            draft_source,
             media_policy,
             strip_media=strip_media,
         )
@@ -109,44 +131,44 @@ def load(
         raise
 
 
-# --- which files
+# --- files
 
 
 def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool) -> Path:
-    """The file of a model, once it is known that loading it cannot end the program."""
+    """Return the file of a model, after a check that loading it cannot crash the process."""
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
     ensure_safe(path)
     return path
 
 
 def _resolve_draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> DraftSource | None:
-    """What guesses: the model's heads, or the file of a smaller model."""
+    """Return the source of draft tokens: the MTP heads of the model, or the file of a draft model."""
     if draft is None or draft == "mtp":
         return None if draft is None else "mtp"
     return resolve_model_path(draft, fetch=fetch)
 
 
 def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
-    """The file that lets a model see or hear: the one that was named, or the only one beside the model's."""
+    """Return the projector file: the given one, or the only one next to the model file."""
     if projector is None or projector is False:
         return find_projector(model) if projector is None else None
     return Path(projector).expanduser()
 
 
-# --- how they are loaded
+# --- settings
 
 
 def build_context_settings(context: int, sequences: int, threads: int | None) -> ContextSettings:
-    """Memory for so many requests at once of so many tokens each, and for scoring texts beside them.
+    """Return context settings for `sequences` requests of `context` tokens each, plus the scoring sequence.
 
-    >>> memory_for(1024, sequences=3, threads=1).cells
+    >>> build_context_settings(1024, sequences=3, threads=1).cells
     4096
     """
-    slots = check_integer("sequences", sequences, 1, 255) + SCORING_SEQUENCES
+    total = check_integer("sequences", sequences, 1, 255) + SCORING_SEQUENCES
     return ContextSettings(
-        cells=slots * check_integer("context", context, 1, 2**31 // 256),
-        sequences=slots,
-        outputs=max(64, slots),
+        cells=total * check_integer("context", context, 1, 2**31 // 256),
+        sequences=total,
+        outputs=max(64, total),
         threads=count_usable_cores() if threads is None else threads,
     )
 
@@ -162,10 +184,10 @@ def build_engine_spec(
     projector: str | os.PathLike[str] | Literal[False] | None,
     projector_settings: ProjectorSettings | None = None,
 ) -> EngineSpec:
-    """How an engine is made on a file, with everything decided that was left open."""
+    """Return the spec of an engine, with all unset values chosen."""
     context_settings = replace(context_settings, recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings))
     layers = count_fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
-    if layers and draft != "mtp":  # heads want a hidden state of every row, which is as much again as the batch
+    if layers and draft != "mtp":  # MTP heads need a hidden state per row, which would double the batch memory
         context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,
@@ -181,8 +203,11 @@ def build_engine_spec(
 
 
 def count_recurrent_snapshots(draft: DraftSource | None, settings: EngineSettings) -> int:
-    """Wrong guesses that recurrent memory must be able to drop. Each takes as much as the state itself, for every
-    sequence, so only where somebody asked for guesses."""
+    """Return how many draft tokens recurrent memory must be able to roll back.
+
+    Each snapshot takes as much memory as the recurrent state itself, for every sequence, so the default without a
+    drafter is 0.
+    """
     if settings.speculation == "off" or settings.deterministic:
         return 0
     if isinstance(settings.speculation, int):
@@ -191,38 +216,40 @@ def count_recurrent_snapshots(draft: DraftSource | None, settings: EngineSetting
 
 
 def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | None = None) -> EngineSettings:
-    """The settings with a place on disk for what was computed, where nothing says otherwise.
+    """Return the settings with the default disk cache directory, unless the disk cache is off.
 
-    >>> kept(EngineSettings(), "tiny", disk=False).disk_directory is None
+    `disk_cache` None reads the environment variable AFTERGLOW_DISK_CACHE.
+
+    >>> apply_disk_cache(EngineSettings(), "tiny", disk_cache=False).disk_cache_directory is None
     True
     """
-    wanted = (
+    enabled = (
         os.environ.get("AFTERGLOW_DISK_CACHE", "on").lower() not in ("off", "0", "false", "no")
         if disk_cache is None
         else disk_cache
     )
-    if not wanted or settings.disk_cache_directory is not None:
+    if not enabled or settings.disk_cache_directory is not None:
         return settings
     return replace(settings, disk_cache_directory=get_cache_directory("prefix"), disk_cache_label=label)
 
 
 def count_usable_cores() -> int:
-    """Cores this process may use; hyper-threads only slow matrix products down, so they do not count."""
+    """Return the number of physical cores this process may use. Hyper-threads would slow matrix products down."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def count_fitting_layers(path: Path, settings: ContextSettings) -> int:
-    """How many layers to put on the GPUs of this machine; 0 where there is none."""
+    """Return how many layers fit on the GPUs of this machine; 0 without a GPU."""
     free = get_free_memory(gpu=True)
     return count_layers_that_fit(read_header(path), settings, free) if free else 0
 
 
-# --- how far
+# --- lifecycle
 
 
 def build_lifecycle(spec: EngineSpec, hooks: Sequence[LoadHook]) -> Lifecycle:
-    """The way of a model from its file to a context, not yet begun."""
+    """Return the lifecycle of a model, in state COLD."""
     return Lifecycle(
         spec.path,
         spec.model_settings,
@@ -234,7 +261,7 @@ def build_lifecycle(spec: EngineSpec, hooks: Sequence[LoadHook]) -> Lifecycle:
 
 
 def advance_to(state: LoadState, lifecycle: Lifecycle, progress: ProgressCallback | None) -> None:
-    """Bring a model that is COLD to where it should be."""
+    """Move a COLD model to a load state."""
     match state:
         case LoadState.WARM:
             lifecycle.warm(progress)

@@ -1,4 +1,4 @@
-"""The public face: `Model`. Text begins and ends here; computing happens in the engine."""
+"""`Model`: a loaded model with its engine in a thread of this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
 
 class Model(TextModel):
-    """A model ready for use. Make one with `afterglow.load`; close it, or use it in a `with`.
+    """A model that generates text. Create it with `afterglow.load`; close it, or use it in a `with` statement.
 
-    Any number of threads and asyncio tasks may use it at once: their requests share the decodes, and every prompt
-    begins from whatever is in memory already.
+    Any number of threads and asyncio tasks may use a model at the same time. Their requests are batched, and every
+    prompt starts from the longest cached prefix.
+
+    `chat` answers conversations, `complete` and `stream` continue prompts, `logprobs` scores text.
 
     >>> model.complete("The capital of France is", max_tokens=2).text
     ' Paris.'
+    >>> model.chat("What is 2+2?").text
+    'The answer to this classic math problem is 4.'
     """
 
     def __init__(
@@ -57,54 +61,64 @@ class Model(TextModel):
         self._media_policy = media_policy
         self._strip_media = strip_media
         self._engine: EngineThread | None = None
-        self._transition_lock = threading.Lock()  # over transitions
-        self._scoring_lock = threading.Lock()  # one sequence is kept for it
+        self._transition_lock = threading.Lock()
+        self._scoring_lock = threading.Lock()  # there is one sequence for scoring
         self._snapshots: dict[str, SavedSequence] = {}
         self._chat_lock = threading.Lock()
         self._chat: tuple[object, Chat] | None = None
         if lifecycle.state is LoadState.ACTIVE:
             self._start_engine()
 
-    # --- what it is
+    # --- properties
 
     @property
     def state(self) -> LoadState:
-        """`cold`, `warm` or `active`; readable from any thread without waiting."""
+        """Current load state. Reading it never blocks."""
         return self._lifecycle.state
 
     @property
     def is_loaded(self) -> bool:
+        """Whether the weights are loaded."""
         return self.state is not LoadState.COLD
 
     @property
     def is_active(self) -> bool:
+        """Whether the model can generate."""
         return self.state is LoadState.ACTIVE
 
     @property
     def info(self) -> ModelInfo:
-        """What the model is: architecture, size, kind of memory, …"""
+        """Facts about the model: architecture, size, kind of memory, …
+
+        >>> model.info.architecture, model.info.memory_kind
+        ('llama', 'attention')
+        """
         return self._lifecycle.model.info
 
     @property
     def settings(self) -> tuple[ModelSettings, ContextSettings]:
-        """How it was, or will be, loaded."""
+        """Settings with which the model is loaded."""
         return self._lifecycle.model_settings, self._lifecycle.context_settings
 
     @property
     def context_length(self) -> int:
-        """Tokens that one request can hold, prompt and answer together."""
+        """Maximum number of tokens of one request, prompt and completion together."""
         return self._lifecycle.context.cells_per_sequence
 
     @property
     def backend(self) -> str:
-        """The native library that computes, and its build."""
+        """Name and build of the native library."""
         return f"llama.cpp {get_library().build}"
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What this model can do here. See `supports`."""
+        """Names of the capabilities of this model on this machine.
+
+        The names are `generation`, `embeddings`, `kv_cache`, `hidden_state`, `trim`, `partial_state`, `sliding_window`,
+        `mtp`, `chat_template`, `infill`, `image`, `audio` and `gpu`.
+        """
         model, info = self._lifecycle.model, self.info
-        answers = {
+        supported = {
             "generation": info.is_causal,
             "embeddings": True,
             "kv_cache": info.memory_kind != "recurrent",
@@ -119,38 +133,45 @@ class Model(TextModel):
             "audio": self._lifecycle.projector is not None and "audio" in self._lifecycle.projector.modalities,
             "gpu": any("gpu" in device.kind for device in list_devices()),
         }
-        return frozenset(name for name, answer in answers.items() if answer)
+        return frozenset(name for name, is_supported in supported.items() if is_supported)
 
     @property
     def media_error(self) -> str:
-        """Why pictures and sound are refused, where a projector is there that cannot be used; else empty."""
+        """Why the projector cannot be used, so that images and audio are rejected; empty if there is no error."""
         return self._lifecycle.projector_error
 
     @property
     def chat_template(self) -> str | None:
-        """The template that conversations are written with; None: there is none, and ChatML is used."""
+        """Chat template. None: the model has none, and ChatML is used."""
         return self._chat_template or self._lifecycle.model.get_chat_template()
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The model's tokens."""
+        """Vocabulary of the model."""
         return self._lifecycle.model.vocabulary
 
     def supports(self, capability: str) -> bool:
-        """Whether `capability` is among `capabilities`.
+        """Return whether `capability` is one of `capabilities`.
 
         >>> model.supports("kv_cache")
         True
         """
         return capability in self.capabilities
 
-    # --- how likely a text is
+    # --- scoring
 
     def logprobs(self, text: str | Sequence[int]) -> Score:
-        """How likely the model finds each token of `text` but the first. Text begins as the model's prompts do."""
+        """Return the log-probability of each token of a text except the first.
+
+        `text` may also be tokens. Text gets the special tokens that start a prompt.
+
+        >>> score = model.logprobs("The capital of France is Paris")
+        >>> len(score.logprobs)
+        5
+        """
         tokens = self._tokenize_prompt(text)
         engine, context = self._get_host(), self._lifecycle.context
-        sequence = context.sequences - 1  # the engine leaves this one alone
+        sequence = context.sequences - 1  # reserved for scoring
         with self._scoring_lock:
             values, windows = scoring.compute_logprobs(
                 context, sequence, tokens, run=lambda work: engine.call(lambda _: work())
@@ -158,29 +179,32 @@ class Model(TextModel):
         return Score(tokens=tuple(int(token) for token in tokens), logprobs=tuple(values), windows=windows)
 
     def perplexity(self, text: str | Sequence[int]) -> float:
-        """exp of the mean negative log-probability: 1 is certainty, the vocabulary's size is a blind guess.
+        """Return the perplexity of a text: 1 is certainty, the size of the vocabulary is a uniform distribution.
 
         >>> model.perplexity("The cat sat on the mat.") < model.perplexity("Mat the the cat on sat.")
         True
         """
         return self.logprobs(text).perplexity
 
-    # --- what is in memory
+    # --- snapshots
 
     def fork(self, sequence: int | None = None) -> int:
-        """Copy an idle sequence, the last used where none is named; the copy's number, to be given to `complete`."""
+        """Copy an idle sequence of the KV cache and return the number of the copy, for `complete(…, sequence=…)`.
+
+        `sequence` None copies the most recently used one.
+        """
         return self._get_host().call(
             lambda engine: snapshots.fork(engine, snapshots.find_latest(engine) if sequence is None else sequence)
         )
 
     def snapshot(self, name: str, sequence: int | None = None) -> None:
-        """Keep what an idle sequence holds, the last used where none is named, under a name.
+        """Save the state of an idle sequence under a name. `sequence` None saves the most recently used one.
 
-        >>> answer = model.complete("A long story that is worth keeping:", max_tokens=1)
+        >>> completion = model.complete("A long story that is worth keeping:", max_tokens=1)
         >>> model.snapshot("story")
-        >>> model.forget()
-        >>> number = model.restore("story")
-        >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached
+        >>> model.clear_cache()
+        >>> sequence = model.restore("story")
+        >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached_tokens
         7
         """
         self._snapshots[name] = self._get_host().call(
@@ -188,63 +212,66 @@ class Model(TextModel):
         )
 
     def restore(self, name: str, sequence: int | None = None) -> int:
-        """Put a snapshot back into memory; the next request that begins like it uses it. The sequence's number."""
+        """Load a snapshot into the KV cache, as a prefix for later requests, and return the number of its sequence."""
         snapshot = self._find_snapshot(name)
         return self._get_host().call(lambda engine: snapshots.load(engine, snapshot, sequence))
 
     def save_snapshot(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Write a snapshot to a file."""
+        """Write a snapshot to a file. Snapshots with media cannot be written."""
         snapshots.write_file(self._find_snapshot(name), Path(path))
 
     def load_snapshot(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Read a snapshot from a file; `InvalidState` where it is damaged or of another model, once restored."""
+        """Read a snapshot from a file.
+
+        Raises `InvalidState` if the file is damaged. If it is of another model, `restore` raises it.
+        """
         self._snapshots[name] = snapshots.read_file(Path(path))
 
     def clear_cache(self, sequence: int | None = None) -> None:
-        """Clear an idle sequence, or all of memory."""
+        """Clear an idle sequence, or the whole prefix cache in all tiers if `sequence` is None."""
         self._get_host().call(lambda engine: snapshots.clear(engine, sequence))
 
-    # --- states
+    # --- load states
 
     def warm(self) -> None:
-        """COLD → WARM: weights in RAM."""
+        """COLD → WARM: load the weights into RAM."""
         with self._transition_lock:
             self._lifecycle.warm()
 
     def activate(self) -> None:
-        """COLD or WARM → ACTIVE: ready to compute."""
+        """COLD or WARM → ACTIVE: load the weights onto the device and start the engine."""
         with self._transition_lock:
             self._lifecycle.activate()
             self._start_engine()
 
     def deactivate(self) -> None:
-        """ACTIVE → WARM: the context and the GPU are given back."""
+        """ACTIVE → WARM: stop the engine and release the context and GPU memory."""
         with self._transition_lock:
             self._lifecycle.require("deactivate", LoadState.ACTIVE)
             self._stop_engine()
             self._lifecycle.deactivate()
 
     def unload(self) -> None:
-        """WARM or ACTIVE → COLD: everything is given back; `activate` brings it back."""
+        """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
         with self._transition_lock:
             self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
             self._stop_engine()
             self._lifecycle.unload()
 
     def close(self) -> None:
-        """Give everything back for good; requests that run end with an error."""
+        """Release everything permanently. Running requests end with `Closed`."""
         with self._transition_lock:
             self._stop_engine()
             self._lifecycle.close()
 
-    # --- the engine behind it
+    # --- engine
 
     def _start_engine(self) -> None:
         if not self.info.is_causal:
             return
         context, projector = self._lifecycle.context, self._lifecycle.projector
         settings, draft = self._engine_settings, self._draft
-        sequences = context.sequences - 1  # the last is for scoring
+        sequences = context.sequences - 1  # the last one is reserved for scoring
         self._engine = EngineThread(
             lambda: build_engine(context, settings, draft=draft, sequences=sequences, projector=projector)
         )
@@ -257,18 +284,18 @@ class Model(TextModel):
             self._close_chat()
 
     def _get_host(self) -> EngineThread:
-        assert self._lifecycle.context  # WrongState or Closed where there is none
+        assert self._lifecycle.context  # raises WrongState or Closed if there is none
         if self._engine is None:
-            raise InvalidArgument("prompt", "cannot be continued: this model only makes embeddings")
+            raise InvalidArgument("prompt", "cannot be continued: this model only computes embeddings")
         return self._engine
 
     def _get_chat(self) -> Chat:
-        """How this model talks; it goes with the weights."""
+        """Return the chat of the loaded weights; a reload creates a new one."""
         model = self._lifecycle.model
         with self._chat_lock:
             if self._chat is None or self._chat[0] is not model:
                 self._close_chat()
-                bounded = needs_boundaries(model.info.memory_kind, self._engine_settings)
+                boundaries = needs_boundaries(model.info.memory_kind, self._engine_settings)
                 self._chat = (
                     model,
                     Chat(
@@ -276,7 +303,7 @@ class Model(TextModel):
                         self.chat_template,
                         self._media_policy,
                         self._get_media_support,
-                        boundaries=bounded,
+                        boundaries=boundaries,
                     ),
                 )
             return self._chat[1]

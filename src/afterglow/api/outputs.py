@@ -1,4 +1,4 @@
-"""What a model answers, as plain values."""
+"""Values that a model returns for prompts: `Completion`, `Choice` and `Score`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from afterglow.engine.types.request import Finished, FinishReason, Token, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer. `finish` says what ended it: `stop`, `length` or `deadline`.
+    """One completion of a prompt.
+
+    `finish_reason` is `stop` (an end token or a stop string), `length` (`max_tokens` or the context is full) or
+    `deadline`. `stop_reason` is the stop string or token that ended the text. `logprobs` and `alternatives` have one
+    item per token if the request asked for logprobs.
 
     >>> choice = model.complete("One, two, three,", max_tokens=20, stop=["five"]).choices[0]
-    >>> choice.text, choice.finish, choice.stop
+    >>> choice.text, choice.finish_reason, choice.stop_reason
     (' four, ', 'stop', 'five')
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: str | int | None  # the stop text, or the token, that ended it
+    stop_reason: str | int | None
     logprobs: tuple[float, ...] = ()
-    alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
+    alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()  # (token, logprob) pairs, most likely first
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[Token], text: str, end: Finished) -> Choice:
+        """Build a choice from the events of a request."""
         return cls(
             text=text,
             tokens=tuple(token.token for token in tokens),
@@ -39,11 +44,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answers to one prompt, and what each took. `text`, `tokens`, `finish` and `usage` are the first's.
+    """Result of `Model.complete`: one choice per requested completion, and the usage of each.
 
-    >>> answer = model.complete("Once upon a time", n=2, temperature=0.8, max_tokens=8)
-    >>> len(answer.choices), answer.text == answer.choices[0].text
+    `text`, `tokens`, `finish_reason` and `usage` are those of the first choice.
+
+    >>> completion = model.complete("Once upon a time", n=2, temperature=0.8, max_tokens=8)
+    >>> len(completion.choices), completion.text == completion.choices[0].text
     (2, True)
+    >>> completion.usage.prompt_tokens, completion.usage.generated_tokens
+    (4, 8)
     """
 
     choices: tuple[Choice, ...]
@@ -51,29 +60,33 @@ class Completion:
 
     @property
     def text(self) -> str:
+        """Text of the first choice."""
         return self.choices[0].text
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """Tokens of the first choice."""
         return self.choices[0].tokens
 
     @property
     def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
         return self.choices[0].finish_reason
 
     @property
     def usage(self) -> Usage:
+        """Token counts and times of the first choice."""
         return self.usages[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """`values[i]` is the log-probability of `tokens[i + 1]` after everything before it.
+    """Result of `Model.logprobs`: `logprobs[i]` is the log-probability of `tokens[i + 1]` after all tokens before it.
 
-    Tokens beyond the context length are scored in overlapping windows; `windows` says how many there were.
+    Text beyond the context length is scored in overlapping windows; `windows` is their number.
 
     >>> score = model.logprobs("The capital of France is Paris")
-    >>> len(score.tokens) - len(score.values), score.windows
+    >>> len(score.tokens) - len(score.logprobs), score.windows
     (1, 1)
     """
 
@@ -83,5 +96,5 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-probability."""
+        """Exponential of the mean negative log-probability."""
         return math.exp(-math.fsum(self.logprobs) / len(self.logprobs))

@@ -1,11 +1,11 @@
-"""Prompts that a program writes by hand: texts, tokens, pictures and sounds in one list, as the engine's entries."""
+"""Mixed prompts: builds engine entries from a list of text, tokens, images and audio."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
@@ -18,61 +18,60 @@ from afterglow.llama.projector import MediaPlaceholder, MediaSize, get_media_siz
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.types import AudioData, ImageData, MediaData
 
-T = TypeVar("T")
 PromptPart: TypeAlias = str | int | MediaData
-MAX_CACHED_MEASUREMENTS = 256  # shapes of pictures and lengths of sounds
+MAX_CACHED_MEASUREMENTS = 256  # distinct image sizes and audio lengths
 
 
 class MediaMeasurer:
-    """Asks the engine how much room pictures and sounds take. Only their shapes and lengths travel, and each once."""
+    """Asks the engine how many cells images and audio take. Sends only their sizes, and each size only once."""
 
     def __init__(self, call: Callable[[Callable[[Engine], MediaMeasurement]], MediaMeasurement]) -> None:
         self._call = call
         self._cache: OrderedDict[MediaSize, tuple[bytes, MediaPlaceholder]] = OrderedDict()
 
     def __call__(self, media: Sequence[MediaData]) -> list[list[MediaEntry]]:
-        """What stands in a prompt for each."""
+        """Return the prompt entries of each image or audio clip."""
         return [
-            build_media_entries(content, measured, key)
+            build_media_entries(content, placeholder, projector_key)
             for content in media
-            for key, measured in [self._measure(content)]
+            for projector_key, placeholder in [self._measure(content)]
         ]
 
     def _measure(self, content: MediaData) -> tuple[bytes, MediaPlaceholder]:
-        asked = get_media_size(content)
-        if (known := self._cache.get(asked)) is not None:
-            return known
-        measures = self._call(functools.partial(remote_calls.measure_media, media=[asked]))
-        found = self._cache[asked] = measures.projector_key, measures.measured[0]
+        size = get_media_size(content)
+        if (cached := self._cache.get(size)) is not None:
+            return cached
+        measurement = self._call(functools.partial(remote_calls.measure_media, media=[size]))
+        result = self._cache[size] = measurement.projector_key, measurement.measured[0]
         while len(self._cache) > MAX_CACHED_MEASUREMENTS:
             self._cache.popitem(last=False)
-        return found
+        return result
 
 
 def is_mixed_prompt(prompt: Any) -> bool:
-    """Whether a prompt is a list that has more in it than tokens."""
-    return isinstance(prompt, list | tuple) and any(isinstance(item, str | ImageData | AudioData) for item in prompt)
+    """Return whether a prompt is a list with anything other than tokens."""
+    return isinstance(prompt, list | tuple) and any(isinstance(part, str | ImageData | AudioData) for part in prompt)
 
 
 def build_mixed_entries(
     parts: Sequence[PromptPart], vocabulary: Vocabulary, measure: MediaMeasurer
 ) -> tuple[list[Entry], dict[bytes, MediaPart]]:
-    """A prompt out of texts, tokens, pictures and sounds, and what the pictures and sounds are.
+    """Return the entries of a mixed prompt, and its media by digest.
 
-    Texts are tokenized one by one; the first item, where it is a text, begins as the model's prompts do.
+    Each text is tokenized on its own. If the first part is text, it gets the special tokens that start a prompt.
     """
     entries: list[Entry] = []
-    contents: dict[bytes, MediaPart] = {}
-    for index, item in enumerate(parts):
-        if isinstance(item, ImageData | AudioData):
-            for entry, part in measure([item])[0]:
+    media: dict[bytes, MediaPart] = {}
+    for index, part in enumerate(parts):
+        if isinstance(part, ImageData | AudioData):
+            for entry, media_part in measure([part])[0]:
                 entries.append(entry)
-                if isinstance(entry, Media) and part is not None:
-                    contents[entry.digest] = part
-        elif isinstance(item, str):
-            entries += vocabulary.tokenize(item, add_special=index == 0)
-        elif isinstance(item, int):
-            entries += vocabulary.check_tokens([item]).tolist()
+                if isinstance(entry, Media) and media_part is not None:
+                    media[entry.digest] = media_part
+        elif isinstance(part, str):
+            entries += vocabulary.tokenize(part, add_special=index == 0)
+        elif isinstance(part, int):
+            entries += vocabulary.check_tokens([part]).tolist()
         else:
-            raise InvalidArgument("prompt", f"may have texts, tokens, pictures and sounds in it, not {item!r}")
-    return entries, contents
+            raise InvalidArgument("prompt", f"may contain text, tokens, images and audio, not {part!r}")
+    return entries, media

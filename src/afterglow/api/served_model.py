@@ -1,4 +1,4 @@
-"""A model for a service: its engine in a child process, and here only what text needs, the vocabulary."""
+"""`ServedModel`: a model with its engine in a child process. This process loads only the vocabulary."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.version import __version__
 
-T = TypeVar("T")
-MAX_EMBEDDING_TOKENS = 2048  # tokens of one text: all of them are computed at once, which takes room
+ResultT = TypeVar("ResultT")
+MAX_EMBEDDING_TOKENS = 2048  # of one text: all of them are in one decode, which needs memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSettings:
-    """How a model is served. `context` is how many tokens one request can hold, `sequences` how many run at once."""
+    """Settings of a served model. They mean the same as the arguments of `afterglow.load`."""
 
     context: int = 4096
     sequences: int = 4
     gpu_layers: int | None = None  # None: as many as fit
-    threads: int | None = None  # None: the processor's cores
-    disk_cache: bool | None = None  # keep what was computed on disk; None: unless AFTERGLOW_DISK_CACHE says `off`
-    chat_template: str | None = None  # takes the place of the model's own
-    projector: Path | Literal[False] | None = None  # lets it see or hear; None: the only one beside the model's file
-    media_policy: MediaPolicy = INLINE_ONLY  # where pictures and sounds may come from
-    strip_media: bool = False  # those that the model cannot take are left out with a warning, and not refused
-    draft: DraftSource | None = None  # what guesses beside what was said before: "mtp", or the file of a smaller model
+    threads: int | None = None  # None: one per physical core
+    disk_cache: bool | None = None  # None: on, unless AFTERGLOW_DISK_CACHE is `off`
+    chat_template: str | None = None  # None: the template of the model
+    projector: Path | Literal[False] | None = None  # None: the only one next to the model file
+    media_policy: MediaPolicy = INLINE_ONLY
+    strip_media: bool = False  # drop unsupported media with a warning instead of an error
+    draft: DraftSource | None = None  # "mtp", or the file of a draft model
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def build_spec(self, path: Path) -> EngineSpec:
-        """What makes the engine, in its process."""
+        """Return the spec from which the child process builds the engine."""
         return build_engine_spec(
             path,
             ModelSettings(),
@@ -69,9 +69,9 @@ class ServedSettings:
 
 
 class ServedModel(TextModel):
-    """A model whose engine runs in a process of its own: its death costs the requests in flight and nothing else.
+    """A model with its engine in a child process. A crash of the engine fails only the requests in flight.
 
-    >>> with ServedModel("tiny", tiny.path("successor-attention"), ServedSettings(context=256)) as model:
+    >>> with ServedModel("tiny", models.get_path("successor-attention"), ServedSettings(context=256)) as model:
     ...     model.complete("abc", max_tokens=3).text
     'def'
     """
@@ -81,7 +81,7 @@ class ServedModel(TextModel):
         self.name = name
         self.settings = settings or ServedSettings()
         self._model = LlamaModel.load(path, ModelSettings(vocab_only=True))
-        self._scoring_lock = threading.Lock()  # one sequence is kept for it
+        self._scoring_lock = threading.Lock()  # there is one sequence for scoring
         self._chat_lock = threading.Lock()
         self._chat: Chat | None = None
         try:
@@ -94,93 +94,97 @@ class ServedModel(TextModel):
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Do what takes a while once: the first request should not wait for it."""
+        """Do slow one-time work now, so that the first request does not wait for it."""
         _ = self.fingerprint, self.vocabulary.eog_tokens
-        with contextlib.suppress(AfterglowError):  # who asks is told what is wrong with the template
+        with contextlib.suppress(AfterglowError):  # requests report template errors
             self.plan_chat("Hello")
 
-    # --- what it is
+    # --- properties
 
     @property
     def vocabulary(self) -> Vocabulary:
+        """Vocabulary of the model."""
         return self._model.vocabulary
 
     @property
     def info(self) -> ModelInfo:
-        """What the model is."""
+        """Facts about the model."""
         return self.engine_info.model
 
     @property
     def context_length(self) -> int:
-        """Tokens that one request can hold, prompt and answer together."""
+        """Maximum number of tokens of one request, prompt and completion together."""
         return self.engine_info.cells
 
     @property
     def can_generate(self) -> bool:
-        """Whether it continues texts; a model for embeddings does not."""
+        """Whether the model generates text; an embedding model does not."""
         return self.info.is_causal
 
     @property
     def restarts(self) -> int:
-        """How often the engine's process had to be started again."""
+        """Number of restarts of the engine process."""
         return self._process.restarts
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is an engine right now."""
+        """Whether the engine process runs now."""
         return self._process.pid is not None
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What decides about answers beside the request: our version, the native build and the weights."""
+        """Identifies everything besides the request that determines output: version, native build and weights."""
         return f"afterglow-{__version__}-{get_library().build.split()[0]}-{self._model.fingerprint[:12]}"
 
-    # --- what else can be asked
+    # --- requests
 
     def submit(self, request: Request, n: int = 1) -> list[EventStream]:
-        """Begin `n` answers to a request; their events."""
+        """Start `n` choices of a request and return their event streams."""
         return self._submit_choices(request, n)
 
     def announce_request(self) -> Callable[[], None]:
-        """Say that a request is being prepared; what this returns says, once, that it is there, or will not come."""
+        """Announce a request that is being prepared, so that others wait for it briefly and are batched with it.
+
+        Call the returned function when the request is submitted or abandoned. Only the first call has an effect.
+        """
         self._process.expect_requests(1)
         changes = [-1]
 
-        def arrived() -> None:
+        def withdraw() -> None:
             with contextlib.suppress(IndexError):
                 self._process.expect_requests(changes.pop())
 
-        return arrived
+        return withdraw
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say which event loop will read the answers."""
+        """Read engine events in this event loop."""
         self._process.attach_event_loop(loop)
 
-    def call(self, function: Callable[[Engine], T]) -> T:
-        """Run a function of a module on the engine; waits for its answer."""
+    def call(self, function: Callable[[Engine], ResultT]) -> ResultT:
+        """Run a function of a module on the engine and return its result."""
         return self._process.call(function)
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
-        """What the engine has in memory; of other salts only how much."""
+        """Return the contents of the prefix cache. Entries of sequences with another salt are left out."""
         return self.call(functools.partial(remote_calls.get_cache_contents, salt=salt))
 
     def get_stats(self) -> EngineStats:
-        """What the engine did so far, and what its tiers hold and did."""
+        """Return counters, tier usage and speculation results of the engine."""
         return self.call(remote_calls.get_engine_stats)
 
     def explain_miss(self, prompt: PromptInput, *, salt: str = "") -> PrefixMiss:
-        """`explain`, and the tokens on both sides of where the prompt parts from what is kept."""
+        """Like `explain`, with the entries of both sides after the divergence."""
         return self.call(functools.partial(explain_miss, request=self.build_request(prompt, salt=salt)))
 
     def check_prompt_length(self, tokens: Sequence[int]) -> None:
-        """`PromptTooLong` where a prompt can never fit."""
+        """Raise `PromptTooLong` if a prompt does not fit into the context."""
         if len(tokens) > self.context_length:
             raise PromptTooLong(len(tokens), self.context_length)
 
     def score(self, tokens: Sequence[int], alternatives: int = 0) -> list[TokenLogprob]:
-        """How likely each token but the first is after those before it, with the likeliest ones there.
+        """Return the log-probability of each token except the first, with the most likely alternatives.
 
-        Others are served between the passes.
+        Long texts take several passes; other requests run between them.
         """
         self.check_prompt_length(tokens)
         step = self.engine_info.max_scoring_tokens
@@ -202,11 +206,11 @@ class ServedModel(TextModel):
 
     @property
     def max_embedding_tokens(self) -> int:
-        """The longest text that can be embedded, in tokens."""
+        """Maximum number of tokens of a text for `embed`."""
         return min(self.settings.context, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """One text as a vector of length 1."""
+        """Return the embedding of a text, normalized to length 1."""
         if not len(tokens):
             raise InvalidArgument("input", "must have at least one token")
         if len(tokens) > self.max_embedding_tokens:
@@ -214,17 +218,19 @@ class ServedModel(TextModel):
         return self.call(functools.partial(remote_calls.embed, tokens=list(tokens), limit=self.max_embedding_tokens))
 
     def build_infill_prompt(self, before: str, after: str) -> list[int]:
-        """A prompt for what stands between two texts; `UnsupportedOption` where the model was not trained for it."""
+        """Build a fill-in-the-middle prompt for the text between `before` and `after`.
+
+        Raises `UnsupportedOption` if the model has no fill-in-the-middle tokens.
+        """
         special = self.vocabulary.special_tokens
-        marks = [special.get(name) for name in ("fim_pre", "fim_suf", "fim_mid")]
-        prefix, suffix, middle = marks
+        prefix, suffix, middle = (special.get(name) for name in ("fim_pre", "fim_suf", "fim_mid"))
         if prefix is None or suffix is None or middle is None:
-            raise UnsupportedOption("suffix", f"the model {self.name!r} has no tokens for filling in")
+            raise UnsupportedOption("suffix", f"the model {self.name!r} has no fill-in-the-middle tokens")
         start = [special["bos"]] if self.vocabulary.adds_bos and "bos" in special else []
         return [*start, prefix, *self.tokenize(before), suffix, *self.tokenize(after), middle]
 
     def close(self) -> None:
-        """Give everything back; requests that run end with an error. Closing twice is allowed."""
+        """Release everything. Running requests end with `Closed`. May be called twice."""
         self._process.close()
         with self._chat_lock:
             if self._chat is not None:
@@ -232,20 +238,24 @@ class ServedModel(TextModel):
             self._chat = None
         self._model.close()
 
-    # --- what `Answering` needs
+    # --- methods of `TextModel`
 
     def _get_host(self) -> EngineProcess:
         if not self.can_generate:
-            raise InvalidArgument("model", f"{self.name!r} only makes embeddings")
+            raise InvalidArgument("model", f"{self.name!r} only computes embeddings")
         return self._process
 
     def _get_chat(self) -> Chat:
         with self._chat_lock:
             if self._chat is None:
                 template = self.settings.chat_template or self._model.get_chat_template()
-                bounded = needs_boundaries(self.info.memory_kind, self.settings.engine)
+                boundaries = needs_boundaries(self.info.memory_kind, self.settings.engine)
                 self._chat = Chat(
-                    self.vocabulary, template, self.settings.media_policy, self._get_media_support, boundaries=bounded
+                    self.vocabulary,
+                    template,
+                    self.settings.media_policy,
+                    self._get_media_support,
+                    boundaries=boundaries,
                 )
             return self._chat
 

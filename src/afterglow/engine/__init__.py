@@ -1,1 +1,1 @@
-"""The engine: what is in memory and how it gets there. Knows no messages, no text and no I/O."""
+"""The inference engine: KV cache, scheduling, sampling and speculative decoding. No chat messages, text or network."""

@@ -1,4 +1,4 @@
-"""The engine: many requests, one memory, one decode at a time. Synchronous; call `step` until nothing is left."""
+"""The engine: runs many requests on one backend, one decode per `step`. Synchronous; a host calls `step` in a loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint, TokenConstraintFactory
 from afterglow.engine.scheduling.admission import check_servable
 from afterglow.engine.scheduling.job import Job
-from afterglow.engine.scheduling.leading import find_leader, is_following
 from afterglow.engine.scheduling.media import MediaScheduler
 from afterglow.engine.scheduling.scheduler import (
     BatchBudget,
     compute_max_batch,
     compute_prefill_budget,
+    find_leader,
+    is_following,
     partition_jobs,
     pick_first,
     schedule,
@@ -42,10 +43,10 @@ MAX_DECODE_ATTEMPTS = 3
 
 
 class Engine:
-    """Requests in, events out.
+    """Accepts requests and emits their events.
 
     >>> engine.submit(Request(id="a", entries=[1, 2, 3], max_tokens=8))
-    >>> while engine.busy:
+    >>> while engine.is_busy:
     ...     for event in engine.step():
     ...         print(event)
     """
@@ -53,7 +54,7 @@ class Engine:
     def __init__(
         self, backend: Backend, settings: EngineSettings | None = None, drafters: Sequence[Drafter] = ()
     ) -> None:
-        """`drafters` are those that come with the backend, beside the ones that need nothing."""
+        """`drafters` are those that belong to the backend, in addition to the n-gram drafter."""
         capabilities = backend.capabilities
         if capabilities.max_outputs < capabilities.sequences:
             raise InvalidArgument("outputs", f"must be at least one for each of {capabilities.sequences} sequences")
@@ -63,19 +64,19 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.prefix_cache = PrefixCache(backend, self.interner, self.settings, grid)
         self.counters = EngineCounters()
-        replay = Rollback(backend) if capabilities.can_replay and not capabilities.max_rollback else None
+        rollback = Rollback(backend) if capabilities.can_replay and not capabilities.max_rollback else None
         self.speculator = Speculator(
-            self.settings, capabilities, self.prefix_cache.cost_model, [NgramDrafter(), *drafters], replay
+            self.settings, capabilities, self.prefix_cache.cost_model, [NgramDrafter(), *drafters], rollback
         )
-        self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # for any thread
+        self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # thread-safe
         self.media_scheduler = MediaScheduler(backend.projector, self.interner, self.settings)
-        self._max_media_rows = capabilities.batch_cells  # that the next decode may hold of a picture
+        self._max_media_rows = capabilities.batch_cells  # media rows that the next decode may hold
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._events: list[EngineEvent] = []
-        self._is_consistent = True  # False after a step that crashed: nobody knows what memory holds then
-        self._cancel_lock = threading.RLock()  # over these two: cancel may come from another thread
+        self._is_consistent = True  # False after a step that raised: the content of the KV cache is unknown then
+        self._cancel_lock = threading.RLock()  # guards the two below: `cancel` may come from another thread
         self._decoding_jobs, self._cancelled_ids = list[Job](), set[str]()
 
     @property
@@ -84,54 +85,52 @@ class Engine:
 
     @property
     def has_started_decoding(self) -> bool:
-        """Whether anything of anybody's prompt or answer was computed."""
+        """Whether any running job was part of a decode."""
         return any(job.last_decoded_at for job in self._running)
 
     def submit(self, request: Request, token_constraint: TokenConstraint | None = None) -> None:
         """Accept a request; its events come from `step`. A request that can never be served raises at once.
 
-        `guide` is what `guides` made of it, where somebody did that beforehand.
+        `token_constraint` is the result of `constraint_factory` if it was built beforehand.
         """
-        ids = self.interner.intern(request.entries)
-        check_servable(request, ids, self.interner, self.backend)
+        entries = self.interner.intern(request.entries)
+        check_servable(request, entries, self.interner, self.backend)
         if request.id in self._jobs:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         token_constraint = token_constraint or self.constraint_factory.build(request)
         if self.settings.pin_system_prompts and request.system_length:
-            self.prefix_cache.store.pin_manager.pin(ids[: request.system_length], request.salt, is_system=True)
-        stops = StopMatcher(request.stop) if request.stop else None
-        sampler = self.backend.create_sampler(request.sampling)
-        room = self.backend.capabilities.cells_per_sequence
+            self.prefix_cache.store.pin_manager.pin(entries[: request.system_length], request.salt, is_system=True)
         job = Job(
             request=request,
-            prompt=ids,
-            sampler=sampler,
-            stop_matcher=stops,
+            prompt=entries,
+            stop_matcher=StopMatcher(request.stop) if request.stop else None,
+            sampler=self.backend.create_sampler(request.sampling),
             token_constraint=token_constraint,
-            max_cells=room,
+            max_cells=self.backend.capabilities.cells_per_sequence,
         )
         self.media_scheduler.add_job(job)
         self._jobs[request.id] = job
         self._waiting.append(job)
 
     def cancel(self, request_id: str) -> None:
-        """End a request, from any thread. Inside a decode too, where that hurts nobody else's memory."""
+        """Cancel a request, from any thread. Interrupts a running decode if no other request loses its KV cache."""
         if request_id not in self._jobs:
             return
         with self._cancel_lock:
             self._cancelled_ids.add(request_id)
-            doomed = [job for job in self._decoding_jobs if job.request.id in self._cancelled_ids]
-            able = self.backend.capabilities
-            if doomed and able.interruptible and (able.survives_abort or len(doomed) == len(self._decoding_jobs)):
+            cancelled = [job for job in self._decoding_jobs if job.request.id in self._cancelled_ids]
+            capabilities = self.backend.capabilities
+            is_harmless = capabilities.survives_abort or len(cancelled) == len(self._decoding_jobs)
+            if cancelled and capabilities.interruptible and is_harmless:
                 self.backend.interrupt()
 
     def step(self) -> list[EngineEvent]:
-        """Do one decode's worth of work; what came of it."""
+        """Run at most one decode. Return the events since the last step."""
         self._is_consistent = False
         self._end_cancelled_and_expired()
         self._admit_waiting()
-        if chosen := self._schedule():
-            self._decode(chosen)
+        if batch := self._schedule():
+            self._decode(batch)
         elif self._running and not self._events:
             self.media_scheduler.wait()
         self._is_consistent = True
@@ -139,25 +138,25 @@ class Engine:
         return events
 
     def admit(self) -> None:
-        """Give memory to those who wait, as far as there is some. `step` does that, too; here there is more time."""
+        """Admit waiting jobs as far as there are free slots. `step` does so, too; a host calls this if it has time."""
         self._is_consistent = False
         self._admit_waiting()
         self._is_consistent = True
 
     def explain(self, request: Request) -> Explanation:
-        """What of this request's prompt is in memory now, and why not more of it could be used."""
-        ids = self.interner.intern(request.entries)
-        reuse = self.prefix_cache.plan(
-            ids, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, salt=request.salt
+        """Explain which prefix of this request's prompt is cached now, and why not more of it."""
+        entries = self.interner.intern(request.entries)
+        plan = self.prefix_cache.plan(
+            entries, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, salt=request.salt
         )
-        return self.prefix_cache.explain(ids, reuse, request.salt)
+        return self.prefix_cache.explain(entries, plan, request.salt)
 
     def run_idle_task(self) -> bool:
-        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
+        """Do one piece of deferred work. Return False if there is none."""
         return self.prefix_cache.write_back() or self.speculator.run_idle_task()
 
     def close(self) -> None:
-        """End every request, keep on disk what is worth it, and give memory back."""
+        """Fail every request, write the prefix cache to disk as far as it is worth it, and free all resources."""
         try:
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
@@ -167,14 +166,14 @@ class Engine:
             self.media_scheduler.close()
             self.backend.close()
 
-    # --- beginning and ending jobs
+    # --- starting and ending jobs
 
     def _end_cancelled_and_expired(self) -> None:
         with self._cancel_lock:
-            cancelled, self._cancelled_ids = self._cancelled_ids, set()
-        for id in cancelled:
-            if job := self._jobs.get(id):
-                self._fail(job, Cancelled(f"request {id} was cancelled"))
+            cancelled_ids, self._cancelled_ids = self._cancelled_ids, set()
+        for request_id in cancelled_ids:
+            if job := self._jobs.get(request_id):
+                self._fail(job, Cancelled(f"request {request_id} was cancelled"))
         for job in [job for job in self._jobs.values() if job.has_deadline_passed]:
             self._finish(job, "deadline")
 
@@ -184,42 +183,44 @@ class Engine:
                 continue
             job.leader = None
             if job.is_preempted and self._running and self.backend.capabilities.kv_unified:
-                break  # it would only push somebody else out
-            begun = self._start_job(job) if job.swapped_state is None else self._swap_in(job)
-            if not begun and job.request.sequence is None:
-                break  # no slot for this one is no slot for the next
+                break  # it would only preempt another job
+            has_slot = self._start_job(job) if job.swapped_state is None else self._swap_in(job)
+            if not has_slot and job.request.sequence is None:
+                break  # the next job would not get a slot either
 
     def _start_job(self, job: Job) -> bool:
-        """Give the job memory to work in. False: there is no slot for it now."""
+        """Plan the prefix and give the job a sequence. Return False if there is no slot for it now.
+
+        A job that waits for a leader or for the disk stays in the queue and does not block the next one.
+        """
         known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)]) if job.generated else job.prompt
         request = job.request
-        reuse = self.prefix_cache.plan(
+        plan = self.prefix_cache.plan(
             known, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, salt=request.salt
         )
-        if reuse is None:
+        if plan is None:
             return False
-        if self._follow_leader(job, reuse.reuse_length) or (self._running and self.prefix_cache.prefetch(reuse)):
-            return True  # it waits for somebody else, or for the disk, and the others go on
-        sequence, kept = self.prefix_cache.acquire(reuse, request.salt)
-        if (
-            reuse.reuse_length and not kept and not job.stored_load_failed
-        ):  # a stored state did not load, and is gone now: plan again
+        if self._follow_leader(job, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan)):
+            return True
+        sequence, reused = self.prefix_cache.acquire(plan, request.salt)
+        if plan.reuse_length and not reused and not job.stored_load_failed:
+            # A stored state did not load and was removed: plan again.
             job.stored_load_failed = True
             self.prefix_cache.release(sequence)
             return self._start_job(job)
         if not job.admitted_at:
-            self.media_scheduler.record_reuse(job, min(kept, len(job.prompt)))
-            self.counters.reused_entries += min(kept, len(job.prompt))
+            self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
+            self.counters.reused_entries += min(reused, len(job.prompt))
         job.checkpoint_positions = self.prefix_cache.checkpoint_positions(sequence, job.prompt, request.boundaries)
         self._mark_running(job, sequence)
         return True
 
     def _follow_leader(self, job: Job, reuse_length: int) -> bool:
-        """Whether somebody is computing more of this prompt's beginning than is there: then once is enough."""
-        found = find_leader(job, self._running, reuse_length, self.interner, self.prefix_cache.round_down)
-        if found is None:
+        """Make the job wait if a running job is computing more of its prefix than is cached. Return whether it does."""
+        leader = find_leader(job, self._running, reuse_length, self.interner, self.prefix_cache.round_down)
+        if leader is None:
             return False
-        job.leader, job.leader_position = found
+        job.leader, job.leader_position = leader
         job.leader.checkpoint_positions.append(job.leader_position)
         self.counters.coalesced += 1
         return True
@@ -259,42 +260,42 @@ class Engine:
     # --- one decode
 
     def _schedule(self) -> list[tuple[Job, int]]:
-        now, costs = time.monotonic(), self.prefix_cache.cost_model
+        now, cost_model = time.monotonic(), self.prefix_cache.cost_model
         ready = [job for job in self._running[:] if not job.media_indices or self._is_media_ready(job)]
         if self.settings.deterministic:
             return schedule_on_grid(ready, self.settings.grid, now)
-        cells = compute_max_batch(self.backend.capabilities, costs.latest_seconds_per_entry)
-        generating, prompts, pictures = partition_jobs(ready)
-        backlogs = [job.backlog for job in prompts]
+        cells = compute_max_batch(self.backend.capabilities, cost_model.latest_seconds_per_entry)
+        decoding, prefilling, media_jobs = partition_jobs(ready)
+        backlogs = [job.backlog for job in prefilling]
         entries = compute_prefill_budget(
-            len(generating),
+            len(decoding),
             backlogs,
             self.settings.max_token_gap,
-            costs.seconds_per_step,
-            costs.seconds_per_entry,
+            cost_model.seconds_per_step,
+            cost_model.seconds_per_entry,
             cells,
         )
-        if self.media_scheduler.is_media_turn(pictures, has_other_work=bool(generating or prompts)):
+        if self.media_scheduler.is_media_turn(media_jobs, has_other_work=bool(decoding or prefilling)):
             self._max_media_rows = entries
-            return [(pick_first(pictures, now), 1)]
-        self.speculator.propose_drafts(generating, prompts)
-        return schedule(generating, prompts, BatchBudget(cells=cells, prefill_entries=entries), now)
+            return [(pick_first(media_jobs, now), 1)]
+        self.speculator.propose_drafts(decoding, prefilling)
+        return schedule(decoding, prefilling, BatchBudget(cells=cells, prefill_entries=entries), now)
 
     def _is_media_ready(self, job: Job) -> bool:
-        """Whether the job's next entry can be computed. A picture that cannot be encoded ends it."""
+        """Return whether the job's next entry can be computed. Fail the job if its media cannot be encoded."""
         if self.media_scheduler.prepare_next(job):
             return True
         if (error := self.media_scheduler.get_error(job)) is not None:
             self._fail(job, error)
         return False
 
-    def _decode(self, chosen: list[tuple[Job, int]]) -> None:
-        spans = [job.build_span(count, self._max_media_rows) for job, count in chosen]
-        jobs = [job for job, _ in chosen]
+    def _decode(self, batch: list[tuple[Job, int]]) -> None:
+        spans = [job.build_span(count, self._max_media_rows) for job, count in batch]
+        jobs = [job for job, _ in batch]
         self.speculator.prepare_decode(jobs)
         with self._cancel_lock:
             self._decoding_jobs = jobs
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             self.backend.decode(spans)
         except KVCacheFull as error:
@@ -307,28 +308,29 @@ class Engine:
             with self._cancel_lock:
                 self._decoding_jobs = []
                 self.backend.clear_interrupt()
-        self._process_decode(jobs, spans, started)
+        self._process_decode(jobs, spans, started_at)
 
     def _process_decode(self, jobs: list[Job], spans: list[DecodeSpan], started_at: float) -> None:
-        tokens = replayed = 0
-        for job, span in zip(jobs, spans, strict=True):  # all that needs no logits: a GPU still computes them
-            replayed += job.record_decode(span, started_at)
+        tokens = recomputed = 0
+        # First everything that needs no logits: a GPU is still computing them.
+        for job, span in zip(jobs, spans, strict=True):
+            recomputed += job.record_decode(span, started_at)
             if job.media_indices and span.completes_entry:
                 self.media_scheduler.release_decoded(job)
             if self.settings.deterministic and span.completes_entry:
                 job.record_chunk(len(span.entries), self.settings.grid)
-        rows, guesses = self.counters.record_decode(spans, replayed)
+        rows, draft_tokens = self.counters.record_decode(spans, recomputed)
         for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
                 tokens += self._sample(job, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
                 self._events.append(PrefillProgress(job.request.id, len(job.running_sequence), len(job.prompt)))
                 self._checkpoint_if_due(job)
-        answers = len(spans) if rows - guesses - replayed == len(spans) else 0
-        self._record_timing(rows, answers, tokens, time.perf_counter() - started_at)
+        decoding_jobs = len(spans) if rows - draft_tokens - recomputed == len(spans) else 0
+        self._record_timing(rows, decoding_jobs, tokens, time.perf_counter() - started_at)
 
     def _record_timing(self, rows: int, decoding_jobs: int, tokens: int, seconds: float) -> None:
-        """A decode took so long: of so many `answers` and nothing else, or with prompts in it."""
+        """Record the duration of a decode; `decoding_jobs` is 0 if it contained prefill."""
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
         if decoding_jobs:
             self.prefix_cache.cost_model.record_decode_step(seconds)
@@ -343,36 +345,37 @@ class Engine:
             self.prefix_cache.take_checkpoint(job.running_sequence)
 
     def _sample(self, job: Job, span: int, row: int) -> int:
-        """Draw the job's next tokens, `row` being its last known entry; how many there are."""
+        """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""
         job.first_token_at = job.first_token_at or time.monotonic()
         if job.request.max_tokens == 0:
             self._finish(job, "length")
             return 0
-        before, accepted = len(job.generated), job.accepted_token_count
+        generated_before, accepted_before = len(job.generated), job.accepted_token_count
         failure: AfterglowError | None = None
-        ending: FinishCause | None = None
+        finish_cause: FinishCause | None = None
         try:
-            ending = sample_and_verify(job, self.backend, span, row, self._events)
+            finish_cause = sample_and_verify(job, self.backend, span, row, self._events)
         except AfterglowError as error:
             failure = error
         if job.draft:
-            self.speculator.record_verification(job, len(job.draft), job.accepted_token_count - accepted)
+            accepted = job.accepted_token_count - accepted_before
+            self.speculator.record_verification(job, len(job.draft), accepted)
             self.counters.draft_steps += 1
             self.counters.draft_tokens += len(job.draft)
-            self.counters.accepted_tokens += job.accepted_token_count - accepted
-        whole = not job.draft or drop_rejected(job, self.speculator.rollback)
+            self.counters.accepted_tokens += accepted
+        is_intact = not job.draft or drop_rejected(job, self.speculator.rollback)
         if failure is not None:
             self._fail(job, failure)
-        elif ending is not None:
-            self._finish(job, *ending)
-        elif not whole:
+        elif finish_cause is not None:
+            self._finish(job, *finish_cause)
+        elif not is_intact:
             self._requeue(job)
-        return len(job.generated) - before
+        return len(job.generated) - generated_before
 
-    # --- when memory is full, or a decode failed
+    # --- preemption and recovery
 
     def _free_cells(self, jobs: list[Job], error: KVCacheFull) -> None:
-        """Do without guesses; evict what is idle; else the youngest job steps aside; one that is alone ends."""
+        """Free cells: stop drafting, else evict, else preempt the youngest job. A job that runs alone ends."""
         if any(job.draft for job in jobs):
             return self.speculator.pause()
         if self.prefix_cache.evict():
@@ -396,15 +399,15 @@ class Engine:
         self.counters.preempted += 1
 
     def _swap_in(self, job: Job) -> bool:
-        reuse = self.prefix_cache.plan(
+        plan = self.prefix_cache.plan(
             job.prompt, use_prefix_cache=False, slot=job.request.sequence, salt=job.request.salt
         )
-        if reuse is None:
+        if plan is None:
             return False
         saved, job.swapped_state = job.swapped_state, None
         assert saved is not None
         self.prefix_cache.release_swapped(saved)
-        sequence, _ = self.prefix_cache.acquire(reuse, job.request.salt)
+        sequence, _ = self.prefix_cache.acquire(plan, job.request.salt)
         try:
             sequence.load(saved.entries, saved.state, saved.aligned)
         except AfterglowError:
@@ -413,7 +416,7 @@ class Engine:
         return True
 
     def _recover(self, jobs: list[Job], error: AfterglowError) -> None:
-        """Make every record true again after a decode that stopped in the middle."""
+        """Make the sequences consistent with the KV cache after a decode that failed or was interrupted."""
         self.counters.interrupted += isinstance(error, Cancelled)
         for job in jobs:
             sequence = job.running_sequence
@@ -426,6 +429,6 @@ class Engine:
                 self._requeue(job)
 
     def _requeue(self, job: Job) -> None:
-        """The job has lost its memory: it begins again, from what there is."""
+        """Queue a job that lost its KV cache; it starts again from its longest cached prefix."""
         self._stop_running(job)
         self._waiting.appendleft(job)

@@ -1,4 +1,4 @@
-"""From logits to tokens: a request's own sampler draws after each row, for as long as draw and guess agree."""
+"""Sampling and verification: samples after each row of a decode for as long as the samples equal the draft tokens."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ FinishCause: TypeAlias = tuple[FinishReason, bytes | int | None]
 
 
 def sample_and_verify(job: Job, backend: Backend, span: int, row: int, events: list[EngineEvent]) -> FinishCause | None:
-    """Draw after `row`, the last known entry, and then after each guess behind it; what ended the answer, if it did.
+    """Sample after `row`, the last known entry, and after each draft token behind it. Return the finish cause, if any.
 
-    The draw is always what is kept, so guesses save time and change nothing. The first one that differs from its guess
-    is the last: the rows behind it were computed for another text.
+    The sampled token is always the one that is output, so drafts save time and change no token. Sampling stops at the
+    first token that differs from its draft: the rows after it were computed for another text.
     """
     request = job.request
-    for guess in (*job.draft, None):
+    for draft_token in (*job.draft, None):
         logits = backend.get_logits(span, row)
         token = sample_token(job, logits)
         job.generated.append(token)
         events.append(
             Token(request.id, token) if request.logprobs is None else _build_scored_token(request, token, logits)
         )
-        job.accepted_token_count += token == guess
-        ending = _find_finish_cause(job, backend, token)
-        if ending is not None or token != guess:
-            return ending
+        job.accepted_token_count += token == draft_token
+        finish_cause = _find_finish_cause(job, backend, token)
+        if finish_cause is not None or token != draft_token:
+            return finish_cause
         row += 1
     return None
 
 
-def drop_rejected(job: Job, replay: Rollback | None = None) -> bool:
-    """Take the wrong guesses out of memory, with `replay` all of them. False: it could not be done, and memory is empty
-    now."""
+def drop_rejected(job: Job, rollback: Rollback | None = None) -> bool:
+    """Remove rejected draft tokens from the KV cache; with `rollback`, all draft tokens.
+
+    Return False if that was not possible. The job's sequence is empty then, and the job drafts no more.
+    """
     assert job.sequence is not None
-    sequence, keep = job.sequence, job.known_length - 1
-    if len(sequence) <= keep:
+    sequence, length = job.sequence, job.known_length - 1
+    if len(sequence) <= length:
         return True
-    if sequence.can_resume_at(keep):
-        sequence.truncate(keep)
+    if sequence.can_resume_at(length):
+        sequence.truncate(length)
         return True
-    with contextlib.suppress(AfterglowError):  # a state that does not load
-        if replay is not None and replay.restore(job):
+    with contextlib.suppress(AfterglowError):  # the saved state does not load
+        if rollback is not None and rollback.restore(job):
             return True
     job.draft_stats.disabled = True
     sequence.clear()
@@ -59,7 +61,7 @@ def drop_rejected(job: Job, replay: Rollback | None = None) -> bool:
 
 
 def sample_token(job: Job, logits: NDArray[np.float32]) -> int:
-    """The next token, by the job's sampler and by what leads it; both move on with it."""
+    """Sample the next token under the job's token constraint. Advances the sampler and the constraint."""
     return (
         job.sampler.sample_and_accept(logits)
         if job.token_constraint is None
@@ -68,8 +70,8 @@ def sample_token(job: Job, logits: NDArray[np.float32]) -> int:
 
 
 def _build_scored_token(request: Request, token: int, logits: NDArray[np.float32]) -> Token:
-    values = log_softmax(logits)
-    return Token(request.id, token, float(values[token]), find_top_logprobs(values, request.logprobs or 0))
+    logprobs = log_softmax(logits)
+    return Token(request.id, token, float(logprobs[token]), find_top_logprobs(logprobs, request.logprobs or 0))
 
 
 def _find_finish_cause(job: Job, backend: Backend, token: int) -> FinishCause | None:
@@ -82,6 +84,6 @@ def _find_finish_cause(job: Job, backend: Backend, token: int) -> FinishCause | 
         return "stop", None
     if len(job.generated) == request.max_tokens:
         return "length", None
-    if job.is_full:  # the token has no cell to go to
+    if job.is_full:  # there is no cell for the token
         return "length", None
     return None

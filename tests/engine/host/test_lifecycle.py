@@ -15,37 +15,38 @@ from afterglow.llama.handle import list_open_handles
 from afterglow.llama.model import ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
-from support.media_prompts import noisy
+from support.media_prompts import noise_image
 
+pytestmark = pytest.mark.native
 SMALL = ContextSettings(cells=256, batch=64, threads=1)
 
 
-def lifecycle(path: Path | None = None, context: ContextSettings = SMALL, **options) -> Lifecycle:
+def build_lifecycle(path: Path | None = None, context: ContextSettings = SMALL, **options) -> Lifecycle:
     return Lifecycle(path or models.get_path("attention"), ModelSettings(), context, **options)
 
 
-def test_c12_the_way_up_and_down():
-    with lifecycle() as model:
+def test_c12_the_load_states_go_up_and_down():
+    with build_lifecycle() as model:
         assert model.state is LoadState.COLD
         model.warm()
         assert model.state is LoadState.WARM
         weights = model.model
         model.activate()
         assert model.state is LoadState.ACTIVE
-        assert model.model is weights  # nothing moves to a GPU, so nothing is loaded twice
+        assert model.model is weights  # without a GPU the weights are not loaded twice
         assert model.context.cells == 256
         model.deactivate()
         assert model.state is LoadState.WARM
         assert model.model is weights
         model.unload()
         assert model.state is LoadState.COLD
-        model.activate()  # load and activate in one call
+        model.activate()  # from COLD, in one call
         assert model.state is LoadState.ACTIVE
     assert not list_open_handles()
 
 
 def test_c12_calls_in_the_wrong_state_are_typed_errors():
-    with lifecycle() as model:
+    with build_lifecycle() as model:
         for call in (model.deactivate, model.unload):
             with pytest.raises(WrongState, match="cold"):
                 call()
@@ -61,8 +62,8 @@ def test_c12_calls_in_the_wrong_state_are_typed_errors():
             model.activate()
 
 
-def test_c12_after_close_everything_says_closed():
-    model = lifecycle()
+def test_c12_a_closed_lifecycle_raises_closed():
+    model = build_lifecycle()
     model.activate()
     model.close()
     model.close()
@@ -71,24 +72,24 @@ def test_c12_after_close_everything_says_closed():
             call()
 
 
-def test_c12_a_hook_may_veto_a_load_and_learns_what_it_is_for():
-    asked: list[LoadState] = []
+def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load():
+    targets: list[LoadState] = []
 
-    def hook(path: Path, stage: LoadState) -> str | None:
-        asked.append(stage)
-        return "not on Sundays" if stage is LoadState.ACTIVE else None
+    def hook(path: Path, state: LoadState) -> str | None:
+        targets.append(state)
+        return "not on Sundays" if state is LoadState.ACTIVE else None
 
-    with lifecycle(hooks=[hook]) as model:
+    with build_lifecycle(hooks=[hook]) as model:
         with pytest.raises(LoadVetoed, match="not on Sundays"):
             model.activate()
         assert model.state is LoadState.COLD
         assert not list_open_handles()
         model.warm()
-        assert asked == [LoadState.ACTIVE, LoadState.WARM]
+        assert targets == [LoadState.ACTIVE, LoadState.WARM]
 
 
 def test_c12_a_failed_activation_leaves_the_warm_model_usable():
-    with lifecycle(context=ContextSettings(cells=2**31 - 1000)) as model:
+    with build_lifecycle(context=ContextSettings(cells=2**31 - 1000)) as model:
         model.warm()
         with pytest.raises(OutOfMemory):
             model.activate()
@@ -96,10 +97,10 @@ def test_c12_a_failed_activation_leaves_the_warm_model_usable():
         assert model.model.vocabulary.tokenize("still here")
 
 
-def test_c12_a_failed_load_leaves_it_cold_and_nothing_open(tmp_path):
+def test_c12_a_failed_load_leaves_the_model_cold_and_no_handle_open(tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(models.get_path("attention").read_bytes()[:5000])
-    with lifecycle(broken) as model:
+    with build_lifecycle(broken) as model:
         with pytest.raises(InvalidModel):
             model.activate()
         assert model.state is LoadState.COLD
@@ -107,11 +108,11 @@ def test_c12_a_failed_load_leaves_it_cold_and_nothing_open(tmp_path):
 
 
 def test_c12_progress_is_reported_and_can_cancel():
-    seen: list[float] = []
-    with lifecycle() as model:
-        model.warm(progress=seen.append)
-        assert seen[-1] == 1.0
-        assert seen == sorted(seen)
+    fractions: list[float] = []
+    with build_lifecycle() as model:
+        model.warm(progress=fractions.append)
+        assert fractions[-1] == 1.0
+        assert fractions == sorted(fractions)
         model.unload()
         with pytest.raises(Cancelled):
             model.warm(progress=lambda fraction: False)
@@ -125,18 +126,18 @@ def test_c12_progress_is_reported_and_can_cancel():
         model.warm()
 
 
-def test_c12_the_state_is_readable_while_a_transition_runs():
+def test_c12_the_state_is_readable_during_a_transition():
     entered, release = threading.Event(), threading.Event()
 
-    def hook(path: Path, stage: LoadState) -> None:
+    def hook(path: Path, state: LoadState) -> None:
         entered.set()
         release.wait(10)
 
-    with lifecycle(hooks=[hook]) as model:
+    with build_lifecycle(hooks=[hook]) as model:
         worker = threading.Thread(target=model.warm)
         worker.start()
         assert entered.wait(10)
-        assert model.state is LoadState.COLD  # answers at once, though the lock is held
+        assert model.state is LoadState.COLD  # does not block, although the lock is held
         release.set()
         worker.join()
         assert model.state is LoadState.WARM
@@ -147,13 +148,13 @@ def test_c12_fifty_cycles_leak_nothing(projector):
     process = psutil.Process()
     sizes = []
     for _ in range(50):
-        with lifecycle(projector=projector and models.get_path(projector)) as model:
+        with build_lifecycle(projector_path=projector and models.get_path(projector)) as model:
             model.warm()
             assert model.projector is None
             model.activate()
             assert (model.projector is not None) == (projector is not None)
             if model.projector is not None:
-                model.projector.encode([noisy(1)])
+                model.projector.encode([noise_image(1)])
             model.deactivate()
             assert model.projector is None
             model.unload()

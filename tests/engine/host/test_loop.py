@@ -1,4 +1,4 @@
-"""When an engine begins: at once, unless others are on their way; and when it does what can wait."""
+"""Engine loop: waiting for expected requests, and idle tasks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from collections.abc import Iterator
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.host import thread
-from afterglow.engine.host.thread import EngineLoop
+from afterglow.engine.host import loop
+from afterglow.engine.host.loop import EngineLoop
 from afterglow.engine.types.request import EngineEvent, Finished, Request
 from afterglow.testing import FakeBackend
 
 
-class Running:
-    """A loop in a thread, and what came of it."""
+class RunningLoop:
+    """An engine loop in a thread, and the times at which its requests ended."""
 
     def __init__(self) -> None:
         self.backend = FakeBackend("attention", sequences=4, cells_per_sequence=4096)
         self.engine = Engine(self.backend)
         self.ended: dict[str, float] = {}
-        self.loop = EngineLoop(self._take)
+        self.loop = EngineLoop(self._record_ends)
         self._thread = threading.Thread(target=self.loop.run, args=(self.engine,))
 
-    def _take(self, events: list[EngineEvent]) -> None:
+    def _record_ends(self, events: list[EngineEvent]) -> None:
         self.ended |= {event.request_id: time.monotonic() for event in events if isinstance(event, Finished)}
 
-    def ask(self, id: str, length: int = 3) -> None:
-        self.loop.submit(Request(id=id, entries=[5, 6, 7], max_tokens=length, ignore_eos=True, use_prefix_cache=False))
+    def submit(self, id: str, max_tokens: int = 3) -> None:
+        self.loop.submit(
+            Request(id=id, entries=[5, 6, 7], max_tokens=max_tokens, ignore_eos=True, use_prefix_cache=False)
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -47,35 +49,35 @@ class Running:
 
 
 @pytest.fixture
-def running() -> Iterator[Running]:
-    made = Running()
-    made.start()
-    yield made
-    made.close()
+def running() -> Iterator[RunningLoop]:
+    running = RunningLoop()
+    running.start()
+    yield running
+    running.close()
 
 
-def test_a_prompt_waits_for_those_that_are_on_their_way(running, monkeypatch):
-    monkeypatch.setattr(thread, "MAX_COALESCE_WAIT_SECONDS", 60.0)
+def test_a_prompt_waits_for_expected_requests(running, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
     running.loop.expect_requests(1)
     running.loop.expect_requests(1)
     running.loop.expect_requests(-1)
-    running.ask("first")
+    running.submit("first")
     time.sleep(0.05)
     assert not running.backend.decode_history
     running.loop.expect_requests(-1)
-    running.ask("second")
+    running.submit("second")
     running.wait_for("first", "second")
     assert len(running.backend.decode_history[0]) == 2
 
 
-def test_it_is_given_memory_meanwhile(running, monkeypatch):
-    """Storing what a sequence held before takes a while, too."""
-    monkeypatch.setattr(thread, "MAX_COALESCE_WAIT_SECONDS", 60.0)
+def test_a_waiting_prompt_is_admitted(running, monkeypatch):
+    """Admission may store evicted state, which takes a while."""
+    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
     running.loop.expect_requests(1)
-    running.ask("first")
+    running.submit("first")
     running.loop.expect_requests(1)
     deadline = time.monotonic() + 5
-    while not any(slot.busy for slot in running.engine.memory.slots):
+    while not any(slot.busy for slot in running.engine.prefix_cache.slots):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert not running.backend.decode_history
@@ -83,45 +85,45 @@ def test_it_is_given_memory_meanwhile(running, monkeypatch):
     running.wait_for("first")
 
 
-def test_one_that_does_not_come_is_not_waited_for(running, monkeypatch):
-    monkeypatch.setattr(thread, "MAX_COALESCE_WAIT_SECONDS", 60.0)
+def test_a_withdrawn_request_is_not_waited_for(running, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
     running.loop.expect_requests(1)
-    running.ask("first")
+    running.submit("first")
     running.loop.expect_requests(-1)
     running.wait_for("first")
 
 
-def test_nobody_waits_for_long(running):
+def test_the_coalesce_wait_is_short(running):
     running.loop.expect_requests(1)
-    running.ask("first")
+    running.submit("first")
     running.wait_for("first", seconds=2.0)
 
 
-def test_nobody_waits_beside_an_answer_that_is_being_written(running, monkeypatch):
-    monkeypatch.setattr(thread, "MAX_COALESCE_WAIT_SECONDS", 60.0)
-    running.ask("long", 1000)
+def test_nothing_waits_while_a_request_decodes(running, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
+    running.submit("long", 1000)
     while not running.backend.decode_history:
         time.sleep(0.001)
     running.loop.expect_requests(1)
-    running.ask("short")
+    running.submit("short")
     running.wait_for("long", "short")
 
 
-def test_more_arrivals_than_announcements_are_none(running, monkeypatch):
-    """An engine that was started again has not heard of those that the one before was told of."""
-    monkeypatch.setattr(thread, "MAX_COALESCE_WAIT_SECONDS", 60.0)
+def test_the_expected_requests_never_fall_below_zero(running, monkeypatch):
+    """A restarted engine does not know the requests announced to its predecessor."""
+    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
     running.loop.expect_requests(-1)
-    running.ask("first")
+    running.submit("first")
     running.wait_for("first")
 
 
-@pytest.mark.parametrize(("quiet", "tidied"), [(60.0, False), (0.0, True)])
-def test_what_can_wait_is_done_once_it_was_quiet(running, monkeypatch, quiet, tidied):
-    monkeypatch.setattr(thread, "IDLE_AFTER_SECONDS", quiet)
-    tidying = threading.Event()
-    monkeypatch.setattr(running.engine, "run_idle_task", lambda: tidying.set())
-    running.ask("first")
+@pytest.mark.parametrize(("idle_seconds", "runs"), [(60.0, False), (0.0, True)])
+def test_idle_tasks_run_after_an_idle_period(running, monkeypatch, idle_seconds, runs):
+    monkeypatch.setattr(loop, "IDLE_AFTER_SECONDS", idle_seconds)
+    has_run = threading.Event()
+    monkeypatch.setattr(running.engine, "run_idle_task", lambda: has_run.set())
+    running.submit("first")
     running.wait_for("first")
-    assert tidying.wait(5.0 if tidied else 0.1) == tidied
-    running.ask("second")
+    assert has_run.wait(5.0 if runs else 0.1) == runs
+    running.submit("second")
     running.wait_for("second")

@@ -1,4 +1,4 @@
-"""What only a process can do to you: die, stop, hang, leave orphans. What it shares with a thread is in test_thread."""
+"""Process host: crashes, silence, pickling and shutdown. Behaviour shared with the thread host is in test_thread.py."""
 
 from __future__ import annotations
 
@@ -17,252 +17,272 @@ from afterglow.engine.host import child_process, process
 from afterglow.engine.host.process import MAX_FAILED_STARTS, EngineProcess
 from afterglow.errors import Cancelled, Closed, EngineCrashed, EngineError, InvalidArgument
 from support import engine_factories, hosts
-from support.engine_factories import After, Exit, Fake, Grandchild, Numbered, Raise, Sleep
-from support.hosts import error, eventually, finish, first_token, line, long, program, read, tokens
+from support.engine_factories import (
+    Exit,
+    FactoryAfter,
+    FakeEngineFactory,
+    Raise,
+    RestartFactory,
+    Sleep,
+    StartGrandchild,
+)
+from support.hosts import (
+    build_long_request,
+    get_tokens,
+    read_error,
+    read_events,
+    read_line,
+    run_program,
+    skip_to_first_token,
+    wait_for_exit,
+    wait_until,
+)
 from support.play import prompt, reference, request
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.native]
+EXPECTED = reference(FakeEngineFactory(), prompt(9))  # tokens of the request that most tests submit
 
 
 @pytest.fixture
-def no_pauses(monkeypatch) -> None:
-    """Between one child that died young and the next."""
+def no_restart_delay(monkeypatch) -> None:
+    """Shorten the delay after a child that exited early."""
     monkeypatch.setattr(process, "MAX_RESTART_DELAY_SECONDS", 0.05)
 
 
 @pytest.fixture(autouse=True)
-def no_process_stays() -> Iterator[None]:
-    """Neither running nor as a zombie."""
+def no_process_remains() -> Iterator[None]:
+    """Check that no child remains, running or as a zombie."""
     yield
     assert psutil.Process().children() == []
 
 
-def gone(pid: int) -> bool:
-    """Whether a process, of anybody's, runs no more."""
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended; it need not be a child."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def kill(engine: EngineProcess, how: signal.Signals = signal.SIGKILL) -> None:
+def kill(engine: EngineProcess, signal_number: signal.Signals = signal.SIGKILL) -> None:
     assert engine.pid is not None
-    os.kill(engine.pid, how)
+    os.kill(engine.pid, signal_number)
 
 
-def serves(engine: EngineProcess, within: float = 5.0) -> bool:
+def can_serve(engine: EngineProcess, within: float = 5.0) -> bool:
+    """Return whether a request gets the expected tokens in time."""
     started = time.monotonic()
-    answer = tokens(read(engine.submit(request("after all", prompt(9)))))
+    answer = get_tokens(read_events(engine.submit(request("check", prompt(9)))))
     assert time.monotonic() - started < within
-    return answer == reference(Fake(), prompt(9))
+    return answer == EXPECTED
 
 
 # --- crashes
 
 
-def test_a_killed_child_is_an_answer_to_everybody_and_another_one_serves_on():
-    with EngineProcess(Fake(pause=0.01, options={"sequences": 8})) as engine:
+def test_a_killed_child_fails_its_requests_and_a_new_child_serves():
+    with EngineProcess(FakeEngineFactory(pause=0.01, options={"sequences": 8})) as engine:
         first, restarts = engine.pid, engine.restarts
-        streams = [engine.submit(long(str(number))) for number in range(8)]
-        running = [first_token(stream) for stream in streams]
+        streams = [engine.submit(build_long_request(str(number))) for number in range(8)]
+        iterators = [skip_to_first_token(stream) for stream in streams]
         kill(engine)
-        for stream, events in zip(streams, running, strict=True):
+        for stream, events in zip(streams, iterators, strict=True):
             *_, end = events
             assert isinstance(end.error, EngineCrashed)
-            assert end.error.reason == "it ended (signal SIGKILL)"
+            assert end.error.reason == "process exited (signal SIGKILL)"
             assert list(stream) == []
-        assert serves(engine)
+        assert can_serve(engine)
         assert (engine.restarts, restarts) == (1, 0)
         assert engine.pid not in (first, None)
-        assert gone(first)
+        assert is_gone(first)
 
 
-def test_a_call_in_flight_is_answered_by_a_crash():
-    with EngineProcess(Fake()) as engine:
+def test_a_crash_fails_the_call_in_flight():
+    with EngineProcess(FakeEngineFactory()) as engine:
         threading.Timer(0.2, kill, [engine]).start()
         with pytest.raises(EngineCrashed, match="SIGKILL"):
             engine.call(Sleep())
-        assert engine.call(engine_factories.busy) is False
+        assert engine.call(engine_factories.is_busy) is False
 
 
-def test_the_way_it_died_is_told():
-    with EngineProcess(Fake(pause=60)) as engine:
-        stream = engine.submit(long("one"))
+def test_the_crash_reason_names_the_signal():
+    with EngineProcess(FakeEngineFactory(pause=60)) as engine:
+        stream = engine.submit(build_long_request("one"))
         kill(engine, signal.SIGABRT)
-        assert error(stream).reason == "it ended (signal SIGABRT)"
+        assert read_error(stream).reason == "process exited (signal SIGABRT)"
 
 
-def test_one_crash_after_the_other_is_survived(no_pauses):
-    with EngineProcess(Fake()) as engine:
+def test_repeated_crashes_leak_no_descriptors_or_threads(no_restart_delay):
+    with EngineProcess(FakeEngineFactory()) as engine:
         before = len(os.listdir("/dev/fd")), threading.active_count()
         for crashes in range(1, 4):
             kill(engine)
-            assert eventually(lambda crashes=crashes: engine.restarts == crashes)
-            assert serves(engine)
+            assert wait_until(lambda crashes=crashes: engine.restarts == crashes)
+            assert can_serve(engine)
         assert (len(os.listdir("/dev/fd")), threading.active_count()) == before
 
 
-def test_a_child_that_is_killed_while_it_starts_is_no_trouble(tmp_path, no_pauses):
-    """Whoever came meanwhile waits for the one after it."""
-    with EngineProcess(Numbered(tmp_path / "starts", Sleep(0.5))) as engine:
+def test_requests_survive_a_child_that_is_killed_while_it_starts(tmp_path, no_restart_delay):
+    """A request submitted during the restart waits for the next child."""
+    with EngineProcess(RestartFactory(tmp_path / "starts", Sleep(0.5))) as engine:
         kill(engine)
-        assert eventually(lambda: engine.restarts == 1 and engine.pid is not None)
+        assert wait_until(lambda: engine.restarts == 1 and engine.pid is not None)
         stream = engine.submit(request("patient", prompt(9)))
         kill(engine)
-        assert tokens(read(stream)) == reference(Fake(), prompt(9))
+        assert get_tokens(read_events(stream)) == EXPECTED
         assert engine.restarts == 2
 
 
-def test_requests_and_calls_wait_for_a_child_that_is_being_started(tmp_path):
-    with EngineProcess(Numbered(tmp_path / "starts", Sleep(1.2))) as engine:
+def test_requests_and_calls_wait_for_a_restarting_child(tmp_path):
+    with EngineProcess(RestartFactory(tmp_path / "starts", Sleep(1.2))) as engine:
         kill(engine)
-        assert eventually(lambda: engine.restarts == 1)
+        assert wait_until(lambda: engine.restarts == 1)
         started = time.monotonic()
         streams = [engine.submit(request(str(number), prompt(9))) for number in range(5)]
-        unwanted = engine.submit(long("unwanted"))
-        assert isinstance(error(engine.submit(request("1", prompt(9)))), InvalidArgument)  # it is served already
-        unwanted.cancel()
-        assert isinstance(error(unwanted), Cancelled)
-        assert time.monotonic() - started < 1  # none of this waited
-        assert engine.call(engine_factories.busy) in (True, False)
+        cancelled = engine.submit(build_long_request("cancelled"))
+        assert isinstance(read_error(engine.submit(request("1", prompt(9)))), InvalidArgument)  # the id is in use
+        cancelled.cancel()
+        assert isinstance(read_error(cancelled), Cancelled)
+        assert time.monotonic() - started < 1  # none of this blocked
+        assert engine.call(engine_factories.is_busy) in (True, False)
         assert time.monotonic() - started > 1
         for stream in streams:
-            assert tokens(read(stream)) == reference(Fake(), prompt(9))
+            assert get_tokens(read_events(stream)) == EXPECTED
 
 
 @pytest.mark.parametrize(
-    ("then", "why"),
-    [(Exit(3), "it ended (exit code 3)"), (Raise(MemoryError("no more")), "MemoryError: no more")],
-    ids=["dies", "raises"],
+    ("on_restart", "cause"),
+    [(Exit(3), "process exited (exit code 3)"), (Raise(MemoryError("no more")), "MemoryError: no more")],
+    ids=["exits", "raises"],
 )
-def test_a_child_that_never_starts_again_is_given_up(tmp_path, no_pauses, then, why):
+def test_restarts_stop_after_repeated_failures(tmp_path, no_restart_delay, on_restart, cause):
     file = tmp_path / "starts"
-    with EngineProcess(Numbered(file, then)) as engine:
+    with EngineProcess(RestartFactory(file, on_restart)) as engine:
         kill(engine)
-        assert eventually(lambda: engine.restarts == 1)
+        assert wait_until(lambda: engine.restarts == 1)
         patient = engine.submit(request("patient", prompt(9)))
-        reason = error(patient).reason
-        assert reason.startswith("it could not be started again: ")
-        assert reason.endswith(why)
-        with pytest.raises(EngineCrashed, match="could not be started again"):
+        reason = read_error(patient).reason
+        assert reason.startswith("process could not be restarted: ")
+        assert reason.endswith(cause)
+        with pytest.raises(EngineCrashed, match="could not be restarted"):
             engine.submit(request("late", prompt(9)))
-        with pytest.raises(EngineCrashed, match="could not be started again"):
-            engine.call(engine_factories.busy)
+        with pytest.raises(EngineCrashed, match="could not be restarted"):
+            engine.call(engine_factories.is_busy)
         assert len(file.read_bytes()) == 1 + MAX_FAILED_STARTS
         assert engine.pid is None
 
 
-def test_a_child_that_dies_at_its_first_start_is_an_error_at_once(tmp_path):
+def test_a_child_that_exits_during_the_first_start_is_not_restarted(tmp_path):
     file = tmp_path / "starts"
     file.write_bytes(b".")
-    with pytest.raises(EngineCrashed, match=r"it ended \(exit code 3\)"):
-        EngineProcess(Numbered(file, Exit(3)))
+    with pytest.raises(EngineCrashed, match=r"process exited \(exit code 3\)"):
+        EngineProcess(RestartFactory(file, Exit(3)))
     assert len(file.read_bytes()) == 2
 
 
-def test_no_process_can_be_started(monkeypatch):
+def test_a_process_that_cannot_be_started_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(EngineCrashed, match="no process could be started"):
-        EngineProcess(Fake())
+    with pytest.raises(EngineCrashed, match="process could not be started"):
+        EngineProcess(FakeEngineFactory())
 
 
-def test_a_start_takes_only_so_long():
-    with pytest.raises(EngineCrashed, match="it took too long"):
-        EngineProcess(After(Sleep()), start_timeout=0.8)
+def test_a_slow_start_times_out():
+    with pytest.raises(EngineCrashed, match="process timed out"):
+        EngineProcess(FactoryAfter(Sleep()), start_timeout=0.8)
 
 
 # --- silence
 
 
-def test_a_child_that_stops_is_replaced():
-    with EngineProcess(Fake(pause=0.01), silence_timeout=1.0) as engine:
-        events = first_token(engine.submit(long("one")))
+def test_a_stopped_child_is_replaced():
+    with EngineProcess(FakeEngineFactory(pause=0.01), silence_timeout=1.0) as engine:
+        events = skip_to_first_token(engine.submit(build_long_request("one")))
         kill(engine, signal.SIGSTOP)
         started = time.monotonic()
         *_, end = events
         assert isinstance(end.error, EngineCrashed)
-        assert end.error.reason.startswith("it gave no sign of life for 1 s")
+        assert end.error.reason.startswith("process did not respond for 1 s")
         assert 0.5 < time.monotonic() - started < 4
-        assert serves(engine)
+        assert can_serve(engine)
 
 
-def test_nothing_waits_for_a_child_that_does_not_read():
-    """Its pipe is full long before it is declared dead."""
-    with EngineProcess(Fake(), silence_timeout=1.5) as engine:
+def test_a_child_that_does_not_read_blocks_no_caller():
+    """The pipe is full long before the child counts as dead."""
+    with EngineProcess(FakeEngineFactory(), silence_timeout=1.5) as engine:
         kill(engine, signal.SIGSTOP)
         started = time.monotonic()
         streams = [engine.submit(request(str(number), [7] * 100_000)) for number in range(8)]
         for stream in streams:
             stream.cancel()
         assert time.monotonic() - started < 1
-        assert all(isinstance(error(stream), EngineCrashed) for stream in streams)
-        assert serves(engine)
+        assert all(isinstance(read_error(stream), EngineCrashed) for stream in streams)
+        assert can_serve(engine)
 
 
-def test_a_child_that_stops_in_the_middle_of_an_answer_is_replaced():
-    with EngineProcess(Fake(), silence_timeout=1.0) as engine:
-        with pytest.raises(EngineCrashed, match="no sign of life"):
-            engine.call(engine_factories.stop_in_a_message)
-        assert serves(engine)
+def test_a_child_that_stops_within_a_message_is_replaced():
+    with EngineProcess(FakeEngineFactory(), silence_timeout=1.0) as engine:
+        with pytest.raises(EngineCrashed, match="did not respond"):
+            engine.call(engine_factories.stop_within_message)
+        assert can_serve(engine)
 
 
-def test_a_long_decode_is_not_silence():
-    recipe, question = hosts.long_decode()
-    with EngineProcess(recipe, silence_timeout=1.0) as engine:
-        stream = engine.submit(question)
+def test_a_long_decode_does_not_count_as_silence():
+    spec, long_request = hosts.build_long_decode()
+    with EngineProcess(spec, silence_timeout=1.0) as engine:
+        stream = engine.submit(long_request)
         time.sleep(1.8)
         stream.cancel()
-        assert isinstance(error(stream), Cancelled)
+        assert isinstance(read_error(stream), Cancelled)
         assert engine.restarts == 0
 
 
-# --- what cannot travel
+# --- pickling
 
 
-def test_a_factory_that_cannot_be_pickled_is_an_error_before_anything_is_started():
-    with pytest.raises(InvalidArgument, match=r"`make` cannot travel between processes"):
-        EngineProcess(lambda: Fake()())
+def test_an_unpicklable_factory_is_rejected_before_a_process_starts():
+    with pytest.raises(InvalidArgument, match=r"`factory` cannot be sent to another process"):
+        EngineProcess(lambda: FakeEngineFactory()())
     assert psutil.Process().children() == []
 
 
-def test_a_function_that_cannot_be_pickled_is_an_error():
-    with EngineProcess(Fake()) as engine:
-        with pytest.raises(InvalidArgument, match=r"`function` cannot travel"):
+def test_unpicklable_functions_and_requests_are_rejected():
+    with EngineProcess(FakeEngineFactory()) as engine:
+        with pytest.raises(InvalidArgument, match=r"`function` cannot be sent"):
             engine.call(lambda _: 1)
-        with pytest.raises(InvalidArgument, match=r"`function` cannot travel"):
-            engine.call(engine_factories.lock)
-        with pytest.raises(EngineError, match="Stubborn: 1 and 2"):
-            engine.call(engine_factories.stubborn)
-        refusal = error(engine.submit(request("one", prompt(5), sampling=threading.Lock())))
-        assert isinstance(refusal, InvalidArgument)
+        with pytest.raises(InvalidArgument, match=r"`function` cannot be sent"):
+            engine.call(engine_factories.return_lock)
+        with pytest.raises(EngineError, match="UnpicklableError: 1 and 2"):
+            engine.call(engine_factories.raise_unpicklable)
+        error = read_error(engine.submit(request("one", prompt(5), sampling=threading.Lock())))
+        assert isinstance(error, InvalidArgument)
         assert engine.restarts == 0
-        assert serves(engine)
+        assert can_serve(engine)
 
 
-def test_an_error_that_cannot_be_pickled_arrives_as_what_it_says():
-    with EngineProcess(Fake(engine_factories.Choosy)) as engine:
-        refusal = error(engine.submit(request("one", prompt(5))))
-        assert type(refusal) is EngineError
-        assert str(refusal) == "Stubborn: 1 and 2"
+def test_an_unpicklable_error_arrives_as_text():
+    with EngineProcess(FakeEngineFactory(engine_factories.UnpicklableErrorBackend)) as engine:
+        error = read_error(engine.submit(request("one", prompt(5))))
+        assert type(error) is EngineError
+        assert str(error) == "UnpicklableError: 1 and 2"
         assert engine.restarts == 0
 
 
-def test_an_event_that_cannot_be_read_here_is_a_crash():
-    with EngineProcess(Fake(engine_factories.Foreign)) as engine:
-        crash = error(engine.submit(request("one", prompt(5))))
+def test_an_unreadable_event_is_a_crash():
+    with EngineProcess(FakeEngineFactory(engine_factories.ProcessLocalErrorBackend)) as engine:
+        crash = read_error(engine.submit(request("one", prompt(5))))
         assert isinstance(crash, EngineCrashed)
-        assert "LookupError: not at home" in crash.reason
-        assert eventually(lambda: engine.restarts == 1)
-        assert engine.call(engine_factories.busy) is False
+        assert "LookupError: another process" in crash.reason
+        assert wait_until(lambda: engine.restarts == 1)
+        assert engine.call(engine_factories.is_busy) is False
 
 
-# --- the end
+# --- shutdown
 
 
-def test_close_waits_for_nobody_who_hangs(monkeypatch):
+def test_close_does_not_wait_for_a_hanging_call(monkeypatch):
     monkeypatch.setattr(child_process, "CLOSE_TIMEOUT_SECONDS", 0.5)
-    engine = EngineProcess(Fake())
-    stream, caught = engine.submit(long("one")), []
+    engine = EngineProcess(FakeEngineFactory())
+    stream, caught = engine.submit(build_long_request("one")), []
 
     def call() -> None:
         with pytest.raises(Closed):
@@ -275,97 +295,99 @@ def test_close_waits_for_nobody_who_hangs(monkeypatch):
     started = time.monotonic()
     engine.close()
     assert time.monotonic() - started < 3
-    assert isinstance(error(stream), Closed)
+    assert isinstance(read_error(stream), Closed)
     caller.join()
     assert caught
 
 
-def test_close_does_not_wait_for_a_child_that_is_being_started(tmp_path):
+def test_close_does_not_wait_for_a_restarting_child(tmp_path):
     file = tmp_path / "starts"
-    with EngineProcess(Numbered(file, Sleep())) as engine:
+    with EngineProcess(RestartFactory(file, Sleep())) as engine:
         kill(engine)
-        assert eventually(lambda: len(file.read_bytes()) == 2)
-        stream = engine.submit(long("one"))
+        assert wait_until(lambda: len(file.read_bytes()) == 2)
+        stream = engine.submit(build_long_request("one"))
         started = time.monotonic()
     assert time.monotonic() - started < 2
-    assert isinstance(error(stream), Closed)
+    assert isinstance(read_error(stream), Closed)
 
 
-def test_what_the_child_started_goes_with_it(tmp_path):
+def test_processes_started_by_the_child_end_with_it(tmp_path):
     file = tmp_path / "pid"
-    with EngineProcess(After(Grandchild(file))) as engine:
+    with EngineProcess(FactoryAfter(StartGrandchild(file))) as engine:
         first = int(file.read_text())
-        assert not gone(first)
+        assert not is_gone(first)
         kill(engine)
-        assert eventually(lambda: gone(first))
-        assert serves(engine)
+        assert wait_until(lambda: is_gone(first))
+        assert can_serve(engine)
         second = int(file.read_text())
-        assert not gone(second)
-    assert eventually(lambda: gone(second))
+        assert not is_gone(second)
+    assert wait_until(lambda: is_gone(second))
 
 
-def test_a_killed_program_leaves_no_engine_behind():
-    with program(EngineProcess, "for _ in stream: pass") as running:
-        child = int(line(running))
-        assert not gone(child)
-        running.kill()
-        assert eventually(lambda: gone(child), within=2)
+def test_a_killed_program_leaves_no_engine_process():
+    with run_program(EngineProcess, "for _ in stream: pass") as program:
+        child = int(read_line(program))
+        assert not is_gone(child)
+        program.kill()
+        assert wait_until(lambda: is_gone(child), within=2)
 
 
 @pytest.mark.parametrize("system", {"linux"} & {sys.platform})
-def test_not_even_where_somebody_else_holds_the_pipe_open(system):
-    """There the kernel tells the child."""
+def test_a_killed_program_leaves_no_engine_process_if_a_fork_holds_the_pipe(system):
+    """The kernel ends the child with its parent."""
     body = """
     if fork := os.fork():
         print(fork, flush=True)
     time.sleep(60)
     """
-    with program(EngineProcess, body) as running:
-        child, fork = int(line(running)), int(line(running))
-        running.kill()
-        disappeared = eventually(lambda: gone(child), within=2)
+    with run_program(EngineProcess, body) as program:
+        child, fork = int(read_line(program)), int(read_line(program))
+        program.kill()
+        is_child_gone = wait_until(lambda: is_gone(child), within=2)
         os.kill(fork, signal.SIGKILL)
-    assert disappeared
+    assert is_child_gone
 
 
-def test_a_child_whose_pipe_is_closed_ends_by_itself():
-    """On any system."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        child = child_process.start_process(theirs)
-        assert ours.recv(1)  # its first sign of life
+def test_a_child_exits_if_its_pipe_is_closed():
+    """This works on any system."""
+    parent_socket, child_socket = socket.socketpair()
+    with parent_socket, child_socket:
+        child = child_process.start_process(child_socket)
+        assert parent_socket.recv(1)  # its first message
     assert child.wait(10) == -signal.SIGKILL
 
 
-def test_a_program_killed_during_a_native_decode_leaves_no_engine_behind():
+def test_a_program_killed_during_a_native_decode_leaves_no_engine_process():
     body = """
-    long = engine.submit(hosts.long_decode()[1])
+    long = engine.submit(hosts.build_long_decode()[1])
     time.sleep(0.5)
     print("decoding", flush=True)
     for _ in long: pass
     """
-    with program(EngineProcess, body, make="hosts.long_decode()[0]") as running:
-        child = int(line(running))
-        assert line(running) == "decoding"
-        running.kill()
-        assert eventually(lambda: gone(child), within=2)
+    with run_program(EngineProcess, body, factory="hosts.build_long_decode()[0]") as program:
+        child = int(read_line(program))
+        assert read_line(program) == "decoding"
+        program.kill()
+        assert wait_until(lambda: is_gone(child), within=2)
 
 
-def test_a_program_killed_while_its_engine_starts_leaves_nothing_behind():
-    with program(EngineProcess, "EngineProcess(engine_factories.After(engine_factories.Sleep()))") as running:
-        first, parent = int(line(running)), psutil.Process(running.pid)
-        assert eventually(lambda: len(parent.children()) == 2)
+def test_a_program_killed_while_its_engine_starts_leaves_no_process():
+    with run_program(
+        EngineProcess, "EngineProcess(engine_factories.FactoryAfter(engine_factories.Sleep()))"
+    ) as program:
+        first, parent = int(read_line(program)), psutil.Process(program.pid)
+        assert wait_until(lambda: len(parent.children()) == 2)
         children = [child.pid for child in parent.children()]
         assert first in children
-        running.kill()
-        assert eventually(lambda: all(map(gone, children)), within=2)
+        program.kill()
+        assert wait_until(lambda: all(map(is_gone, children)), within=2)
 
 
-def test_a_program_that_was_stopped_finds_its_engine_alive():
-    """Ctrl-Z, a debugger, a closed lid: the silence was ours."""
+def test_a_resumed_program_does_not_restart_its_engine():
+    """After Ctrl-Z, a debugger or a suspend, the parent was silent and not the child."""
     body = """
     stream.cancel()
-    engine = EngineProcess(engine_factories.Fake(), silence=1.0)
+    engine = EngineProcess(engine_factories.FakeEngineFactory(), silence_timeout=1.0)
     resumed = []
     signal.signal(signal.SIGCONT, lambda *_: resumed.append(True))
     print("ready", flush=True)
@@ -373,29 +395,29 @@ def test_a_program_that_was_stopped_finds_its_engine_alive():
     time.sleep(0.5)
     print(engine.restarts, flush=True)
     """
-    with program(EngineProcess, body) as running:
-        assert line(running).isdigit()
-        assert line(running) == "ready"
-        running.send_signal(signal.SIGSTOP)
+    with run_program(EngineProcess, body) as program:
+        assert read_line(program).isdigit()
+        assert read_line(program) == "ready"
+        program.send_signal(signal.SIGSTOP)
         time.sleep(2)
-        running.send_signal(signal.SIGCONT)
-        assert finish(running) == (0, "0\n", "")
+        program.send_signal(signal.SIGCONT)
+        assert wait_for_exit(program) == (0, "0\n", "")
 
 
-def test_a_factory_of_the_program_itself_is_refused_with_a_reason():
+def test_a_factory_defined_in_the_main_program_is_rejected():
     body = """
-    def make(): ...
+    def factory(): ...
     try:
-        EngineProcess(make)
+        EngineProcess(factory)
     except Exception as error:
         print(type(error).__name__, error)
     """
-    with program(EngineProcess, body) as running:
-        code, output, errors = finish(running)
+    with run_program(EngineProcess, body) as program:
+        code, output, errors = wait_for_exit(program)
     assert (code, errors) == (0, "")
-    assert "InvalidArgument `make` cannot travel between processes" in output
+    assert "InvalidArgument `factory` cannot be sent to another process" in output
 
 
-def test_a_child_gives_way_to_whoever_writes_its_tokens_out():
-    with EngineProcess(Fake()) as engine:
+def test_the_child_runs_at_lower_priority():
+    with EngineProcess(FakeEngineFactory()) as engine:
         assert psutil.Process(engine.pid).nice() > psutil.Process().nice()

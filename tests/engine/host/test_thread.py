@@ -1,4 +1,4 @@
-"""One engine for many: in a thread of this process or in a process of its own, it is the same to whoever asks."""
+"""Behaviour that the thread host and the process host share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.host.thread import EngineThread
@@ -27,62 +28,75 @@ from afterglow.errors import (
 )
 from afterglow.testing import models
 from support import engine_factories, hosts
-from support.engine_factories import Blank, Broken, Fake, Raise
-from support.hosts import Host, error, finish, first_token, idle, line, long, program, read, tokens
+from support.engine_factories import CountingBackend, CrashingBackend, FakeEngineFactory, Raise
+from support.hosts import (
+    Host,
+    build_long_request,
+    get_tokens,
+    read_error,
+    read_events,
+    read_line,
+    run_program,
+    skip_to_first_token,
+    wait_for_exit,
+    wait_until_idle,
+)
 from support.play import prompt, reference, request
 
-HOSTS = (EngineThread, EngineProcess)
+HOSTS = (EngineThread, pytest.param(EngineProcess, marks=pytest.mark.native))
 pytestmark = pytest.mark.timeout(60)
-both = pytest.mark.parametrize("host", HOSTS)
+EXPECTED = reference(FakeEngineFactory(), prompt(9))  # tokens of the request that most tests submit
+both_hosts = pytest.mark.parametrize("host", HOSTS)
 
 
 @pytest.fixture(scope="module", params=HOSTS)
 def engine(request) -> Iterator[Host]:
-    """An engine that serves one test after the other, whatever they do to it."""
-    with request.param(Fake(pause=0.002, options={"sequences": 8})) as engine:
+    """An engine shared by the tests of this module; it must not restart."""
+    with request.param(FakeEngineFactory(pause=0.002, options={"sequences": 8})) as engine:
         yield engine
         assert getattr(engine, "restarts", 0) == 0
 
 
 @pytest.fixture(scope="module", params=HOSTS)
 def slow(request) -> Iterator[Host]:
-    """An engine with one sequence, whose decodes take a minute unless they are interrupted."""
-    with request.param(Fake(pause=60, options={"sequences": 1})) as engine:
+    """An engine with one sequence whose decodes take a minute unless interrupted."""
+    with request.param(FakeEngineFactory(pause=60, options={"sequences": 1})) as engine:
         yield engine
 
 
-# --- answers
+# --- events
 
 
-def test_the_events_of_an_answer_come_in_order(engine):
-    events = read(engine.submit(request("one", prompt(150), max_tokens=20)))
+def test_the_events_of_a_request_arrive_in_order(engine):
+    events = read_events(engine.submit(request("one", prompt(150), max_tokens=20)))
     progress = [event.computed_entries for event in events if isinstance(event, PrefillProgress)]
     assert len(progress) > 1
     assert progress == sorted(progress)
-    assert tokens(events) == reference(Fake(), prompt(150), max_tokens=20)
-    assert events[-1].usage.generated_tokens == len(tokens(events))
+    assert get_tokens(events) == reference(FakeEngineFactory(), prompt(150), max_tokens=20)
+    assert events[-1].usage.generated_tokens == len(get_tokens(events))
 
 
-@both
-def test_a_real_model_answers_as_it_must(host):
-    with host(hosts.llama()) as engine:
-        events = read(engine.submit(request("one", [60], max_tokens=20)))
+@pytest.mark.native
+@both_hosts
+def test_a_real_model_generates_the_expected_tokens(host):
+    with host(hosts.build_spec()) as engine:
+        events = read_events(engine.submit(request("one", [60], max_tokens=20)))
     expected = [60]
     for _ in range(20):
         expected.append(models.get_successor(expected[-1]))
-    assert tokens(events) == expected[1:]
+    assert get_tokens(events) == expected[1:]
 
 
-def test_thirty_two_threads_get_each_their_own_answers(engine):
-    expected = {length: reference(Fake(), prompt(length, length)) for length in range(5, 15)}
+def test_thirty_two_threads_get_their_own_tokens(engine):
+    expected = {length: reference(FakeEngineFactory(), prompt(length, length)) for length in range(5, 15)}
     wrong = []
 
     def ask(number: int) -> None:
         for turn in range(3):
             length = 5 + (number + turn) % 10
-            answer = tokens(read(engine.submit(request(f"{number}-{turn}", prompt(length, length)))))
-            if answer != expected[length]:
-                wrong.append((number, turn, answer))
+            tokens = get_tokens(read_events(engine.submit(request(f"{number}-{turn}", prompt(length, length)))))
+            if tokens != expected[length]:
+                wrong.append((number, turn, tokens))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
     for thread in threads:
@@ -92,113 +106,120 @@ def test_thirty_two_threads_get_each_their_own_answers(engine):
     assert not wrong
 
 
-def test_asyncio_tasks_get_each_their_own_answers(engine):
+def test_asyncio_tasks_get_their_own_tokens(engine):
     async def ask(length: int) -> list[int]:
         stream = engine.submit(request(f"task {length}", prompt(length, length)))
-        return tokens([event async for event in stream])
+        return get_tokens([event async for event in stream])
 
     async def ask_all() -> list[list[int]]:
         return await asyncio.gather(*(ask(length) for length in range(5, 25)))
 
-    answers = asyncio.run(ask_all())
-    assert answers == [reference(Fake(), prompt(length, length)) for length in range(5, 25)]
+    tokens = asyncio.run(ask_all())
+    assert tokens == [reference(FakeEngineFactory(), prompt(length, length)) for length in range(5, 25)]
 
 
-def test_asyncio_goes_on_while_it_waits_for_a_token(slow):
+def test_waiting_for_a_token_does_not_block_the_event_loop(slow):
     async def ask() -> AfterglowError:
-        stream = slow.submit(long("one"))
+        stream = slow.submit(build_long_request("one"))
         asyncio.get_running_loop().call_later(0.05, stream.cancel)
         return [event async for event in stream][-1].error
 
     assert isinstance(asyncio.run(ask()), Cancelled)
 
 
-def test_an_answer_nobody_reads_holds_nobody_up(engine):
-    unread = [engine.submit(request(f"unread {n}", prompt(5), max_tokens=300, ignore_ends=True)) for n in range(3)]
+def test_unread_streams_do_not_block_other_requests(engine):
+    unread = [engine.submit(request(f"unread {n}", prompt(5), max_tokens=300, ignore_eos=True)) for n in range(3)]
     for turn in range(5):
-        assert tokens(read(engine.submit(request(f"read {turn}", prompt(9))))) == reference(Fake(), prompt(9))
-    assert idle(engine)
+        assert get_tokens(read_events(engine.submit(request(f"read {turn}", prompt(9))))) == reference(
+            FakeEngineFactory(), prompt(9)
+        )
+    assert wait_until_idle(engine)
     for stream in unread:
-        assert len(tokens(read(stream))) == 300
+        assert len(get_tokens(read_events(stream))) == 300
 
 
-@both
+@both_hosts
 def test_a_prompt_of_a_hundred_thousand_entries_is_served(host):
-    with host(Fake(Blank, options={"cells": 200_000, "batch_cells": 50_000})) as engine:
-        events = read(engine.submit(request("one", [7] * 100_000, max_tokens=2, ignore_ends=True)))
+    with host(
+        FakeEngineFactory(CountingBackend, options={"cells_per_sequence": 200_000, "batch_cells": 50_000})
+    ) as engine:
+        events = read_events(engine.submit(request("one", [7] * 100_000, max_tokens=2, ignore_eos=True)))
         assert isinstance(events[-1], Finished)
         assert events[-1].usage.prompt_tokens == 100_000
 
 
-# --- refusals
+# --- rejected requests
 
 
 @pytest.mark.parametrize(
-    ("wrong", "expected"),
+    ("invalid", "expected"),
     [
         ({"entries": [1] * 2000}, PromptTooLong(2000, 1024)),
         ({"entries": []}, InvalidArgument("entries", "must be at least one")),
         ({"entries": [1], "sequence": 8}, InvalidArgument("sequence", "must be from 0 to 7")),
     ],
 )
-def test_what_can_never_be_served_says_so_as_its_only_event(engine, wrong, expected):
-    (event,) = read(engine.submit(Request(id="wrong", **wrong)))
+def test_an_invalid_request_gets_its_error_as_its_only_event(engine, invalid, expected):
+    (event,) = read_events(engine.submit(Request(id="invalid", **invalid)))
     assert isinstance(event, Failed)
     assert (type(event.error), event.error.args) == (type(expected), expected.args)
 
 
-@pytest.mark.parametrize("garbage", [["word"], [None], [-5], 7, [2**70]])
-def test_garbage_is_one_request_s_trouble(engine, garbage):
-    neighbour = engine.submit(request("neighbour", prompt(9)))
-    refusal = error(engine.submit(Request(id="garbage", entries=garbage)))
-    assert isinstance(refusal, InvalidArgument)
-    assert tokens(read(neighbour)) == reference(Fake(), prompt(9))
+@pytest.mark.parametrize("entries", [["word"], [None], [-5], 7, [2**70]])
+def test_invalid_entries_fail_only_their_own_request(engine, entries):
+    valid = engine.submit(request("valid", prompt(9)))
+    error = read_error(engine.submit(Request(id="invalid", entries=entries)))
+    assert isinstance(error, InvalidArgument)
+    assert get_tokens(read_events(valid)) == EXPECTED
 
 
-def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(engine):
-    first = engine.submit(request("twin", prompt(9), max_tokens=30, ignore_ends=True))
-    refusal = error(engine.submit(request("twin", prompt(5))))
-    assert isinstance(refusal, InvalidArgument)
-    assert refusal.name == "id"
-    assert tokens(read(first)) == reference(Fake(), prompt(9), max_tokens=30, ignore_ends=True)
-    assert tokens(read(engine.submit(request("twin", prompt(9))))) == reference(Fake(), prompt(9))
+def test_a_second_request_with_the_same_id_is_rejected_and_the_first_continues(engine):
+    first = engine.submit(request("same", prompt(9), max_tokens=30, ignore_eos=True))
+    error = read_error(engine.submit(request("same", prompt(5))))
+    assert isinstance(error, InvalidArgument)
+    assert error.name == "id"
+    assert get_tokens(read_events(first)) == reference(FakeEngineFactory(), prompt(9), max_tokens=30, ignore_eos=True)
+    assert get_tokens(read_events(engine.submit(request("same", prompt(9))))) == reference(
+        FakeEngineFactory(), prompt(9)
+    )
 
 
-def test_cancelling_a_refused_request_leaves_its_twin_alone(engine):
-    first = engine.submit(request("twin", prompt(9), max_tokens=30, ignore_ends=True))
-    engine.submit(request("twin", prompt(5))).cancel()
-    assert len(tokens(read(first))) == 30
+def test_cancelling_a_rejected_request_does_not_cancel_the_one_with_the_same_id(engine):
+    first = engine.submit(request("same", prompt(9), max_tokens=30, ignore_eos=True))
+    engine.submit(request("same", prompt(5))).cancel()
+    assert len(get_tokens(read_events(first))) == 30
 
 
-# --- cancelling
+# --- cancellation
 
 
-@pytest.mark.parametrize("entries", [10, 500], ids=["generating", "prompt"])
-def test_a_cancel_ends_the_work_in_the_middle_of_a_decode(slow, entries):
+@pytest.mark.parametrize("entries", [10, 500], ids=["decode", "prefill"])
+def test_a_cancel_interrupts_a_decode(slow, entries):
     stream = slow.submit(request("one", prompt(entries)))
     time.sleep(0.1)
     started = time.monotonic()
     stream.cancel()
-    assert isinstance(error(stream), Cancelled)
+    assert isinstance(read_error(stream), Cancelled)
     assert time.monotonic() - started < 5
-    assert idle(slow)
+    assert wait_until_idle(slow)
 
 
-@both
-def test_a_cancel_ends_a_native_decode_of_many_seconds(host):
-    recipe, question = hosts.long_decode()
-    with host(recipe) as engine:
-        stream = engine.submit(question)
+@pytest.mark.native
+@both_hosts
+def test_a_cancel_interrupts_a_long_native_decode(host):
+    spec, long_request = hosts.build_long_decode()
+    with host(spec) as engine:
+        stream = engine.submit(long_request)
         time.sleep(0.5)
         started = time.monotonic()
         stream.cancel()
-        assert isinstance(error(stream), Cancelled)
+        assert isinstance(read_error(stream), Cancelled)
         assert time.monotonic() - started < 3
 
 
-def test_a_cancel_ends_an_answer_between_its_tokens(engine):
-    stream = engine.submit(long("one"))
-    events = first_token(stream)
+def test_a_cancel_ends_a_request_between_tokens(engine):
+    stream = engine.submit(build_long_request("one"))
+    events = skip_to_first_token(stream)
     stream.cancel()
     *_, end = events
     assert isinstance(end, Failed)
@@ -206,70 +227,72 @@ def test_a_cancel_ends_an_answer_between_its_tokens(engine):
     assert 0 < end.usage.generated_tokens < 1000
 
 
-def test_a_request_is_cancelled_while_it_waits_for_its_turn(slow):
-    running, waiting = slow.submit(long("running")), slow.submit(long("waiting"))
+def test_a_waiting_request_can_be_cancelled(slow):
+    running, waiting = slow.submit(build_long_request("running")), slow.submit(build_long_request("waiting"))
     time.sleep(0.1)
     waiting.cancel()
     running.cancel()
-    assert isinstance(error(waiting), Cancelled)
-    assert isinstance(error(running), Cancelled)
+    assert isinstance(read_error(waiting), Cancelled)
+    assert isinstance(read_error(running), Cancelled)
 
 
-def test_a_cancel_is_never_lost_on_its_way(engine):
-    """It may overtake the request it is for."""
-    company = engine.submit(long("company"))
+def test_an_early_cancel_is_never_lost(engine):
+    """It may overtake its request."""
+    running = engine.submit(build_long_request("running"))
     for number in range(100):
-        stream = engine.submit(long(f"short-lived {number}"))
+        stream = engine.submit(build_long_request(f"short-lived {number}"))
         stream.cancel()
-        assert isinstance(error(stream), Cancelled)
-    company.cancel()
-    assert isinstance(error(company), Cancelled)
+        assert isinstance(read_error(stream), Cancelled)
+    running.cancel()
+    assert isinstance(read_error(running), Cancelled)
 
 
-def test_a_cancel_of_nobody_changes_nothing(engine):
-    engine.cancel("nobody")
-    engine.cancel("somebody")
-    assert tokens(read(engine.submit(request("somebody", prompt(9))))) == reference(Fake(), prompt(9))
+def test_cancelling_an_unknown_id_has_no_effect(engine):
+    engine.cancel("unknown")
+    engine.cancel("later")
+    assert get_tokens(read_events(engine.submit(request("later", prompt(9))))) == reference(
+        FakeEngineFactory(), prompt(9)
+    )
 
 
-def test_a_cancel_that_comes_too_late_does_not_hit_the_next_of_its_id(engine):
+def test_a_late_cancel_does_not_cancel_the_next_request_with_the_same_id(engine):
     for _ in range(50):
         old = engine.submit(request("same", prompt(5), max_tokens=1))
-        assert idle(engine)
+        assert wait_until_idle(engine)
         new = engine.submit(request("same", prompt(5), max_tokens=1))
         old.cancel()
-        assert isinstance(read(new)[-1], Finished)
-        assert isinstance(read(old)[-1], Finished)
+        assert isinstance(read_events(new)[-1], Finished)
+        assert isinstance(read_events(old)[-1], Finished)
 
 
-def test_a_flag_ends_an_answer(slow):
-    flag = threading.Event()
-    threading.Timer(0.1, flag.set).start()
-    stream = slow.submit(long("one"))
-    (end,) = stream.until(flag)
+def test_a_cancel_event_ends_a_request(slow):
+    cancel_event = threading.Event()
+    threading.Timer(0.1, cancel_event.set).start()
+    stream = slow.submit(build_long_request("one"))
+    (end,) = stream.iterate_until(cancel_event)
     assert isinstance(end.error, Cancelled)
 
 
-@pytest.mark.parametrize("flag", [None, threading.Event()], ids=["plain", "with a flag"])
-def test_leaving_a_loop_cancels_the_request(engine, flag):
-    stream = engine.submit(long("one"))
-    for event in stream.until(flag):
+@pytest.mark.parametrize("cancel_event", [None, threading.Event()], ids=["plain", "with cancel event"])
+def test_leaving_the_iteration_cancels_the_request(engine, cancel_event):
+    stream = engine.submit(build_long_request("one"))
+    for event in stream.iterate_until(cancel_event):
         if isinstance(event, Token):
             break
-    assert idle(engine)
+    assert wait_until_idle(engine)
     assert isinstance(list(stream)[-1].error, Cancelled)
 
 
-def test_leaving_an_asynchronous_loop_cancels_the_request(engine):
+def test_leaving_an_async_iteration_cancels_the_request(engine):
     async def leave(stream: EventStream) -> None:
         async for event in stream:
             if isinstance(event, Token):
                 break
-        assert await asyncio.to_thread(idle, engine)
+        assert await asyncio.to_thread(wait_until_idle, engine)
 
-    stream = engine.submit(long("one"))
+    stream = engine.submit(build_long_request("one"))
     asyncio.run(leave(stream))
-    assert isinstance(error(stream), Cancelled)
+    assert isinstance(read_error(stream), Cancelled)
 
 
 def test_cancelling_a_task_cancels_its_request(slow):
@@ -284,27 +307,27 @@ def test_cancelling_a_task_cancels_its_request(slow):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    stream = slow.submit(long("one"))
+    stream = slow.submit(build_long_request("one"))
     asyncio.run(cancel(stream))
-    assert isinstance(error(stream), Cancelled)
+    assert isinstance(read_error(stream), Cancelled)
 
 
-def test_a_loop_that_is_closed_too_early_cancels_its_requests(engine):
-    """Nothing of the coroutine runs any more: the next event finds nobody."""
-    stream, begun = engine.submit(long("one")), []
+def test_closing_the_event_loop_of_a_reader_cancels_its_request(engine):
+    """The coroutine never runs again, so the next event has no reader."""
+    stream, events = engine.submit(build_long_request("one")), []
 
     async def consume() -> None:
         async for event in stream:
-            begun.append(event)
+            events.append(event)
 
     loop = asyncio.new_event_loop()
     coroutine = consume()
     task = loop.create_task(coroutine)
-    while len(begun) < 3:
+    while len(events) < 3:
         loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
-    assert isinstance(error(stream), Cancelled)
-    task._log_destroy_pending = False  # asyncio would rightly complain about us
+    assert isinstance(read_error(stream), Cancelled)
+    task._log_destroy_pending = False  # asyncio would warn about the pending task
     coroutine.close()
     del task
     gc.collect()
@@ -314,8 +337,8 @@ def test_a_loop_that_is_closed_too_early_cancels_its_requests(engine):
 
 
 def test_a_call_returns_what_the_function_returns(engine):
-    assert engine.call(engine_factories.busy) is False
-    assert engine.call(engine_factories.decodes) > 0
+    assert engine.call(engine_factories.is_busy) is False
+    assert engine.call(engine_factories.get_decode_count) > 0
 
 
 @pytest.mark.parametrize("expected", [ZeroDivisionError("by zero"), PromptTooLong(5, 4), SystemExit(3)])
@@ -323,66 +346,66 @@ def test_a_call_raises_what_the_function_raises(engine, expected):
     with pytest.raises(type(expected)) as caught:
         engine.call(Raise(expected))
     assert caught.value.args == expected.args
-    assert engine.call(engine_factories.busy) is False
+    assert engine.call(engine_factories.is_busy) is False
 
 
-def test_calls_come_between_the_steps_of_running_answers(engine):
-    events = first_token(engine.submit(long("one")))
-    assert engine.call(engine_factories.busy) is True
+def test_calls_run_between_the_steps_of_running_requests(engine):
+    events = skip_to_first_token(engine.submit(build_long_request("one")))
+    assert engine.call(engine_factories.is_busy) is True
     assert isinstance(next(events), Token)
 
 
-def test_a_call_within_a_call_is_the_same_call():
-    with EngineThread(Fake()) as engine:
-        assert engine.call(lambda _: engine.call(engine_factories.busy)) is False
+def test_a_call_within_a_call_runs_directly():
+    with EngineThread(FakeEngineFactory()) as engine:
+        assert engine.call(lambda _: engine.call(engine_factories.is_busy)) is False
 
 
-# --- beginning and ending
+# --- start and shutdown
 
 
-@both
+@both_hosts
 @pytest.mark.parametrize("expected", [PromptTooLong(5, 4), ZeroDivisionError("by zero")])
-def test_what_a_factory_raises_reaches_whoever_wanted_an_engine(host, expected):
+def test_the_error_of_a_factory_is_raised_by_the_constructor(host, expected):
     with pytest.raises(type(expected)) as caught:
-        host(engine_factories.After(Raise(expected)))
+        host(engine_factories.FactoryAfter(Raise(expected)))
     assert caught.value.args == expected.args
 
 
-@both
-def test_a_model_that_is_not_there_is_a_typed_error(host, tmp_path):
-    recipe = hosts.llama()
+@pytest.mark.native
+@both_hosts
+def test_a_missing_model_file_is_a_typed_error(host, tmp_path):
     with pytest.raises(ModelNotFound, match="no such file"):
-        host(type(recipe)(path=tmp_path / "missing.gguf"))
+        host(EngineSpec(path=tmp_path / "missing.gguf"))
 
 
-@both
-def test_close_ends_every_request_with_closed_in_the_middle_of_a_decode(host):
-    with host(Fake(pause=60, options={"sequences": 2})) as engine:
-        streams = [engine.submit(long(str(number))) for number in range(5)]
+@both_hosts
+def test_close_ends_every_request_during_a_decode(host):
+    with host(FakeEngineFactory(pause=60, options={"sequences": 2})) as engine:
+        streams = [engine.submit(build_long_request(str(number))) for number in range(5)]
         time.sleep(0.1)
         started = time.monotonic()
-    assert time.monotonic() - started < 4  # a process that did not end by itself would be killed after five
-    assert all(isinstance(error(stream), Closed) for stream in streams)
+    assert time.monotonic() - started < 4  # a process that does not exit by itself is killed after 5 s
+    assert all(isinstance(read_error(stream), Closed) for stream in streams)
 
 
-@both
-def test_after_the_end_nothing_is_accepted(host):
-    engine = host(Fake())
+@both_hosts
+def test_a_closed_engine_accepts_nothing(host):
+    engine = host(FakeEngineFactory())
     stream = engine.submit(request("one", prompt(5)))
-    read(stream)
+    read_events(stream)
     engine.close()
     engine.close()
     with pytest.raises(Closed):
         engine.submit(request("two", prompt(5)))
     with pytest.raises(Closed):
-        engine.call(engine_factories.busy)
+        engine.call(engine_factories.is_busy)
     engine.cancel("one")
     stream.cancel()
 
 
-@both
-def test_nobody_waits_for_an_engine_that_is_closed_meanwhile(host):
-    engine = host(Fake(pause=0.01, options={"sequences": 8}))
+@both_hosts
+def test_closing_ends_all_concurrent_callers(host):
+    engine = host(FakeEngineFactory(pause=0.01, options={"sequences": 8}))
     ends, stop = [], threading.Event()
 
     def ask(name: str) -> None:
@@ -390,8 +413,8 @@ def test_nobody_waits_for_an_engine_that_is_closed_meanwhile(host):
         while not stop.is_set():
             number += 1
             try:
-                ends.append(read(engine.submit(request(f"{name}-{number}", prompt(5), max_tokens=2)))[-1])
-                engine.call(engine_factories.busy)
+                ends.append(read_events(engine.submit(request(f"{name}-{number}", prompt(5), max_tokens=2)))[-1])
+                engine.call(engine_factories.is_busy)
             except Closed:
                 return
 
@@ -408,10 +431,10 @@ def test_nobody_waits_for_an_engine_that_is_closed_meanwhile(host):
     assert any(isinstance(end, Finished) for end in ends)
 
 
-@both
-def test_a_reader_may_close_the_engine_it_reads_from(host):
-    engine = host(Fake(pause=0.01))
-    stream = engine.submit(long("one"))
+@both_hosts
+def test_a_reader_can_close_its_engine(host):
+    engine = host(FakeEngineFactory(pause=0.01))
+    stream = engine.submit(build_long_request("one"))
     events = []
     for event in stream:
         events.append(event)
@@ -420,45 +443,45 @@ def test_a_reader_may_close_the_engine_it_reads_from(host):
     assert isinstance(events[-1].error, Closed)
 
 
-def test_a_call_may_close_its_engine():
-    engine = EngineThread(Fake())
-    stream = engine.submit(long("one"))
+def test_a_call_can_close_its_engine():
+    engine = EngineThread(FakeEngineFactory())
+    stream = engine.submit(build_long_request("one"))
     engine.call(lambda _: engine.close())
-    assert isinstance(error(stream), Closed)
+    assert isinstance(read_error(stream), Closed)
     engine.close()
 
 
-@both
-def test_a_bug_in_the_engine_is_an_answer_to_everybody(host):
-    with host(Fake(Broken, pause=0.05, options={"sequences": 4})) as engine:
-        streams = [engine.submit(long(str(number))) for number in range(8)]
+@both_hosts
+def test_an_engine_bug_fails_every_request(host):
+    with host(FakeEngineFactory(CrashingBackend, pause=0.05, options={"sequences": 4})) as engine:
+        streams = [engine.submit(build_long_request(str(number))) for number in range(8)]
         for stream in streams:
-            crash = error(stream)
+            crash = read_error(stream)
             assert isinstance(crash, EngineCrashed)
             assert crash.reason == "RuntimeError: the bug"
         if host is EngineThread:
             with pytest.raises(EngineCrashed, match="the bug"):
                 engine.submit(request("late", prompt(5)))
             with pytest.raises(EngineCrashed, match="the bug"):
-                engine.call(engine_factories.busy)
+                engine.call(engine_factories.is_busy)
         else:
-            assert len(tokens(read(engine.submit(request("late", prompt(5), max_tokens=3))))) == 3
+            assert len(get_tokens(read_events(engine.submit(request("late", prompt(5), max_tokens=3))))) == 3
     with pytest.raises(Closed):
         engine.submit(request("later", prompt(5)))
 
 
-@both
-def test_starting_and_closing_leaves_no_descriptor_and_no_thread(host):
-    with host(Fake()):
-        pass  # what is opened once and for all
+@both_hosts
+def test_starting_and_closing_leaks_no_descriptor_and_no_thread(host):
+    with host(FakeEngineFactory()):
+        pass  # opens what stays open for the lifetime of the process
     before = len(os.listdir("/dev/fd")), threading.active_count()
 
-    def live() -> None:
-        for _ in range(5 if host is EngineThread else 2):  # a process takes longer to start, and leaks no less
-            with host(Fake()) as engine:
-                assert engine.call(engine_factories.busy) is False
+    def start_and_close() -> None:
+        for _ in range(5 if host is EngineThread else 2):  # fewer processes, because they start more slowly
+            with host(FakeEngineFactory()) as engine:
+                assert engine.call(engine_factories.is_busy) is False
 
-    threads = [threading.Thread(target=live) for _ in range(4)]
+    threads = [threading.Thread(target=start_and_close) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -466,57 +489,61 @@ def test_starting_and_closing_leaves_no_descriptor_and_no_thread(host):
     assert (len(os.listdir("/dev/fd")), threading.active_count()) == before
 
 
-# --- a program of its own
+# --- separate programs
 
 
-@both
-def test_a_program_that_forgets_to_close_ends_in_order_all_the_same(host):
+@pytest.mark.slow
+@both_hosts
+def test_a_program_that_does_not_close_its_engine_exits_cleanly(host):
     body = """
     import atexit
     atexit.register(lambda: print(list(streams[0])[-1].error))
-    streams = [type(engine)(engine_factories.Fake(pause=60)).submit(request("one", prompt(5)))]
+    streams = [type(engine)(engine_factories.FakeEngineFactory(pause=60)).submit(request("one", prompt(5)))]
     threading.Thread(target=list, args=[stream], daemon=True).start()
     """
-    with program(host, body) as running:
-        code, output, errors = finish(running)
+    with run_program(host, body) as program:
+        code, output, errors = wait_for_exit(program)
     assert (code, errors) == (0, "")
     assert output.endswith("this engine is closed\n")
 
 
-@both
-def test_a_program_ends_in_the_middle_of_a_native_decode(host):
+@pytest.mark.native
+@both_hosts
+def test_a_program_exits_cleanly_during_a_native_decode(host):
     body = """
-    long = engine.submit(hosts.long_decode()[1])
+    long = engine.submit(hosts.build_long_decode()[1])
     time.sleep(0.5)
     """
-    with program(host, body, make="hosts.long_decode()[0]") as running:
-        code, _, errors = finish(running)
+    with run_program(host, body, factory="hosts.build_long_decode()[0]") as program:
+        code, _, errors = wait_for_exit(program)
     assert (code, errors) == (0, "")
 
 
-@both
+@pytest.mark.slow
+@both_hosts
 def test_ctrl_c_ends_a_program_and_its_engine(host):
-    with program(host, "print('ready', flush=True)\nfor _ in stream: pass", start_new_session=True) as running:
-        assert line(running).isdigit()
-        assert line(running) == "ready"
-        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        code, _, errors = finish(running)
+    with run_program(host, "print('ready', flush=True)\nfor _ in stream: pass", start_new_session=True) as program:
+        assert read_line(program).isdigit()
+        assert read_line(program) == "ready"
+        os.killpg(program.pid, signal.SIGINT)  # like a terminal
+        code, _, errors = wait_for_exit(program)
     assert code == -signal.SIGINT
     assert errors.count("Traceback") == 1
     assert errors.endswith("KeyboardInterrupt\n")
 
 
-@both
-def test_ctrl_c_while_an_engine_is_being_made_leaves_nothing_running(host):
+@pytest.mark.slow
+@both_hosts
+def test_ctrl_c_while_an_engine_starts_leaves_nothing_running(host):
     body = """
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     try:
-        type(engine)(engine_factories.After(engine_factories.Sleep(2)))
+        type(engine)(engine_factories.FactoryAfter(engine_factories.Sleep(2)))
     except KeyboardInterrupt:
         print("interrupted")
     engine.close()
     """
-    with program(host, body) as running:
-        code, output, errors = finish(running)
+    with run_program(host, body) as program:
+        code, output, errors = wait_for_exit(program)
     assert (code, errors) == (0, "")
     assert output.endswith("interrupted\n")

@@ -1,4 +1,4 @@
-"""C16: logprobs of given tokens and perplexity, on every kind of memory, in windows where the text is long."""
+"""C16: log-probabilities of given tokens and perplexity, on every kind of memory, in windows if the text is long."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def load(name: str, **options) -> afterglow.Model:
     return afterglow.load(models.get_path(name), threads=1, **options)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_c16_there_is_one_value_less_than_tokens_and_each_is_a_probability(kind):
+def test_c16_every_token_but_the_first_has_a_log_probability(kind):
     with load(kind, context=512) as model:
         score = model.logprobs(TEXT)
         assert len(score.logprobs) == len(score.tokens) - 1
@@ -30,6 +31,7 @@ def test_c16_there_is_one_value_less_than_tokens_and_each_is_a_probability(kind)
         assert all(value < 0 for value in score.logprobs)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_c16_values_are_the_log_softmax_of_the_raw_logits(kind):
     with load(kind, context=512) as model:
@@ -41,24 +43,27 @@ def test_c16_values_are_the_log_softmax_of_the_raw_logits(kind):
         context.decode()
         rows = np.stack([context.get_logits(row) for row in range(len(tokens) - 1)]).astype(np.float64)
         context.memory.remove(0)
-        direct = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
-        expected = direct[np.arange(len(tokens) - 1), tokens[1:]]
+        log_softmax = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        expected = log_softmax[np.arange(len(tokens) - 1), tokens[1:]]
         assert np.allclose(score.logprobs, expected, atol=1e-2)
 
 
-def test_c16_a_sure_model_has_perplexity_one():
+@pytest.mark.native
+def test_c16_a_model_that_is_certain_has_perplexity_one():
     with load("successor-attention", context=512) as model:
         assert model.perplexity(models.CYCLE.decode() * 3) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("tokens", [[], [30]])
 def test_c16_fewer_than_two_tokens_is_an_error(tokens):
     with load("attention", context=256) as model, pytest.raises(InvalidArgument, match="at least 2"):
         model.logprobs(tokens)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_c16_a_text_longer_than_the_context_is_scored_in_windows_and_says_so(kind):
+def test_c16_a_text_longer_than_the_context_is_scored_in_windows_and_reports_their_number(kind):
     with load(kind, context=256) as model:
         score = model.logprobs(TEXT * 20)
         assert len(score.logprobs) == len(score.tokens) - 1 > 256
@@ -66,27 +71,28 @@ def test_c16_a_text_longer_than_the_context_is_scored_in_windows_and_says_so(kin
         assert all(np.isfinite(score.logprobs))
 
 
-def test_c16_windows_score_every_token_once_with_half_a_context_before_it():
+def test_c16_windows_score_every_token_once_with_half_a_window_before_it():
     for count in (2, 255, 256, 257, 1000, 5000):
-        passes = plan_windows(count, 256)
-        scored = [token for span in passes for token in range(span.score_start, span.stop)]
+        windows = plan_windows(count, 256)
+        scored = [token for window in windows for token in range(window.score_start, window.stop)]
         assert scored == list(range(1, count))
-        assert all(span.stop - span.start <= 256 for span in passes)
-        assert all(span.score_start - span.start >= 128 for span in passes[1:])
+        assert all(window.stop - window.start <= 256 for window in windows)
+        assert all(window.score_start - window.start >= 128 for window in windows[1:])
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_c16_scoring_does_not_disturb_running_answers(kind):
+def test_c16_scoring_does_not_affect_running_requests(kind):
     with load(kind, context=2048) as model:
         expected = model.complete(TEXT, max_tokens=400).tokens
         before = model.logprobs(TEXT * 4).logprobs
-        seen: list[int] = []
-        worker = threading.Thread(target=lambda: model.complete(TEXT, max_tokens=400, on_token=seen.append))
+        streamed: list[int] = []
+        worker = threading.Thread(target=lambda: model.complete(TEXT, max_tokens=400, on_token=streamed.append))
         worker.start()
-        beside = [model.logprobs(TEXT * 4).logprobs for _ in range(5)]
-        during = len(seen)
+        concurrent = [model.logprobs(TEXT * 4).logprobs for _ in range(5)]
+        streamed_meanwhile = len(streamed)
         worker.join()
-        assert tuple(seen) == expected
-        assert all(values == before for values in beside)
-        assert during < 400 or len(beside) == 5
+        assert tuple(streamed) == expected
+        assert all(values == before for values in concurrent)
+        assert streamed_meanwhile < 400 or len(concurrent) == 5
     assert not list_open_handles()

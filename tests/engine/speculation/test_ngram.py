@@ -1,4 +1,4 @@
-"""What was said before is found again, at the cost of one look for each token."""
+"""The n-gram drafter finds what the conversation contained before, with one table lookup per token."""
 
 from __future__ import annotations
 
@@ -7,177 +7,180 @@ import time
 import numpy as np
 
 from afterglow.engine.scheduling.job import Job
-from afterglow.engine.speculation import ngram as lookup
+from afterglow.engine.speculation import ngram
 from afterglow.engine.speculation.ngram import MAX_IDLE_INDEXES, NgramDrafter, NgramIndex
 from support.play import GREEDY, fake, prompt, request
 
 
-def ids(*tokens: int) -> np.ndarray:
+def to_entries(*tokens: int) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
-def job(entries: list[int], **options: object) -> Job:
+def build_job(entries: list[int], **options: object) -> Job:
     backend = fake().backend
     return Job(
-        request=request("x", entries, **options), prompt=ids(*entries), sampler=backend.create_sampler(GREEDY), stop_matcher=None,
+        request=request("x", entries, **options),
+        prompt=to_entries(*entries),
+        sampler=backend.create_sampler(GREEDY),
+        stop_matcher=None,
         max_cells=1000,
-    )  # fmt: skip
+    )
 
 
-def test_what_followed_the_last_three_tokens_is_guessed():
-    history = NgramIndex()
-    history.add_prompt(ids(1, 2, 3, 4, 5, 6, 1, 2, 3))
-    assert history.draft(3) == [4, 5, 6]
-    history.add_token(4)
-    assert history.draft(2) == [5, 6]
-    history.add_token(9)
-    assert history.draft(2) == []
+def test_the_draft_is_what_followed_the_last_three_tokens():
+    index = NgramIndex()
+    index.add_prompt(to_entries(1, 2, 3, 4, 5, 6, 1, 2, 3))
+    assert index.draft(3) == [4, 5, 6]
+    index.add_token(4)
+    assert index.draft(2) == [5, 6]
+    index.add_token(9)
+    assert index.draft(2) == []
 
 
-def test_nothing_is_guessed_where_nothing_stood_before():
-    history = NgramIndex()
-    assert history.draft(4) == []
-    history.add_prompt(ids(1, 2))
-    assert history.draft(4) == []
-    history.add_prompt(ids(1, 2, 3, 4, 5))
-    assert history.draft(4) == []
+def test_without_an_earlier_occurrence_there_is_no_draft():
+    index = NgramIndex()
+    assert index.draft(4) == []
+    index.add_prompt(to_entries(1, 2))
+    assert index.draft(4) == []
+    index.add_prompt(to_entries(1, 2, 3, 4, 5))
+    assert index.draft(4) == []
 
 
-def test_a_text_that_is_being_copied_is_followed_where_it_is():
-    """`5 6 7` stands twice; whoever copies the first goes on with the first."""
-    history = NgramIndex()
-    history.add_prompt(ids(1, 2, 3, 5, 6, 7, 8, 8, 9, 5, 6, 7, 4, 4, 1, 2, 3))
+def test_a_text_that_is_being_copied_is_followed_even_if_its_ngrams_occur_elsewhere():
+    """`5 6 7` occurs twice; a completion that copies the first occurrence continues with the first."""
+    index = NgramIndex()
+    index.add_prompt(to_entries(1, 2, 3, 5, 6, 7, 8, 8, 9, 5, 6, 7, 4, 4, 1, 2, 3))
     for token in (5, 6, 7):
-        history.add_token(token)
-    assert history.draft(3) == [8, 8, 9]
+        index.add_token(token)
+    assert index.draft(3) == [8, 8, 9]
 
 
-def said(drafter: NgramDrafter, one: Job, *tokens: int) -> tuple[str, float]:
-    """Let a job say something: what guesses about it are called then, and how likely they seem."""
-    one.generated += tokens
-    assert drafter.can_draft(one)
-    return drafter.get_draft_kind(one), drafter.estimate_acceptance(one)
+def generate(drafter: NgramDrafter, job: Job, *tokens: int) -> tuple[str, float]:
+    """Add generated tokens to a job. Return the draft kind then, and the estimated acceptance."""
+    job.generated += tokens
+    assert drafter.can_draft(job)
+    return drafter.get_draft_kind(job), drafter.estimate_acceptance(job)
 
 
-def test_a_guess_is_the_likelier_the_longer_a_text_was_followed():
+def test_estimated_acceptance_grows_with_the_number_of_matched_tokens():
     drafter, copied = NgramDrafter(), list(range(1, 31))
-    one = job([*copied, 99, 1, 2, 3])
-    kinds = [said(drafter, one, *([] if length == 0 else [3 + length])) for length in range(20)]
+    job = build_job([*copied, 99, 1, 2, 3])
+    kinds = [generate(drafter, job, *([] if length == 0 else [3 + length])) for length in range(20)]
     assert [name for name, _ in kinds] == [
-        "lookup",
-        *["lookup, again"] * 3,
-        *["lookup, following"] * 12,
-        *["lookup, copying"] * 4,
+        "ngram",
+        *["ngram, 1 matched"] * 3,
+        *["ngram, 4 matched"] * 12,
+        *["ngram, 16 matched"] * 4,
     ]
     assert kinds[0][1] < kinds[1][1] < kinds[4][1] < kinds[16][1]
 
 
-def test_every_token_shows_how_likely_guesses_are_without_one():
-    """Three tokens that stood there are always followed by others: nobody has to guess to see that."""
+def test_acceptance_is_learned_from_every_token_without_drafting():
+    """Three tokens that occurred before are always followed by other tokens: that is seen without a draft."""
     drafter = NgramDrafter()
-    one = job([1, 2, 3, 4, 1, 2, 3])
-    _, before = said(drafter, one)
-    for other in range(10, 40):
-        name, after = said(drafter, one, other, 1, 2, 3)
-    assert name == "lookup"
+    job = build_job([1, 2, 3, 4, 1, 2, 3])
+    _, before = generate(drafter, job)
+    for token in range(10, 40):
+        kind, after = generate(drafter, job, token, 1, 2, 3)
+    assert kind == "ngram"
     assert after < 0.6 * before
-    assert one.draft_token_count == 0
+    assert job.draft_token_count == 0
 
 
-def test_the_newest_place_is_taken_where_there_are_several():
-    history = NgramIndex()
-    history.add_prompt(ids(1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3))
-    assert history.draft(2) == [5, 9]
+def test_the_newest_of_several_occurrences_is_used():
+    index = NgramIndex()
+    index.add_prompt(to_entries(1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3))
+    assert index.draft(2) == [5, 9]
 
 
-def test_what_repeats_itself_is_guessed_as_far_as_asked():
-    history = NgramIndex()
-    history.add_prompt(ids(7, 7, 7, 7))
-    assert history.draft(5) == [7] * 5
-    history = NgramIndex()
-    history.add_prompt(ids(1, 2, 3, 1, 2, 3))
-    assert history.draft(7) == [1, 2, 3, 1, 2, 3, 1]
+def test_a_repetition_is_drafted_up_to_the_limit():
+    index = NgramIndex()
+    index.add_prompt(to_entries(7, 7, 7, 7))
+    assert index.draft(5) == [7] * 5
+    index = NgramIndex()
+    index.add_prompt(to_entries(1, 2, 3, 1, 2, 3))
+    assert index.draft(7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_token_by_token_and_at_once_is_the_same():
+def test_adding_token_by_token_gives_the_same_index_as_adding_a_prompt():
     tokens = [token % 5 for token in prompt(400, 3)]
-    one, other = NgramIndex(), NgramIndex()
-    one.add_prompt(ids(*tokens))
-    other.add_prompt(ids(*tokens[:3]))
+    whole, stepwise = NgramIndex(), NgramIndex()
+    whole.add_prompt(to_entries(*tokens))
+    stepwise.add_prompt(to_entries(*tokens[:3]))
     for token in tokens[3:]:
-        other.add_token(token)
-    assert one._positions == other._positions
-    assert len(one._entries) == len(other._entries) == 400
+        stepwise.add_token(token)
+    assert whole._positions == stepwise._positions
+    assert len(whole._entries) == len(stepwise._entries) == 400
 
 
-def test_the_next_turn_finds_what_the_last_one_said():
+def test_the_next_turn_finds_what_the_last_one_generated():
     drafter = NgramDrafter()
-    first = job(prompt(30, 1))
+    first = build_job(prompt(30, 1))
     drafter.draft([(first, 4)])
     first.generated += [50, 51, 52, 53, 54]
     drafter.release(first)
-    second = job([*prompt(30, 1), 50, 51, 52, 53, 54, 10, 11, 50, 51, 52])
+    second = build_job([*prompt(30, 1), 50, 51, 52, 53, 54, 10, 11, 50, 51, 52])
     assert drafter.draft([(second, 2)]) == [[53, 54]]
 
 
-def test_an_edited_prompt_still_finds_what_the_old_one_was_answered():
+def test_an_edited_prompt_finds_the_completion_of_the_old_one():
     drafter = NgramDrafter()
-    first = job(prompt(30, 1))
+    first = build_job(prompt(30, 1))
     drafter.draft([(first, 4)])
     first.generated += [50, 51, 52, 53, 54]
     drafter.release(first)
-    again = job([*prompt(30, 1)[:28], 40])
-    again.generated += [50, 51, 52]
-    assert drafter.draft([(again, 2)]) == [[53, 54]]
+    edited = build_job([*prompt(30, 1)[:28], 40])
+    edited.generated += [50, 51, 52]
+    assert drafter.draft([(edited, 2)]) == [[53, 54]]
 
 
-def test_the_same_prompt_again_finds_its_answer_at_once():
+def test_a_repeated_prompt_finds_its_completion_at_once():
     drafter = NgramDrafter()
-    first = job(prompt(30, 1))
+    first = build_job(prompt(30, 1))
     drafter.draft([(first, 4)])
     first.generated += [50, 51, 52, 53, 54]
     drafter.release(first)
-    assert drafter.draft([(job(prompt(30, 1)), 4)]) == [[50, 51, 52, 53]]
+    assert drafter.draft([(build_job(prompt(30, 1)), 4)]) == [[50, 51, 52, 53]]
 
 
-def test_jobs_on_one_prompt_have_a_history_each():
+def test_concurrent_jobs_on_one_prompt_have_separate_indexes():
     drafter = NgramDrafter()
-    one, other = job(prompt(30, 1)), job(prompt(30, 1))
-    one.generated += [50, 51, 52, 53, 50, 51, 52]
-    assert drafter.draft([(one, 1), (other, 1)]) == [[53], []]
+    first, second = build_job(prompt(30, 1)), build_job(prompt(30, 1))
+    first.generated += [50, 51, 52, 53, 50, 51, 52]
+    assert drafter.draft([(first, 1), (second, 1)]) == [[53], []]
 
 
-def test_a_picture_is_never_guessed():
-    history = NgramIndex()
-    history.add_prompt(ids(1, 2, 3, 4, -1, 5, 1, 2, 3))
-    assert history.draft(3) == [4]
+def test_media_entries_are_never_drafted():
+    index = NgramIndex()
+    index.add_prompt(to_entries(1, 2, 3, 4, -1, 5, 1, 2, 3))
+    assert index.draft(3) == [4]
 
 
-def test_histories_are_few_and_bounded(monkeypatch):
-    monkeypatch.setattr(lookup, "MAX_INDEX_ENTRIES", 100)
+def test_the_number_and_the_length_of_indexes_are_bounded(monkeypatch):
+    monkeypatch.setattr(ngram, "MAX_INDEX_ENTRIES", 100)
     drafter = NgramDrafter()
     for seed in range(2 * MAX_IDLE_INDEXES):
-        one = job(prompt(30, seed))
-        drafter.draft([(one, 1)])
-        drafter.release(one)
+        job = build_job(prompt(30, seed))
+        drafter.draft([(job, 1)])
+        drafter.release(job)
     assert len(drafter._idle_indexes) == MAX_IDLE_INDEXES
-    history = NgramIndex()
+    index = NgramIndex()
     for seed in range(20):
-        history.add_prompt(ids(*prompt(40, seed)))
-    assert len(history._entries) <= 100
+        index.add_prompt(to_entries(*prompt(40, seed)))
+    assert len(index._entries) <= 100
 
 
-def test_a_token_costs_the_same_however_long_the_history_is():
-    def each(length: int) -> float:
-        history = NgramIndex()
-        history.add_prompt(np.random.default_rng(1).integers(0, 30_000, length))
+def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_index():
+    def measure(length: int) -> float:
+        index = NgramIndex()
+        index.add_prompt(np.random.default_rng(1).integers(0, 30_000, length))
         best = 1.0
         for _ in range(5):
             started = time.perf_counter()
             for token in range(200):
-                history.add_token(token)
-                history.draft(4)
+                index.add_token(token)
+                index.draft(4)
             best = min(best, time.perf_counter() - started)
         return best / 200
 
-    assert each(50_000) < 10 * each(500)
+    assert measure(50_000) < 10 * measure(500)

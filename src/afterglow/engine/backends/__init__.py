@@ -1,1 +1,1 @@
-"""Backends behind the engine's Backend protocol."""
+"""Implementations of the `Backend` protocol."""

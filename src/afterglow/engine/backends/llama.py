@@ -1,4 +1,4 @@
-"""Makes a llama.cpp context the engine's backend: rows out of spans, and the sequence operations."""
+"""`LlamaBackend`: a llama.cpp context behind the `Backend` protocol. Builds batches from spans; contains no policy."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from afterglow.llama.projector import MediaEmbedding, Projector
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
 
-POSITION_RANGE_STRUCT = struct.Struct("<ii")  # the first and the last of a partial state
-MIN_SEQUENCES_FOR_GROUPED_ADD = 6  # sequences of one row each that are sooner added together
+POSITION_RANGE_STRUCT = struct.Struct("<ii")  # first and last position of a partial state
+MIN_SEQUENCES_FOR_GROUPED_ADD = 6  # from this many single-row spans on, one grouped add is faster
 
 
 class LlamaBackend:
-    """The engine's memory on llama.cpp. Unless it is made to own its model, whoever made the context closes it."""
+    """Backend on llama.cpp. It closes the model only if `owns_model` is set; otherwise its creator does."""
 
     owns_model = False
 
     def __init__(
         self, context: LlamaContext, sequences: int | None = None, *, projector: Projector | None = None
     ) -> None:
-        """Use the first `sequences` of the context, or all. With a `projector`, prompts may hold pictures or sound."""
+        """Use the first `sequences` of the context, or all. With a `projector`, prompts may contain images or audio."""
         info, settings = context.model.info, context.settings
         assert info.memory_kind != "none"
         self.context = context
@@ -60,11 +60,11 @@ class LlamaBackend:
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         if spans[0].embedding is not None:
-            assert len(spans) == 1, "a picture has a decode for itself"
+            assert len(spans) == 1, "a media entry has a decode of its own"
             return self._decode_embedding(spans[0], spans[0].embedding)
         self.context.batch.clear()
-        # By sequence: llama.cpp computes streams together only where their numbers follow each other in the batch.
-        # On a GPU, 8 streams in another order took 4 times as long.
+        # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
+        # GPU, 8 streams in another order took 4 times as long.
         order = sorted(range(len(spans)), key=lambda index: spans[index].sequence)
         if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all([len(span.entries) == 1 for span in spans]):
             self._add_single_tokens(spans, order)
@@ -103,11 +103,11 @@ class LlamaBackend:
             self._first_rows[index] = row
 
     def _decode_embedding(self, span: DecodeSpan, embedding: MediaEmbedding) -> None:
-        """Compute rows of a picture or a sound."""
-        places = span.position + embedding.position_offsets
+        """Decode rows of a media entry."""
+        positions = span.position + embedding.position_offsets
         batch = EmbeddingBatch(
             embedding.rows,
-            places.T if self.context.model.info.uses_mrope else places[:, 0],
+            positions.T if self.context.model.info.uses_mrope else positions[:, 0],
             sequence=span.sequence,
             output=span.outputs > 0,
         )
@@ -131,10 +131,10 @@ class LlamaBackend:
 
     def truncate(self, sequence: int, position: int) -> None:
         removed = self.context.memory.remove(sequence, start=position)
-        assert removed, f"sequence {sequence} was not resumable at {position}"
+        assert removed, f"sequence {sequence} cannot resume at {position}"
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
-        return False  # nobody guesses here
+        return False  # there is no drafter
 
     def copy(self, source: int, target: int, stop: int) -> int:
         return self.context.memory.copy(source, target, stop=stop if self.capabilities.can_fork_anywhere else None)
@@ -174,7 +174,7 @@ class LlamaBackend:
 
     def deserialize_state(self, data: memoryview) -> BackendState:
         if len(data) < POSITION_RANGE_STRUCT.size:
-            raise InvalidState("a partial state is cut off")
+            raise InvalidState("a partial state is truncated")
         first, last = POSITION_RANGE_STRUCT.unpack_from(data)
         content = page_buffers.copy_to_pages(np.frombuffer(data[POSITION_RANGE_STRUCT.size :], dtype=np.uint8))
         return llama_state.SavedState(key=self.state_key, scope="partial", positions=(first, last), data=content)
@@ -194,7 +194,7 @@ class LlamaBackend:
 
 
 def _compute_max_rollback(context: LlamaContext) -> int:
-    """Entries that a sequence can drop after a decode. A window keeps what one ubatch more would need."""
+    """Return the entries that a sequence can drop after a decode. A window keeps the cells of one ubatch more."""
     match context.model.info.memory_kind:
         case "attention":
             return context.cells_per_sequence

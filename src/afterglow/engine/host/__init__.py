@@ -1,1 +1,1 @@
-"""Hosts: an engine in a thread or in a child process."""
+"""Hosts: an engine in a thread of this process or in a child process."""

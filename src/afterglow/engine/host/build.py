@@ -1,4 +1,4 @@
-"""From a model file, or a context, to an engine with everything that guesses for it."""
+"""Builds engines: from a model file or a context to an engine with its drafters and projector."""
 
 from __future__ import annotations
 
@@ -16,30 +16,26 @@ from afterglow.engine.speculation.speculator import Drafter
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
-from afterglow.llama.gguf.probe import SPLIT_FILE_NAME
+from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
 from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ContextSettings
 
 logger = logging.getLogger("afterglow")
 DraftSource: TypeAlias = Path | Literal["mtp"]
-"""What guesses beside the lookup: another model's file, or the model's own heads."""
-DRAFT_RAM_SHARE = (
-    0.125  # of what may be kept in RAM, for the states of a draft model: it is a fraction of the model's size
-)
+"""Drafter beside the n-gram drafter: the file of a draft model, or the MTP heads of the model itself."""
+DRAFT_RAM_SHARE = 0.125  # of the RAM tier, for the state of a draft model: it is a fraction of the model's size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Makes an engine on a model file, wherever it is called: the recipe that travels to a child process."""
+    """Builds an engine from a model file when called. It can be pickled, so a child process can call it."""
 
     path: Path
     model_settings: ModelSettings = field(default_factory=ModelSettings)
     context_settings: ContextSettings = field(default_factory=ContextSettings)
     engine_settings: EngineSettings = field(default_factory=EngineSettings)
-    reserved_sequences: int = (
-        0  # sequences of the context that the engine leaves alone, for scoring texts beside the answers
-    )
+    reserved_sequences: int = 0  # sequences of the context that the engine does not use, e.g. for scoring
     draft: DraftSource | None = None
     projector_path: Path | None = None
     projector_settings: ProjectorSettings = field(default_factory=ProjectorSettings)
@@ -50,7 +46,7 @@ class EngineSpec:
         try:
             context = LlamaContext(model, self.context_settings)
             sequences = context.sequences - self.reserved_sequences
-            projector, trouble = open_projector(model, self.projector_path, self.projector_settings)
+            projector, projector_error = open_projector(model, self.projector_path, self.projector_settings)
             engine = build_engine(
                 context,
                 self.engine_settings,
@@ -59,7 +55,7 @@ class EngineSpec:
                 projector=projector,
                 owns_model=True,
             )
-            engine.media_scheduler.projector_error = trouble
+            engine.media_scheduler.projector_error = projector_error
             return engine
         except BaseException:
             model.close()
@@ -75,18 +71,20 @@ def build_engine(
     projector: Projector | None = None,
     owns_model: bool = False,
 ) -> Engine:
-    """An engine on the first `sequences` of a context, or all. `owning`: the model is closed with it."""
+    """Build an engine on the first `sequences` sequences of a context (None: all).
+
+    With `owns_model`, closing the engine closes the model.
+    """
     drafters: list[Drafter] = []
     backend: LlamaBackend
     if draft == "mtp" and settings.speculation != "off":
-        paired = _build_mtp_backend(context, sequences, projector)
-        backend = paired
-        drafters.append(MtpDrafter(paired.session))
+        backend = mtp_backend = _build_mtp_backend(context, sequences, projector)
+        drafters.append(MtpDrafter(mtp_backend.session))
     else:
         backend = LlamaBackend(context, sequences, projector=projector)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
-            settings, own = _split_ram_budget(settings, draft)
-            drafters.append(_load_draft_model(draft, context, backend.capabilities.sequences, own))
+            settings, draft_settings = _split_ram_budget(settings, draft)
+            drafters.append(_load_draft_model(draft, context, backend.capabilities.sequences, draft_settings))
     backend.owns_model = owns_model
     try:
         engine = Engine(backend, settings, drafters)
@@ -102,29 +100,29 @@ def build_engine(
 def open_projector(
     model: LlamaModel, path: Path | None, settings: ProjectorSettings | None = None
 ) -> tuple[Projector | None, str]:
-    """The projector of a file, or why there is none: text works without it, so a warning says so and no error."""
+    """Load the projector, or return why it cannot be used. That is only a warning, because text works without it."""
     if path is None:
         return None, ""
     try:
         return Projector.load(model, path, settings), ""
     except AfterglowError as error:
-        trouble = f"{error}; text works, pictures and sound are refused"
-        logger.warning("the projector %s cannot be used: %s", path, trouble)
-        return None, trouble
+        reason = f"{error}; text works, images and audio are rejected"
+        logger.warning("the projector %s cannot be used: %s", path, reason)
+        return None, reason
 
 
 def find_projector(path: Path) -> Path | None:
-    """The projector that lies beside a model's file, where it can be no other model's: there is one of each."""
-    files = [one for one in path.parent.glob("*.gguf") if one.is_file()]
-    projectors = [one for one in files if "mmproj" in one.name]
-    models = {SPLIT_FILE_NAME.sub("", one.name) for one in files if one not in projectors}
+    """Return the projector next to a model file, if the folder has exactly one projector and one model."""
+    files = [file for file in path.parent.glob("*.gguf") if file.is_file()]
+    projectors = [file for file in files if "mmproj" in file.name]
+    models = {SPLIT_FILE_NAME.sub("", file.name) for file in files if file not in projectors}
     return projectors[0] if len(projectors) == 1 and models == {SPLIT_FILE_NAME.sub("", path.name)} else None
 
 
 def _build_mtp_backend(context: LlamaContext, sequences: int | None, projector: Projector | None) -> MtpBackend:
     heads = LlamaContext(context.model, replace(context.settings, recurrent_snapshots=0), mtp_target=context)
     snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else MAX_DRAFT_TOKENS
-    try:  # without snapshots wrong guesses are undone by replay, however many there are
+    try:  # without snapshots, rejected draft tokens are undone by replay, which has no limit
         return MtpBackend(
             context,
             heads,
@@ -138,16 +136,17 @@ def _build_mtp_backend(context: LlamaContext, sequences: int | None, projector: 
 
 
 def _split_ram_budget(settings: EngineSettings, draft: Path) -> tuple[EngineSettings, EngineSettings]:
-    """The settings of the engine and of its draft model: what may be kept in RAM is over both."""
+    """Return the settings of the engine and of its draft model; the two share the RAM tier budget."""
     total = settings.ram_cache_limit
     share = int(total * DRAFT_RAM_SHARE)
-    return replace(settings, ram_cache_bytes=total - share), replace(
-        settings, ram_cache_bytes=share, disk_cache_label=str(draft)
+    return (
+        replace(settings, ram_cache_bytes=total - share),
+        replace(settings, ram_cache_bytes=share, disk_cache_label=str(draft)),
     )
 
 
 def _load_draft_model(path: Path, target: LlamaContext, sequences: int, settings: EngineSettings) -> DraftModel:
-    """Load the smaller model with memory for the same sequences; `InvalidArgument` where its tokens are others."""
+    """Load the draft model with the same number of sequences. Raises `InvalidArgument` if its vocabulary differs."""
     model = LlamaModel.load(path, replace(target.model.settings, mtp=False))
     try:
         check_vocabularies(target.model.vocabulary, model.vocabulary)

@@ -1,7 +1,7 @@
-"""The other end of `EngineProcess`, and what travels between the two: (kind, key, content).
+"""Main program of the child process of `EngineProcess`, and the encoding of its messages: (kind, key, content).
 
-Content that is the caller's own travels as bytes inside the message, so that what cannot be unpickled is one caller's
-error, and whoever reads the pipe never runs foreign code.
+User content is a separate pickle inside the message. If it cannot be unpickled, only that call or request fails, and
+the thread that reads the pipe never runs user code.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.host.loop import CallResult, EngineLoop, close_engine, describe_error, try_call
 from afterglow.engine.host.pipe import MessagePipe, Outbox
-from afterglow.engine.host.thread import CallResult, EngineLoop, close_engine, describe_error, try_call
 from afterglow.engine.types.request import EngineEvent, Failed, Usage
 from afterglow.errors import AfterglowError, EngineError, InvalidArgument
 
 PR_SET_PDEATHSIG = 1
-ENGINE_NICENESS = (
-    2  # computing gives way to whoever writes the tokens out: on a busy core that took 4 ms of a first token's 90
-)
+# Run the engine at lower priority than the process that streams tokens: on a busy core that saved 4 of 90 ms to the
+# first token.
+ENGINE_NICENESS = 2
 
 
 class ChildHost:
-    """Reads messages on one thread, steps the engine on another, and writes back on a third."""
+    """Runs the engine in the child: one thread reads messages, one steps the engine, one writes messages."""
 
     def __init__(self, pipe: MessagePipe) -> None:
         self._pipe = pipe
-        # Whoever reads takes a processor at once, so the engine does not wait for it: with eight streams it computed a
-        # millisecond of 36 later.
+        # Its own thread: the reader in the parent takes a core at once, which delayed the engine by 1 of 36 ms with
+        # eight streams.
         self._outbox = Outbox(pipe, on_disconnect=exit_immediately)
         self._factory: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._loop = EngineLoop(self._deliver)
 
     def read_messages(self) -> None:
-        """Take messages as they come, also while the engine computes. Without a parent there is no more to do."""
+        """Handle messages as they arrive, also while the engine computes. Exit if the parent is gone."""
         self._send("pong")
         while True:
             try:
@@ -55,7 +55,7 @@ class ChildHost:
                 self._handle_message(*message)
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all messages are sent."""
         self._outbox.close()
         self._outbox.join()
 
@@ -63,13 +63,13 @@ class ChildHost:
         match kind:
             case "ping":
                 self._send("pong")
-            case "make":
+            case "build":
                 self._factory.put(content)
             case "submit":
                 self._submit(key, content)
-            case "together":
+            case "submit_together":
                 self._loop.submit(*unpack("requests", content))
-            case "coming":
+            case "expect":
                 self._loop.expect_requests(key)
             case "cancel":
                 self._loop.cancel(key)
@@ -79,9 +79,12 @@ class ChildHost:
                 self._loop.close()
 
     def run_engine(self) -> bool:
-        """Make the engine and run it until closed. False: it crashed, and is not closed: who knows what it would do."""
+        """Build the engine and run it until closed.
+
+        Return False if it crashed. A crashed engine is not closed, because its native state is unknown.
+        """
         try:
-            engine: Engine = unpack("make", self._factory.get())()
+            engine: Engine = unpack("factory", self._factory.get())()
         except BaseException as error:
             self._send("failed", content=to_portable_error(error))
             return True
@@ -116,23 +119,23 @@ class ChildHost:
 
 
 def pack(name: str, value: object) -> bytes:
-    """Pickle something of the caller's; `InvalidArgument` says what is wrong with it."""
+    """Pickle user content. Raises `InvalidArgument` for the argument `name` if that fails."""
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickling runs whatever the value's class says
-        raise InvalidArgument(name, f"cannot travel between processes: {describe_error(error)}") from error
+    except Exception as error:  # pickling runs code of the class of the value
+        raise InvalidArgument(name, f"cannot be sent to another process: {describe_error(error)}") from error
 
 
 def unpack(name: str, content: bytes) -> Any:
-    """The reverse, on the other side."""
+    """Unpickle user content. Raises `InvalidArgument` for the argument `name` if that fails."""
     try:
         return pickle.loads(content)
     except Exception as error:
-        raise InvalidArgument(name, f"cannot travel between processes: {describe_error(error)}") from error
+        raise InvalidArgument(name, f"cannot be sent to another process: {describe_error(error)}") from error
 
 
 def to_portable_error(error: BaseException) -> BaseException:
-    """The error itself where it survives the way to the parent; else what it says."""
+    """Return the error itself if it can be pickled, otherwise an `EngineError` with its text."""
     try:
         unpack("error", pack("error", error))
     except InvalidArgument:
@@ -141,7 +144,7 @@ def to_portable_error(error: BaseException) -> BaseException:
 
 
 def to_portable_event(event: EngineEvent) -> EngineEvent:
-    """The event, with an error that survives the way to the parent."""
+    """Return the event with an error that can be pickled."""
     if not isinstance(event, Failed):
         return event
     error = to_portable_error(event.error)
@@ -150,29 +153,29 @@ def to_portable_event(event: EngineEvent) -> EngineEvent:
 
 
 def exit_immediately() -> NoReturn:
-    """End at once, with everything that was started here. We lead a group of our own."""
+    """Kill this process and everything it started: it leads its own process group."""
     with contextlib.suppress(OSError):
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
 def exit_with_parent(parent_pid: int) -> None:
-    """Leave no orphan: the kernel ends us with our parent, where it can; else the closed pipe does."""
+    """Leave no orphan: on Linux the kernel kills this process with its parent; elsewhere the closed pipe ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # the parent died before the prctl call
         exit_immediately()
 
 
 def main() -> None:
-    """Called with a file descriptor to speak through and the parent's process id."""
-    descriptor, parent = map(int, sys.argv[1:])
-    exit_with_parent(parent)
+    """Run the child. Arguments: the file descriptor of the pipe and the process id of the parent."""
+    descriptor, parent_pid = map(int, sys.argv[1:])
+    exit_with_parent(parent_pid)
     os.set_inheritable(descriptor, False)
-    service = ChildHost(MessagePipe(socket.socket(fileno=descriptor)))
-    threading.Thread(target=service.read_messages, name="afterglow-reader", daemon=True).start()
-    os.nice(ENGINE_NICENESS)  # on Linux of this thread, which computes, and of those that llama.cpp starts from it
-    whole = service.run_engine()
-    service.flush()
-    if not whole:
+    host = ChildHost(MessagePipe(socket.socket(fileno=descriptor)))
+    threading.Thread(target=host.read_messages, name="afterglow-reader", daemon=True).start()
+    os.nice(ENGINE_NICENESS)  # on Linux only for this thread, which computes, and the threads llama.cpp starts from it
+    ended_cleanly = host.run_engine()
+    host.flush()
+    if not ended_cleanly:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""A child process as its parent sees it: starting it, writing to it, and making sure that it is gone."""
+"""Child process as seen by its parent: start, send messages, kill, reap."""
 
 from __future__ import annotations
 
@@ -12,47 +12,46 @@ import sys
 import time
 from collections.abc import Callable
 
-from afterglow.engine.host.listening import MessageListener
-from afterglow.engine.host.pipe import MessagePipe, Outbox
+from afterglow.engine.host.pipe import MessageListener, MessagePipe, Outbox
 
 ENTRY_CODE = "from afterglow.engine.host.child_main import main; main()"
-CLOSE_TIMEOUT_SECONDS = 5.0  # to end in order, when asked to
-EXIT_TIMEOUT_SECONDS = 1.0  # to be gone, once it hung up
-KILL_TIMEOUT_SECONDS = 10.0  # a process that waits for a device may outlive its own death
+CLOSE_TIMEOUT_SECONDS = 5.0  # for an orderly shutdown
+EXIT_TIMEOUT_SECONDS = 1.0  # from the closed pipe to the exit of the process
+KILL_TIMEOUT_SECONDS = 10.0  # a process that waits for a device may survive SIGKILL for a while
 
 
 class ChildProcess:
-    """One child process and the pipe to it. `send`, `kill` and `dismiss` are for any thread and never block."""
+    """One child process and the pipe to it. `send`, `kill` and `shut_down` are thread-safe and never block."""
 
     def __init__(self, factory: bytes, on_message: Callable[..., None], *, start_timeout: float) -> None:
-        """What it sends is given to `receive`, after the child itself."""
+        """Start the process. Each message it sends is passed to `on_message`, preceded by this object."""
         self.has_responded = self.is_ready = False
-        self.start_error: BaseException | None = None  # why it could not make its engine
+        self.start_error: BaseException | None = None  # why its engine could not be built
         self.crash_reason = ""  # why its engine crashed
-        self.deadline: float | None = time.monotonic() + start_timeout  # for whatever it has to do now
-        self._socket, theirs = socket.socketpair()
+        self.deadline: float | None = time.monotonic() + start_timeout  # of the current start or shutdown
+        self._socket, child_socket = socket.socketpair()
         try:
-            self.process = start_process(theirs)
+            self.process = start_process(child_socket)
         except BaseException:
             self._socket.close()
             raise
         finally:
-            theirs.close()
-        wire = MessagePipe(self._socket)
-        self.listener = MessageListener(wire, functools.partial(on_message, self))
-        self._outbox = Outbox(wire, on_disconnect=lambda: None)  # whoever listens will notice
-        self.send("make", None, factory)
+            child_socket.close()
+        pipe = MessagePipe(self._socket)
+        self.listener = MessageListener(pipe, functools.partial(on_message, self))
+        self._outbox = Outbox(pipe, on_disconnect=lambda: None)  # the listener detects the disconnect
+        self.send("build", None, factory)
 
     @property
     def is_overdue(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def send(self, kind: str, key: str | int | None = None, content: bytes | None = None) -> None:
-        """Have something written. A child that is gone hears nothing; whoever listens to it will notice."""
+        """Queue a message. It is dropped if the child is gone, which the listener detects."""
         self._outbox.put((kind, key, content))
 
     def shut_down(self) -> None:
-        """Let it end: in order where it is ready, else at once."""
+        """End the process: in order if it is ready, otherwise at once."""
         self.set_exit_deadline()
         if self.is_ready:
             self.send("close")
@@ -60,23 +59,23 @@ class ChildProcess:
             self.kill()
 
     def set_exit_deadline(self) -> None:
-        """It was told to end, or said that it would: from now on it has little time."""
+        """Limit the remaining time of a child that was told to exit or announced its exit."""
         self.deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
 
     def kill(self) -> None:
-        """End it now, with everything that it started."""
-        with contextlib.suppress(OSError):  # it is gone already
+        """Kill the process and everything it started."""
+        with contextlib.suppress(OSError):  # already gone
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def reap(self) -> str:
-        """Wait until nothing is left, of the process and of what belongs to it here; how it went."""
+        """Wait for the exit of the process, release all its resources, and return a description of the exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_TIMEOUT_SECONDS)
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_TIMEOUT_SECONDS)
         self._outbox.close()
-        with contextlib.suppress(OSError):  # wakes the writer, should it be stuck
+        with contextlib.suppress(OSError):  # unblocks the writer
             self._socket.shutdown(socket.SHUT_RDWR)
         self._outbox.join()
         self._socket.close()
@@ -84,20 +83,20 @@ class ChildProcess:
 
 
 def start_process(child_socket: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python like this one that finds the same modules, in a group of its own: Ctrl-C is for us, not for it."""
+    """Start the same Python with the same module search path, in its own process group so that Ctrl-C spares it."""
     descriptor = child_socket.fileno()
-    search = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-c", ENTRY_CODE, str(descriptor), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         pass_fds=[descriptor],
         process_group=0,
-        env={**os.environ, "PYTHONPATH": search},
+        env={**os.environ, "PYTHONPATH": search_path},
     )
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process went, in words."""
+    """Describe the exit of a process by its return code."""
     if code is None:
         return "it cannot be killed"
     if code >= 0:

@@ -1,6 +1,6 @@
-"""A model's way from a file to a context and back: COLD, WARM (weights in RAM), ACTIVE (on the device, with a context).
+"""Load states of a model: COLD (file only), WARM (weights in RAM), ACTIVE (on the device, with a context).
 
-Every transition builds the new before it lets go of the old, so a failed one leaves the previous state usable.
+Every transition builds the new state before it releases the old one, so a failed transition leaves the model usable.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from afterglow.llama.settings import ContextSettings
 
 
 class LoadState(StrEnum):
-    """Where a model is between its file and its use.
+    """Load state of a model. `load(…, state=…)` chooses the first one; `Model.state` returns the current one.
 
-    >>> model.state is Stage.ACTIVE, model.state == "active"
+    `COLD`: nothing is loaded. `WARM`: the weights are in RAM; tokenizing works. `ACTIVE`: the weights are on the device
+    and the model can generate. Members compare equal to their strings.
+
+    >>> model.state is LoadState.ACTIVE, model.state == "active"
     (True, True)
     """
 
@@ -33,16 +36,16 @@ class LoadState(StrEnum):
 
 
 LoadHook = Callable[[Path, LoadState], str | None]
-"""Asked before a model is loaded for a stage; a returned text is the reason to refuse."""
+"""Called with the path and the target state before a load. A returned text rejects the load with this reason."""
 
 
 class Lifecycle(Closeable):
-    """Owns the weights and the context of one model.
+    """Owns the weights, the context and the projector of one model.
 
     >>> lifecycle = Lifecycle(path, ModelSettings(), ContextSettings())
     >>> lifecycle.activate()
-    >>> lifecycle.stage
-    <Stage.ACTIVE: 'active'>
+    >>> lifecycle.state
+    <LoadState.ACTIVE: 'active'>
     """
 
     def __init__(
@@ -55,12 +58,12 @@ class Lifecycle(Closeable):
         projector_path: Path | None = None,
         projector_settings: ProjectorSettings | None = None,
     ) -> None:
-        """`projector` is the file that lets it take pictures or sound, loaded as `projecting` says."""
+        """`projector_path` is the projector file of a multimodal model; it is loaded with `projector_settings`."""
         self.path = path
         self.projector_path = projector_path
         self.projector_settings = projector_settings or ProjectorSettings()
-        self.projector: Projector | None = None  # while ACTIVE
-        self.projector_error = ""  # why there is none
+        self.projector: Projector | None = None  # only while ACTIVE
+        self.projector_error = ""  # why the projector cannot be used
         self.model_settings = model_settings
         self.context_settings = context_settings
         self.hooks = list(hooks)
@@ -72,32 +75,32 @@ class Lifecycle(Closeable):
 
     @property
     def state(self) -> LoadState:
-        """Where the model is. Takes no lock: readable from any thread at any moment."""
+        """Current state. Takes no lock, so any thread can read it during a transition."""
         return self._state
 
     @property
     def model(self) -> LlamaModel:
-        """The weights; `WrongState` while COLD."""
+        """Weights. Raises `WrongState` while COLD."""
         if (model := self._model) is None:
-            raise self._build_unavailable_error("the model's vocabulary and metadata", LoadState.WARM)
+            raise self._build_unavailable_error("reading the vocabulary or metadata", LoadState.WARM)
         return model
 
     @property
     def context(self) -> LlamaContext:
-        """The context; `WrongState` unless ACTIVE."""
+        """Context. Raises `WrongState` unless ACTIVE."""
         if (context := self._context) is None:
             raise self._build_unavailable_error("computing", LoadState.ACTIVE)
         return context
 
     def warm(self, progress: ProgressCallback | None = None) -> None:
-        """COLD → WARM: load the weights into RAM, nothing on a GPU."""
+        """COLD → WARM: load the weights into RAM, none on a GPU."""
         with self._lock:
             self.require("warm", LoadState.COLD)
             self._model = self._load(LoadState.WARM, progress)
             self._state = LoadState.WARM
 
     def activate(self, progress: ProgressCallback | None = None) -> None:
-        """COLD or WARM → ACTIVE: weights where they compute, and a context."""
+        """COLD or WARM → ACTIVE: load the weights onto the device and create a context."""
         with self._lock:
             self.require("activate", LoadState.COLD, LoadState.WARM)
             old = self._model
@@ -114,7 +117,7 @@ class Lifecycle(Closeable):
                 old.close()
 
     def deactivate(self) -> None:
-        """ACTIVE → WARM: give back the context and the GPU, keep the weights in RAM."""
+        """ACTIVE → WARM: release the context and GPU memory; the weights stay in RAM."""
         with self._lock:
             self.require("deactivate", LoadState.ACTIVE)
             old, context = self.model, self.context
@@ -126,13 +129,13 @@ class Lifecycle(Closeable):
                 old.close()
 
     def unload(self) -> None:
-        """WARM or ACTIVE → COLD: give everything back."""
+        """WARM or ACTIVE → COLD: release everything."""
         with self._lock:
             self.require("unload", LoadState.WARM, LoadState.ACTIVE)
             self._release()
 
     def close(self) -> None:
-        """Give everything back for good. Closing twice is allowed."""
+        """Release everything permanently. May be called twice."""
         with self._lock:
             self._release()
             self._closed = True
@@ -159,14 +162,14 @@ class Lifecycle(Closeable):
         self._release_projector()
         model, self._model, self._context, self._state = self._model, None, None, LoadState.COLD
         if model is not None:
-            model.close()  # closes the context, its child
+            model.close()  # also closes its context
 
     def require(self, call: str, *states: LoadState) -> None:
-        """`WrongState` unless the model is in one of these stages; `Closed` after `close`."""
+        """Raise `WrongState` unless the model is in one of these states, or `Closed` after `close`."""
         if self._closed:
             raise Closed("model")
         if self._state not in states:
-            raise WrongState(call, self._state.value, " or ".join(stage.value for stage in states))
+            raise WrongState(call, self._state.value, " or ".join(allowed.value for allowed in states))
 
     def _build_unavailable_error(self, call: str, needed: LoadState) -> Closed | WrongState:
         return Closed("model") if self._closed else WrongState(call, self._state.value, needed.value)

@@ -1,7 +1,12 @@
-"""Messages between a process and its child, over a socket: each pickled, after its length."""
+"""Message pipe between a process and its child, over a socket: framing, a sender thread, and a listener.
+
+Each message is pickled and preceded by its length. The pipe does not know what the messages mean.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pickle
 import queue
 import select
@@ -12,16 +17,16 @@ from collections.abc import Callable
 from typing import Any
 
 MESSAGE_LENGTH = struct.Struct("<Q")
-MAX_READ_BYTES = 64 * 1024  # bytes that are read at once: one system call for most of what comes
+MAX_READ_BYTES = 64 * 1024  # one system call reads most messages
 
 
 class MessagePipe:
-    """One end. One thread may send while another receives.
+    """One end of the pipe. One thread may send while another receives.
 
-    >>> here, there = socket.socketpair()
-    >>> with here, there:
-    ...     Wire(here).send(("ping", 1))
-    ...     Wire(there).receive()
+    >>> parent, child = socket.socketpair()
+    >>> with parent, child:
+    ...     MessagePipe(parent).send(("ping", 1))
+    ...     MessagePipe(child).receive()
     [('ping', 1)]
     """
 
@@ -36,69 +41,69 @@ class MessagePipe:
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send one; `OSError` where nobody is there."""
+        """Send one message. Raises `OSError` if the other end is closed."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        rest = memoryview(MESSAGE_LENGTH.pack(len(data)) + data)
-        while rest:
+        unsent = memoryview(MESSAGE_LENGTH.pack(len(data)) + data)
+        while unsent:
             try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:  # event loops make the sockets that they read from ones that do not wait
+                unsent = unsent[self._socket.send(unsent) :]
+            except BlockingIOError:  # event loops make the sockets that they read from non-blocking
                 self._write_poll.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long for something to come; whether it did."""
+        """Wait for data; return whether any arrived in time."""
         return bool(self._read_poll.poll(1000 * seconds))
 
     def receive(self, *, blocking: bool = True) -> list[Any]:
-        """The messages that are complete by now; waits at most for something to come. `EOFError` at the end."""
+        """Return the messages that are complete, after at most one read. Raises `EOFError` at the end of the stream."""
         try:
-            piece = self._socket.recv(MAX_READ_BYTES, 0 if blocking else socket.MSG_DONTWAIT)
+            data = self._socket.recv(MAX_READ_BYTES, 0 if blocking else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
-        if not piece:
+        if not data:
             raise EOFError
-        self._buffer += piece
-        messages, at = [], 0
-        while at + MESSAGE_LENGTH.size <= len(self._buffer):
-            end = at + MESSAGE_LENGTH.size + MESSAGE_LENGTH.unpack_from(self._buffer, at)[0]
+        self._buffer += data
+        messages, start = [], 0
+        while start + MESSAGE_LENGTH.size <= len(self._buffer):
+            end = start + MESSAGE_LENGTH.size + MESSAGE_LENGTH.unpack_from(self._buffer, start)[0]
             if end > len(self._buffer):
                 break
-            messages.append(pickle.loads(memoryview(self._buffer)[at + MESSAGE_LENGTH.size : end]))
-            at = end
-        del self._buffer[:at]
+            messages.append(pickle.loads(memoryview(self._buffer)[start + MESSAGE_LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
         return messages
 
 
 class Outbox:
-    """Sends messages on a thread of its own, in order: whoever has one to send never waits.
+    """Sends messages in order on its own thread, so that the caller never blocks.
 
-    >>> here, there = socket.socketpair()
-    >>> with here, there:
-    ...     outbox = Outbox(Wire(here), lambda: None)
+    >>> parent, child = socket.socketpair()
+    >>> with parent, child:
+    ...     outbox = Outbox(MessagePipe(parent), on_disconnect=lambda: None)
     ...     outbox.put(("ping", 1))
     ...     outbox.close()
     ...     outbox.join()
-    ...     Wire(there).receive()
+    ...     MessagePipe(child).receive()
     [('ping', 1)]
     """
 
     def __init__(self, pipe: MessagePipe, on_disconnect: Callable[[], None]) -> None:
-        """`gone` is called, on that thread, where nobody is there any more; then it ends."""
+        """`on_disconnect` is called once on the sender thread if the other end is closed; the thread then ends."""
         self._pipe, self._on_disconnect = pipe, on_disconnect
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="afterglow-writer", daemon=True)
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Have something sent."""
+        """Queue a message."""
         self._messages.put(message)
 
     def close(self) -> None:
-        """This was all."""
+        """End the thread after the queued messages."""
         self._messages.put(None)
 
     def join(self) -> None:
-        """Wait until everything is sent, or nobody is there."""
+        """Wait until all messages are sent or the other end is closed."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -107,3 +112,58 @@ class Outbox:
                 self._pipe.send(message)
             except OSError:
                 return self._on_disconnect()
+
+
+class MessageListener:
+    """Passes each received message to `on_message`, in order. One thread calls `wait` repeatedly.
+
+    If an event loop is attached, messages are read there, where their consumers are. That wakes one thread less per
+    token: on two busy cores it saved 1 ms of 10. If the loop is blocked or closed, the waiting thread reads.
+    """
+
+    def __init__(self, pipe: MessagePipe, on_message: Callable[..., None]) -> None:
+        self._pipe, self._on_message = pipe, on_message
+        self._read_lock = threading.Lock()  # held while reading and passing messages on
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._has_read = False  # whether the event loop has read since the last `wait`
+        self._errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def attach_event_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Read in this event loop from now on; None reads on the waiting thread. May be called from any thread."""
+        self._event_loop = loop
+        if loop is not None:
+            descriptor = self._pipe.fileno()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(loop.add_reader, descriptor, self._on_readable, loop, descriptor)
+        self._errors.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for messages and pass them on; return whether any arrived in time. Raises read errors."""
+        if self._event_loop is None:
+            return self._pipe.wait(seconds) and self._read()
+        try:
+            error = self._errors.get(timeout=seconds)
+        except queue.Empty:
+            has_read, self._has_read = self._has_read, False
+            return has_read or self._read()
+        if error is not None:
+            raise error
+        return False
+
+    def _read(self) -> bool:
+        """Pass on the available messages without blocking; return whether there were any."""
+        with self._read_lock:
+            messages = self._pipe.receive(blocking=False)
+            for message in messages:
+                self._on_message(*message)
+        return bool(messages)
+
+    def _on_readable(self, loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
+        """Read in the event loop. `descriptor` is passed in because the socket may already be closed."""
+        try:
+            if self._event_loop is loop:
+                self._has_read = self._read() or self._has_read
+                return
+        except BaseException as error:  # raised again in `wait`
+            self._errors.put(error)
+        loop.remove_reader(descriptor)

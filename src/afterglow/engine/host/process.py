@@ -1,6 +1,7 @@
-"""An engine in a child process: a crash costs the requests in flight, never the program that asked.
+"""Process host: an engine in a child process. A crash costs the requests in flight, not the calling program.
 
-The same interface as `EngineThread`. A busy Python thread beside the engine would slow every native call down, too.
+It has the same interface as `EngineThread`. It also keeps busy Python threads of the caller from slowing down native
+calls through the GIL.
 """
 
 from __future__ import annotations
@@ -17,27 +18,24 @@ from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.child_main import pack, unpack
 from afterglow.engine.host.child_process import ChildProcess
+from afterglow.engine.host.loop import describe_error, logger
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
-from afterglow.engine.host.thread import describe_error, logger
 from afterglow.engine.types.request import Failed, Request, Usage
 from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
 
-T = TypeVar("T")
-START_TIMEOUT_SECONDS = 600.0  # loading a large model takes its time
-MAX_SILENCE_SECONDS = 10.0  # without a sign of life the child counts as dead
-MAX_FAILED_STARTS = 3  # again, in a row, without becoming ready
-EARLY_EXIT_SECONDS = 10.0  # a child that died before this age is followed by a pause
+ResultT = TypeVar("ResultT")
+START_TIMEOUT_SECONDS = 600.0  # a large model loads slowly
+MAX_SILENCE_SECONDS = 10.0  # a child without a response for this long counts as dead
+MAX_FAILED_STARTS = 3  # consecutive restarts that do not become ready
+EARLY_EXIT_SECONDS = 10.0  # a child that exits before this age is restarted after a delay
 MAX_RESTART_DELAY_SECONDS = 5.0
 HEARTBEAT_SECONDS = 1.0
 
 
 class EngineProcess(Closeable):
-    """Owns a child process with an engine in it, and starts another when it dies.
+    """Owns a child process with an engine and restarts it after a crash.
 
-    `make` is pickled: a function of a module, or an object like `LlamaEngine`, that makes the engine over there.
-    `silence` is how many seconds without a sign of life count as death.
-
-    While a child is being started again, requests wait for it. They fail only when that is given up.
+    While a child restarts, new requests wait for it. They fail only if the restarts fail.
     """
 
     def __init__(
@@ -47,17 +45,22 @@ class EngineProcess(Closeable):
         silence_timeout: float = MAX_SILENCE_SECONDS,
         start_timeout: float = START_TIMEOUT_SECONDS,
     ) -> None:
-        self.restarts = 0  # how often another child had to be started
-        self._factory = pack("make", factory)
+        """Start the child and wait until its engine is built.
+
+        `factory` builds the engine in the child. It is pickled, so it must be a function of a module or an object like
+        `EngineSpec`. A child that does not respond for `silence_timeout` seconds is killed and restarted.
+        """
+        self.restarts = 0
+        self._factory = pack("factory", factory)
         self._silence_timeout, self._start_timeout = silence_timeout, start_timeout
         self._heartbeat_seconds = min(HEARTBEAT_SECONDS, silence_timeout / 4)
-        self._pending = PendingRequests(self.cancel)  # its lock is over what follows, too; nothing under it ever blocks
+        self._pending = PendingRequests(self.cancel)  # its lock also guards the fields below; nothing blocks under it
         self._child: ChildProcess | None = None
-        self._unsent: dict[tuple[str, str | int], bytes] = {}  # what waits until a child is ready, by kind and key
-        self._event_loop: asyncio.AbstractEventLoop | None = None  # where what the child sends is read
+        self._unsent: dict[tuple[str, str | int], bytes] = {}  # messages for the next ready child, by kind and key
+        self._event_loop: asyncio.AbstractEventLoop | None = None  # reads the messages of the child
         self._closing = threading.Event()
         self._started: Future[None] = Future()
-        self._supervisor = threading.Thread(target=self._run_supervisor, name="afterglow-keeper", daemon=True)
+        self._supervisor = threading.Thread(target=self._run_supervisor, name="afterglow-supervisor", daemon=True)
         self._supervisor.start()
         atexit.register(self.close)
         try:
@@ -68,12 +71,12 @@ class EngineProcess(Closeable):
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None while there is none."""
+        """Process id of the child, or None if there is no child."""
         child = self._child
         return None if child is None else child.process.pid
 
     def submit(self, request: Request) -> EventStream:
-        """Hand a request in; never waits. What is wrong with it comes as its only event."""
+        """Submit a request without blocking. An invalid request gets its error as its only event."""
         try:
             content = pack("request", request)
             with self._pending.lock:
@@ -84,40 +87,40 @@ class EngineProcess(Closeable):
         return stream
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
-        """Hand several in at once: none begins before all are there, so a common prompt is computed once."""
+        """Submit several requests at once, so that a common prefix is prefilled once."""
         content = pack("request", tuple(requests))
         with self._pending.lock:
             streams = [self._pending.add_stream(request.id) for request in requests]
-            self._post("together", requests[0].id, content)
+            self._post("submit_together", requests[0].id, content)
         return streams
 
     def expect_requests(self, change: int) -> None:
-        """So many more requests are on their way, or, below 0, fewer: what begins waits a moment for its company."""
+        """Change the number of requests about to be submitted. New prompts wait briefly for them, to be batched."""
         with self._pending.lock:
             if self._child is not None and self._child.is_ready:
-                self._child.send("coming", change)
+                self._child.send("expect", change)
 
     def cancel(self, id: str) -> None:
-        """End a request now, also in the middle of a decode. One that is not there is no error."""
+        """Cancel a request, even during a decode. An unknown id is ignored."""
         with self._pending.lock:
             if self._unsent.pop(("submit", id), None) is not None:
                 self._pending.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage())])
             else:
                 self._post("cancel", id, b"")
 
-    def call(self, function: Callable[[Engine], T]) -> T:
-        """Run a function of a module on the engine, over there; what it returns comes back pickled."""
+    def call(self, function: Callable[[Engine], ResultT]) -> ResultT:
+        """Run a function of a module on the engine in the child and return its pickled result."""
         content = pack("function", function)
         with self._pending.lock:
-            number, answer = self._pending.add_call()
+            number, future = self._pending.add_call()
             self._post("call", number, content)
-        value, error = unpack("function", answer.result())
+        value, error = unpack("function", future.result())
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End every request and the child. Closing twice is allowed."""
+        """End every request with `Closed` and stop the child. May be called twice."""
         with self._pending.lock:
             self._pending.close(Closed("engine"))
             if self._child is not None and not self._closing.is_set():
@@ -129,7 +132,7 @@ class EngineProcess(Closeable):
         atexit.unregister(self.close)
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read what the child sends in this event loop, where its readers are: tokens come with less to be woken."""
+        """Read messages of the child in the event loop of the clients, which wakes one thread less per token."""
         with self._pending.lock:
             if loop is not self._event_loop and not self._closing.is_set():
                 self._attach_event_loop(loop)
@@ -140,19 +143,19 @@ class EngineProcess(Closeable):
             self._child.listener.attach_event_loop(loop)
 
     def _post(self, kind: str, key: str | int, content: bytes) -> None:
-        """Hand a message to the child, or keep it until there is one that is ready."""
+        """Send a message to the child, or store it until a child is ready."""
         if self._child is not None and self._child.is_ready:
             self._child.send(kind, key, content)
         else:
             self._unsent[kind, key] = content
 
-    # --- the keeper's thread
+    # --- supervisor thread
 
     def _run_supervisor(self) -> None:
         try:
             error = self._supervise()
-        except BaseException as unexpected:  # a bug here must not leave anybody waiting
-            logger.exception("the keeper of the engine's process crashed")
+        except BaseException as unexpected:  # a bug here must not leave a client waiting
+            logger.exception("the supervisor of the engine process crashed")
             error = EngineCrashed(describe_error(unexpected))
         reason = error if isinstance(error, AfterglowError) else EngineCrashed(describe_error(error))
         self._pending.close(reason)
@@ -161,70 +164,70 @@ class EngineProcess(Closeable):
             self._started.set_exception(error)
 
     def _supervise(self) -> BaseException:
-        """Have a child live, one after the other; why that is over."""
-        failures, pause = 0, 0.0
-        while not self._closing.wait(pause):
-            born = time.monotonic()
+        """Run one child after another; return the reason for the end."""
+        failures, delay = 0, 0.0
+        while not self._closing.wait(delay):
+            started = time.monotonic()
             error, was_ready = self._run_child()
             if not self._started.done():
-                return error  # whoever made us wants to know
+                return error  # the constructor raises it
             failures = 0 if was_ready else failures + 1
             if failures == MAX_FAILED_STARTS:
-                why = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
-                return EngineCrashed(f"it could not be started again: {why}")
+                reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
+                return EngineCrashed(f"process could not be restarted: {reason}")
             self.restarts += 1
-            pause = (
-                min(2 * pause + 0.25, MAX_RESTART_DELAY_SECONDS)
-                if time.monotonic() - born < EARLY_EXIT_SECONDS
+            delay = (
+                min(2 * delay + 0.25, MAX_RESTART_DELAY_SECONDS)
+                if time.monotonic() - started < EARLY_EXIT_SECONDS
                 else 0.0
             )
         return Closed("engine")
 
     def _run_child(self) -> tuple[BaseException, bool]:
-        """One child from its start to its end: what ended it, and whether it was ever ready."""
+        """Run one child from start to exit; return what ended it and whether it was ever ready."""
         try:
             child = ChildProcess(self._factory, self._handle_message, start_timeout=self._start_timeout)
         except OSError as error:
-            return EngineCrashed(f"no process could be started: {error}"), False
+            return EngineCrashed(f"process could not be started: {error}"), False
         with self._pending.lock:
             self._child = child
             child.listener.attach_event_loop(self._event_loop)
             if self._closing.is_set():
                 child.shut_down()
         try:
-            why = self._monitor_child(child)
+            reason = self._monitor_child(child)
         finally:
-            how = child.reap()
-        crash = EngineCrashed(child.crash_reason or f"{why} ({how})")
+            exit_status = child.reap()
+        crash = EngineCrashed(child.crash_reason or f"{reason} ({exit_status})")
         with self._pending.lock:
             self._child = None
-            if child.is_ready and not self._closing.is_set():  # where it never was, everybody waits for the next
+            if child.is_ready and not self._closing.is_set():  # if it was never ready, requests wait for the next child
                 self._pending.fail_all(crash)
         return child.start_error or crash, child.is_ready
 
     def _monitor_child(self, child: ChildProcess) -> str:
-        """Take what the child sends until it is gone, or has to go; why.
+        """Receive messages until the child exits or must be killed; return the reason.
 
-        What is counted are missed answers and not seconds: a computer that slept missed one.
+        Counts missed heartbeats instead of seconds: after a suspend of the computer only one is missed.
         """
         missed = 0
         while missed * self._heartbeat_seconds < self._silence_timeout:
             if child.is_overdue:
                 child.kill()
-                return "it took too long"
+                return "process timed out"
             try:
                 if child.listener.wait(self._heartbeat_seconds):
                     missed = 0
                     continue
             except (EOFError, OSError):
-                return "it ended"
+                return "process exited"
             except Exception as error:
                 child.kill()
-                return f"it sent what cannot be read, {describe_error(error)}"
-            missed += child.has_responded  # before its first word it is importing, which may take long on a cold disk
+                return f"process sent an unreadable message: {describe_error(error)}"
+            missed += child.has_responded  # before its first message it imports modules, slowly from a cold disk
             child.send("ping")
         child.kill()
-        return f"it gave no sign of life for {self._silence_timeout:.0f} s"
+        return f"process did not respond for {self._silence_timeout:.0f} s"
 
     def _handle_message(self, child: ChildProcess, kind: str, key: Any, content: Any) -> None:
         child.has_responded = True

@@ -1,4 +1,7 @@
-"""What else can be asked of an engine, wherever it runs: functions of a module, so that they travel to its process."""
+"""Functions to run on an engine through `call` of its host: information, statistics, scoring and embeddings.
+
+They are functions of a module, so that they can be pickled, and return plain values.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +20,32 @@ from afterglow.engine.sampling.logprobs import TokenLogprob, score_tokens
 from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.model import LlamaModel, ModelInfo
-from afterglow.llama.projector import MediaPlaceholder, MediaSize, Modality, Projector
+from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector
 from afterglow.llama.settings import ContextSettings
+from afterglow.media.policy import Modality
 
-PREVIEW_ENTRIES = 48  # entries shown of a sequence
-POOLING_NONE, POOLING_RANK = 0, 4  # llama.cpp's numbers
+PREVIEW_ENTRIES = 48  # at either end of a sequence
+POOLING_NONE, POOLING_RANK = 0, 4  # values of llama.cpp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine can hold and compute at once, and what its model is."""
+    """Limits of an engine and facts about its model."""
 
     model: ModelInfo
     embedding_width: int
-    cells: int  # of one request
+    cells: int  # per request
     sequences: int
     memory: str
     batch_cells: int
-    max_scoring_tokens: int  # tokens that one pass of `score` may take
-    media: frozenset[Modality] = frozenset()  # what prompts may hold beside text
-    media_error: str = ""  # why not, where a projector was asked for
+    max_scoring_tokens: int  # per call of `run_scoring`
+    media: frozenset[Modality] = frozenset()  # kinds of media allowed in prompts
+    media_error: str = ""  # why the given projector cannot be used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedSequence:
-    """One slot of memory; `begins` and `ends` are the first and the last of its entries."""
+    """One sequence of the KV cache, with a preview of its first and last entries."""
 
     number: int
     busy: bool
@@ -53,7 +57,7 @@ class CachedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedCheckpoint:
-    """A state that prompts can begin from."""
+    """One checkpoint that prompts can start from."""
 
     tokens: int
     nbytes: int
@@ -62,18 +66,18 @@ class CachedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """What guessing ahead came to so far."""
+    """Results of speculative decoding since the start of the engine."""
 
-    draft_tokens: int  # guesses that were computed
-    accepted_tokens: int  # and those of them that were right
-    mean_draft_length: float  # guesses at a time
-    seconds_saved: float  # as far as measured; less than 0 where they lost
-    drafters: tuple[str, ...]  # who may guess
+    draft_tokens: int
+    accepted_tokens: int
+    mean_draft_length: float  # draft tokens per decode that had any
+    seconds_saved: float  # as far as measured; negative if drafts cost time
+    drafters: tuple[str, ...]  # names of the active drafters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine did so far, and what its tiers hold and did."""
+    """Counters of an engine since its start, and usage of its cache tiers."""
 
     counters: dict[str, int]
     tiers: dict[str, TierUsage]
@@ -82,17 +86,17 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheContents:
-    """What an engine has in memory, and what it did so far."""
+    """Sequences, checkpoints and tier usage of the prefix cache, and the engine counters."""
 
     sequences: tuple[CachedSequence, ...]
     checkpoints: tuple[CachedCheckpoint, ...]
-    tiers: dict[str, TierUsage]  # what is kept outside of memory, in RAM and on disk
+    tiers: dict[str, TierUsage]  # by name: "ram", "disk"
     counters: dict[str, int]
     busy: bool
 
 
 def get_engine_info(engine: Engine) -> EngineInfo:
-    """What the engine can hold and compute at once."""
+    """Return the limits of the engine and facts about its model."""
     capabilities, model = engine.backend.capabilities, _get_llama_context(engine).model
     return EngineInfo(
         model=model.info,
@@ -109,34 +113,34 @@ def get_engine_info(engine: Engine) -> EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class MediaMeasurement:
-    """What stands in prompts for some pictures and sounds, and the key of the projector that says so."""
+    """Placeholders of images and audio in prompts, and the key of the projector that measured them."""
 
     projector_key: bytes
     measured: tuple[MediaPlaceholder, ...]
 
 
 def measure_media(engine: Engine, media: Sequence[MediaSize]) -> MediaMeasurement:
-    """How much room pictures and sounds take, without encoding them: their shapes and lengths are enough."""
+    """Measure how many cells images and audio take, without encoding them: their sizes are enough."""
     projector = engine.backend.projector
     if not isinstance(projector, Projector):
-        raise UnsupportedMedia("content", engine.media_scheduler.projector_error or "this model takes only text")
-    return MediaMeasurement(projector.key, tuple(projector.measure(content) for content in media))
+        raise UnsupportedMedia("content", engine.media_scheduler.projector_error or "this model accepts only text")
+    return MediaMeasurement(projector.key, tuple(projector.measure(size) for size in media))
 
 
 def get_counters(engine: Engine) -> dict[str, int]:
-    """What the engine did so far."""
+    """Return the engine counters by name."""
     return asdict(engine.counters)
 
 
 def get_engine_stats(engine: Engine) -> EngineStats:
-    """What the engine did so far, and what its tiers hold and did."""
+    """Return the counters of the engine, the usage of its tiers, and the results of speculation."""
     return EngineStats(
         counters=get_counters(engine), tiers=get_tier_usage(engine), speculation=get_speculation_stats(engine)
     )
 
 
 def get_speculation_stats(engine: Engine) -> SpeculationStats:
-    """What guessing ahead came to so far."""
+    """Return the results of speculative decoding."""
     counters = engine.counters
     return SpeculationStats(
         draft_tokens=counters.draft_tokens,
@@ -148,7 +152,7 @@ def get_speculation_stats(engine: Engine) -> SpeculationStats:
 
 
 def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
-    """What the engine has in memory; of other salts only how much."""
+    """Return the contents of the prefix cache. Entries of sequences with another salt are left out."""
     now = time.monotonic()
     return CacheContents(
         sequences=tuple(
@@ -165,8 +169,10 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
             for slot in engine.prefix_cache.slots
         ),
         checkpoints=tuple(
-            CachedCheckpoint(tokens=one.position, nbytes=one.nbytes, idle_seconds=now - one.last_used)
-            for one in engine.prefix_cache.all_checkpoints
+            CachedCheckpoint(
+                tokens=checkpoint.position, nbytes=checkpoint.nbytes, idle_seconds=now - checkpoint.last_used
+            )
+            for checkpoint in engine.prefix_cache.all_checkpoints
         ),
         tiers=get_tier_usage(engine),
         counters=get_counters(engine),
@@ -177,53 +183,51 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
 def run_scoring(
     engine: Engine, *, tokens: Sequence[int], position: int, count: int, alternatives: int
 ) -> list[TokenLogprob]:
-    """One pass over a text on the sequence that is kept for it: how likely its last `count` tokens are.
+    """Return the logprobs of the last `count` tokens of a text, in one pass on the reserved sequence.
 
-    `position` is where the pass begins; 0 begins another text. The last token is scored and not decoded.
+    `position` is the start of the pass; 0 starts a new text. The last token is scored but not decoded.
     """
     context = _get_llama_context(engine)
     sequence = context.sequences - 1
     if engine.backend.capabilities.sequences > sequence:
-        raise UnsupportedOperation("scoring", "the engine was made without a sequence for it")
+        raise UnsupportedOperation("scoring", "the engine was built without a sequence for it")
     if position == 0:
         context.memory.remove(sequence)
     span = context.memory.get_position_range(sequence)
     if (0 if span is None else span[1] + 1) != position:
-        raise EngineCrashed("it was started again in the middle of a text that was being scored")
+        raise EngineCrashed("process restarted while it scored a text")
     return score_tokens(
         context, sequence, np.asarray(tokens, dtype=np.int32), position, count, alternatives=alternatives
     )
 
 
 def clear_scoring_sequence(engine: Engine) -> None:
-    """Empty the sequence that is kept for scoring."""
+    """Clear the sequence that is reserved for scoring."""
     context = _get_llama_context(engine)
     context.memory.remove(context.sequences - 1)
 
 
 # --- embeddings
 
-_embedding_contexts: weakref.WeakKeyDictionary[LlamaModel, LlamaContext] = (
-    weakref.WeakKeyDictionary()
-)  # of this process; go with models
+_embedding_contexts: weakref.WeakKeyDictionary[LlamaModel, LlamaContext] = weakref.WeakKeyDictionary()
 
 
 def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.float32]:
-    """One text as a vector of length 1, on a context of its own that is made when first asked for.
+    """Return the embedding of a text, normalized to length 1. Uses a separate context, created on first use.
 
-    The whole text is in one decode: pooling over several would keep only the last.
+    The whole text is one decode, because pooling over several would keep only the last.
     """
     context = _get_embedding_context(_get_llama_context(engine).model, limit)
-    if len(tokens) > (room := min(context.cells_per_sequence, context.batch.capacity)):
-        raise PromptTooLong(len(tokens), room)
-    if context.model.info.is_causal:  # the others keep nothing
+    if len(tokens) > (max_tokens := min(context.cells_per_sequence, context.batch.capacity)):
+        raise PromptTooLong(len(tokens), max_tokens)
+    if context.model.info.is_causal:  # other models have no KV cache
         context.memory.remove(0)
     context.batch.clear()
     context.batch.add(np.asarray(tokens, dtype=np.int32), position=0, sequence=0, outputs=len(tokens))
     context.decode()
     vector = context.get_embedding(sequence=0)
-    length = float(np.linalg.norm(vector))
-    return vector / np.float32(length) if length else vector
+    norm = float(np.linalg.norm(vector))
+    return vector / np.float32(norm) if norm else vector
 
 
 def _get_embedding_context(model: LlamaModel, limit: int) -> LlamaContext:
@@ -235,7 +239,7 @@ def _get_embedding_context(model: LlamaModel, limit: int) -> LlamaContext:
 
 
 def _create_embedding_context(model: LlamaModel, limit: int) -> LlamaContext:
-    """A context that pools as the model says; a model that says nothing is averaged over its tokens."""
+    """Create a context with the pooling of the model, or mean pooling if the model defines none."""
     settings = {"cells": limit, "batch": limit, "ubatch": limit, "embeddings": True}
     context = LlamaContext(model, ContextSettings(**settings))  # type: ignore[arg-type]
     if context.pooling == POOLING_NONE:
@@ -243,12 +247,12 @@ def _create_embedding_context(model: LlamaModel, limit: int) -> LlamaContext:
         context = LlamaContext(model, ContextSettings(**settings, pooling="mean"))  # type: ignore[arg-type]
     if context.pooling == POOLING_RANK:
         context.close()
-        raise UnsupportedOperation("embedding", "the model ranks texts; it gives no vectors")
+        raise UnsupportedOperation("embedding", "the model is a reranker and returns no vectors")
     return context
 
 
 def _get_llama_context(engine: Engine) -> LlamaContext:
     backend = engine.backend
     if not isinstance(backend, LlamaBackend):
-        raise UnsupportedOperation("this", "the engine does not run on llama.cpp")
+        raise UnsupportedOperation("this call", "the engine does not run on llama.cpp")
     return backend.context

@@ -1,6 +1,6 @@
-"""The events of one request, on their way to whoever asked, and the table of everybody who waits.
+"""Event streams of requests, and the table of pending requests and calls of a host.
 
-It knows threads and asyncio, and nothing of where the engine is.
+Knows threads and asyncio, but not whether the engine runs in a thread or a process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from afterglow.engine.types.request import EndEvent, EngineEvent, Failed, Finished, Usage
 from afterglow.errors import AfterglowError, Closed, InvalidArgument
 
-CANCEL_POLL_SECONDS = 0.02  # seconds between looks at a cancel flag
+CANCEL_POLL_SECONDS = 0.02  # interval between checks of a cancel event
 
 
 class EventStream:
-    """Iterate over it, in a thread or with `async for`, until the request ends. Leaving early cancels it.
+    """Events of one request. Iterate with `for` or `async for` until the request ends; leaving early cancels it.
 
-    It is for one reader at a time. Events wait in it without bound, so a slow reader holds nobody up.
+    A stream has one reader at a time. Its queue is unbounded, so a slow reader never blocks the engine.
 
     >>> for event in engine_thread.submit(request):
     ...     print(event)
@@ -31,44 +31,44 @@ class EventStream:
 
     def __init__(self, id: str, cancel: Callable[[EventStream], None]) -> None:
         self.id = id
-        self.end_event: EndEvent | None = None  # once it was read
+        self.end_event: EndEvent | None = None  # set once it has been read
         self._cancel = cancel
         self._queue: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
-        self._event_arrived: asyncio.Event | None = None  # of a reader in an event loop
+        self._event_arrived: asyncio.Event | None = None  # wakes an asyncio reader
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, event: EngineEvent) -> asyncio.AbstractEventLoop | None:
-        """Called by the engine's side, from its thread. The loop in which the reader has to be woken, if in one."""
+        """Add an event, from the thread of the host. Return the event loop of an asyncio reader that must be woken."""
         self._queue.put(event)
         return self._event_loop
 
     def wake_reader(self) -> None:
-        """Called in the reader's loop: something is there."""
+        """Wake the asyncio reader. Must be called in its event loop."""
         if self._event_arrived is not None:
             self._event_arrived.set()
 
     def handle_loop_closed(self) -> None:
-        """The reader's loop was closed: nobody will ever read on."""
+        """Cancel the request because the event loop of its reader is closed."""
         self._event_loop = None
         self.cancel()
 
     def cancel(self) -> None:
-        """Ask for an end; it comes as `Failed(Cancelled)`, unless another end is on its way already."""
+        """Request cancellation. The stream then ends with `Failed(Cancelled)`, unless it has already ended."""
         self._cancel(self)
 
     def __iter__(self) -> Iterator[EngineEvent]:
         return self.iterate_until(None)
 
     def iterate_until(self, cancel_event: threading.Event | None) -> Iterator[EngineEvent]:
-        """Iterate, and cancel the request once `cancel` is set."""
-        asked = cancel_event is None
+        """Iterate over the events; cancel the request once `cancel_event` is set."""
+        stop_polling = cancel_event is None
         try:
             while self.end_event is None:
-                if cancel_event is not None and not asked and cancel_event.is_set():
-                    asked = True
+                if cancel_event is not None and not stop_polling and cancel_event.is_set():
+                    stop_polling = True
                     self.cancel()
                 try:
-                    event = self._queue.get(timeout=None if asked else CANCEL_POLL_SECONDS)
+                    event = self._queue.get(timeout=None if stop_polling else CANCEL_POLL_SECONDS)
                 except queue.Empty:
                     continue
                 yield self._record_end(event)
@@ -80,7 +80,7 @@ class EventStream:
         self._event_loop = asyncio.get_running_loop()
         try:
             while self.end_event is None:
-                arrived.clear()  # before the look: what comes after it sets it again
+                arrived.clear()  # before the check: an event that arrives after it sets this again
                 try:
                     event = self._queue.get_nowait()
                 except queue.Empty:
@@ -97,18 +97,18 @@ class EventStream:
         return event
 
     def _cancel_unfinished(self) -> None:
-        if self.end_event is None:  # nobody is listening any more
+        if self.end_event is None:  # the reader is gone
             self.cancel()
 
 
 class PendingRequests:
-    """Everybody who waits for the engine. Each gets exactly one end, and after `refuse` nobody begins to wait.
+    """Pending requests and calls of a host. Each gets exactly one end, and none is added after `close`.
 
-    Errors are handed out as copies: whoever raises one writes a traceback into it.
+    Errors are delivered as copies, because raising an error writes a traceback into it.
     """
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
-        self.lock = threading.RLock()  # re-entrant: a forgotten stream may be collected, and cancel, at any moment
+        self.lock = threading.RLock()  # re-entrant: garbage collection of a stream may cancel it at any moment
         self._cancel = cancel
         self._streams: dict[str, EventStream] = {}
         self._calls: dict[int, Future[Any]] = {}
@@ -116,23 +116,24 @@ class PendingRequests:
         self._close_reason: AfterglowError | None = None
 
     def add_stream(self, id: str) -> EventStream:
-        """A place for the events of a new request."""
+        """Create the stream of a new request."""
         with self.lock:
             self._check_open()
             if id in self._streams:
-                raise InvalidArgument("id", f"{id!r} is being served already")
+                raise InvalidArgument("id", f"{id!r} is already in use by another request")
             stream = self._streams[id] = EventStream(id, self._cancel_stream)
             return stream
 
     def add_call(self) -> tuple[int, Future[Any]]:
-        """A place for the answer to a call, and its number."""
+        """Create the number and the future of a new call."""
         with self.lock:
             self._check_open()
-            number, answer = next(self._call_numbers), Future[Any]()
-            self._calls[number] = answer
-            return number, answer
+            number, future = next(self._call_numbers), Future[Any]()
+            self._calls[number] = future
+            return number, future
 
     def deliver(self, events: Iterable[EngineEvent]) -> None:
+        """Put events into their streams; remove streams that end."""
         deliveries = []
         with self.lock:
             for event in events:
@@ -143,44 +144,44 @@ class PendingRequests:
         deliver_events(deliveries)
 
     def resolve_call(self, number: int, value: object) -> None:
-        """Give a call its answer."""
+        """Set the result of a call."""
         with self.lock:
-            answer = self._calls.pop(number, None)
-        if answer is not None:
-            answer.set_result(value)
+            future = self._calls.pop(number, None)
+        if future is not None:
+            future.set_result(value)
 
     def close(self, error: AfterglowError) -> None:
-        """From now on there is nothing to wait for, and this is why. Closed is stronger than crashed."""
+        """Reject new requests and calls with this error. `Closed` takes precedence over a crash."""
         with self.lock:
             if not isinstance(self._close_reason, Closed):
                 self._close_reason = error
 
     def fail_all(self, error: AfterglowError) -> None:
-        """Everybody who waits now gets this error."""
+        """Fail all pending requests and calls with this error."""
         with self.lock:
             streams, self._streams = self._streams, {}
-            answers, self._calls = self._calls, {}
+            calls, self._calls = self._calls, {}
         deliver_events([(stream, Failed(stream.id, copy(error), Usage())) for stream in streams.values()])
-        for answer in answers.values():
-            answer.set_exception(copy(error))
+        for future in calls.values():
+            future.set_exception(copy(error))
 
     def _check_open(self) -> None:
         if self._close_reason is not None:
             raise copy(self._close_reason)
 
     def _cancel_stream(self, stream: EventStream) -> None:
-        """Without the lock: a stream is collected, and cancels, also in a thread that holds the engine's own."""
-        if self._streams.get(stream.id) is stream:  # its id may be another request's by now
+        """Cancel without the lock: a stream may be garbage collected in a thread that holds the lock of the engine."""
+        if self._streams.get(stream.id) is stream:  # a later request may have the same id
             self._cancel(stream.id)
 
 
 def deliver_events(deliveries: Iterable[tuple[EventStream, EngineEvent]]) -> None:
-    """Put events into streams. An event loop is woken once for all of its readers: every wake is a system call."""
-    woken: dict[asyncio.AbstractEventLoop, list[EventStream]] = {}
+    """Put events into streams. Wakes each event loop once for all its readers, because a wake is a system call."""
+    streams_by_loop: dict[asyncio.AbstractEventLoop, list[EventStream]] = {}
     for stream, event in deliveries:
         if (loop := stream.put(event)) is not None:
-            woken.setdefault(loop, []).append(stream)
-    for loop, streams in woken.items():
+            streams_by_loop.setdefault(loop, []).append(stream)
+    for loop, streams in streams_by_loop.items():
         if is_current_loop(loop):
             _wake_readers(streams)
             continue
@@ -192,7 +193,7 @@ def deliver_events(deliveries: Iterable[tuple[EventStream, EngineEvent]]) -> Non
 
 
 def is_current_loop(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether we are in this event loop."""
+    """Return whether the caller runs in this event loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -205,7 +206,7 @@ def _wake_readers(streams: Iterable[EventStream]) -> None:
 
 
 def build_failed_stream(id: str, error: AfterglowError) -> EventStream:
-    """The stream of a request that was not accepted: what is wrong with it is its only event."""
+    """Build the stream of a rejected request; the error is its only event."""
     stream = EventStream(id, cancel=lambda _: None)
     stream.put(Failed(id, error, Usage()))
     return stream

@@ -1,1 +1,1 @@
-"""Read-only views and maintenance of cached state."""
+"""Read-only views of cached state, and its maintenance: pins, snapshots, archives, verification."""

@@ -1,4 +1,4 @@
-"""What is kept on disk as one file, for another machine. Every byte is checked on the way in."""
+"""Archives of the disk tier: one tar file for another machine. Every byte is verified on import."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from afterglow.errors import InvalidArgument, InvalidState
 
 
 def export_archive(directory: Path, target: Path, models: Collection[str] | None = None) -> int:
-    """Write what is stored, or what is stored of some models, into a new file that only its owner can read; the number
-    of segments and checkpoints. What is broken is left out."""
+    """Write the blocks and checkpoints of all or some models to a new file; return their number.
+
+    Only the owner can read the file. Damaged blocks and checkpoints are left out.
+    """
     with open_index(directory) as index:
         rows = [row for row in index.list_rows() if models is None or row.model in models]
     if target.exists():
-        raise InvalidArgument("file", f"{target} is there already")
+        raise InvalidArgument("file", f"{target} already exists")
     count = 0
     try:
         with open(target, "xb", opener=_open_private) as file, tarfile.open(fileobj=file, mode="w") as archive:
@@ -43,7 +45,7 @@ def export_archive(directory: Path, target: Path, models: Collection[str] | None
 
 
 def import_archive(directory: Path, source: Path) -> int:
-    """Take in what `export_archive` wrote; the number of segments and checkpoints. Nothing else is taken."""
+    """Import an archive of `export_archive`; return the number of blocks and checkpoints. Other members are errors."""
     disk_files.prepare_directory(directory)
     try:
         with open_index(directory) as index, tarfile.open(source, "r:") as archive:
@@ -53,27 +55,27 @@ def import_archive(directory: Path, source: Path) -> int:
 
 
 def _import_member(archive: tarfile.TarFile, member: tarfile.TarInfo, directory: Path, index: DiskIndex) -> int:
-    """One member: nothing of it is believed before it was checked under its own name."""
+    """Import one member. Its content is verified in a temporary file before it is used."""
     model, _, name = member.name.partition("/")
     if not member.isreg() or len(model) != 64 or not set(model) <= set("0123456789abcdef"):
-        raise InvalidState(f"{member.name[:100]!r} is nothing that afterglow keeps")
+        raise InvalidState(f"{member.name[:100]!r} is not a file of the afterglow disk cache")
     data = archive.extractfile(member)
-    assert data is not None  # it is a plain file
+    assert data is not None  # a regular file has data
     folder = directory / model
     if name == disk_files.LABEL_FILE_NAME:
         if folder.is_dir() and not disk_files.read_label(folder):
             disk_files.write_label(folder, data.read(disk_files.MAX_LABEL_BYTES).decode("utf-8", "replace"))
         return 0
     if disk_files.parse_file_name(name) is None:
-        raise InvalidState(f"{member.name[:100]!r} is nothing that afterglow keeps")
-    with tempfile.TemporaryDirectory(dir=directory) as beside:
-        copy = Path(beside) / name
+        raise InvalidState(f"{member.name[:100]!r} is not a file of the afterglow disk cache")
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        copy = Path(temporary) / name
         with copy.open("wb") as file:
             while chunk := data.read(1 << 20):
                 file.write(chunk)
         loaded = disk_files.load_file(copy)
         if loaded.file.model.hex() != model:
-            raise InvalidState(f"{name} is of another model")
+            raise InvalidState(f"{name} belongs to another model")
         folder.mkdir(mode=0o700, exist_ok=True)
         item = disk_files.attach_payload(loaded)
         index.add(item, disk_files.write_file(folder, item))

@@ -1,7 +1,7 @@
-"""What is kept where, for people: plain values, and functions that `EngineThread.call` and `EngineProcess.call` take.
+"""Contents and usage of the prefix cache: plain values, and functions for `call` of a host.
 
-Those of an engine run between two of its steps and take no time. Those of a directory read and write files; they need
-no engine, run wherever they are called, and other processes may use the directory meanwhile.
+Functions of an engine run between two of its steps and are fast. Functions of a directory read and write files of the
+disk tier; they need no engine and may run while other processes use the directory.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries, Entry
 from afterglow.errors import InvalidState
 
-CacheTier: TypeAlias = Literal["memory", "ram", "disk"]
-PREVIEW_ENTRIES = 32  # entries that show what something is
+CacheTier: TypeAlias = Literal["device", "ram", "disk"]
+PREVIEW_ENTRIES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
-    """One conversation or checkpoint that is kept. Bytes that several share are counted with the first of them."""
+    """One cached conversation or checkpoint. Shared bytes are counted only for the first prefix that has them."""
 
     tier: CacheTier
     kind: Literal["conversation", "checkpoint"]
     entries: int
     nbytes: int
-    idle_seconds: float  # seconds since it was used
+    idle_seconds: float
     hits: int
-    compute_seconds: float  # it would take to compute it again
+    compute_seconds: float  # estimated time to compute it again
     pinned: bool
-    first_entries: tuple[int, ...]  # entries that it begins with; negative ones are pictures
+    first_entries: tuple[int, ...]  # negative entries are media
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUsage:
-    """What one tier holds, may hold, and did."""
+    """Size, limit and counters of one tier."""
 
     nbytes: int
     limit_bytes: int
@@ -53,7 +53,7 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskLocation:
-    """Where an engine keeps things on disk."""
+    """Directory of a disk tier, and the key of the model in it."""
 
     directory: Path
     model: str
@@ -61,10 +61,10 @@ class DiskLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """What a directory holds of one model."""
+    """Files of one model in a disk tier directory."""
 
-    model: str  # a digest of everything that decides what its bytes mean
-    name: str  # what people call it, where somebody said so
+    model: str  # digest of everything that determines the meaning of the stored bytes
+    name: str  # label of the model; may be empty
     files: int
     entries: int
     nbytes: int
@@ -75,106 +75,122 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What a look at every byte found. What was broken is gone."""
+    """Result of `verify_files`. Damaged files have been removed."""
 
     checked: int
     broken: int
 
 
-# --- of an engine
+# --- functions of an engine
 
 
 def list_cached(engine: Engine) -> list[CachedPrefix]:
-    """Everything that is kept, the last used first.
+    """Return everything in the prefix cache, most recently used first.
 
-    >>> [(one.tier, one.entries) for one in cache.kept(engine)]
-    [('memory', 1204), ('ram', 800)]
+    >>> [(prefix.tier, prefix.entries) for prefix in list_cached(engine)]
+    [('device', 1204), ('ram', 800)]
     """
-    memory, now = engine.prefix_cache, time.monotonic()
-    memory.store.refresh()
-    found = [
+    prefix_cache, now = engine.prefix_cache, time.monotonic()
+    prefix_cache.store.refresh()
+    seconds_per_entry = prefix_cache.cost_model.seconds_per_entry
+    cached = [
         CachedPrefix(
-            tier="memory", kind="conversation", entries=len(slot), nbytes=slot.nbytes, idle_seconds=now - slot.last_used, hits=0,
-            compute_seconds=len(slot) * memory.cost_model.seconds_per_entry, pinned=memory.store.is_pinned(slot.entries, slot.salt, 0),
+            tier="device",
+            kind="conversation",
+            entries=len(slot),
+            nbytes=slot.nbytes,
+            idle_seconds=now - slot.last_used,
+            hits=0,
+            compute_seconds=len(slot) * seconds_per_entry,
+            pinned=prefix_cache.store.is_pinned(slot.entries, slot.salt, 0),
             first_entries=_get_first_entries(engine.interner.to_portable_entries(slot.entries)),
         )
-        for slot in memory.slots if len(slot)
-    ]  # fmt: skip
-    found += _list_conversations(memory.store.tree, now, memory.cost_model.seconds_per_entry)
-    for checkpoint in memory.all_checkpoints:
-        found.append(
-            CachedPrefix(
-                tier="ram", kind="checkpoint", entries=checkpoint.position, nbytes=checkpoint.nbytes, hits=0,
-                idle_seconds=now - checkpoint.last_used, compute_seconds=memory.checkpoints.estimate_seconds_saved(checkpoint), pinned=checkpoint.pinned,
-                first_entries=_get_first_entries(engine.interner.to_portable_entries(checkpoint.entries)),
-            )
-        )  # fmt: skip
-    return sorted(found, key=lambda one: one.idle_seconds)
+        for slot in prefix_cache.slots
+        if len(slot)
+    ]
+    cached += _list_conversations(prefix_cache.store.tree, now, seconds_per_entry)
+    cached += [
+        CachedPrefix(
+            tier="ram",
+            kind="checkpoint",
+            entries=checkpoint.position,
+            nbytes=checkpoint.nbytes,
+            idle_seconds=now - checkpoint.last_used,
+            hits=0,
+            compute_seconds=prefix_cache.checkpoints.estimate_seconds_saved(checkpoint),
+            pinned=checkpoint.pinned,
+            first_entries=_get_first_entries(engine.interner.to_portable_entries(checkpoint.entries)),
+        )
+        for checkpoint in prefix_cache.all_checkpoints
+    ]
+    return sorted(cached, key=lambda prefix: prefix.idle_seconds)
 
 
 def _list_conversations(tree: BlockTree, now: float, seconds_per_entry: float) -> list[CachedPrefix]:
-    """Every path of stored segments to its end; one that is partly on disk only counts as on disk."""
-    found: list[CachedPrefix] = []
+    """Return one prefix per leaf of the block tree. A path with any block only on disk counts as on disk."""
+    conversations: list[CachedPrefix] = []
     counted: set[bytes] = set()
-    ends = [segment for segment in tree if not tree.get_children(segment.key)]
-    for end in sorted(ends, key=lambda segment: -segment.last_used):
-        path = [end]
-        while path[0].start and (before := tree.get(path[0].parent)) is not None:
-            path.insert(0, before)
-        own = [segment for segment in path if segment.key not in counted]
-        counted.update(segment.key for segment in own)
-        found.append(_build_conversation(path, own, now, seconds_per_entry))
-    return found
+    leaves = [block for block in tree if not tree.get_children(block.key)]
+    for leaf in sorted(leaves, key=lambda block: -block.last_used):
+        path = [leaf]
+        while path[0].start and (parent := tree.get(path[0].parent)) is not None:
+            path.insert(0, parent)
+        uncounted = [block for block in path if block.key not in counted]
+        counted.update(block.key for block in uncounted)
+        conversations.append(_build_conversation(path, uncounted, now, seconds_per_entry))
+    return conversations
 
 
 def _build_conversation(
     blocks: list[Block], uncounted_blocks: list[Block], now: float, seconds_per_entry: float
 ) -> CachedPrefix:
     return CachedPrefix(
-        tier="ram" if all(segment.rows is not None for segment in blocks) else "disk",
+        tier="ram" if all(block.rows is not None for block in blocks) else "disk",
         kind="conversation",
         entries=blocks[-1].end,
-        nbytes=sum(segment.nbytes for segment in uncounted_blocks),
+        nbytes=sum(block.nbytes for block in uncounted_blocks),
         idle_seconds=now - blocks[-1].last_used,
-        hits=max(segment.hits for segment in blocks),
+        hits=max(block.hits for block in blocks),
         compute_seconds=blocks[-1].end * seconds_per_entry,
-        pinned=any(segment.pinned for segment in blocks),
-        first_entries=_get_first_entries(np.concatenate([segment.entries for segment in blocks])),
+        pinned=any(block.pinned for block in blocks),
+        first_entries=_get_first_entries(np.concatenate([block.entries for block in blocks])),
     )
 
 
 def _get_first_entries(entries: Entries) -> tuple[int, ...]:
-    return tuple(int(one) for one in entries[:PREVIEW_ENTRIES])
+    return tuple(map(int, entries[:PREVIEW_ENTRIES]))
 
 
 def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
-    """What the tiers hold and did: `ram`, and `disk` where there is one."""
-    tiers = engine.prefix_cache.store
-    found = {"ram": TierUsage(nbytes=tiers.ram.used_bytes, limit_bytes=tiers.ram.limit, counters=tiers.ram_counters)}
-    if tiers.disk_tier is not None:
-        disk = tiers.disk_tier.writer
-        nbytes = sum(segment.file_bytes for segment in tiers.tree)
-        nbytes += sum(shelved.nbytes for shelved in tiers.disk_tier.list_checkpoints())
-        counters = tiers.disk_counters
-        counters.saves, counters.saved_bytes = disk.counters.written_files, disk.counters.written_bytes
-        counters.evictions, counters.rejected_saves = disk.counters.evictions, disk.counters.dropped_writes
-        found["disk"] = TierUsage(nbytes=nbytes, limit_bytes=disk.limit, counters=counters)
-    return found
+    """Return the usage of the `ram` tier and, if there is one, of the `disk` tier."""
+    store = engine.prefix_cache.store
+    usage = {"ram": TierUsage(nbytes=store.ram.used_bytes, limit_bytes=store.ram.limit, counters=store.ram_counters)}
+    if store.disk_tier is not None:
+        writer = store.disk_tier.writer
+        nbytes = sum(block.file_bytes for block in store.tree)
+        nbytes += sum(checkpoint.nbytes for checkpoint in store.disk_tier.list_checkpoints())
+        counters = store.disk_counters
+        counters.saves, counters.saved_bytes = writer.counters.written_files, writer.counters.written_bytes
+        counters.evictions, counters.rejected_saves = writer.counters.evictions, writer.counters.dropped_writes
+        usage["disk"] = TierUsage(nbytes=nbytes, limit_bytes=writer.limit, counters=counters)
+    return usage
 
 
 def pin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> None:
-    """Never let go of this beginning, wherever it is kept, now or later; `InvalidArgument` where pins would take more
-    than half of the budget."""
+    """Pin a prefix: it is never evicted from any tier, whether it is cached now or later.
+
+    Raises `InvalidArgument` if pins would take more than half of the budget.
+    """
     engine.prefix_cache.store.pin_manager.pin(engine.interner.intern(entries), salt)
 
 
 def unpin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> bool:
-    """Take a pin back; False: there was none on exactly these entries."""
+    """Remove a pin; return False if there is none on exactly these entries."""
     return engine.prefix_cache.store.pin_manager.unpin(engine.interner.intern(entries), salt)
 
 
 def clear(engine: Engine) -> None:
-    """Forget everything: idle sequences, RAM, what is on disk of this model, and what was encoded."""
+    """Clear idle sequences, the RAM tier, the files of this model in the disk tier, and the encoder cache."""
     for slot in engine.prefix_cache.slots:
         if not slot.busy:
             engine.prefix_cache.discard(slot)
@@ -183,18 +199,18 @@ def clear(engine: Engine) -> None:
 
 
 def get_disk_location(engine: Engine) -> DiskLocation | None:
-    """Where this engine keeps things on disk, for the functions below; None: nowhere."""
-    shelf = engine.prefix_cache.store.disk_tier
-    if shelf is None:
+    """Return the directory of the disk tier, for the functions below, or None if there is no disk tier."""
+    disk_tier = engine.prefix_cache.store.disk_tier
+    if disk_tier is None:
         return None
-    return DiskLocation(directory=shelf.writer.directory, model=engine.prefix_cache.store.hasher.model.hex())
+    return DiskLocation(directory=disk_tier.writer.directory, model=engine.prefix_cache.store.hasher.model.hex())
 
 
-# --- of a directory
+# --- functions of a directory
 
 
 def list_stored_models(directory: Path) -> list[StoredModel]:
-    """What a directory holds, by model."""
+    """Return the stored files of a directory, grouped by model."""
     by_model: dict[str, list[IndexRow]] = {}
     with open_index(directory) as index:
         for row in index.list_rows():
@@ -216,7 +232,7 @@ def list_stored_models(directory: Path) -> list[StoredModel]:
 
 
 def verify_files(directory: Path) -> VerifyResult:
-    """Check every byte of every file; what is broken is removed, and table and files agree afterwards."""
+    """Verify every byte of every file. Removes damaged files and reconciles the index with the files."""
     checked = broken = 0
     with open_index(directory) as index:
         index.reconcile()
@@ -225,7 +241,7 @@ def verify_files(directory: Path) -> VerifyResult:
             try:
                 intact = disk_files.load_file(path).file.model.hex() == row.model
             except FileNotFoundError:
-                continue  # another process let go of it
+                continue  # evicted by another process
             except (InvalidState, OSError):
                 intact = False
             checked += 1

@@ -1,4 +1,4 @@
-"""Where a prompt parts from what is kept: the entries on both sides."""
+"""Explains prefix misses: where a prompt diverges from the cached prefixes, with the entries of both sides."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from afterglow.engine.kvcache.prefix_cache import PrefixCache
 from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.engine.types.request import Request
 
-MAX_SHOWN_ENTRIES = 4096  # entries of what is kept that are looked at behind the difference
+MAX_SHOWN_ENTRIES = 4096  # cached entries returned after the divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMiss:
-    """Why a prompt would be computed as far as it would, and what is kept where the two part."""
+    """Why a prompt misses the prefix cache, and what is cached at the point of divergence."""
 
     explanation: Explanation
-    common_length: int  # entries that the prompt has in common with what is nearest to it
-    cached_entries: tuple[int, ...]  # what is kept after those; empty: nothing, so the prompt only goes on
+    common_length: int  # entries that the prompt shares with the nearest cached prefix
+    cached_entries: tuple[int, ...]  # cached entries after those; empty if the prompt only continues the prefix
 
 
 def explain_miss(engine: Engine, request: Request) -> PrefixMiss:
-    """Compare a prompt with everything of its salt that is kept, or was until it had to go."""
-    ids = engine.interner.intern(request.entries)
-    best, at = np.zeros(0, dtype=np.int64), 0
-    for kept in _iter_cached(engine.prefix_cache, ids, request.salt):
-        shared = common_prefix_length(kept, ids)
-        if shared > at or not len(best):
-            best, at = kept, shared
-    theirs = engine.interner.to_portable_entries(best[at : at + MAX_SHOWN_ENTRIES])
-    return PrefixMiss(explanation=engine.explain(request), common_length=at, cached_entries=tuple(map(int, theirs)))
+    """Compare a prompt with everything cached or recently evicted under its salt."""
+    entries = engine.interner.intern(request.entries)
+    nearest, common_length = np.zeros(0, dtype=np.int64), 0
+    for cached in _iter_cached(engine.prefix_cache, entries, request.salt):
+        shared = common_prefix_length(cached, entries)
+        if shared > common_length or not len(nearest):
+            nearest, common_length = cached, shared
+    following = engine.interner.to_portable_entries(nearest[common_length : common_length + MAX_SHOWN_ENTRIES])
+    return PrefixMiss(
+        explanation=engine.explain(request), common_length=common_length, cached_entries=tuple(map(int, following))
+    )
 
 
 def _iter_cached(prefix_cache: PrefixCache, entries: Entries, salt: str) -> Iterator[Entries]:
-    """What could be nearest, what was used last first."""
+    """Yield the candidates for the nearest cached prefix: sequences (most recently used first), stored, evicted."""
     for slot in sorted(prefix_cache.slots, key=lambda slot: -slot.last_used):
         if slot.salt == salt and len(slot):
             yield slot.entries
@@ -50,14 +52,14 @@ def _iter_cached(prefix_cache: PrefixCache, entries: Entries, salt: str) -> Iter
 
 
 def _find_stored(prefix_cache: PrefixCache, entries: Entries, salt: str) -> Entries:
-    """The stored conversation that is nearest: as far as it is covered, and then what was used last."""
-    tree, cover = prefix_cache.store.tree, prefix_cache.store.find_stored_prefix(entries, salt)
-    name = cover.blocks[-1].key if cover.blocks else tree.hasher.get_root_key(salt)
-    found = [entries[: cover.length]]
-    if cover.next_entry is not None:
-        found.append(cover.blocks[-1].entries[cover.length - cover.blocks[-1].start :])
-    while (following := tree.get_children(name)) and sum(map(len, found)) < cover.length + MAX_SHOWN_ENTRIES:
-        last = max(following, key=lambda segment: segment.last_used)
-        found.append(last.entries)
-        name = last.key
-    return np.concatenate(found)
+    """Return the stored conversation nearest to a prompt: its stored prefix, then the most recently used blocks."""
+    tree, prefix = prefix_cache.store.tree, prefix_cache.store.find_stored_prefix(entries, salt)
+    key = prefix.blocks[-1].key if prefix.blocks else tree.hasher.get_root_key(salt)
+    parts = [entries[: prefix.length]]
+    if prefix.next_entry is not None:
+        parts.append(prefix.blocks[-1].entries[prefix.length - prefix.blocks[-1].start :])
+    while (children := tree.get_children(key)) and sum(map(len, parts)) < prefix.length + MAX_SHOWN_ENTRIES:
+        latest = max(children, key=lambda block: block.last_used)
+        parts.append(latest.entries)
+        key = latest.key
+    return np.concatenate(parts)

@@ -1,6 +1,6 @@
-"""What a directory of the disk tier holds, for people: its conversations, what is nearest to a prompt, and their pins.
+"""Conversations in a disk tier directory: list, pin, clear, and find the nearest prefix to a prompt.
 
-It needs no engine, and engines may use the directory meanwhile.
+It needs no engine, and engines may use the directory at the same time.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from afterglow.engine.multimodal import embedding_files
 from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.errors import InvalidArgument, InvalidState
 
-PREVIEW_ENTRIES = 128  # entries that show what a conversation is
-MAX_SHOWN_ENTRIES = 4096  # entries that are shown behind a difference
-ID_CHARACTERS = 12  # characters of a name that people see
+PREVIEW_ENTRIES = 128
+MAX_SHOWN_ENTRIES = 4096  # cached entries returned after a divergence
+ID_CHARACTERS = 12  # of the key of a conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredConversation:
-    """One conversation on disk. Bytes and seconds that several share are counted with the first of them."""
+    """One conversation on disk. Shared bytes and seconds are counted only for the first conversation that has them."""
 
     id: str
-    model: str  # a digest of everything that decides what its bytes mean
+    model: str  # digest of everything that determines the meaning of the stored bytes
     entries: int
     nbytes: int
-    idle_seconds: float  # seconds since it was used
+    idle_seconds: float
     hits: int
     seconds_saved: float
     pinned: bool
-    first_entries: tuple[int, ...]  # entries that it begins with; negative ones are pictures
+    first_entries: tuple[int, ...]  # negative entries are media
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredPath:
-    """The files of one conversation from its beginning on, and all its entries."""
+    """Index rows of one conversation from its root to its leaf, and all its entries."""
 
     rows: tuple[IndexRow, ...]
     entries: Entries
@@ -53,69 +53,77 @@ class StoredPath:
 
 
 def list_conversations(directory: Path) -> list[StoredConversation]:
-    """What a directory holds, the last used first."""
+    """Return the conversations of a directory, most recently used first."""
     with open_index(directory) as index:
         rows = index.list_rows()
     counted: set[str] = set()
-    found = []
-    for line in sorted(build_paths(directory, rows), key=lambda line: -line.last_row.last_used):
-        own = [row for row in (*line.rows, *_find_checkpoints(line, rows)) if row.name not in counted]
-        counted.update(row.name for row in own)
-        found.append(
+    conversations = []
+    for path in sorted(build_paths(directory, rows), key=lambda path: -path.last_row.last_used):
+        uncounted = [row for row in (*path.rows, *_find_checkpoints(path, rows)) if row.name not in counted]
+        counted.update(row.name for row in uncounted)
+        conversations.append(
             StoredConversation(
-                id=line.last_row.key.hex()[:ID_CHARACTERS],
-                model=line.last_row.model,
-                entries=len(line.entries),
-                nbytes=sum(row.nbytes for row in own),
-                idle_seconds=max(0.0, time.time() - line.last_row.last_used),
-                hits=max(row.hits for row in line.rows),
-                seconds_saved=sum(row.hits * row.seconds for row in own if row in line.rows),
-                pinned=any(row.pinned for row in line.rows),
-                first_entries=tuple(map(int, line.entries[:PREVIEW_ENTRIES])),
+                id=path.last_row.key.hex()[:ID_CHARACTERS],
+                model=path.last_row.model,
+                entries=len(path.entries),
+                nbytes=sum(row.nbytes for row in uncounted),
+                idle_seconds=max(0.0, time.time() - path.last_row.last_used),
+                hits=max(row.hits for row in path.rows),
+                seconds_saved=sum(row.hits * row.seconds for row in uncounted if row in path.rows),
+                pinned=any(row.pinned for row in path.rows),
+                first_entries=tuple(map(int, path.entries[:PREVIEW_ENTRIES])),
             )
         )
-    return found
+    return conversations
 
 
 def build_paths(directory: Path, rows: Sequence[IndexRow]) -> list[StoredPath]:
-    """The conversations that rows are made of. Of a model without cells, each checkpoint that no other goes on from."""
-    cells = {row.key: row for row in rows if row.kind == "cells"}
-    parents = {row.parent for row in cells.values()}
-    found = []
-    for row in cells.values():
+    """Build the conversations that the rows form: one per leaf block.
+
+    For a model without blocks, one per checkpoint that no other checkpoint continues.
+    """
+    blocks = {row.key: row for row in rows if row.kind == "cells"}
+    parents = {row.parent for row in blocks.values()}
+    paths = []
+    for row in blocks.values():
         if row.key not in parents:
             path = [row]
-            while path[0].start and path[0].parent in cells:
-                path.insert(0, cells[path[0].parent])
+            while path[0].start and path[0].parent in blocks:
+                path.insert(0, blocks[path[0].parent])
             if not path[0].start:
-                found.append(StoredPath(tuple(path), np.concatenate([one.entries for one in path])))
-    with_cells = {row.model for row in cells.values()}
-    alone = [row for row in rows if row.model not in with_cells]
-    return found + _merge_prefixes(
-        [line for row in alone if (line := _read_checkpoint_path(directory, row)) is not None]
-    )
+                paths.append(StoredPath(tuple(path), np.concatenate([block.entries for block in path])))
+    models_with_blocks = {row.model for row in blocks.values()}
+    checkpoint_paths = [
+        checkpoint_path
+        for row in rows
+        if row.model not in models_with_blocks
+        and (checkpoint_path := _read_checkpoint_path(directory, row)) is not None
+    ]
+    return paths + _merge_prefixes(checkpoint_paths)
 
 
 def _read_checkpoint_path(directory: Path, row: IndexRow) -> StoredPath | None:
-    """A checkpoint as a line of its own; the table has only its last entries, the file all."""
+    """Return a checkpoint as its own path. The index has only its last entries, the file has all of them."""
     with contextlib.suppress(InvalidState, OSError):
         return StoredPath((row,), disk_files.read_header(directory / row.model / row.name)[0].entries)
     return None
 
 
 def _merge_prefixes(paths: list[StoredPath]) -> list[StoredPath]:
-    """Those that are no beginning of another; each with those that are its beginnings."""
-    paths.sort(key=lambda line: -len(line.entries))
-    kept: list[StoredPath] = []
-    for line in paths:
-        after = [
-            one for one in kept if one.last_row.model == line.last_row.model and _starts_with(one.entries, line.entries)
+    """Merge each path that is a prefix of longer paths into them."""
+    paths.sort(key=lambda path: -len(path.entries))
+    merged: list[StoredPath] = []
+    for path in paths:
+        continuations = [
+            index
+            for index, longer in enumerate(merged)
+            if longer.last_row.model == path.last_row.model and _starts_with(longer.entries, path.entries)
         ]
-        if not after:
-            kept.append(line)
-        for one in after:
-            kept[kept.index(one)] = StoredPath((*line.rows, *one.rows), one.entries)
-    return kept
+        if not continuations:
+            merged.append(path)
+        for index in continuations:
+            merged[index] = StoredPath((*path.rows, *merged[index].rows), merged[index].entries)
+    return merged
 
 
 def _starts_with(entries: Entries, prefix: Entries) -> bool:
@@ -123,13 +131,13 @@ def _starts_with(entries: Entries, prefix: Entries) -> bool:
 
 
 def _find_checkpoints(path: StoredPath, rows: Iterable[IndexRow]) -> list[IndexRow]:
-    """The checkpoints along a line."""
-    names = {row.parent for row in path.rows} | {row.key for row in path.rows}
+    """Return the checkpoints along a path."""
+    keys = {row.parent for row in path.rows} | {row.key for row in path.rows}
     return [
         row
         for row in rows
         if row.kind == "state"
-        and row.parent in names
+        and row.parent in keys
         and row not in path.rows
         and _starts_with(path.entries[row.start :], row.entries)
     ]
@@ -139,76 +147,77 @@ def _find_checkpoints(path: StoredPath, rows: Iterable[IndexRow]) -> list[IndexR
 
 
 def pin(directory: Path, id: str, *, pinned: bool = True) -> StoredConversation:
-    """Never let go of a conversation on disk, or, with `pinned` False, take that back. What others pin stays pinned."""
-    found = find_conversation(directory, id)
+    """Pin a conversation on disk, or unpin it. Unpinning keeps files that other pinned conversations share."""
+    conversation = find_conversation(directory, id)
     with open_index(directory) as index:
-        rows = index.list_rows(found.model)
-        every = build_paths(directory, rows)
-        line = next(line for line in every if line.last_row.key.hex().startswith(found.id))
-        others = [one for one in every if one is not line and one.last_row.pinned]
-        held = {row.name for one in others for row in (*one.rows, *_find_checkpoints(one, rows))}
-        names = {row.name for row in (*line.rows, *_find_checkpoints(line, rows))}
-        index.pin(names if pinned else names - held, pinned=pinned)
-    return found
+        rows = index.list_rows(conversation.model)
+        paths = build_paths(directory, rows)
+        target = next(path for path in paths if path.last_row.key.hex().startswith(conversation.id))
+        other_pinned = [path for path in paths if path is not target and path.last_row.pinned]
+        protected = {row.name for path in other_pinned for row in (*path.rows, *_find_checkpoints(path, rows))}
+        names = {row.name for row in (*target.rows, *_find_checkpoints(target, rows))}
+        index.pin(names if pinned else names - protected, pinned=pinned)
+    return conversation
 
 
 def find_conversation(directory: Path, id: str) -> StoredConversation:
-    """The one conversation whose id begins so; `InvalidArgument` where there is none, or more than one."""
-    found = [one for one in list_conversations(directory) if id and one.id.startswith(id.lower())]
-    if len(found) != 1:
-        some = "no conversation" if not found else f"{len(found)} conversations"
-        raise InvalidArgument("id", f"{id!r} is the beginning of {some}: see `afterglow cache`")
-    return found[0]
+    """Return the conversation whose id starts with `id`. Raises `InvalidArgument` unless there is exactly one."""
+    matches = [stored for stored in list_conversations(directory) if id and stored.id.startswith(id.lower())]
+    if len(matches) != 1:
+        count = "no conversation" if not matches else f"{len(matches)} conversations"
+        raise InvalidArgument("id", f"{id!r} matches {count}: see `afterglow cache`")
+    return matches[0]
 
 
 def clear(directory: Path, models: Collection[str] | None = None) -> int:
-    """Forget everything, or everything of some models, pinned too; the bytes that are free now.
+    """Remove the files of all or some models, including pinned ones; return the freed bytes.
 
-    What is encoded of pictures and sounds does not say of which model it is, and goes in any case.
+    Encoded media are always removed, because their files do not record the model.
     """
-    freed = embedding_files.remove_embeddings(directory)
+    freed_bytes = embedding_files.remove_embeddings(directory)
     with open_index(directory) as index:
         index.reconcile()
         for row in index.list_rows():
             if models is None or row.model in models:
                 (directory / row.model / row.name).unlink(missing_ok=True)
                 index.remove([row.name])
-                freed += row.nbytes
-    return freed
+                freed_bytes += row.nbytes
+    return freed_bytes
 
 
-# --- what is nearest to a prompt
+# --- nearest prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestPrefix:
-    """What on disk has most in common with a prompt, and the entries that come after that."""
+    """Stored prefix with the most entries in common with a prompt, and the stored entries after those."""
 
     explanation: Explanation
     cached_entries: tuple[int, ...]
 
 
 def find_nearest(directory: Path, models: Collection[str], entries: Entries) -> NearestPrefix:
-    """What of the models has most in common with a prompt, as if an engine were started now."""
+    """Find the stored prefix of some models nearest to a prompt, as an engine started now would see it."""
     with open_index(directory) as index:
         rows = [row for row in index.list_rows() if row.model in models]
-    best, shared = None, 0
-    for line in sorted(build_paths(directory, rows), key=lambda line: -line.last_row.last_used):
-        if (common := common_prefix_length(line.entries, entries)) > shared or best is None:
-            best, shared = line, common
-    if best is None:
+    nearest, shared = None, 0
+    for path in sorted(build_paths(directory, rows), key=lambda path: -path.last_row.last_used):
+        if (common := common_prefix_length(path.entries, entries)) > shared or nearest is None:
+            nearest, shared = path, common
+    if nearest is None:
         return build_miss(entries)
-    marks = [row for row in (*best.rows, *_find_checkpoints(best, rows)) if row.kind == "state"]
-    depths = [depth for row in marks if (depth := row.start + len(row.entries)) <= min(shared, len(entries) - 1)]
-    reused = max(depths, default=0) if marks else shared
-    theirs = tuple(map(int, best.entries[shared : shared + MAX_SHOWN_ENTRIES]))
+    checkpoints = [row for row in (*nearest.rows, *_find_checkpoints(nearest, rows)) if row.kind == "state"]
+    limit = min(shared, len(entries) - 1)
+    positions = [position for row in checkpoints if (position := row.start + len(row.entries)) <= limit]
+    reused = max(positions, default=0) if checkpoints else shared
+    following = tuple(map(int, nearest.entries[shared : shared + MAX_SHOWN_ENTRIES]))
     return NearestPrefix(
-        explanation=_build_explanation(entries, reused, shared, next(iter(theirs), None)), cached_entries=theirs
+        explanation=_build_explanation(entries, reused, shared, next(iter(following), None)), cached_entries=following
     )
 
 
 def build_miss(entries: Entries) -> NearestPrefix:
-    """Where nothing is kept."""
+    """Build the result for an empty cache."""
     return NearestPrefix(explanation=_build_explanation(entries, 0, 0, None), cached_entries=())
 
 

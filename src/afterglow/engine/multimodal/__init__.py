@@ -1,1 +1,1 @@
-"""Encoder cache for images and audio."""
+"""Encoder cache for images and audio, in RAM and in files."""

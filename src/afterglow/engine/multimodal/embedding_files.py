@@ -1,4 +1,4 @@
-"""Encoded pictures as files, by the rules of the disk tier: whole or not there, checked, ours alone, bounded."""
+"""Media embeddings as files, under the rules of the disk tier: atomic writes, checksums, private, bounded in size."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ EMBEDDINGS_FOLDER = "pictures"
 SUFFIX = ".embeddings"
 MAGIC = b"afterglow pictures\x01"
 CHECKSUM_BYTES = 32
-HEADER_STRUCT = struct.Struct("<32sQ")  # what it is of, and pieces
-PIECE_STRUCT = struct.Struct("<QQ?")  # rows, numbers in each, whether they are computed in one go
-MAX_FILE_BYTES = 2**32  # bytes of one file
-STALE_AFTER_SECONDS = 3600.0  # seconds after which a half-written file belongs to nobody
+HEADER_STRUCT = struct.Struct("<32sQ")  # source key, number of pieces
+PIECE_STRUCT = struct.Struct("<QQ?")  # rows, values per row, whether the rows need non-causal attention
+MAX_FILE_BYTES = 2**32
+STALE_AFTER_SECONDS = 3600.0  # a temporary file of this age belongs to a process that died
 
 
 class EmbeddingFiles:
-    """A folder of encoded pictures. For one thread; any number of processes may share the folder."""
+    """A folder of embedding files. Used by one thread; any number of processes may share the folder."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        """`directory` is the disk tier's; of its own folder in it, files may take `limit` bytes."""
+        """`directory` is that of the disk tier; the files are in a folder of their own there, at most `max_bytes`."""
         disk_files.prepare_directory(directory)
         self.folder = directory / EMBEDDINGS_FOLDER
         disk_files.prepare_directory(self.folder)
         self._max_bytes = max_bytes
 
     def read(self, source_key: bytes) -> list[MediaEmbedding] | None:
-        """What was written of this content. A damaged file is a miss, and goes."""
+        """Return the embeddings of a content, or None. A damaged file is a miss and is removed."""
         path = self._path(source_key)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -51,11 +51,11 @@ class EmbeddingFiles:
             path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # the oldest go first
+            os.utime(path)  # eviction is by modification time
         return embeddings
 
     def write(self, source_key: bytes, embeddings: Sequence[MediaEmbedding]) -> None:
-        """Keep it: beside, flushed, moved into place. Older ones make room."""
+        """Write a file atomically: to a temporary file, flushed, then renamed. Evicts older files if needed."""
         data = pack_embeddings(embeddings, source_key)
         if len(data) > self._max_bytes:
             return
@@ -75,29 +75,30 @@ class EmbeddingFiles:
             raise
 
     def clear(self) -> None:
-        """Remove all of them."""
+        """Remove all files."""
         remove_embeddings(self.folder.parent)
 
     def _path(self, source_key: bytes) -> Path:
         return self.folder / f"{source_key.hex()}{SUFFIX}"
 
     def _evict(self, size: int) -> None:
-        found = []
+        """Remove the oldest files until `size` more bytes fit, and stale temporary files."""
+        files = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):
                 status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
-        found.sort()
-        used = sum(size for _, size, _ in found)
-        newest = found[-1][0] if found else 0.0
-        for modified, nbytes, path in found:
+                files.append((status.st_mtime, status.st_size, path))
+        files.sort()
+        used = sum(nbytes for _, nbytes, _ in files)
+        newest = files[-1][0] if files else 0.0
+        for modified, nbytes, path in files:
             if used + size > self._max_bytes or (path.suffix == ".tmp" and newest - modified > STALE_AFTER_SECONDS):
                 path.unlink(missing_ok=True)
                 used -= nbytes
 
 
 def remove_embeddings(directory: Path) -> int:
-    """Remove what is encoded in a directory of the disk tier; the bytes that are free now."""
+    """Remove all embedding files in a directory of the disk tier. Return the bytes that were freed."""
     freed = 0
     for path in (directory / EMBEDDINGS_FOLDER).glob("*"):
         with contextlib.suppress(OSError):
@@ -108,31 +109,34 @@ def remove_embeddings(directory: Path) -> int:
 
 
 def pack_embeddings(embeddings: Sequence[MediaEmbedding], source_key: bytes) -> bytes:
-    """As a file has it."""
+    """Return the content of an embedding file."""
     parts = [HEADER_STRUCT.pack(source_key, len(embeddings))]
-    for one in embeddings:
-        parts += [PIECE_STRUCT.pack(*one.rows.shape, one.non_causal), one.position_offsets.astype("<i4").tobytes()]
-        parts.append(one.rows.astype("<f4").tobytes())
+    for piece in embeddings:
+        parts += [
+            PIECE_STRUCT.pack(*piece.rows.shape, piece.non_causal),
+            piece.position_offsets.astype("<i4").tobytes(),
+        ]
+        parts.append(piece.rows.astype("<f4").tobytes())
     body = b"".join(parts)
     return MAGIC + blake3(body).digest() + body
 
 
 def unpack_embeddings(data: bytes, source_key: bytes) -> list[MediaEmbedding]:
-    """The reverse; `InvalidState` where it is not what was written of this content."""
+    """Parse an embedding file. Raise `InvalidState` if it is damaged or of another content."""
     start = len(MAGIC) + CHECKSUM_BYTES
     body = memoryview(data)[start:]
     if data[: len(MAGIC)] != MAGIC or blake3(body).digest() != data[len(MAGIC) : start]:
-        raise InvalidState("it is damaged, or something else")
-    whose, count = HEADER_STRUCT.unpack_from(body)
-    if whose != source_key:
-        raise InvalidState("it is of another picture")
-    at, found = HEADER_STRUCT.size, []
+        raise InvalidState("the file is damaged, or not an embedding file")
+    stored_key, count = HEADER_STRUCT.unpack_from(body)
+    if stored_key != source_key:
+        raise InvalidState("the file is of another content")
+    offset, embeddings = HEADER_STRUCT.size, []
     for _ in range(count):
-        cells, width, whole = PIECE_STRUCT.unpack_from(body, at)
-        at += PIECE_STRUCT.size
-        offsets = np.frombuffer(body, dtype="<i4", count=4 * cells, offset=at).reshape(cells, 4).astype(np.int32)
-        at += offsets.nbytes
-        rows = np.frombuffer(body, dtype="<f4", count=cells * width, offset=at).reshape(cells, width)
-        at += rows.nbytes
-        found.append(MediaEmbedding(rows.astype(np.float32), offsets, whole))
-    return found
+        cells, width, non_causal = PIECE_STRUCT.unpack_from(body, offset)
+        offset += PIECE_STRUCT.size
+        offsets = np.frombuffer(body, dtype="<i4", count=4 * cells, offset=offset).reshape(cells, 4).astype(np.int32)
+        offset += offsets.nbytes
+        rows = np.frombuffer(body, dtype="<f4", count=cells * width, offset=offset).reshape(cells, width)
+        offset += rows.nbytes
+        embeddings.append(MediaEmbedding(rows.astype(np.float32), offsets, non_causal))
+    return embeddings

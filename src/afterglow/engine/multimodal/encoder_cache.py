@@ -1,6 +1,6 @@
-"""Pictures and sounds on their way into memory: encoded beside the engine, kept by what they are.
+"""Encoder cache: encodes images and audio on a thread of its own and caches the embeddings by content.
 
-The engine's thread asks and never waits for one; another thread reads files, encodes, and writes files.
+The engine thread requests encodings and never waits for one; the encoder thread reads files, encodes and writes files.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from afterglow.errors import AfterglowError, Closed, EngineError
 from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder
 from afterglow.media.types import MediaData
 
-MAX_ENCODE_BATCH = 8  # contents that are encoded in one go
-
+MAX_ENCODE_BATCH = 8  # contents encoded in one projector call
 
 MediaEntry: TypeAlias = tuple[Entry, MediaPart | None]
-"""An entry, and what it shows where it is no token."""
+"""An entry, and its content if it is a media entry."""
 
 
 def build_media_entries(content: MediaData, measured: MediaPlaceholder, projector_key: bytes) -> list[MediaEntry]:
-    """What stands in a prompt for a content: its pieces as media, and the tokens around them."""
-    found: list[MediaEntry] = []
+    """Return the prompt entries of a content: its pieces as media entries, and the tokens around them."""
+    entries: list[MediaEntry] = []
     pieces = 0
-    for one in measured:
-        if isinstance(one, MediaChunk):
+    for chunk in measured:
+        if isinstance(chunk, MediaChunk):
             part = MediaPart(content, pieces)
-            found.append((Media(part.compute_digest(projector_key), one.cells, one.positions, one.non_causal), part))
+            digest = part.compute_digest(projector_key)
+            entries.append((Media(digest, chunk.cells, chunk.positions, chunk.non_causal), part))
             pieces += 1
         else:
-            found.append((one, None))
-    return found
+            entries.append((chunk, None))
+    return entries
 
 
 @dataclass(slots=True, eq=False)
 class EncodeTask:
-    """A content on its way. One of the two comes, once `done`."""
+    """A content that is being encoded. When it is done, it has either embeddings or an error."""
 
     embeddings: list[MediaEmbedding] | None = None
     error: AfterglowError | None = None
-    was_encoded: bool = False  # it had to be: nobody had kept it
-    request_ids: set[str] = field(default_factory=set)  # requests
+    was_encoded: bool = False  # False if it came from the cache or a file
+    request_ids: set[str] = field(default_factory=set)  # requests that wait for it
 
     @property
     def is_done(self) -> bool:
@@ -55,15 +55,15 @@ class EncodeTask:
 
 
 class EncoderCache:
-    """Owns what was encoded, within a number of bytes, and the thread that encodes."""
+    """Owns the cached embeddings, at most `max_bytes`, and the encoder thread."""
 
     def __init__(self, projector: MediaEncoder | None, max_bytes: int, files: EmbeddingFiles | None = None) -> None:
         self.projector = projector
-        self.encoded_count = 0  # contents so far
+        self.encoded_count = 0
         self.nbytes = 0
         self._max_bytes = max_bytes
         self._files = files
-        self._cached: OrderedDict[bytes, list[MediaEmbedding]] = OrderedDict()  # what was used longest ago first
+        self._cached: OrderedDict[bytes, list[MediaEmbedding]] = OrderedDict()  # least recently used first
         self._tasks: dict[bytes, EncodeTask] = {}
         self._queue: OrderedDict[bytes, MediaPart] = OrderedDict()
         self._condition = threading.Condition()
@@ -72,42 +72,42 @@ class EncoderCache:
 
     @property
     def is_encoding(self) -> bool:
-        """Whether something is being encoded."""
+        """Whether a task is queued or running."""
         return bool(self._tasks)
 
     def request_encoding(self, part: MediaPart, request_id: str, salt: str = "") -> EncodeTask:
-        """The content of this part, now or soon. Two of one salt who want the same wait for the same."""
+        """Return the task for the content of a part. Requests with the same salt and content share one task."""
         assert self.projector is not None
-        source = part.compute_source_key(self.projector.key, salt)
+        source_key = part.compute_source_key(self.projector.key, salt)
         with self._condition:
-            if source in self._cached:
-                self._cached.move_to_end(source)
-                return EncodeTask(self._cached[source])
-            encoding = self._tasks.get(source)
-            if encoding is None:
-                encoding = self._tasks[source] = EncodeTask()
-                self._queue[source] = part
+            if source_key in self._cached:
+                self._cached.move_to_end(source_key)
+                return EncodeTask(self._cached[source_key])
+            task = self._tasks.get(source_key)
+            if task is None:
+                task = self._tasks[source_key] = EncodeTask()
+                self._queue[source_key] = part
                 self._start_thread()
-            encoding.request_ids.add(request_id)
-            return encoding
+            task.request_ids.add(request_id)
+            return task
 
     def wait(self, seconds: float) -> None:
-        """Until something was encoded, or so long."""
+        """Wait until a task is done, at most `seconds`."""
         with self._condition:
             if self._tasks:
                 self._condition.wait(seconds)
 
     def cancel_request(self, request_id: str) -> None:
-        """The request has ended: what only it wanted, and was not begun, is not encoded."""
+        """Remove a request that has ended, and the queued tasks that only it waited for."""
         with self._condition:
-            for source in list(self._queue):
-                wanted = self._tasks[source].request_ids
-                wanted.discard(request_id)
-                if not wanted:
-                    del self._queue[source], self._tasks[source]
+            for source_key in list(self._queue):
+                request_ids = self._tasks[source_key].request_ids
+                request_ids.discard(request_id)
+                if not request_ids:
+                    del self._queue[source_key], self._tasks[source_key]
 
     def clear(self) -> None:
-        """Keep nothing that was encoded, neither here nor in files."""
+        """Remove all embeddings from RAM and from disk."""
         with self._condition:
             self._cached.clear()
             self.nbytes = 0
@@ -115,79 +115,80 @@ class EncoderCache:
             self._files.clear()
 
     def close(self) -> None:
-        """Stop, after the encoding that runs."""
+        """Stop after the encoding that is running."""
         with self._condition:
             self._closed = True
             thread = self._thread
         if thread is not None:
             thread.join()
 
-    # --- the thread: it ends when there is nothing to do. OpenMP counts the threads that it once computed with, and
-    # where that makes more than processors, those that compute answers sleep whenever they wait for each other.
+    # --- the encoder thread. It exits when the queue is empty: OpenMP keeps counting threads that once computed, and if
+    # there are more of them than processors, the threads that decode sleep at every barrier.
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run_encoder, name="afterglow-pictures", daemon=True)
+            self._thread = threading.Thread(target=self._run_encoder, name="afterglow-encoder", daemon=True)
             self._thread.start()
 
     def _run_encoder(self) -> None:
-        while taken := self._take_batch():
-            for source in list(taken):
-                if found := self._read_file(source):
-                    self._complete(source, found, was_encoded=False)
-                    del taken[source]
-            self._encode(taken)
+        while batch := self._take_batch():
+            for source_key in list(batch):
+                if self._files is not None and (embeddings := self._files.read(source_key)):
+                    self._complete(source_key, embeddings, was_encoded=False)
+                    del batch[source_key]
+            self._encode(batch)
 
     def _take_batch(self) -> dict[bytes, MediaPart]:
-        """What is to be encoded next; nothing: this thread ends, and the next wish starts another."""
-        taken: dict[bytes, MediaPart] = {}
+        """Take the next contents from the queue. If it is empty, this thread exits; the next request starts another."""
+        batch: dict[bytes, MediaPart] = {}
         with self._condition:
-            while self._queue and not self._closed and len(taken) < MAX_ENCODE_BATCH:
-                source, part = self._queue.popitem(last=False)
-                taken[source] = part
-            if not taken:
+            while self._queue and not self._closed and len(batch) < MAX_ENCODE_BATCH:
+                source_key, part = self._queue.popitem(last=False)
+                batch[source_key] = part
+            if not batch:
                 self._thread = None
-        return taken
-
-    def _read_file(self, source_key: bytes) -> list[MediaEmbedding] | None:
-        return None if self._files is None else self._files.read(source_key)
+        return batch
 
     def _encode(self, batch: dict[bytes, MediaPart]) -> None:
-        """All together; where that fails, each alone, so that one takes no other with it."""
+        """Encode a batch in one call. If that fails, encode each content alone, so that a failure affects only one."""
         assert self.projector is not None
         if not batch:
             return
         try:
-            groups = self.projector.encode([part.content for part in batch.values()])
+            results = self.projector.encode([part.content for part in batch.values()])
         except Exception as error:
             if len(batch) > 1:
-                for source, part in batch.items():
-                    self._encode({source: part})
+                for source_key, part in batch.items():
+                    self._encode({source_key: part})
             else:
                 self._fail(next(iter(batch)), error)
             return
-        for source, embeddings in zip(batch, groups, strict=True):
-            self._complete(source, embeddings, was_encoded=True)
+        for source_key, embeddings in zip(batch, results, strict=True):
+            self._complete(source_key, embeddings, was_encoded=True)
             if self._files is not None:
-                with contextlib.suppress(OSError):  # a full or missing disk costs an encoding the next time
-                    self._files.write(source, embeddings)
+                with contextlib.suppress(
+                    OSError
+                ):  # if the disk is full or gone, the content is encoded again next time
+                    self._files.write(source_key, embeddings)
 
     def _complete(self, source_key: bytes, embeddings: list[MediaEmbedding], *, was_encoded: bool) -> None:
         with self._condition:
-            encoding = self._tasks.pop(source_key)
-            encoding.was_encoded = was_encoded
-            encoding.embeddings = embeddings
+            task = self._tasks.pop(source_key)
+            task.was_encoded = was_encoded
+            task.embeddings = embeddings
             self.encoded_count += was_encoded
             self._insert(source_key, embeddings)
             self._condition.notify_all()
 
     def _fail(self, source_key: bytes, error: Exception) -> None:
-        known = isinstance(error, AfterglowError) and not isinstance(error, Closed)
+        if not isinstance(error, AfterglowError) or isinstance(error, Closed):
+            error = EngineError(f"the media was not encoded: {error}")
         with self._condition:
-            self._tasks.pop(source_key).error = error if known else EngineError(f"the picture was not encoded: {error}")  # type: ignore[assignment]
+            self._tasks.pop(source_key).error = error
             self._condition.notify_all()
 
     def _insert(self, source_key: bytes, embeddings: list[MediaEmbedding]) -> None:
+        """Cache embeddings and evict the least recently used ones beyond `max_bytes`."""
         size = count_bytes(embeddings)
         if size > self._max_bytes:
             return
@@ -198,5 +199,5 @@ class EncoderCache:
 
 
 def count_bytes(embeddings: Iterable[MediaEmbedding]) -> int:
-    """The bytes of what was encoded."""
+    """Return the total size of embeddings."""
     return sum(embedding.nbytes for embedding in embeddings)

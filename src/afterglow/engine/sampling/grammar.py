@@ -1,6 +1,6 @@
-"""What an answer may be: a grammar, compiled by llguidance, says before each token which tokens are allowed.
+"""Grammar constraints: llguidance compiles a grammar and returns the allowed tokens before each sampling step.
 
-Compiling is for any thread; a `Matcher` belongs to one request.
+Any thread may compile; a `GrammarMatcher` belongs to one request.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes
 from afterglow.errors import InvalidGrammar
 
-MAX_COMPILED_GRAMMARS = 32  # grammars that are kept compiled: agents ask for the same shapes again and again
+MAX_COMPILED_GRAMMARS = 32  # cached: agents use the same schemas again and again
 
 
 class GrammarCompiler:
-    """Makes matchers for one vocabulary."""
+    """Compiles grammars for one vocabulary and caches them."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -30,38 +30,38 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def compile(self, constraint: GrammarConstraint) -> GrammarMatcher:
-        """`InvalidGrammar` says where and why it cannot be."""
+        """Return a new matcher. Raise `InvalidGrammar` with the position and cause if a grammar does not compile."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._build_tokenizer()
-        beginnings = constraint.triggers or ((b"", constraint.grammar),)
-        grammars = {beginning: self._compile_grammar(grammar) for beginning, grammar in beginnings}
+        triggers = constraint.triggers or ((b"", constraint.grammar),)
+        grammars = {trigger: self._compile_grammar(grammar) for trigger, grammar in triggers}
         return GrammarMatcher(constraint, grammars, self._tokenizer, self._token_bytes)
 
     def _compile_grammar(self, grammar: str) -> llguidance.LLMatcher:
         assert self._tokenizer is not None
         with self._lock:
-            fresh = self._compiled.get(grammar)
-        if fresh is None:
-            fresh = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-            if fresh.is_error():
-                raise InvalidGrammar(fresh.get_error())
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+            if matcher.is_error():
+                raise InvalidGrammar(matcher.get_error())
         with self._lock:
-            self._compiled[grammar] = fresh
+            self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return fresh
+        return matcher
 
     def _build_tokenizer(self) -> llguidance.LLTokenizer:
-        words = self._token_bytes
-        if not words.eog_tokens:
-            raise InvalidGrammar("the model has no token that ends an answer")
-        return llguidance.LLTokenizer(_TokenizerAdapter(words), eos_token=sorted(words.eog_tokens))
+        token_bytes = self._token_bytes
+        if not token_bytes.eog_tokens:
+            raise InvalidGrammar("the model has no end-of-generation token")
+        return llguidance.LLTokenizer(_TokenizerAdapter(token_bytes), eos_token=sorted(token_bytes.eog_tokens))
 
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):
-    """A vocabulary as llguidance reads it: control tokens begin with a byte that no text has."""
+    """A vocabulary in llguidance's form: control tokens begin with a byte that does not occur in text."""
 
     is_tokenizer_wrapper = True
 
@@ -80,7 +80,7 @@ class _TokenizerAdapter(llguidance.TokenizerWrapper):
 
 
 class GrammarMatcher:
-    """Where an answer stands in its grammar."""
+    """Position of one completion in its grammar."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete: nothing but an end may follow."""
+        """Whether the completion is complete: only an end-of-generation token may follow."""
         return self._active is not None and self._active.is_stopped() and not self._is_repeating
 
     def get_allowed_tokens(self) -> NDArray[np.intp] | None:
-        """The tokens that may be next; None: all of them."""
+        """Return the tokens that may come next, or None if all may."""
         if self._active is None:
             return None
         bits = np.frombuffer(self._active.compute_bitmask(), np.uint8)
@@ -116,11 +116,11 @@ class GrammarMatcher:
         return tokens
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, one after the other, may be next. Nothing is accepted."""
+        """Return how many of `tokens`, in order, may come next. Does not advance the matcher."""
         return len(tokens) if self._active is None else self._active.validate_tokens(list(tokens))
 
     def accept(self, token: int) -> None:
-        """`token` was kept."""
+        """Advance by a token of the completion."""
         if self._active is None:
             self._match_trigger(token)
         elif not self._active.consume_token(token):
@@ -133,14 +133,14 @@ class GrammarMatcher:
         self._active, self._trigger_matcher = None, StopMatcher(list(self._grammars))
 
     def _match_trigger(self, token: int) -> None:
-        """Begin the grammar where its beginning was written; what the token has beyond it belongs to it already."""
+        """Activate the grammar of a trigger that was generated. Bytes of the token after the trigger belong to it."""
         piece = self._token_bytes.pieces[token]
-        if (beginning := self._trigger_matcher.feed(piece)) is None:
+        if (trigger := self._trigger_matcher.feed(piece)) is None:
             return
-        self._active = self._grammars[beginning].deep_copy()
-        beyond = piece[self._trigger_matcher.match_end :]
-        if beyond and not self._active.consume_tokens(self._tokenizer.tokenize_bytes(beyond)):
-            self._wait_for_trigger()  # it was not meant as one
+        self._active = self._grammars[trigger].deep_copy()
+        remainder = piece[self._trigger_matcher.match_end :]
+        if remainder and not self._active.consume_tokens(self._tokenizer.tokenize_bytes(remainder)):
+            self._wait_for_trigger()  # the text contains the trigger by chance
 
     def _raise_on_error(self) -> None:
         assert self._active is not None

@@ -1,4 +1,4 @@
-"""How likely a model finds given tokens. Uses a sequence of its own and leaves it empty."""
+"""Log-probabilities of given tokens. Scoring uses a sequence of its own and leaves it empty."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from afterglow.llama.context import LlamaContext
 
 ScoringTask = Callable[[], list[float]]
 TaskRunner = Callable[[ScoringTask], list[float]]
-TokenLogprob: TypeAlias = tuple[
-    float, tuple[tuple[int, float], ...]
-]  # a log-probability, and those of the likeliest tokens
+TokenLogprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
+"""Log-probability of a token, and those of the most likely tokens at its position."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringWindow:
-    """One pass: tokens [start, stop) are decoded from position 0, those from `scored` on are scored."""
+    """One pass: tokens [start, stop) are decoded from position 0, those from `score_start` on are scored."""
 
     start: int
     score_start: int
@@ -29,69 +28,71 @@ class ScoringWindow:
 
 
 def plan_windows(token_count: int, window_size: int) -> list[ScoringWindow]:
-    """Passes that score tokens 1 … count-1, each once. Later passes begin half a context early, so that every
-    token is scored with at least half a context before it."""
-    passes = [ScoringWindow(0, 1, min(token_count, window_size))]
-    while passes[-1].stop < token_count:
-        scored = passes[-1].stop
-        start = scored - window_size // 2
-        passes.append(ScoringWindow(start, scored, min(token_count, start + window_size)))
-    return passes
+    """Return the windows that score tokens 1 to `token_count - 1`, each once.
+
+    Windows overlap by half, so that every token after the first window has at least half a window before it.
+    """
+    windows = [ScoringWindow(0, 1, min(token_count, window_size))]
+    while windows[-1].stop < token_count:
+        score_start = windows[-1].stop
+        start = score_start - window_size // 2
+        windows.append(ScoringWindow(start, score_start, min(token_count, start + window_size)))
+    return windows
 
 
 def compute_logprobs(
     context: LlamaContext, sequence: int, tokens: NDArray[np.int32], run: TaskRunner
 ) -> tuple[list[float], int]:
-    """The log-probability of each token but the first, and in how many passes they were computed.
+    """Return the log-probability of each token but the first, and the number of windows.
 
-    Each decode goes through `run`, so that others can use the context between two of them.
+    Each decode goes through `run`, so that other work can use the context between two of them.
     """
     if len(tokens) < 2:
         raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
-    passes = plan_windows(len(tokens), context.cells_per_sequence)
-    values: list[float] = []
+    windows = plan_windows(len(tokens), context.cells_per_sequence)
+    logprobs: list[float] = []
     try:
-        for span in passes:
+        for window in windows:
             run(lambda: [float(context.memory.remove(sequence))])
-            values += _score_window(
-                context, sequence, tokens[span.start : span.stop], span.score_start - span.start, run
+            logprobs += _score_window(
+                context, sequence, tokens[window.start : window.stop], window.score_start - window.start, run
             )
     finally:
         run(lambda: [float(context.memory.remove(sequence))])
-    return values, len(passes)
+    return logprobs, len(windows)
 
 
 def _score_window(
     context: LlamaContext, sequence: int, tokens: NDArray[np.int32], score_start: int, run: TaskRunner
 ) -> Iterator[float]:
     step = min(context.max_outputs, context.batch.capacity)
-    for start in range(0, len(tokens) - 1, step):  # the last token predicts nothing we were asked for
+    for start in range(0, len(tokens) - 1, step):  # the logits after the last token are not needed
         stop = min(start + step, len(tokens) - 1)
-        wanted = range(max(start, score_start - 1), stop)
+        scored = range(max(start, score_start - 1), stop)
 
-        def work(start: int = start, stop: int = stop, wanted: range = wanted) -> list[float]:
-            rows = score_tokens(context, sequence, tokens[start : stop + 1], start, len(wanted), alternatives=0)
+        def score_step(start: int = start, stop: int = stop, scored: range = scored) -> list[float]:
+            rows = score_tokens(context, sequence, tokens[start : stop + 1], start, len(scored), alternatives=0)
             return [logprob for logprob, _ in rows]
 
-        yield from run(work)
+        yield from run(score_step)
 
 
 def score_tokens(
     context: LlamaContext, sequence: int, tokens: NDArray[np.int32], position: int, count: int, *, alternatives: int
 ) -> list[TokenLogprob]:
-    """Decode all tokens but the last, and say how likely each of the last `count` was, and what was likelier."""
+    """Decode all tokens but the last. Return the log-probabilities of the last `count`, with the top alternatives."""
     context.batch.clear()
     context.batch.add(tokens[:-1], position=position, sequence=sequence, outputs=count)
     context.decode()
     scored = []
     for row in range(len(tokens) - 1 - count, len(tokens) - 1):
-        values = log_softmax(context.get_logits(row))
-        scored.append((float(values[tokens[row + 1]]), find_top_logprobs(values, alternatives)))
+        logprobs = log_softmax(context.get_logits(row))
+        scored.append((float(logprobs[tokens[row + 1]]), find_top_logprobs(logprobs, alternatives)))
     return scored
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The natural logarithm of every token's probability, in double precision."""
+    """Return the natural logarithm of every token's probability, in double precision."""
     row: NDArray[np.float64] = logits.astype(np.float64)
     row -= row.max()
     row -= np.log(np.exp(row).sum())
@@ -99,5 +100,5 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def find_top_logprobs(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens, with their log-probabilities; among equals, the smaller number first."""
+    """Return the `count` most likely tokens with their log-probabilities. Ties: the smaller token id first."""
     return tuple((int(token), float(logprobs[token])) for token in np.argsort(-logprobs, kind="stable")[:count])

@@ -1,4 +1,4 @@
-"""A bound on how long a model may think: when it is reached, the thought is closed for it."""
+"""Reasoning budget: counts the reasoning tokens of a completion and forces the closing tokens at the limit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from afterglow.engine.types.constraints import ReasoningBudget
 
 
 class ReasoningLimiter:
-    """Counts the tokens of a thought."""
+    """Counts the reasoning tokens of one completion."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
         self._is_reasoning = budget.starts_open
         self._remaining_tokens = budget.max_tokens
-        self._pending_tokens = list(budget.closing_tokens)  # what is still to be written, once nothing is left
+        self._pending_tokens = list(budget.closing_tokens)  # closing tokens to force once the budget is used up
         self._marker_matcher = StopMatcher([budget.end_marker if budget.starts_open else budget.start_marker])
 
     def get_forced_token(self) -> int | None:
-        """The token that must be next, where the budget is used up."""
+        """Return the token that must come next if the budget is used up, else None."""
         return (
             self._pending_tokens[0]
             if self._is_reasoning and self._remaining_tokens <= 0 and self._pending_tokens
@@ -25,17 +25,17 @@ class ReasoningLimiter:
         )
 
     def accept(self, token: int, piece: bytes) -> None:
-        """`token` was kept."""
-        found = self._marker_matcher.feed(piece) is not None
+        """Advance by a token of the completion."""
+        has_marker = self._marker_matcher.feed(piece) is not None
         if self._is_reasoning and self._remaining_tokens <= 0 and self._pending_tokens:
-            self._pending_tokens.pop(0)  # the whole ending is written, also what follows the closing text
+            self._pending_tokens.pop(0)  # all closing tokens are forced, also those after the end marker
             if not self._pending_tokens:
                 self._set_reasoning(is_reasoning=False)
         elif self._is_reasoning:
             self._remaining_tokens -= 1
-            if found:
+            if has_marker:
                 self._set_reasoning(is_reasoning=False)
-        elif found:
+        elif has_marker:
             self._set_reasoning(is_reasoning=True)
 
     def _set_reasoning(self, *, is_reasoning: bool) -> None:

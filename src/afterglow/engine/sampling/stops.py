@@ -1,4 +1,4 @@
-"""Stop texts: found wherever they fall among tokens, the moment their last byte is there."""
+"""Stop sequences: matches byte strings across token boundaries as soon as their last byte arrives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches the bytes of an answer.
+    """Searches the bytes of a completion for stop sequences.
 
     >>> matcher = StopMatcher([b"END"])
     >>> matcher.feed(b"the E"), matcher.feed(b"ND!")
@@ -17,15 +17,15 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._max_tail_bytes = max((len(stop) for stop in self._stops), default=1) - 1
         self._tail = b""
-        self.match_end = 0  # where, in the last piece, the stop that was found ends
+        self.match_end = 0  # offset in the last piece at which the matched stop sequence ends
 
     def feed(self, piece: bytes) -> bytes | None:
-        """The stop that ends first in what came so far; the longest of those that end at the same byte."""
-        seen = self._tail + piece
-        found = [(seen.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in seen]
-        before, self._tail = len(self._tail), seen[-self._max_tail_bytes :] if self._max_tail_bytes else b""
-        if not found:
+        """Add a piece. Return the stop sequence that ends first, or the longest of those that end at the same byte."""
+        window = self._tail + piece
+        matches = [(window.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in window]
+        tail_length, self._tail = len(self._tail), window[-self._max_tail_bytes :] if self._max_tail_bytes else b""
+        if not matches:
             return None
-        end, _, stop = min(found)
-        self.match_end = end - before
+        end, _, stop = min(matches)
+        self.match_end = end - tail_length
         return stop

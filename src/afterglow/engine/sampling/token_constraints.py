@@ -1,4 +1,4 @@
-"""What leads the choice of tokens beside the sampler: the grammar's mask and the end of a thought."""
+"""Token constraints of one request, applied around the sampler: grammar mask and reasoning budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from afterglow.engine.types.request import Request
 
 @dataclass(slots=True)
 class TokenConstraint:
-    """Leads one answer."""
+    """Constrains the tokens of one completion."""
 
     matcher: GrammarMatcher | None
     reasoning_limiter: ReasoningLimiter | None
@@ -25,11 +25,11 @@ class TokenConstraint:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the grammar is complete and no token may follow."""
         return self.matcher is not None and self.matcher.is_finished
 
     def sample(self, sampler: Sampler, logits: NDArray[np.float32]) -> int:
-        """The next token: the forced one, or what the sampler draws from those that are allowed. Both move on."""
+        """Return the forced token, or sample from the allowed ones. Advances the sampler and the constraint."""
         token = None if self.reasoning_limiter is None else self.reasoning_limiter.get_forced_token()
         if token is None:
             token = sampler.sample_and_accept(
@@ -41,7 +41,7 @@ class TokenConstraint:
         return token
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of some guessed tokens may come next."""
+        """Return how many of these draft tokens are allowed next, in order."""
         if self.reasoning_limiter is not None and self.reasoning_limiter.get_forced_token() is not None:
             return 0
         return len(tokens) if self.matcher is None else self.matcher.count_allowed(tokens)
@@ -54,16 +54,16 @@ class TokenConstraint:
 
 
 class TokenConstraintFactory:
-    """Makes the guides of requests, on any thread: compiling a grammar may take longer than a decode."""
+    """Builds token constraints, on any thread: compiling a grammar may take longer than a decode."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._grammar_compiler = GrammarCompiler(token_bytes)
 
     def build(self, request: Request) -> TokenConstraint | None:
-        """What leads the request's answer; None where nothing does. `InvalidGrammar` where it cannot be led."""
+        """Return the constraint of a request, or None if it has none. Raise `InvalidGrammar` if it does not compile."""
         if not request.is_constrained:
             return None
         matcher = None if request.constraint is None else self._grammar_compiler.compile(request.constraint)
-        thought = None if request.reasoning_budget is None else ReasoningLimiter(request.reasoning_budget)
-        return TokenConstraint(matcher, thought, self._token_bytes.pieces)
+        limiter = None if request.reasoning_budget is None else ReasoningLimiter(request.reasoning_budget)
+        return TokenConstraint(matcher, limiter, self._token_bytes.pieces)

@@ -1,1 +1,1 @@
-"""Jobs and the decisions about what runs in the next decode."""
+"""Jobs, admission checks, and the choice of what the next decode computes."""

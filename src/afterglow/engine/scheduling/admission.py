@@ -1,4 +1,4 @@
-"""What a request must be so that it can ever be served."""
+"""Admission checks: rejects requests that the backend can never serve."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedMedia
 
 
 def check_servable(request: Request, entries: Entries, interner: EntryInterner, backend: Backend) -> None:
-    """A typed error where the request, whose entries are `ids`, cannot be served by this backend at any time."""
-    limit, slots = backend.capabilities.cells_per_sequence, backend.capabilities.sequences
+    """Raise a typed error if this backend can never serve the request; `entries` are its interned entries."""
+    max_cells, slots = backend.capabilities.cells_per_sequence, backend.capabilities.sequences
     request.check()
     if not len(entries):
         raise InvalidArgument("entries", "must be at least one")
-    if (worst := int(entries.max())) >= backend.vocabulary_size:
-        raise InvalidArgument("entries", f"must be tokens from 0 to {backend.vocabulary_size - 1}, not {worst}")
-    if (cells := interner.count_cells(entries)) > limit:
-        raise PromptTooLong(cells, limit)
-    for number in entries[entries < 0]:
-        _check_media(request, interner.get_media(int(number)), backend)
+    if (largest := int(entries.max())) >= backend.vocabulary_size:
+        raise InvalidArgument("entries", f"must be tokens from 0 to {backend.vocabulary_size - 1}, not {largest}")
+    if (cells := interner.count_cells(entries)) > max_cells:
+        raise PromptTooLong(cells, max_cells)
+    for media_id in entries[entries < 0]:
+        _check_media(request, interner.get_media(int(media_id)), backend)
     if request.sequence is not None and not 0 <= request.sequence < slots:
         raise InvalidArgument("sequence", f"must be from 0 to {slots - 1}")
 
@@ -27,17 +27,18 @@ def check_servable(request: Request, entries: Entries, interner: EntryInterner, 
 def _check_media(request: Request, media: Media, backend: Backend) -> None:
     capabilities, projector = backend.capabilities, backend.projector
     if not capabilities.media:
-        raise UnsupportedMedia("entries", "this model takes no pictures and no sound, only text")
-    most = min(capabilities.batch_cells, capabilities.ubatch_cells)
-    if media.non_causal and media.cells > most:
+        raise UnsupportedMedia("entries", "this model takes no images and no audio, only text")
+    max_cells = min(capabilities.batch_cells, capabilities.ubatch_cells)
+    if media.non_causal and media.cells > max_cells:
         raise UnsupportedMedia(
             "entries",
-            f"a picture of {media.cells} tokens has to be computed in one go, and {most} fit: load with more `ubatch`",
+            f"an image of {media.cells} tokens must be computed in one ubatch of at most {max_cells}: "
+            "load with a larger `ubatch`",
         )
     if projector is None:
         return
     part = request.media.get(media.digest)
     if part is None:
-        raise InvalidArgument("media", "has nothing for one of the pictures among the entries")
+        raise InvalidArgument("media", "has no content for a media entry of the prompt")
     if part.compute_digest(projector.key) != media.digest:
-        raise InvalidArgument("media", "has something else for one of the pictures: measure it with this projector")
+        raise InvalidArgument("media", "has different content for a media entry: measure it with this projector")

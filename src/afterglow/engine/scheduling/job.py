@@ -1,4 +1,4 @@
-"""A request while it runs: what is known of it, and how much of that memory still lacks."""
+"""State of one request in the engine: prompt, generated tokens, sequence, drafts and usage counters."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ from afterglow.engine.types.request import Request, Usage
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Job:
-    """Known entries are the prompt and what was generated; the backlog is what memory does not hold yet.
+    """One request and its progress.
 
-    Work is a gap to close: a chunk of the prompt, one generated token and guesses behind it are the same thing.
+    Known entries are the prompt and the generated tokens. The backlog is the part that the KV cache does not hold yet.
+    Every decode reduces the backlog: a prefill chunk, one generated token and the draft tokens after it are alike.
     """
 
     request: Request
     prompt: Entries
-    media_indices: tuple[int, ...] = ()  # where in the prompt pictures and sounds stand
-    media_parts: dict[int, MediaPart] = field(default_factory=dict)  # what they are, where they have to be encoded
-    prompt_cells: int = 0  # that it fills
+    media_indices: tuple[int, ...] = ()  # indices of media entries in the prompt
+    media_parts: dict[int, MediaPart] = field(default_factory=dict)  # content to encode, by index
+    prompt_cells: int = 0
     sampler: Sampler
     stop_matcher: StopMatcher | None
     token_constraint: TokenConstraint | None = None
-    max_cells: int  # entries that its sequence can hold
+    max_cells: int  # capacity of its sequence
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
-    draft: list[int] = field(default_factory=list)  # guesses behind it, for the coming decode only
-    entries_to_recompute: int = 0  # entries that memory had to drop with wrong guesses: they are computed again
+    draft: list[int] = field(default_factory=list)  # draft tokens after it, for the next decode only
+    entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
     draft_stats: DraftStats = field(default_factory=DraftStats)
-    checkpoint_positions: list[int] = field(default_factory=list)  # depths at which its memory has to stand still
-    swapped_state: SavedSequence | None = None  # its memory, while it had to make room
-    leader: Job | None = None  # who is computing the beginning of this prompt right now
+    checkpoint_positions: list[int] = field(default_factory=list)  # lengths at which a decode has to end
+    swapped_state: SavedSequence | None = None  # its sequence while it is swapped out
+    leader: Job | None = None  # the job that is computing the prefix of this prompt
     leader_position: int = 0
-    encode_tasks: dict[int, EncodeTask] = field(default_factory=dict)  # of its coming pictures, by where they stand
+    encode_tasks: dict[int, EncodeTask] = field(default_factory=dict)  # of its next media, by index
     encoded_media: int = 0
-    on_grid_length: int = 0  # leading entries whose chunks were those of the deterministic grid
-    cached_cells: int = 0  # cells that were in memory
-    media_cells: int = 0  # of pictures and sounds
+    on_grid_length: int = 0  # leading entries that were computed in chunks of the deterministic grid
+    cached_cells: int = 0  # prompt cells that were a prefix hit
+    media_cells: int = 0
     audio_cells: int = 0
     cached_media_cells: int = 0
-    failed_decodes: int = 0  # decodes that failed under it
-    stored_load_failed: bool = False  # by a stored state that did not load
-    is_preempted: bool = False  # it made room for others, and comes back when there is room again
+    failed_decodes: int = 0
+    stored_load_failed: bool = False  # a stored state of its plan did not load
+    is_preempted: bool = False  # swapped out; it resumes when cells are free again
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     last_decoded_at: float = 0.0
-    draft_token_count: int = 0  # guesses that were computed
-    accepted_token_count: int = 0  # and those of them that were right
-    draft_steps: int = 0  # decodes that had guesses
-    speculation_seconds_saved: float = 0.0  # by guesses
+    draft_token_count: int = 0  # draft tokens that were verified
+    accepted_token_count: int = 0
+    draft_steps: int = 0  # decodes with draft tokens
+    speculation_seconds_saved: float = 0.0
 
     @property
     def running_sequence(self) -> Sequence:
-        """The sequence of a job that runs."""
+        """The sequence of a running job."""
         assert self.sequence is not None
         return self.sequence
 
@@ -72,9 +73,9 @@ class Job:
 
     @property
     def uncomputed_entries(self) -> int:
-        """Known entries that memory lacks."""
-        held = 0 if self.sequence is None else self.sequence.entry_buffer.length
-        return len(self.prompt) + len(self.generated) - held
+        """Number of known entries that the KV cache does not hold."""
+        computed = 0 if self.sequence is None else self.sequence.entry_buffer.length
+        return len(self.prompt) + len(self.generated) - computed
 
     @property
     def backlog(self) -> int:
@@ -82,35 +83,35 @@ class Job:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether memory lacks only the newest token, and what is replayed: somebody is waiting for the next."""
+        """Whether only the newest token, and entries to recompute before it, are not in the KV cache."""
         return bool(self.generated) and self.uncomputed_entries == 1 + self.entries_to_recompute
 
     @property
     def is_full(self) -> bool:
-        """Whether all that is known but its newest token fills the room, whatever guesses memory holds beyond it."""
+        """Whether the known entries without the newest token fill the sequence. Draft tokens beyond do not count."""
         cells = self.running_sequence.cell_count
         return (
             cells >= self.max_cells and cells - (len(self.running_sequence) - self.known_length + 1) >= self.max_cells
         )
 
     def get_pending(self, count: int) -> Entries | list[int]:
-        """The next `count` entries that memory lacks."""
+        """Return the next `count` entries to compute."""
         assert self.sequence is not None
         start = self.sequence.entry_buffer.length
-        said = start - len(self.prompt)
-        if said >= 0:
-            known = self.generated[said : said + count]
+        generated_start = start - len(self.prompt)
+        if generated_start >= 0:
+            known = self.generated[generated_start : generated_start + count]
             return known + self.draft[: count - len(known)] if self.draft else known
         return self.prompt[start : start + count]
 
     def build_span(self, count: int, max_media_rows: int) -> DecodeSpan:
-        """The next `count` entries for a decode, with logits after the last known entry, and after each guess.
+        """Return the next `count` entries as a span, with logits after the last known entry and each draft token.
 
-        Of a picture only the next `rows` rows, where it can be cut.
+        Of a media entry that can be split, the span holds the next `max_media_rows` rows only.
         """
         assert self.sequence is not None
         known = self.uncomputed_entries
-        if count == known == 1 and self.generated and not self.draft:  # what most are, at every step
+        if count == known == 1 and self.generated and not self.draft:  # fast path: plain decoding
             return DecodeSpan(self.sequence.seq_id, self.generated[-1:], self.sequence.position, 1)
         if self.draft:
             self.draft = self.draft[: max(0, count - known)]
@@ -121,41 +122,46 @@ class Job:
         return span
 
     def _attach_embedding(self, span: DecodeSpan, index: int, max_media_rows: int) -> None:
-        """Make it the span of a picture, or of a part of one."""
+        """Turn the span into that of a media entry, or of a part of it."""
         embeddings = self.encode_tasks[index].embeddings
         assert embeddings is not None
-        whole, start = embeddings[self.media_parts[index].piece_index], self.running_sequence.partial_media_rows
-        span.embedding = whole if whole.non_causal else whole.slice_rows(start, start + max_media_rows)
-        span.completes_entry = whole.non_causal or start + max_media_rows >= len(whole.rows)
+        embedding, start = embeddings[self.media_parts[index].piece_index], self.running_sequence.partial_media_rows
+        span.embedding = embedding if embedding.non_causal else embedding.slice_rows(start, start + max_media_rows)
+        span.completes_entry = embedding.non_causal or start + max_media_rows >= len(embedding.rows)
         span.outputs = span.outputs if span.completes_entry else 0
 
     def record_decode(self, span: DecodeSpan, started_at: float) -> int:
-        """Note that memory took a span; how many of its entries were replayed."""
+        """Record that the KV cache holds a span now. Return how many of its entries were recomputed."""
         assert self.sequence is not None
         self.last_decoded_at = started_at
-        if not span.completes_entry:  # rows of a picture, and more of them come
+        if not span.completes_entry:  # more rows of this media entry follow
             self.sequence.partial_media_rows += span.rows
             return 0
         self.sequence.append_decoded(span.entries)
         if not self.entries_to_recompute:
             return 0
-        replayed = min(self.entries_to_recompute, len(span.entries) - 1)
+        recomputed = min(self.entries_to_recompute, len(span.entries) - 1)
         self.entries_to_recompute = max(0, self.uncomputed_entries - 1)
-        return replayed
+        return recomputed
 
     def get_chunk_limit(self) -> int:
-        """How many entries can be decoded before memory has to stand still. A picture goes alone."""
+        """Return how many entries the next chunk may hold: up to the next checkpoint position or media entry.
+
+        A media entry is a chunk of its own.
+        """
         length = len(self.running_sequence)
         end = self.known_length if length >= len(self.prompt) else len(self.prompt)
-        stop = min([cut for cut in self.checkpoint_positions if cut > length], default=end)
-        for place in self.media_indices:
-            if place >= length:
-                return min(stop, max(place, length + 1)) - length
+        stop = min([position for position in self.checkpoint_positions if position > length], default=end)
+        for index in self.media_indices:
+            if index >= length:
+                return min(stop, max(index, length + 1)) - length
         return stop - length
 
     def record_chunk(self, count: int, grid: int) -> None:
-        """In the deterministic mode: `count` entries were computed together. Up to where all chunks were the grid's,
-        and one ends, its sequence can be used again."""
+        """In deterministic mode, record that `count` entries were computed together.
+
+        The sequence is reusable up to the end of the last chunk before which every chunk was on the grid.
+        """
         length = len(self.running_sequence)
         if length <= len(self.prompt) and length - count == self.on_grid_length:
             self.on_grid_length = length
@@ -168,13 +174,14 @@ class Job:
 
     @property
     def has_deadline_passed(self) -> bool:
-        limit = self.request.deadline
-        return limit is not None and time.monotonic() - self.submitted_at > limit
+        deadline = self.request.deadline
+        return deadline is not None and time.monotonic() - self.submitted_at > deadline
 
     def build_usage(self) -> Usage:
+        """Return the usage of the request up to now."""
         now = time.monotonic()
-        admitted = self.admitted_at or now
-        first = self.first_token_at or now
+        admitted_at = self.admitted_at or now
+        first_token_at = self.first_token_at or now
         return Usage(
             prompt_tokens=self.prompt_cells,
             cached_tokens=self.cached_cells,
@@ -187,7 +194,7 @@ class Job:
             accepted_tokens=self.accepted_token_count,
             draft_steps=self.draft_steps,
             speculation_seconds_saved=self.speculation_seconds_saved,
-            queue_seconds=admitted - self.submitted_at,
-            prefill_seconds=first - admitted,
-            decode_seconds=now - first,
+            queue_seconds=admitted_at - self.submitted_at,
+            prefill_seconds=first_token_at - admitted_at,
+            decode_seconds=now - first_token_at,
         )

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters and draft length."""
+"""Speculative decoding: drafters, draft length, and rollback of rejected draft tokens."""

@@ -1,4 +1,4 @@
-"""What decodes of several rows take, measured before anybody asks: guessing ahead is judged by it from the start."""
+"""Calibration at load: measures decodes of several rows, so that draft lengths can be chosen from the first request."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from afterglow.engine.types.backend import Backend, DecodeSpan
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS
 from afterglow.errors import AfterglowError
 
-MAX_CALIBRATION_SECONDS = 0.25  # that it may take; what is not measured then is learned from guesses
-DECODES_PER_ROW_COUNT = 4  # decodes of each number of rows, the first of which only prepares the others
+MAX_CALIBRATION_SECONDS = 0.25  # row counts that are not measured by then are learned from speculative decodes
+DECODES_PER_ROW_COUNT = 4  # the first one warms up
 ROW_COUNTS = (1, 2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
 
 
 def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_CALIBRATION_SECONDS) -> None:
-    """Decode a few rows, then more, in a sequence that is empty and is so afterwards."""
+    """Time decodes with increasing row counts in sequence 0, which must be empty and is cleared afterwards."""
     deadline = time.perf_counter() + max_seconds
-    most = min(
-        backend.capabilities.max_outputs, backend.capabilities.batch_cells, backend.capabilities.cells_per_sequence // 8
-    )
+    capabilities = backend.capabilities
+    max_rows = min(capabilities.max_outputs, capabilities.batch_cells, capabilities.cells_per_sequence // 8)
     position = 0
     try:
-        for rows in [rows for rows in ROW_COUNTS if rows <= most]:
+        for rows in [rows for rows in ROW_COUNTS if rows <= max_rows]:
             for _ in range(DECODES_PER_ROW_COUNT):
-                if time.perf_counter() > deadline or position + rows > backend.capabilities.cells_per_sequence:
+                if time.perf_counter() > deadline or position + rows > capabilities.cells_per_sequence:
                     return
                 step_costs.record(rows, _time_decode(backend, rows, position))
                 position += rows
     except AfterglowError:
-        return  # it is only a guess about guesses
+        return  # calibration is optional
     finally:
         backend.clear(0)
 

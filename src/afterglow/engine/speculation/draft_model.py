@@ -1,4 +1,4 @@
-"""Guesses of a second, smaller model with the same vocabulary, whose sequences mirror those of the model itself."""
+"""Draft model: a smaller model with the same vocabulary whose sequences mirror those of the target model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.vocabulary import Vocabulary
 
-MAX_VOCABULARY_SIZE_DIFFERENCE = 128  # tokens that one vocabulary may have more: some pad theirs
-FIRST_COMPARED_TOKEN = 5  # first tokens that may differ: unknown, start, end
-MAX_FREE_CATCH_UP_ENTRIES = 16  # entries that are computed along with a guess
-CLOSE_TIMEOUT_SECONDS = 1.0  # seconds that an end waits for what is worth keeping
+MAX_VOCABULARY_SIZE_DIFFERENCE = 128  # some vocabularies are padded
+FIRST_COMPARED_TOKEN = 5  # the first tokens (unknown, start, end) may differ
+MAX_FREE_CATCH_UP_ENTRIES = 16  # computed along with a draft without being counted as catching up
+CLOSE_TIMEOUT_SECONDS = 1.0  # for writing its prefix cache to disk
 
 
 def check_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
-    """`InvalidArgument` where a token of one model means something else to the other."""
+    """Raise `InvalidArgument` if a token has different meanings in the two models."""
     if abs(target.size - draft.size) > MAX_VOCABULARY_SIZE_DIFFERENCE:
-        raise InvalidArgument("draft", f"has {draft.size} tokens and the model {target.size}: they are other ones")
+        raise InvalidArgument(
+            "draft", f"has {draft.size} tokens and the model {target.size}: the vocabularies do not match"
+        )
     for name in ("bos", "eos"):
         if target.special_tokens.get(name) != draft.special_tokens.get(name):
-            ours, theirs = target.special_tokens.get(name), draft.special_tokens.get(name)
-            raise InvalidArgument("draft", f"has {theirs} as its `{name}` token and the model {ours}")
+            target_token, draft_token = target.special_tokens.get(name), draft.special_tokens.get(name)
+            raise InvalidArgument("draft", f"has {draft_token} as its `{name}` token and the model {target_token}")
     for token in range(FIRST_COMPARED_TOKEN, min(target.size, draft.size)):
         if target.get_text(token) != draft.get_text(token):
             raise InvalidArgument(
-                "draft", f"says {draft.get_text(token)!r} with token {token} and the model {target.get_text(token)!r}"
+                "draft", f"has {draft.get_text(token)!r} as token {token} and the model {target.get_text(token)!r}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorSequence:
-    """The sequence that mirrors a job's, and where it has to stand still for checkpoints."""
+    """The draft model's sequence of a job, and its checkpoint positions."""
 
     slot: Slot
     checkpoint_positions: list[int]
@@ -52,24 +54,25 @@ def _get_known_entries(job: Job) -> Entries:
 
 
 class DraftModel:
-    """The drafter on a model of its own. It owns the backend it is given.
+    """Drafter that runs a model of its own. It owns the backend it is given.
 
-    It has a prefix memory like the engine's, with checkpoints and with tiers in RAM and on disk, so what it computed of
-    a conversation is found again, also after a restart. What it holds of a job is compared with what is known, so it
-    needs not hear what becomes of its guesses, nor how the target's memory moves: what agrees stays, the rest goes.
+    It has a prefix cache like the engine's, with checkpoints, RAM tier and disk tier, so it reuses what it computed of
+    a conversation, also after a restart. Before each draft it compares its sequence with the known entries of the job
+    and keeps the common prefix. So it needs no report of which draft tokens were accepted, nor of changes to the
+    target's KV cache.
     """
 
     name = "draft"
 
     def __init__(self, backend: Backend, settings: EngineSettings | None = None, relative_size: float = 1.0) -> None:
-        """`size` is that of its weights, relative to the model it guesses for."""
+        """`relative_size` is the size of its weights relative to the target model."""
         self._backend = backend
         self._relative_size = relative_size
         self.prefix_cache = PrefixCache(backend, EntryInterner(), settings or EngineSettings(ram_cache_bytes=0))
         self._mirrors: dict[Job, MirrorSequence] = {}
 
     def can_draft(self, job: Job) -> bool:
-        return not job.media_indices  # it does not see
+        return not job.media_indices  # text only
 
     def get_draft_kind(self, job: Job) -> str:
         return self.name
@@ -80,12 +83,12 @@ class DraftModel:
     def estimate_catch_up_entries(self, job: Job) -> float:
         mirror = self._mirrors.get(job)
         if mirror is None:
-            reuse = self.prefix_cache.plan(_get_known_entries(job), salt=job.request.salt)
-            held = 0 if reuse is None else reuse.reuse_length
+            plan = self.prefix_cache.plan(_get_known_entries(job), salt=job.request.salt)
+            computed = 0 if plan is None else plan.reuse_length
         else:
-            held = len(mirror.slot)
-        lacking = job.known_length - 1 - held
-        return lacking * self._relative_size if lacking > MAX_FREE_CATCH_UP_ENTRIES else 0.0
+            computed = len(mirror.slot)
+        missing = job.known_length - 1 - computed
+        return missing * self._relative_size if missing > MAX_FREE_CATCH_UP_ENTRIES else 0.0
 
     def catch_up(self, jobs: Sequence[Job]) -> None:
         try:
@@ -99,7 +102,7 @@ class DraftModel:
         try:
             ready = [index for index, (job, _) in enumerate(draft_requests) if self._catch_up(job)]
             self._draft_tokens(draft_requests, ready, drafts)
-        except AfterglowError:  # a guess is not worth an answer: begin anew
+        except AfterglowError:  # a failing draft model must not fail requests: start over
             self._clear_mirrors()
             return [[] for _ in draft_requests]
         return drafts
@@ -109,16 +112,16 @@ class DraftModel:
             mirror.slot.clear()
 
     def release(self, job: Job) -> None:
-        """What it holds of the job is kept for the next turn, without guesses."""
+        """Return the job's sequence, without draft tokens, to the prefix cache."""
         mirror = self._mirrors.pop(job, None)
         if mirror is not None:
-            keep = common_prefix_length(mirror.slot.entries, _get_known_entries(job))
-            if mirror.slot.can_resume_at(keep):
-                mirror.slot.truncate(keep)
+            common_length = common_prefix_length(mirror.slot.entries, _get_known_entries(job))
+            if mirror.slot.can_resume_at(common_length):
+                mirror.slot.truncate(common_length)
             self.prefix_cache.release(mirror.slot)
 
     def run_idle_task(self) -> bool:
-        """Write something towards the disk; False: there is nothing."""
+        """Write something of the prefix cache to disk. Return False if there is nothing to write."""
         return self.prefix_cache.write_back()
 
     def close(self) -> None:
@@ -131,20 +134,19 @@ class DraftModel:
         return self._mirrors[job].slot
 
     def _catch_up(self, job: Job) -> bool:
-        """Compute what the job knows but its newest token. False: this model cannot read it, or has no place for it."""
+        """Compute the job's known entries but the newest token. Return False if this model cannot, or has no slot."""
         known = _get_known_entries(job)
         if int(known.min()) < 0 or int(known.max()) >= self._backend.vocabulary_size:
-            return False  # a picture, or a token that only the target has
+            return False  # media, or a token that only the target has
         if len(known) > self._backend.capabilities.cells_per_sequence:
             return False
         mirror = self._open_mirror(job, known)
         if mirror is None:
             return False
-        slot, limit = mirror.slot, self._backend.capabilities.batch_cells
+        slot, max_entries = mirror.slot, self._backend.capabilities.batch_cells
         while len(slot) < len(known) - 1:
-            stop = min(
-                [len(known) - 1, len(slot) + limit, *[cut for cut in mirror.checkpoint_positions if cut > len(slot)]]
-            )
+            checkpoint_positions = [position for position in mirror.checkpoint_positions if position > len(slot)]
+            stop = min([len(known) - 1, len(slot) + max_entries, *checkpoint_positions])
             started = time.perf_counter()
             chunk = known[len(slot) : stop]
             self._backend.decode([DecodeSpan(slot.seq_id, chunk, slot.position, 0)])
@@ -155,32 +157,32 @@ class DraftModel:
         return True
 
     def _open_mirror(self, job: Job, known: Entries) -> MirrorSequence | None:
-        """The job's sequence, cut back to what agrees, or a new one that begins with the most that is kept."""
+        """Return the job's sequence truncated to the common prefix, or a new one from the longest cached prefix."""
         mirror, salt = self._mirrors.get(job), job.request.salt
         if mirror is not None:
-            keep = min(common_prefix_length(mirror.slot.entries, known), len(known) - 1)
-            if mirror.slot.can_resume_at(keep) and (keep or not len(mirror.slot)):
-                mirror.slot.truncate(keep)
+            common_length = min(common_prefix_length(mirror.slot.entries, known), len(known) - 1)
+            if mirror.slot.can_resume_at(common_length) and (common_length or not len(mirror.slot)):
+                mirror.slot.truncate(common_length)
                 return mirror
             self.release(job)
-        reuse = self.prefix_cache.plan(known, salt=salt)
-        if reuse is None:  # jobs that had to step aside hold their places in vain
-            for other in [other for other in self._mirrors if other.sequence is None]:
-                self.release(other)
-            reuse = self.prefix_cache.plan(known, salt=salt)
-        if reuse is None:
+        plan = self.prefix_cache.plan(known, salt=salt)
+        if plan is None:  # preempted jobs occupy slots that they do not use
+            for preempted in [mirrored for mirrored in self._mirrors if mirrored.sequence is None]:
+                self.release(preempted)
+            plan = self.prefix_cache.plan(known, salt=salt)
+        if plan is None:
             return None
-        slot, _ = self.prefix_cache.acquire(reuse, salt)
+        slot, _ = self.prefix_cache.acquire(plan, salt)
         mirror = self._mirrors[job] = MirrorSequence(
             slot, self.prefix_cache.checkpoint_positions(slot, job.prompt, job.request.boundaries)
         )
         return mirror
 
     def _draft_tokens(self, draft_requests: Sequence[DraftRequest], ready: list[int], drafts: list[list[int]]) -> None:
-        """One guess of every job in each decode."""
+        """Fill `drafts`: each decode adds one draft token to every ready job."""
         saved = self._save_states([self._get_slot(draft_requests[index][0]) for index in ready])
         for step in range(max([draft_requests[index][1] for index in ready], default=0)):
-            active = [index for index in ready if self._has_room(draft_requests[index], step)]
+            active = [index for index in ready if self._can_extend_draft(draft_requests[index], step)]
             if not active:
                 break
             spans: list[DecodeSpan] = []
@@ -195,12 +197,12 @@ class DraftModel:
         for slot, length, state in saved:
             slot.restore(length, state, 0)
 
-    def _has_room(self, draft_request: DraftRequest, step: int) -> bool:
+    def _can_extend_draft(self, draft_request: DraftRequest, step: int) -> bool:
         job, limit = draft_request
         return step < limit and self._get_slot(job).cell_count < self._backend.capabilities.cells_per_sequence
 
     def _save_states(self, slots: list[Slot]) -> list[tuple[Slot, int, BackendState]]:
-        """Where memory cannot drop a guess: what it is before, to be put back."""
+        """Save the states to restore after drafting, if the KV cache cannot drop draft tokens."""
         if self._backend.capabilities.memory_kind in ("attention", "window"):
             return []
         return [(slot, len(slot), self._backend.save(slot.seq_id, "partial")) for slot in slots]

@@ -1,7 +1,7 @@
-"""Guesses copied from what was said before: where the newest tokens stood already, what followed them then.
+"""N-gram drafter: proposes what followed the last occurrence of the newest three tokens.
 
-Prompts and answers of one conversation share a history, so an answer finds what earlier turns said, also what an
-edited prompt no longer contains. A token costs one look into a table.
+The prompts and completions of a conversation share one index, so a completion finds what earlier turns contained, also
+text that an edited prompt no longer has. Each token costs one table lookup.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from afterglow.engine.speculation.speculator import DraftRequest
 from afterglow.engine.types.draft_stats import AcceptanceEstimator
 from afterglow.engine.types.entries import Entries, EntryBuffer, common_prefix_length
 
-NGRAM_TOKENS = 3  # tokens that have to agree: two agree too often, four too late
-BITS_PER_TOKEN = 21  # of one token in a key; three fit into 64
+NGRAM_TOKENS = 3  # two match too often, four too late
+BITS_PER_TOKEN = 21  # of a key; three tokens fit into 64 bits
 TOKEN_MASK = (1 << BITS_PER_TOKEN) - 1
-MAX_IDLE_INDEXES = 16  # histories of conversations that nobody is answering
-MAX_INDEX_ENTRIES = 1 << 17  # entries of a history; a longer one begins again with its newest path
-DECAY_PER_TOKEN = 0.99  # what a token before the last counts for
-MATCH_PRIOR_WEIGHT_TOKENS = 16  # tokens that what is usual counts for
+MAX_IDLE_INDEXES = 16  # indexes of conversations without a running job
+MAX_INDEX_ENTRIES = 1 << 17  # a longer index is rebuilt from the current prompt
+DECAY_PER_TOKEN = 0.99  # weight of a token relative to the next one
+MATCH_PRIOR_WEIGHT_TOKENS = 16
 
 
 @dataclass(slots=True)
 class MatchKind:
-    """Guesses after so many tokens that came as they stood elsewhere. Every token shows whether one would have been
-    right, so nothing has to be guessed to find out."""
+    """Drafts after at least `min_matched_tokens` tokens that equalled the matched text.
+
+    Every generated token shows whether a draft token would have been accepted, so the acceptance rate is learned
+    without drafting.
+    """
 
     min_matched_tokens: int
     name: str
-    prior_acceptance: float  # share that is right: of ten answers of SmolLM2 to much the same question
+    prior_acceptance: float  # measured with ten answers of SmolLM2 to much the same question
     acceptance: AcceptanceEstimator = field(
         default_factory=lambda: AcceptanceEstimator(decay=DECAY_PER_TOKEN, prior_weight=MATCH_PRIOR_WEIGHT_TOKENS)
     )
@@ -44,49 +47,47 @@ class MatchKind:
 
 
 class NgramIndex:
-    """Everything that was said in a conversation, in the order in which it came, and where each three tokens stood.
+    """All entries of a conversation in order of arrival, and the last position of each three-token sequence.
 
-    >>> history = History()
-    >>> history.follow(np.array([7, 1, 2, 3, 4, 5, 1, 2, 3]))
-    >>> history.guess(2)
+    >>> index = NgramIndex()
+    >>> index.add_prompt(np.array([7, 1, 2, 3, 4, 5, 1, 2, 3]))
+    >>> index.draft(2)
     [4, 5]
     """
 
     def __init__(self) -> None:
-        self._entries: list[int] = []
-        self._current = (
-            EntryBuffer()
-        )  # the prompt and the answer that it stands at the end of, but for what is only logged
-        self._synced_entries = 0  # entries of the log that are in the path, or are not of it
-        self._positions: dict[int, int] = {}  # three tokens, as one number → where what follows them stands in the log
-        self._match_position: int | None = None  # where in the log the next guess stands
-        self.matched_tokens = 0  # tokens that came as they stood there
+        self._entries: list[int] = []  # the log
+        self._current = EntryBuffer()  # the current prompt and completion, synchronized lazily with the log
+        self._synced_entries = 0  # log entries that are in `_current`, or do not belong to it
+        self._positions: dict[int, int] = {}  # three tokens as one integer → position in the log after them
+        self._match_position: int | None = None  # position in the log of the next draft token
+        self.matched_tokens = 0  # consecutive tokens that equalled the log there
         self.generated_tokens = 0  # tokens since the prompt
 
     def match_prefix(self, prompt: Entries) -> int:
-        """How many entries the prompt has in common with what was last said here."""
+        """Return the length of the common prefix with the current prompt and completion."""
         self._current.extend(np.array(self._entries[self._synced_entries :], dtype=np.int64))
         self._synced_entries = len(self._entries)
         return common_prefix_length(self._current.entries, prompt)
 
     def add_prompt(self, prompt: Entries) -> None:
-        """Go on with a prompt: what it has in common with the last stays, the rest is added."""
-        keep = self.match_prefix(prompt)
-        if keep < len(self._current):  # it leaves the path: a few tokens again, so that it is known where
-            self._current.truncate(max(0, keep - NGRAM_TOKENS))
-        keep = len(self._current)
-        if len(self._entries) + len(prompt) - keep > MAX_INDEX_ENTRIES:
-            self._entries, self._positions, keep = [], {}, 0
+        """Continue with a prompt: the common prefix stays, the rest is appended."""
+        start = self.match_prefix(prompt)
+        if start < len(self._current):  # diverges: repeat a few tokens, so that the n-gram at the divergence is indexed
+            self._current.truncate(max(0, start - NGRAM_TOKENS))
+        start = len(self._current)
+        if len(self._entries) + len(prompt) - start > MAX_INDEX_ENTRIES:
+            self._entries, self._positions, start = [], {}, 0
             self._current.truncate(0)
-        self._current.extend(prompt[keep:])
-        start = len(self._entries)
-        self._entries += prompt[keep:].tolist()
+        self._current.extend(prompt[start:])
+        log_start = len(self._entries)
+        self._entries += prompt[start:].tolist()
         self._synced_entries = len(self._entries)
         self.generated_tokens = 0
-        self._index_ngrams(max(start - NGRAM_TOKENS + 1, 0))
+        self._index_ngrams(max(log_start - NGRAM_TOKENS + 1, 0))
 
     def _index_ngrams(self, start: int) -> None:
-        """Note where the tokens from `start` on stand, all but the last three: those are to be found elsewhere."""
+        """Index the entries from `start` on. The last three are looked up before they are indexed."""
         log = np.array(self._entries[start:], dtype=np.int64) & TOKEN_MASK
         self._match_position, self.matched_tokens = None, 0
         if len(log) < NGRAM_TOKENS:
@@ -97,49 +98,50 @@ class NgramIndex:
         self._positions[keys[-1]] = len(self._entries)
 
     def add_token(self, token: int) -> bool | None:
-        """A token was said; whether it was the one that stood there, None where nothing did."""
-        log, source, length = self._entries, self._match_position, len(self._entries)
+        """Append a generated token. Return whether it equals the matched text, None if there was no match."""
+        log, match_position, length = self._entries, self._match_position, len(self._entries)
         log.append(token)
         self.generated_tokens += 1
         if length < NGRAM_TOKENS - 1:
             return None
         key = (log[-3] & TOKEN_MASK) << 2 * BITS_PER_TOKEN | (log[-2] & TOKEN_MASK) << BITS_PER_TOKEN | token
-        earlier = self._positions.get(key)
+        last_position = self._positions.get(key)
         self._positions[key] = length + 1
-        if source is not None and source < length and log[source] == token:
-            # A text that is being copied is followed where it is, also where its words stand elsewhere, too.
-            self._match_position, self.matched_tokens = source + 1, self.matched_tokens + 1
+        if match_position is not None and match_position < length and log[match_position] == token:
+            # Stay in the text that is being copied, even if its n-grams also occur elsewhere.
+            self._match_position, self.matched_tokens = match_position + 1, self.matched_tokens + 1
             return True
-        self._match_position, self.matched_tokens = earlier, 0
-        return None if source is None or source >= length else False
+        self._match_position, self.matched_tokens = last_position, 0
+        return None if match_position is None or match_position >= length else False
 
     @property
     def has_match(self) -> bool:
-        """Whether the newest tokens stood somewhere before."""
+        """Whether the newest three tokens occurred before."""
         return self._match_position is not None and self._match_position < len(self._entries)
 
     def draft(self, limit: int) -> list[int]:
-        """What followed the newest tokens before; where that was so recent that it ends here, again and again."""
+        """Return up to `limit` tokens that followed the match, repeated if the match reaches the end of the log."""
         if not self.has_match:
             return []
         assert self._match_position is not None
-        guesses = list(islice(cycle(self._entries[self._match_position : self._match_position + limit]), limit))
-        return guesses if min(guesses) >= 0 else guesses[: next(i for i, one in enumerate(guesses) if one < 0)]
+        tokens = list(islice(cycle(self._entries[self._match_position : self._match_position + limit]), limit))
+        # Media entries are negative and cannot be drafted.
+        return tokens if min(tokens) >= 0 else tokens[: next(i for i, token in enumerate(tokens) if token < 0)]
 
 
 class NgramDrafter:
-    """The drafter that needs nothing but what was said."""
+    """Drafter without a model: uses only the entries of the conversation. Indexes are not shared between salts."""
 
-    name = "lookup"
+    name = "ngram"
 
     def __init__(self) -> None:
-        self._idle_indexes: list[tuple[str, NgramIndex]] = []  # the longest idle first, and whose they are
+        self._idle_indexes: list[tuple[str, NgramIndex]] = []  # with their salt, least recently used first
         self._indexes: dict[Job, NgramIndex] = {}
         self._match_kinds = (
-            MatchKind(16, "lookup, copying", 0.98),
-            MatchKind(4, "lookup, following", 0.9),
-            MatchKind(1, "lookup, again", 0.83),
-            MatchKind(0, "lookup", 0.58),
+            MatchKind(16, "ngram, 16 matched", 0.98),
+            MatchKind(4, "ngram, 4 matched", 0.9),
+            MatchKind(1, "ngram, 1 matched", 0.83),
+            MatchKind(0, "ngram", 0.58),
         )
 
     def can_draft(self, job: Job) -> bool:
@@ -155,53 +157,48 @@ class NgramDrafter:
         return 0.0
 
     def catch_up(self, jobs: Sequence[Job]) -> None:
-        """Nothing to compute."""
+        """Do nothing: there is nothing to compute."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         return [self._update_index(job).draft(limit) for job, limit in draft_requests]
 
     def release(self, job: Job) -> None:
-        """The job has ended; the next turn goes on with its history."""
+        """Keep the index of a job that has ended for the next turn of the conversation."""
         if job in self._indexes:
             self._update_index(job)
-            self._idle_indexes.append((get_salt(job), self._indexes.pop(job)))
+            self._idle_indexes.append((job.request.salt, self._indexes.pop(job)))
             del self._idle_indexes[:-MAX_IDLE_INDEXES]
 
     def run_idle_task(self) -> bool:
         return False
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to free."""
 
     def _update_index(self, job: Job) -> NgramIndex:
-        """The job's history with everything in it that is known."""
-        history = self._indexes.get(job)
-        if history is None:
-            history = self._indexes[job] = self._open_index(job)
-        for token in job.generated[history.generated_tokens :]:
-            followed = history.matched_tokens
-            right = history.add_token(token)
-            if right is not None:
-                self._find_match_kind(followed).acceptance.update(1, right)
-        return history
+        """Return the job's index with all known entries in it."""
+        index = self._indexes.get(job)
+        if index is None:
+            index = self._indexes[job] = self._open_index(job)
+        for token in job.generated[index.generated_tokens :]:
+            matched_tokens = index.matched_tokens
+            is_match = index.add_token(token)
+            if is_match is not None:
+                self._find_match_kind(matched_tokens).acceptance.update(1, is_match)
+        return index
 
     def _find_match_kind(self, matched_tokens: int) -> MatchKind:
-        for kind in self._match_kinds:  # the last has no least; `next` would take twice as long, for every token
+        for kind in self._match_kinds:  # the last one always matches; `next` would take twice as long per token
             if matched_tokens >= kind.min_matched_tokens:
                 break
         return kind
 
     def _open_index(self, job: Job) -> NgramIndex:
-        """Go on with the conversation that the prompt continues, or begin a new one."""
-        own = [place for place, (owner, _) in enumerate(self._idle_indexes) if owner == get_salt(job)]
-        best = max(own, key=lambda place: self._idle_indexes[place][1].match_prefix(job.prompt), default=None)
-        history = NgramIndex()
+        """Continue the idle index with the longest common prefix, or create a new one."""
+        candidates = [number for number, (salt, _) in enumerate(self._idle_indexes) if salt == job.request.salt]
+        best = max(candidates, key=lambda number: self._idle_indexes[number][1].match_prefix(job.prompt), default=None)
+        index = NgramIndex()
         if best is not None and self._idle_indexes[best][1].match_prefix(job.prompt) >= NGRAM_TOKENS:
-            history = self._idle_indexes.pop(best)[1]
-        history.add_prompt(job.prompt)
-        return history
-
-
-def get_salt(job: Job) -> str:
-    """Whose prompt it is: nobody's guesses come from what somebody else said."""
-    return job.request.salt
+            index = self._idle_indexes.pop(best)[1]
+        index.add_prompt(job.prompt)
+        return index

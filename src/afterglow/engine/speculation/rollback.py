@@ -1,7 +1,7 @@
-"""Going back where memory keeps no snapshots: the state before guesses is saved, put back where one was wrong, and what
-was right is computed again with the next token.
+"""Rollback for KV caches that cannot drop rejected draft tokens: saves partial states before a decode, restores them.
 
-It acts; whether that is worth it, the choice of a draft's length knows.
+After a restore, the accepted tokens are recomputed with the next token. Whether that pays is decided by the choice of
+the draft length, not here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from afterglow.engine.scheduling.job import Job
 from afterglow.engine.types.backend import Backend, BackendState
 
-NEW_MEASUREMENT_WEIGHT = 0.2  # of a new measurement
+NEW_MEASUREMENT_WEIGHT = 0.2  # in the running average
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackState:
-    """A sequence as it stood before its guesses: how long it was, and its partial state."""
+    """A sequence before its draft tokens: its length and partial state."""
 
     length: int
     state: BackendState
@@ -26,16 +26,16 @@ class RollbackState:
 
 
 class Rollback:
-    """Saves states before guesses, for one decode each, and puts them back."""
+    """Saves the states of drafting jobs for one decode and restores them on rejection."""
 
     def __init__(self, backend: Backend) -> None:
-        self.seconds_per_state = 0.0  # that saving a state takes, or putting it back
+        self.seconds_per_state = 0.0  # to save or restore one state, running average
         self._backend = backend
         self._saved_states: dict[Job, RollbackState] = {}
-        self._restore_seconds = 0.0  # seconds of the last decode that went into putting states back
+        self._restore_seconds = 0.0  # spent on restoring states after the last decode
 
     def save(self, jobs: Iterable[Job]) -> float:
-        """Save the states of jobs that have guesses; the seconds it took."""
+        """Save the states of jobs that have draft tokens. Return the seconds it took."""
         self._saved_states, self._restore_seconds = {}, 0.0
         started = time.perf_counter()
         for job in jobs:
@@ -50,21 +50,24 @@ class Rollback:
         return seconds
 
     def restore(self, job: Job) -> bool:
-        """Put the state before the guesses back; the right ones are to be computed again. False: there is none."""
-        before = self._saved_states.pop(job, None)
-        if before is None:
+        """Restore the state before the draft tokens and mark the accepted ones for recomputation.
+
+        Return False if no state was saved.
+        """
+        saved = self._saved_states.pop(job, None)
+        if saved is None:
             return False
         assert job.sequence is not None
         started = time.perf_counter()
-        job.sequence.restore(before.length, before.state, before.aligned)
-        job.entries_to_recompute = job.known_length - 1 - before.length
+        job.sequence.restore(saved.length, saved.state, saved.aligned)
+        job.entries_to_recompute = job.known_length - 1 - saved.length
         seconds = time.perf_counter() - started
         self._restore_seconds += seconds
         self._record_seconds(seconds)
         return True
 
     def finish_decode(self) -> float:
-        """The decode is over: forget what was saved for it; the seconds that went into putting states back."""
+        """Discard the states of this decode. Return the seconds spent on restoring."""
         self._saved_states = {}
         return self._restore_seconds
 

@@ -1,4 +1,7 @@
-"""Guessing ahead: who guesses for which job before a decode, and how far. What comes of it, the sampler decides."""
+"""Speculator: chooses, before each decode, which drafter drafts for which job and how many tokens.
+
+Verification happens in `engine/verify.py`; its results come back through `record_verification` and `record_decode`.
+"""
 
 from __future__ import annotations
 
@@ -17,71 +20,76 @@ from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import UnsupportedOption
 
 DraftRequest: TypeAlias = tuple[Job, int]
-"""A job that generates, and how many guesses it could use."""
+"""A decoding job and the most draft tokens it can use."""
 
-INITIAL_RETRY_DECODES = (
-    16  # decodes without guesses after which they are tried again, where they lost; twice as many each time
-)
+# If drafting did not pay, it is tried again after this many plain decodes, then after twice as many each time.
+INITIAL_RETRY_DECODES = 16
 MAX_RETRY_DECODES = 1024
-TRIAL_DRAFT_TOKENS = 2  # guesses in a trial
-INITIAL_ACCEPTANCE_RATE = 0.7  # of how many guesses are right where nothing is known: hopeful, so that they are tried
-REFRESH_AFTER_DECODES = (
-    48  # decodes with guesses after which there are two without, so that what the second takes stays known
-)
-RECHOOSE_AFTER_DECODES = 16  # decodes after which lengths are chosen anew, even where nothing was learned from guesses
-SLEEP_DECODES = 8  # decodes for which all are left alone after nothing could be won for any of them
-EXPECTED_ANSWER_TOKENS = 256  # tokens within which what a drafter has to compute first must have paid
-MEMORY_FULL_PAUSE_DECODES = 16  # decodes without guesses after they did not fit into memory
+TRIAL_DRAFT_TOKENS = 2
+INITIAL_ACCEPTANCE_RATE = 0.7  # prior without measurements: optimistic, so that drafting is tried
+# After this many decodes with drafts, two plain decodes follow; the second refreshes the cost of a plain decode.
+REFRESH_AFTER_DECODES = 48
+RECHOOSE_AFTER_DECODES = 16  # lengths are chosen again after this many decodes, even without new verifications
+SLEEP_DECODES = 8  # pause after no job could gain from drafting
+EXPECTED_ANSWER_TOKENS = 256  # catching up has to pay off within this many tokens
+MEMORY_FULL_PAUSE_DECODES = 16  # pause after draft tokens did not fit into the KV cache
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of answers. Wrong guesses cost time and change nothing."""
+    """Proposes the next tokens of jobs. Rejected draft tokens cost time and change nothing."""
 
     name: str
 
     def can_draft(self, job: Job) -> bool:
-        """Whether it has anything to guess for this job now. Asked before every decode, so it has to be cheap."""
+        """Return whether it has draft tokens for this job now. Called before every decode, so it has to be cheap."""
 
     def get_draft_kind(self, job: Job) -> str:
-        """What its guesses for a job that it is ready for are called now: those of one kind are judged together."""
+        """Return the kind of its drafts for a job it can draft for. Acceptance is estimated per kind."""
 
     def estimate_acceptance(self, job: Job) -> float:
-        """How likely its next guess for such a job is right, as far as it can tell before any was verified."""
+        """Return the prior acceptance rate of its next draft token for such a job."""
 
     def estimate_catch_up_entries(self, job: Job) -> float:
-        """What it has to compute before it can guess for this job at all, in entries of a prompt that take the model
-        itself as long; 0 where that is not worth mentioning."""
+        """Return what it has to compute before it can draft for this job, 0 if that is negligible.
+
+        The unit is prompt entries of the target model that take the same time.
+        """
 
     def catch_up(self, jobs: Sequence[Job]) -> None:
-        """Compute that; `draft` does it, too, but there it would look like the price of a guess."""
+        """Compute what is missing. `draft` does so, too, but would count the time as cost of its draft tokens."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """For each job its guesses, as many as it wishes or fewer. `job.prompt` and `job.generated` are what is known,
-        of which memory lacks the newest token."""
+        """Return the draft tokens of each job, at most as many as requested.
+
+        `job.prompt` and `job.generated` are known; the target's KV cache lacks the newest token only.
+        """
 
     def release(self, job: Job) -> None:
-        """The job has ended."""
+        """Release what it holds for a job that has ended."""
 
     def run_idle_task(self) -> bool:
-        """Do something that can wait until nobody waits; False: there is nothing of the kind."""
+        """Do one piece of deferred work. Return False if there is none."""
 
     def close(self) -> None:
-        """Give back what it owns."""
+        """Free its resources."""
 
 
 def choose_drafters(available: Sequence[Drafter], settings: EngineSettings) -> list[Drafter]:
-    """All there are, or those that the settings name, in that order. `UnsupportedOption` where one is not there."""
+    """Return all drafters, or those that the settings name, in that order.
+
+    Raise `UnsupportedOption` if a named one is not available.
+    """
     if settings.drafters is None:
         return list(available)
     by_name = {drafter.name: drafter for drafter in available}
     for name in settings.drafters:
         if name not in by_name:
-            raise UnsupportedOption("drafters", f"there is no {name!r} here, only {', '.join(by_name)}")
+            raise UnsupportedOption("drafters", f"{name!r} is not available here, only {', '.join(by_name)}")
     return [by_name[name] for name in settings.drafters]
 
 
 class Speculator:
-    """Asks drafters for guesses, as many as are expected to pay, and learns from what came of them."""
+    """Requests as many draft tokens as are expected to pay, and learns from their verification."""
 
     def __init__(
         self,
@@ -91,48 +99,48 @@ class Speculator:
         drafters: Sequence[Drafter],
         rollback: Rollback | None = None,
     ) -> None:
-        """`replay` is for memory that cannot drop wrong guesses by itself."""
+        """`rollback` is for a KV cache that cannot drop rejected draft tokens by itself."""
         self.rollback = rollback
         self.loss_budget = LossBudget()
         self._fixed_length = settings.speculation if isinstance(settings.speculation, int) else None
-        on = settings.speculation != "off" and not settings.deterministic
-        able = capabilities.max_rollback > 0 or rollback is not None
-        if on and self._fixed_length is not None and not able:
+        is_enabled = settings.speculation != "off" and not settings.deterministic
+        is_supported = capabilities.max_rollback > 0 or rollback is not None
+        if is_enabled and self._fixed_length is not None and not is_supported:
             raise UnsupportedOption(
                 "speculation",
-                f"this {capabilities.memory_kind} memory can neither drop wrong guesses nor go back to a saved state",
+                f"this {capabilities.memory_kind} KV cache can neither drop rejected draft tokens nor restore a state",
             )
         self._owned_drafters = list(drafters)
         chosen = choose_drafters(drafters, settings)
-        self._drafters = chosen if on and able else []
+        self._drafters = chosen if is_enabled and is_supported else []
         self._capabilities = capabilities
         self._max_draft_tokens = (
             MAX_DRAFT_TOKENS if rollback is not None else min(MAX_DRAFT_TOKENS, capabilities.max_rollback)
         )
-        # Where sequences have their own memory, llama.cpp computes rows of several together as far as all have as many;
-        # what some have more comes once more, by itself. On a processor that is most of what guesses cost.
+        # If sequences have separate KV caches, llama.cpp computes rows of several sequences together only up to the
+        # smallest row count; the excess rows take another pass. On a CPU that is most of the cost of draft tokens.
         self._splits_uneven_batches = capabilities.interruptible and not capabilities.kv_unified
         self._cost_model = cost_model
-        self._acceptance_by_kind = defaultdict[str, AcceptanceEstimator](AcceptanceEstimator)  # by kind
+        self._acceptance_by_kind = defaultdict[str, AcceptanceEstimator](AcceptanceEstimator)
         self._retry_intervals = defaultdict[str, int](lambda: INITIAL_RETRY_DECODES)
         self._seconds_per_draft_token = {drafter.name: RecentTimings() for drafter in drafters}
-        self._draft_seconds = 0.0  # seconds of guessing for the coming decode
+        self._draft_seconds = 0.0  # spent on drafting for the next decode
         self._length_cache: dict[tuple[str, float, int, int, int | None], DraftLength] = {}
         self._measured_decodes = 0
         self._decode_count = 0
-        self._paused_until = 0  # the decode before which nobody is asked
-        self._drafted_jobs: list[Job] = []  # who has guesses, or had them in the last decode
-        self._decodes_with_drafts = 0  # decodes with guesses since one without was measured
-        self._last_plain_decode = 0, 0  # the last decode without guesses, and how many rows it had
-        self._verified_jobs: list[Job] = []  # whose guesses were in the decode that is being measured
+        self._paused_until = 0  # decode count before which no drafter is asked
+        self._drafted_jobs: list[Job] = []  # jobs with draft tokens in the next or last decode
+        self._decodes_with_drafts = 0  # since the last measured plain decode
+        self._last_plain_decode = 0, 0  # decode count and rows of the last decode without draft tokens
+        self._verified_jobs: list[Job] = []  # jobs with draft tokens in the decode that is being measured
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """Who may guess."""
+        """Names of the active drafters."""
         return tuple(drafter.name for drafter in self._drafters)
 
-    def propose_drafts(self, generating: Sequence[Job], prefilling: Sequence[Job]) -> None:
-        """Give jobs that generate their guesses for the coming decode, in which others may have prompts."""
+    def propose_drafts(self, decoding: Sequence[Job], prefilling: Sequence[Job]) -> None:
+        """Set the draft tokens of decoding jobs for the next decode, which may also hold prefill chunks."""
         for job in self._drafted_jobs:
             job.draft = []
         self._drafted_jobs = []
@@ -140,103 +148,109 @@ class Speculator:
         self._decode_count += 1
         if self._decode_count < self._paused_until or not self._drafters:
             return
-        rows = len(generating)
-        if self._fixed_length is None and not (generating and not prefilling and self._can_draft(rows)):
+        rows = len(decoding)
+        if self._fixed_length is None and not (decoding and not prefilling and self._can_draft(rows)):
             return
-        # Not for jobs that are replayed: what drafters know is that memory lacks one token.
-        ready = {
-            job: able
-            for job in generating
-            if not job.entries_to_recompute and (able := [one for one in self._drafters if one.can_draft(job)])
+        # Jobs with entries to recompute are left out: drafters assume that only the newest token is missing.
+        drafters_by_job = {
+            job: drafters
+            for job in decoding
+            if not job.entries_to_recompute
+            and (drafters := [drafter for drafter in self._drafters if drafter.can_draft(job)])
         }
-        if not ready:
+        if not drafters_by_job:
             return
-        spare = self._get_spare_rows(rows + len(prefilling), rows)
-        choices = self._choose_lengths(ready, rows, spare)
+        spare_rows = self._get_spare_rows(rows + len(prefilling), rows)
+        choices = self._choose_lengths(drafters_by_job, rows, spare_rows)
         if not any(choices.values()):
             self._paused_until = self._decode_count + SLEEP_DECODES
             return
         for rank in range(len(self._drafters)):
             for drafter in self._drafters:
-                wishes = self._collect_draft_requests(drafter, rank, choices, spare)
-                spare -= self._request_drafts(drafter, wishes)
+                draft_requests = self._collect_draft_requests(drafter, rank, choices, spare_rows)
+                spare_rows -= self._request_drafts(drafter, draft_requests)
 
     def _can_draft(self, rows: int) -> bool:
-        """Whether guesses may be tried in a decode of so many rows. One with a prompt in it is never asked about: it
-        computes as many rows as it can anyway, and guesses would only make it longer."""
+        """Return whether a decode of `rows` decoding rows may have draft tokens.
+
+        Not called for decodes with prefill: they compute as many rows as they can anyway, and draft tokens would only
+        make them longer.
+        """
         return (
             self.loss_budget.has_credit
             and self._decodes_with_drafts < REFRESH_AFTER_DECODES
             and self._cost_model.step_costs.is_measured(rows)
         )
 
-    def _get_spare_rows(self, running: int, generating: int) -> int:
-        """Guesses that one decode has room for: everybody needs a row, and an output at its end. What was never
-        measured is approached step by step: twice as far as before, and no further."""
-        room = min(self._capabilities.max_outputs - running, self._capabilities.batch_cells - generating)
-        known = self._cost_model.step_costs.max_measured_rows - (1 if self._splits_uneven_batches else generating)
-        return room if self._fixed_length is not None else min(room, max(TRIAL_DRAFT_TOKENS * generating, 2 * known))
+    def _get_spare_rows(self, running: int, decoding: int) -> int:
+        """Return the draft tokens that fit into one decode: every job needs a row, and an output after its last row.
+
+        Row counts that were not measured yet are approached in steps: at most twice the largest measured one.
+        """
+        free = min(self._capabilities.max_outputs - running, self._capabilities.batch_cells - decoding)
+        measured = self._cost_model.step_costs.max_measured_rows - (1 if self._splits_uneven_batches else decoding)
+        return free if self._fixed_length is not None else min(free, max(TRIAL_DRAFT_TOKENS * decoding, 2 * measured))
 
     def _get_max_length(self, job: Job, spare_rows: int) -> int:
-        """Guesses that could be right, could be computed, and could be dropped again."""
+        """Return the most draft tokens that a job can use, compute and roll back."""
         if job.draft_stats.disabled:
             return 0
         assert job.sequence is not None
-        left = MAX_DRAFT_TOKENS if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
-        room = job.max_cells - job.sequence.cell_count - 1
-        return max(0, min(self._max_draft_tokens, left, room, spare_rows))
+        wanted = MAX_DRAFT_TOKENS if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
+        free_cells = job.max_cells - job.sequence.cell_count - 1
+        return max(0, min(self._max_draft_tokens, wanted, free_cells, spare_rows))
 
     def _choose_lengths(
         self, drafters_by_job: dict[Job, list[Drafter]], rows: int, spare_rows: int
     ) -> dict[Job, list[tuple[Drafter, int]]]:
-        """For each job those that would help it, the most promising first, and how far each should guess.
+        """Return for each job the drafters that would speed it up, most promising first, with their draft lengths.
 
-        Where guesses cost only their rows, each job is a case of its own; else those that can guess do so alike.
+        If draft tokens cost only their rows, each job is decided alone; otherwise all jobs of a drafter draft alike.
         """
-        alike = rows > 1 and self._fixed_length is None and self._splits_uneven_batches
-        found: dict[Job, list[tuple[float, Drafter, int]]] = {job: [] for job in drafters_by_job}
+        draft_alike = rows > 1 and self._fixed_length is None and self._splits_uneven_batches
+        options: dict[Job, list[tuple[float, Drafter, int]]] = {job: [] for job in drafters_by_job}
         for drafter in self._drafters:
-            able = [job for job, drafters in drafters_by_job.items() if drafter in drafters]
-            for group in [able] if alike else [[job] for job in able]:
+            jobs = [job for job, drafters in drafters_by_job.items() if drafter in drafters]
+            for group in [jobs] if draft_alike else [[job] for job in jobs]:
                 for job, choice in self._choose_group_lengths(group, drafter, rows, spare_rows).items():
-                    found[job].append((-choice.speedup, drafter, choice.length))
+                    options[job].append((-choice.speedup, drafter, choice.length))
         return {
-            job: [(drafter, length) for _, drafter, length in sorted(options, key=lambda one: one[0])]
-            for job, options in found.items()
+            job: [(drafter, length) for _, drafter, length in sorted(job_options, key=lambda option: option[0])]
+            for job, job_options in options.items()
         }
 
     def _choose_group_lengths(
         self, group: Sequence[Job], drafter: Drafter, rows: int, spare_rows: int
     ) -> dict[Job, DraftLength]:
-        """How far a drafter should guess for jobs that guess alike; where that does not pay, one may try, seldom."""
+        """Return the draft lengths of jobs that draft alike. If drafting does not pay, one job retries it sometimes."""
         limits = {job: limit for job in group if (limit := self._get_max_length(job, spare_rows // len(group)))}
         if self._fixed_length is not None or not limits:
             return {job: DraftLength(min(self._fixed_length or 0, limit), 1.0) for job, limit in limits.items()}
         for job in limits:
             job.draft_stats.last_decode = job.draft_stats.last_decode or self._decode_count
-        sharing = len(limits) if self._splits_uneven_batches else None
+        drafting_jobs = len(limits) if self._splits_uneven_batches else None
         choice = self._find_best_length(
-            drafter.name, self._estimate_acceptance(limits, drafter), max(limits.values()), rows, sharing
+            drafter.name, self._estimate_acceptance(limits, drafter), max(limits.values()), rows, drafting_jobs
         )
-        chosen = list(limits)
+        jobs = list(limits)
         if choice.length:
-            self._retry_intervals.update((drafter.get_draft_kind(job), INITIAL_RETRY_DECODES) for job in chosen)
+            self._retry_intervals.update((drafter.get_draft_kind(job), INITIAL_RETRY_DECODES) for job in jobs)
         else:
             choice = DraftLength(TRIAL_DRAFT_TOKENS, 0.0)
-            chosen = [
+            jobs = [
                 job
-                for job in chosen
+                for job in jobs
                 if self._decode_count - job.draft_stats.last_decode
                 >= self._retry_intervals[drafter.get_draft_kind(job)]
             ][:1]
         return {
             job: DraftLength(min(choice.length, limits[job]), choice.speedup)
-            for job in chosen
+            for job in jobs
             if self._should_catch_up(job, drafter, rows, choice.speedup)
         }
 
     def _estimate_acceptance(self, group: Iterable[Job], drafter: Drafter) -> float:
-        """How likely guesses for these jobs are right."""
+        """Return the mean acceptance rate of a drafter over a group of jobs."""
         kinds = [(job, drafter.get_draft_kind(job)) for job in group]
         rates = [
             job.draft_stats.estimate_acceptance(
@@ -247,19 +261,25 @@ class Speculator:
         return round(sum(rates) / len(rates), 2)
 
     def _should_catch_up(self, job: Job, drafter: Drafter, rows: int, speedup: float) -> bool:
-        """Whether a drafter that knows little of a job may be asked: not where it would hardly be done before the
-        answer is, and not beyond what may be lost."""
-        behind = drafter.estimate_catch_up_entries(job) * self._cost_model.seconds_per_entry
-        if not behind:
+        """Return whether a drafter may catch up on a job.
+
+        Not if that would hardly pay off before the completion ends, and not beyond the loss budget.
+        """
+        catch_up_seconds = drafter.estimate_catch_up_entries(job) * self._cost_model.seconds_per_entry
+        if not catch_up_seconds:
             return True
-        most = (
+        expected_tokens = (
             EXPECTED_ANSWER_TOKENS
             if job.request.max_tokens is None
             else min(EXPECTED_ANSWER_TOKENS, job.request.max_tokens)
         )
-        step = self._estimate_seconds(rows, rows)
-        saved = max(0, most - len(job.generated)) * step * (1 - 1 / speedup) if speedup > 1 else behind
-        return behind <= saved and self.loss_budget.can_afford(behind, step)
+        step_seconds = self._estimate_seconds(rows, rows)
+        saved_seconds = (
+            max(0, expected_tokens - len(job.generated)) * step_seconds * (1 - 1 / speedup)
+            if speedup > 1
+            else catch_up_seconds
+        )
+        return catch_up_seconds <= saved_seconds and self.loss_budget.can_afford(catch_up_seconds, step_seconds)
 
     def _find_best_length(
         self, name: str, acceptance_rate: float, max_length: int, rows: int, drafting_jobs: int | None
@@ -278,14 +298,14 @@ class Speculator:
         return self._length_cache[key]
 
     def _estimate_seconds(self, rows: int, jobs: int, drafting_jobs: int | None = None) -> float:
-        """Seconds that a decode of so many rows is expected to take: one for each of the jobs, and guesses for as many
-        as are `sharing` them."""
-        per_row = min(self._cost_model.seconds_per_entry, self._cost_model.seconds_per_step)
+        """Return the expected seconds of a decode: one row per job, and draft tokens for `drafting_jobs` of them."""
+        step_costs = self._cost_model.step_costs
+        seconds_per_row = min(self._cost_model.seconds_per_entry, self._cost_model.seconds_per_step)
         if self._is_single_pass(rows, jobs, drafting_jobs):
-            return self._cost_model.step_costs.estimate_seconds(rows, per_row)
-        return self._cost_model.step_costs.estimate_seconds(
-            jobs, per_row
-        ) + self._cost_model.step_costs.estimate_seconds(rows - jobs, per_row)
+            return step_costs.estimate_seconds(rows, seconds_per_row)
+        return step_costs.estimate_seconds(jobs, seconds_per_row) + step_costs.estimate_seconds(
+            rows - jobs, seconds_per_row
+        )
 
     def _is_single_pass(self, rows: int, jobs: int, drafting_jobs: int | None) -> bool:
         return not self._splits_uneven_batches or jobs in (1, rows, drafting_jobs)
@@ -293,114 +313,120 @@ class Speculator:
     def _collect_draft_requests(
         self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare_rows: int
     ) -> list[DraftRequest]:
-        wishes: list[DraftRequest] = []
+        """Return the requests for a drafter: jobs without a draft whose choice at `rank` it is."""
+        draft_requests: list[DraftRequest] = []
         for job, options in choices.items():
             if not job.draft and rank < len(options) and options[rank][0] is drafter:
                 length = min(options[rank][1], spare_rows)
                 if length > 0:
-                    wishes.append((job, length))
+                    draft_requests.append((job, length))
                     spare_rows -= length
-        return wishes
+        return draft_requests
 
     def _request_drafts(self, drafter: Drafter, draft_requests: list[DraftRequest]) -> int:
-        """Let a drafter guess; how many guesses there are. Those that cannot come next are cut off."""
+        """Set the drafts of these jobs. Return the number of draft tokens; those a constraint forbids are cut off."""
         if not draft_requests:
             return 0
-        late = [job for job, _ in draft_requests if drafter.estimate_catch_up_entries(job)]
+        behind = [job for job, _ in draft_requests if drafter.estimate_catch_up_entries(job)]
         started = time.perf_counter()
-        if late:
-            drafter.catch_up(late)
+        if behind:
+            drafter.catch_up(behind)
             self.loss_budget.record_catch_up(time.perf_counter() - started)
             started = time.perf_counter()
         drafts = drafter.draft(draft_requests)
         seconds = time.perf_counter() - started
         total = 0
         for (job, limit), draft in zip(draft_requests, drafts, strict=True):
-            guesses = draft[:limit]
-            if guesses and job.token_constraint is not None:
-                guesses = guesses[: job.token_constraint.count_allowed(guesses)]
-            job.draft = guesses
+            tokens = draft[:limit]
+            if tokens and job.token_constraint is not None:
+                tokens = tokens[: job.token_constraint.count_allowed(tokens)]
+            job.draft = tokens
             self._drafted_jobs.append(job)
             job.draft_stats.last_kind = drafter.get_draft_kind(job)
-            total += len(guesses)
-        price = self._seconds_per_draft_token[drafter.name]
-        if len(price):  # the first time is no loss: it prepares the others
+            total += len(tokens)
+        timings = self._seconds_per_draft_token[drafter.name]
+        if len(timings):  # the first time is a warm-up and not charged
             self._draft_seconds += seconds
         if total:
-            price.add(seconds / total)
+            timings.add(seconds / total)
         return total
 
     def prepare_decode(self, jobs: Sequence[Job]) -> None:
-        """The decode is about to run: save what cannot be dropped again."""
+        """Save states before a decode if rejected draft tokens cannot be dropped."""
         if self.rollback is not None and self._drafters:
             self._draft_seconds += self.rollback.save(jobs)
 
     def record_verification(self, job: Job, draft_tokens: int, accepted_tokens: int) -> None:
-        """So many of a job's guesses were computed, and so many of them were right."""
-        guessing = job.draft_stats
-        kind = guessing.last_kind
+        """Record how many of a job's draft tokens were computed and accepted."""
+        stats = job.draft_stats
+        kind = stats.last_kind
         job.draft_token_count += draft_tokens
         job.draft_steps += 1
         self._verified_jobs.append(job)
-        guessing.last_decode = self._decode_count
-        guessing.update(kind, draft_tokens, accepted_tokens)
+        stats.last_decode = self._decode_count
+        stats.update(kind, draft_tokens, accepted_tokens)
         self._acceptance_by_kind[kind].update(draft_tokens, accepted_tokens)
         self._retry_intervals[kind] = min(MAX_RETRY_DECODES, 2 * self._retry_intervals[kind])
 
     def record_decode(self, rows: int, jobs: int, tokens: int, seconds: float) -> None:
-        """A decode of generating rows only took so long, for `jobs` jobs, and brought so many tokens."""
+        """Record a decode without prefill: its rows, jobs, generated tokens and duration."""
         if not self._drafters:
             return
-        returning = 0.0 if self.rollback is None else self.rollback.finish_decode()
+        restore_seconds = 0.0 if self.rollback is None else self.rollback.finish_decode()
         self._measured_decodes += 1
         if self._measured_decodes % RECHOOSE_AFTER_DECODES == 0 or rows > jobs:
             self._length_cache.clear()
         if rows == jobs:
-            self._record_plain_decode(rows, seconds - returning)
+            self._record_plain_decode(rows, seconds - restore_seconds)
             self.loss_budget.record_plain_decode(seconds)
         else:
-            self._record_draft_decode(rows, jobs, tokens, seconds, returning)
+            self._record_draft_decode(rows, jobs, tokens, seconds, restore_seconds)
         self._verified_jobs = []
 
     def _record_plain_decode(self, rows: int, seconds: float) -> None:
-        """A decode had no guesses. The first of its kind after another takes up to a tenth longer, which would make
-        guesses look that much better than they are: it tells nothing."""
+        """Record a decode without draft tokens.
+
+        The first one after a decode of another shape takes up to a tenth longer, which would make drafting look better
+        than it is, so it is not measured.
+        """
         if self._last_plain_decode == (self._decode_count - 1, rows):
             self._cost_model.step_costs.record(rows, seconds)
             self._decodes_with_drafts = 0
         self._last_plain_decode = self._decode_count, rows
 
     def _record_draft_decode(self, rows: int, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
-        """A decode had guesses in it: learn what such rows take, and whether they won."""
-        steps = self._cost_model.step_costs
+        """Record a decode with draft tokens: the cost of its rows, and the time it saved or lost."""
+        step_costs = self._cost_model.step_costs
         lengths = {len(job.draft) for job in self._verified_jobs}
-        sharing = len(self._verified_jobs) if len(lengths) == 1 else 0  # who has more than others is computed by itself
-        first = False
-        if self._is_single_pass(rows, jobs, sharing):
-            first = steps.is_first(rows)
-            steps.record(rows, seconds - restore_seconds)
-        step = self._estimate_seconds(jobs, jobs)
+        drafting_jobs = len(self._verified_jobs) if len(lengths) == 1 else 0  # uneven drafts take another pass
+        is_first = False
+        if self._is_single_pass(rows, jobs, drafting_jobs):
+            is_first = step_costs.is_first(rows)
+            step_costs.record(rows, seconds - restore_seconds)
+        step_seconds = self._estimate_seconds(jobs, jobs)
         self._decodes_with_drafts += 1
-        # What it took to prepare such decodes is not taken again; their rows are.
-        spent = min(seconds, self._estimate_seconds(rows, jobs, sharing)) if first else seconds
-        won = self.loss_budget.record_draft_decode(spent + self._draft_seconds, step * tokens / jobs, step)
+        # The warm-up of a new row count happens once and is not charged; its rows are.
+        spent = min(seconds, self._estimate_seconds(rows, jobs, drafting_jobs)) if is_first else seconds
+        saved = self.loss_budget.record_draft_decode(
+            spent + self._draft_seconds, step_seconds * tokens / jobs, step_seconds
+        )
         for job in self._verified_jobs:
-            job.speculation_seconds_saved += won / len(self._verified_jobs)
+            job.speculation_seconds_saved += saved / len(self._verified_jobs)
 
     def pause(self) -> None:
-        """Guesses did not fit into memory: do without them for a while."""
+        """Stop drafting for a while because draft tokens did not fit into the KV cache."""
         self._paused_until = self._decode_count + MEMORY_FULL_PAUSE_DECODES
 
     def release(self, job: Job) -> None:
-        """The job has ended."""
+        """Release what drafters hold for a job that has ended."""
         for drafter in self._drafters:
             drafter.release(job)
 
     def run_idle_task(self) -> bool:
-        """Let drafters do what can wait; False: there is nothing."""
+        """Let a drafter do deferred work. Return False if there is none."""
         return any(drafter.run_idle_task() for drafter in self._drafters)
 
     def close(self) -> None:
-        """Give back what drafters own, also those that were never asked."""
+        """Close all drafters, also those that are not active."""
         for drafter in self._owned_drafters:
             drafter.close()

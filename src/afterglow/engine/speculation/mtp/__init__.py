@@ -1,1 +1,1 @@
-"""Drafting with a model's multi-token-prediction heads."""
+"""Drafting with a model's own multi-token-prediction heads."""

@@ -1,4 +1,4 @@
-"""A llama.cpp context with the MTP heads of its model beside it: one backend, whose two memories move together."""
+"""`MtpBackend`: a llama.cpp context together with the context of its MTP heads, whose KV caches move together."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from afterglow.llama import state as llama_state
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.projector import Projector
 
-MAX_FREE_CATCH_UP_ENTRIES = 16  # entries that are computed along with a guess
-HEAD_STATE_HEADER = struct.Struct(
-    "<II"
-)  # bytes of the hidden state and of the heads' window that come with a partial state
+MAX_FREE_CATCH_UP_ENTRIES = 16  # computed along with a draft without being counted as catching up
+HEAD_STATE_HEADER = struct.Struct("<II")  # of a partial state: bytes of the hidden state and of the heads' window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpState(llama_state.SavedState):
-    """A saved sequence, what the heads know of it (of a partial one: the window of heads that have one), and the
-    hidden state at its end.
+    """A saved sequence with the state of its heads and the hidden state at its end.
 
-    In a file of a snapshot only the first part goes: the heads then begin anew, and guess worse for a while.
+    Of a partial state, the head state is the window of heads that have one. Snapshot files hold only the target's part:
+    after loading one, the heads start empty and draft worse for a while.
     """
 
     head_state: llama_state.SavedState | None = None
@@ -40,17 +38,17 @@ class MtpState(llama_state.SavedState):
 
     @property
     def nbytes(self) -> int:
-        more = (0 if self.head_state is None else self.head_state.nbytes) + (
+        head_bytes = (0 if self.head_state is None else self.head_state.nbytes) + (
             0 if self.hidden_state is None else self.hidden_state.nbytes
         )
-        return self.data.nbytes + more
+        return self.data.nbytes + head_bytes
 
     def to_bytes(self) -> bytes:
         return _strip_head_state(self).to_bytes()
 
 
 class MtpBackend(LlamaBackend):
-    """The engine's memory on llama.cpp, with heads that see everything it computes."""
+    """A llama.cpp backend whose MTP heads see everything it computes."""
 
     def __init__(
         self,
@@ -63,11 +61,10 @@ class MtpBackend(LlamaBackend):
     ) -> None:
         super().__init__(context, sequences, projector=projector)
         self.head_context = head_context
-        # How the heads' cells are written, once some were saved; empty where they cannot be told from their state.
+        # Layout of the heads' cells, known after the first save; empty if cells cannot be extracted from their state.
         self._head_layout: bytes | None = None
-        self._heads_have_window = (
-            head_context.memory.kind == "window"
-        )  # the heads forget: a checkpoint has to bring what they see
+        # Heads with a sliding window drop cells, so a checkpoint has to contain their window.
+        self._heads_have_window = head_context.memory.kind == "window"
         self.session = MtpSession(
             context,
             head_context,
@@ -78,11 +75,11 @@ class MtpBackend(LlamaBackend):
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         super().decode(spans)
-        if spans[0].embedding is not None:  # the heads read tokens: they begin anew behind it
+        if spans[0].embedding is not None:  # the heads read tokens only: they start again after media
             return self.session.begin(spans[0].sequence)
         try:
             self.session.process()
-        except AfterglowError:  # the heads only guess: what they do not know they learn again
+        except AfterglowError:  # heads must not fail requests: they start again
             for span in spans:
                 self.session.begin(span.sequence)
 
@@ -91,8 +88,11 @@ class MtpBackend(LlamaBackend):
         self.session.truncate(sequence, position)
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
-        """The first of the heads' cells behind a hit needs the hidden state before it, which is not kept for every
-        entry of a sequence: one entry more is computed. The heads keep what they know of it."""
+        """Drop the last entry of a prefix hit if the hidden state after it is unknown, so that it is recomputed.
+
+        The first of the heads' cells after a hit needs the hidden state before it, which is not kept for every entry.
+        The heads keep their cell of the recomputed entry.
+        """
         if self.session.get_hidden_state(sequence, position) is not None or not self.can_resume_at(
             sequence, position - 1
         ):
@@ -105,8 +105,8 @@ class MtpBackend(LlamaBackend):
         nbytes = super().copy(source, target, stop)
         self.session.begin(target)
         self.session.catch_up([source])
-        held = self.get_position_range(target)
-        end = held[1] + 1 if held else 0
+        position_range = self.get_position_range(target)
+        end = position_range[1] + 1 if position_range else 0
         nbytes += self.head_context.memory.copy(source, target, stop=end)
         self.session.set_hidden_state(target, end, self.session.get_hidden_state(source, end))
         return nbytes
@@ -114,17 +114,17 @@ class MtpBackend(LlamaBackend):
     def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> BackendState:
         state = self.context.state.save(sequence, scope, long_lived=long_lived)
         end = 0 if state.positions is None else state.positions[1] + 1
-        # The heads' cells stay where attention cells do; only a state that is complete has to bring them along.
-        heads = None
+        # The heads' cells stay in their KV cache like attention cells; only a full state, or a window, contains them.
+        head_state = None
         if scope == "full" or self._heads_have_window:
             self.session.catch_up([sequence])
-            heads = self.head_context.state.save(sequence, scope, long_lived=long_lived)
+            head_state = self.head_context.state.save(sequence, scope, long_lived=long_lived)
         return MtpState(
             key=state.key,
             scope=state.scope,
             positions=state.positions,
             data=state.data,
-            head_state=heads,
+            head_state=head_state,
             hidden_state=self.session.get_hidden_state(sequence, end),
         )
 
@@ -132,20 +132,20 @@ class MtpBackend(LlamaBackend):
         assert isinstance(state, llama_state.SavedState)
         super().load(sequence, _strip_head_state(state))
         end = 0 if state.positions is None else state.positions[1] + 1
-        heads, row = _get_head_state(state)
+        head_state, hidden_state = _get_head_state(state)
         if state.scope == "full":
             self.session.begin(sequence)
-            self._load_heads(sequence, heads)
+            self._load_heads(sequence, head_state)
         else:
-            self._rewind_heads(sequence, end, heads)
-        self.session.set_hidden_state(sequence, end, row)
+            self._rewind_heads(sequence, end, head_state)
+        self.session.set_hidden_state(sequence, end, hidden_state)
 
     def _rewind_heads(self, sequence: int, end: int, head_state: llama_state.SavedState | None) -> None:
-        """Make the heads know what they knew at `end`. Their cells are still there; what is not, a `window` brings."""
+        """Return the heads to `end`. Their cells are still present; `head_state` restores a sliding window."""
         if head_state is not None:
             self.session.catch_up([sequence])
-            held = self.head_context.memory.get_position_range(sequence)
-            if held is not None and held[1] + 1 >= end:
+            position_range = self.head_context.memory.get_position_range(sequence)
+            if position_range is not None and position_range[1] + 1 >= end:
                 self._load_heads(sequence, head_state)
         self.session.truncate(sequence, end)
 
@@ -153,18 +153,18 @@ class MtpBackend(LlamaBackend):
         try:
             if head_state is not None:
                 self.head_context.state.load(sequence, head_state)
-        except AfterglowError:  # the heads only guess: what they do not know they learn again
+        except AfterglowError:  # heads must not fail requests: they start again
             self.session.begin(sequence)
 
     def get_state_size(self, sequence: int, scope: StateScope) -> int:
-        heads = 0
+        head_bytes = 0
         if scope == "full" or self._heads_have_window:
             self.session.catch_up([sequence])
-            heads = self.head_context.state.size(sequence, scope)
-        return super().get_state_size(sequence, scope) + heads + 4 * self.context.model.embedding_width
+            head_bytes = self.head_context.state.size(sequence, scope)
+        return super().get_state_size(sequence, scope) + head_bytes + 4 * self.context.model.embedding_width
 
-    # --- what is stored: the heads' cells lie beside the model's; a checkpoint brings the hidden state at its end, and
-    # --- the window of heads that have one
+    # --- stored states: the heads' cells are stored next to the model's; a checkpoint has the hidden state at its end,
+    # --- and the window of heads that have one
 
     @property
     def state_key(self) -> bytes:
@@ -173,70 +173,82 @@ class MtpBackend(LlamaBackend):
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
         assert isinstance(state, MtpState)
         assert partial is None or isinstance(partial, llama_state.SavedState)
-        own = llama_layout.parse_cells(
+        model_cells = llama_layout.parse_cells(
             state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER_BYTES
         )
-        known = state.head_state is not None and state.head_state.positions is not None
+        has_head_cells = state.head_state is not None and state.head_state.positions is not None
         window, _ = _get_head_state(partial)
-        rest = 0 if window is None else len(window.data) - llama_layout.HEADER_BYTES
-        heads = (
-            llama_layout.parse_cells(state.head_state.data, rest) if state.head_state is not None and known else None
+        window_bytes = 0 if window is None else len(window.data) - llama_layout.HEADER_BYTES
+        head_cells = (
+            llama_layout.parse_cells(state.head_state.data, window_bytes)
+            if state.head_state is not None and has_head_cells
+            else None
         )
-        if self._head_layout is None and known:
-            self._head_layout = b"" if heads is None else heads.layout
-        return None if own is None or self._head_layout is None else PairedCells(own, heads, self._head_layout)
+        if self._head_layout is None and has_head_cells:
+            self._head_layout = b"" if head_cells is None else head_cells.layout
+        if model_cells is None or self._head_layout is None:
+            return None
+        return PairedCells(model_cells, head_cells, self._head_layout)
 
     def assemble_state(
         self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: BackendState | None, position: int
     ) -> BackendState:
         assert partial is None or isinstance(partial, llama_state.SavedState)
-        own, cells, beside, rows = split_cells(layout, blocks)
-        state = super().assemble_state(own, cells, None if partial is None else _strip_head_state(partial), position)
+        model_layout, model_rows, head_layout, head_rows = split_cells(layout, blocks)
+        state = super().assemble_state(
+            model_layout, model_rows, None if partial is None else _strip_head_state(partial), position
+        )
         assert isinstance(state, llama_state.SavedState)
-        window, row = _get_head_state(partial)
-        heads = None
-        if rows and (window is not None or not self._heads_have_window):
-            rest = None if window is None else window.data
-            data = llama_layout.join_cells(llama_layout.KVLayout.unpack(beside), rows, rest)
-            span = read_first_position(rows[0]), position - 1
-            heads = llama_state.SavedState(key=self.head_context.state.key, scope="full", positions=span, data=data)
+        window, hidden_state = _get_head_state(partial)
+        head_state = None
+        if head_rows and (window is not None or not self._heads_have_window):
+            data = llama_layout.join_cells(
+                llama_layout.KVLayout.unpack(head_layout), head_rows, None if window is None else window.data
+            )
+            positions = read_first_position(head_rows[0]), position - 1
+            head_state = llama_state.SavedState(
+                key=self.head_context.state.key, scope="full", positions=positions, data=data
+            )
         return MtpState(
             key=self.context.state.key,
             scope=state.scope,
             positions=state.positions,
             data=state.data,
-            head_state=heads,
-            hidden_state=row,
+            head_state=head_state,
+            hidden_state=hidden_state,
         )
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.SavedState)
-        heads, row = _get_head_state(partial)
-        packed = b"" if row is None else row.tobytes()
-        window = [] if heads is None else super().serialize_state(heads)
+        head_state, hidden_state = _get_head_state(partial)
+        hidden_bytes = b"" if hidden_state is None else hidden_state.tobytes()
+        window = [] if head_state is None else super().serialize_state(head_state)
         return [
-            HEAD_STATE_HEADER.pack(len(packed), sum(map(len, window))),
-            packed,
+            HEAD_STATE_HEADER.pack(len(hidden_bytes), sum(map(len, window))),
+            hidden_bytes,
             *window,
             *super().serialize_state(_strip_head_state(partial)),
         ]
 
     def deserialize_state(self, data: memoryview) -> BackendState:
-        row, window = HEAD_STATE_HEADER.unpack_from(data) if len(data) >= HEAD_STATE_HEADER.size else (0, 0)
-        end = HEAD_STATE_HEADER.size + row
-        if len(data) < end + window or row % 4:
-            raise InvalidState("a partial state is cut off")
-        state = super().deserialize_state(data[end + window :])
-        heads = super().deserialize_state(data[end : end + window]) if window else None
+        hidden_bytes, window_bytes = (
+            HEAD_STATE_HEADER.unpack_from(data) if len(data) >= HEAD_STATE_HEADER.size else (0, 0)
+        )
+        end = HEAD_STATE_HEADER.size + hidden_bytes
+        if len(data) < end + window_bytes or hidden_bytes % 4:
+            raise InvalidState("a partial state is truncated")
+        state = super().deserialize_state(data[end + window_bytes :])
+        head_state = super().deserialize_state(data[end : end + window_bytes]) if window_bytes else None
         assert isinstance(state, llama_state.SavedState)
-        assert isinstance(heads, llama_state.SavedState | None)
+        assert isinstance(head_state, llama_state.SavedState | None)
+        hidden = data[HEAD_STATE_HEADER.size : end]
         return MtpState(
             key=self.context.state.key,
             scope="partial",
             positions=state.positions,
             data=state.data,
-            head_state=None if heads is None else replace(heads, key=self.head_context.state.key),
-            hidden_state=np.frombuffer(data[HEAD_STATE_HEADER.size : end], dtype=np.float32).copy() if row else None,
+            head_state=None if head_state is None else replace(head_state, key=self.head_context.state.key),
+            hidden_state=np.frombuffer(hidden, dtype=np.float32).copy() if hidden_bytes else None,
         )
 
     def clear(self, sequence: int) -> None:
@@ -245,19 +257,19 @@ class MtpBackend(LlamaBackend):
 
 
 def _strip_head_state(state: llama_state.SavedState) -> llama_state.SavedState:
-    """The part of a state that the target's context saved."""
+    """Return the part of a state that the target's context saved."""
     return llama_state.SavedState(key=state.key, scope=state.scope, positions=state.positions, data=state.data)
 
 
 def _get_head_state(
     state: llama_state.SavedState | None,
 ) -> tuple[llama_state.SavedState | None, NDArray[np.float32] | None]:
-    """What a state brings for the heads, and the hidden state at its end; one out of a file has neither."""
+    """Return the head state and the hidden state of a saved state. A state from a snapshot file has neither."""
     return (state.head_state, state.hidden_state) if isinstance(state, MtpState) else (None, None)
 
 
 class MtpDrafter:
-    """Lets the heads guess for all jobs in one batch."""
+    """Drafter that runs the MTP heads, for all jobs in one batch."""
 
     name = "mtp"
 
@@ -276,24 +288,24 @@ class MtpDrafter:
     def estimate_catch_up_entries(self, job: Job) -> float:
         assert job.sequence is not None
         info = self._session.target.model.info
-        waiting = self._session.count_backlog(job.sequence.seq_id)
-        return waiting * info.mtp_layer_count / max(info.layer_count, 1) if waiting > MAX_FREE_CATCH_UP_ENTRIES else 0.0
+        backlog = self._session.count_backlog(job.sequence.seq_id)
+        return backlog * info.mtp_layer_count / max(info.layer_count, 1) if backlog > MAX_FREE_CATCH_UP_ENTRIES else 0.0
 
     def catch_up(self, jobs: Sequence[Job]) -> None:
         self._session.catch_up([job.sequence.seq_id for job in jobs if job.sequence is not None])
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
-        most = self._session.settings.n_draft_max
-        last: dict[int, int] = {}
+        n_draft_max = self._session.settings.n_draft_max
+        last_tokens: dict[int, int] = {}
         limits: dict[int, int] = {}
         for job, limit in draft_requests:
             assert job.sequence is not None
-            last[job.sequence.seq_id] = job.generated[-1]
-            limits[job.sequence.seq_id] = min(limit, most)
-        return list(self._session.draft(last, limits).values())
+            last_tokens[job.sequence.seq_id] = job.generated[-1]
+            limits[job.sequence.seq_id] = min(limit, n_draft_max)
+        return list(self._session.draft(last_tokens, limits).values())
 
     def release(self, job: Job) -> None:
-        """Nothing is kept of a job: memory belongs to sequences."""
+        """Do nothing: the heads' KV cache belongs to sequences, not to jobs."""
 
     def run_idle_task(self) -> bool:
         return False

@@ -1,6 +1,6 @@
-"""Cells of a model with those of its heads beside them, as one row of bytes each, so that they are stored together.
+"""Cells of a model paired with those of its MTP heads, one row of bytes each, so that they are stored together.
 
-A row is the model's cell, a byte that says whether the heads know the entry, and the heads' cell.
+A row is the model's cell, a byte that says whether the heads have a cell for the entry, and the heads' cell.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ CellRows = NDArray[np.uint8]
 
 
 class PairedCells:
-    """The cells of a saved sequence; the heads have those of its last entries, or none."""
+    """Cells of a saved sequence. The heads have cells for its last entries, or none."""
 
     def __init__(self, model_cells: SavedCells, head_cells: SavedCells | None, head_layout: bytes) -> None:
-        """`layout` is how the heads' cells are written, whether there are any or not; empty: they are left out."""
+        """`head_layout` is required even if there are no head cells; if it is empty, head cells are left out."""
         self.layout = LAYOUT_LENGTH.pack(len(model_cells.layout)) + model_cells.layout + head_layout
         self.cell_bytes = (
             model_cells.cell_bytes + 1 + (llama_layout.KVLayout.unpack(head_layout).cell_bytes if head_layout else 0)
@@ -39,44 +39,46 @@ class PairedCells:
 
     def copy_rows(self, start: int, stop: int) -> CellRows:
         rows = page_buffers.allocate_zeros(stop - start, self.cell_bytes)
-        own = self._model_cells.cell_bytes
-        rows[:, :own] = self._model_cells.copy_rows(start, stop)
+        model_bytes = self._model_cells.cell_bytes
+        rows[:, :model_bytes] = self._model_cells.copy_rows(start, stop)
         if self._head_cells is not None:
-            before = len(self._model_cells) - len(self._head_cells)  # entries that the heads know nothing of
-            first = max(start, before)
+            uncovered = len(self._model_cells) - len(self._head_cells)  # leading entries without head cells
+            first = max(start, uncovered)
             if first < stop:
-                rows[first - start :, own] = 1
-                rows[first - start :, own + 1 :] = self._head_cells.copy_rows(first - before, stop - before)
+                rows[first - start :, model_bytes] = 1
+                rows[first - start :, model_bytes + 1 :] = self._head_cells.copy_rows(
+                    first - uncovered, stop - uncovered
+                )
         return rows
 
 
 def _has_same_end(model_cells: SavedCells, head_cells: SavedCells) -> bool:
-    """Whether the heads' cells stand where the last of the model's do."""
+    """Return whether the heads' cells have the positions of the model's last cells."""
     if not 0 < len(head_cells) <= len(model_cells):
         return False
     return bool(np.array_equal(model_cells.positions[len(model_cells) - len(head_cells) :], head_cells.positions))
 
 
 def split_cells(layout: bytes, blocks: Sequence[CellRows]) -> tuple[bytes, list[CellRows], bytes, list[CellRows]]:
-    """The model's layout and cells, and those of its heads: of the last entries that they know without a gap."""
+    """Return the model's layout and cells, and those of its heads: the longest gapless run at the end."""
     if len(layout) < LAYOUT_LENGTH.size:
-        raise InvalidState("its layout is cut off")
+        raise InvalidState("its layout is truncated")
     end = LAYOUT_LENGTH.size + LAYOUT_LENGTH.unpack_from(layout)[0]
-    own, beside = layout[LAYOUT_LENGTH.size : end], layout[end:]
-    width = llama_layout.KVLayout.unpack(own).cell_bytes
+    model_layout, head_layout = layout[LAYOUT_LENGTH.size : end], layout[end:]
+    width = llama_layout.KVLayout.unpack(model_layout).cell_bytes
     if any(block.ndim != 2 or block.shape[1] <= width for block in blocks):
-        raise InvalidState("its cells are of another size")
-    heads: list[CellRows] = []
+        raise InvalidState("its cells have another size")
+    head_rows: list[CellRows] = []
     for block in reversed(blocks):
-        unknown = np.flatnonzero(block[:, width] == 0)
-        first = int(unknown[-1]) + 1 if len(unknown) else 0
+        uncovered = np.flatnonzero(block[:, width] == 0)
+        first = int(uncovered[-1]) + 1 if len(uncovered) else 0
         if first < len(block):
-            heads.insert(0, block[first:, width + 1 :])
+            head_rows.insert(0, block[first:, width + 1 :])
         if first:
             break
-    return own, [block[:, :width] for block in blocks], beside, heads
+    return model_layout, [block[:, :width] for block in blocks], head_layout, head_rows
 
 
 def read_first_position(rows: CellRows) -> int:
-    """Where the first of these cells stands."""
+    """Return the position of the first cell."""
     return int(np.ascontiguousarray(rows[0, :4]).view("<i4")[0])

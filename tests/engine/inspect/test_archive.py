@@ -1,0 +1,69 @@
+"""Archives of the disk tier: export and import."""
+
+from __future__ import annotations
+
+import tarfile
+
+import pytest
+
+from afterglow.engine.inspect import cache
+from afterglow.engine.inspect.archive import export_archive, import_archive
+from afterglow.errors import InvalidArgument, InvalidState
+from support.play import ask, fake, prompt, reference
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "recurrent"])
+def test_an_exported_archive_can_be_imported_elsewhere(build_engine, store_conversation, folder, tmp_path, kind):
+    location = store_conversation(kind)
+    count = export_archive(folder, tmp_path / "copy.tar")
+    assert count > 0
+    assert (tmp_path / "copy.tar").stat().st_mode & 0o077 == 0
+    elsewhere = tmp_path / "elsewhere"
+    assert import_archive(elsewhere, tmp_path / "copy.tar") == count
+    assert cache.list_stored_models(elsewhere)[0].name == "a fake"
+    assert cache.list_stored_models(elsewhere)[0].model == location.model
+    engine = build_engine(kind, elsewhere)
+    entries = prompt(45, 1) + prompt(9, 9)
+    answer = ask(engine, entries)
+    assert answer.cached == (45 if kind == "attention" else 40)
+    assert answer.tokens == reference(lambda: fake(kind), entries)
+
+
+def test_damaged_files_are_neither_exported_nor_imported(store_conversation, folder, tmp_path):
+    location = store_conversation()
+    copy = tmp_path / "copy.tar"
+    count = export_archive(folder, copy)
+    with pytest.raises(InvalidArgument, match="already exists"):
+        export_archive(folder, copy)
+    copy.write_bytes(copy.read_bytes().replace(b"afterglow segment", b"afterglow nothing", 1))
+    with pytest.raises(InvalidState):
+        import_archive(tmp_path / "elsewhere", copy)
+    victim = min((folder / location.model).glob("*.cells"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert export_archive(folder, tmp_path / "rest.tar") == count - 1
+    assert export_archive(folder, tmp_path / "none.tar", ["0" * 64]) == 0
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "/etc/passwd", f"{'0' * 64}/../../out", f"{'0' * 64}/index.sqlite3"])
+def test_an_archive_cannot_write_outside_the_directory(tmp_path, name):
+    with tarfile.open(tmp_path / "bad.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo(name), None)
+    with pytest.raises(InvalidState, match="not a file of the afterglow disk cache"):
+        import_archive(tmp_path / "prefix", tmp_path / "bad.tar")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "text").write_text("no archive")
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        import_archive(tmp_path / "prefix", tmp_path / "text")
+
+
+def test_a_running_engine_uses_imported_files(build_engine, store_conversation, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("afterglow.engine.kvcache.disk.writer.POLL_INTERVAL_SECONDS", 0.05)
+    store_conversation()
+    export_archive(folder, tmp_path / "copy.tar")
+    engine = build_engine(directory=tmp_path / "elsewhere")
+    import_archive(tmp_path / "elsewhere", tmp_path / "copy.tar")
+    for _ in range(200):
+        if any(prefix.tier == "disk" and prefix.entries == 71 for prefix in cache.list_cached(engine)):
+            break
+        engine.prefix_cache.store.disk_tier.writer._closing.wait(0.05)
+    assert ask(engine, prompt(60, 1)).cached == 59
