@@ -1,4 +1,4 @@
-"""Planted bugs in guessing ahead. See mutants.py."""
+"""Mutants of speculative decoding. See mutants.py."""
 
 from __future__ import annotations
 
@@ -9,180 +9,181 @@ from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.sampling.token_constraints import TokenConstraint
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.speculation.speculator import Speculator
+from afterglow.engine.types.counters import EngineCounters
 from afterglow.testing import FakeBackend
-from laws import test_speculation_on_the_fake as laws
-from laws.mutants import mutant, wrapped
+from laws import test_speculation_on_fake as laws
+from laws.mutants import mutant, wrap
 
 
 @mutant(
-    "guesses are accepted blindly",
+    "draft tokens are accepted without verification",
     laws.test_speculation_changes_no_token,
-    laws.test_what_is_drawn_is_distributed_as_without_guesses,
+    laws.test_speculation_preserves_the_sampling_distribution,
 )
 def _(put):
-    def choose(job, logits):
-        drawn = original(job, logits)
-        done = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
-        return job.draft[done] if job.draft and done < len(job.draft) else drawn
+    def sample_token(job, logits):
+        sampled = original(job, logits)
+        index = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
+        return job.draft[index] if job.draft and index < len(job.draft) else sampled
 
     original = verify.sample_token
-    put(verify, "sample_token", choose)
+    put(verify, "sample_token", sample_token)
 
 
-@mutant("a guess is accepted where it is likely enough", laws.test_what_is_drawn_is_distributed_as_without_guesses)
+@mutant("a draft token is accepted if it is likely enough", laws.test_speculation_preserves_the_sampling_distribution)
 def _(put):
-    def choose(job, logits):
-        done = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
-        if job.draft and done < len(job.draft) and logits[job.draft[done]] > logits.max() - 1:
+    def sample_token(job, logits):
+        index = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
+        if job.draft and index < len(job.draft) and logits[job.draft[index]] > logits.max() - 1:
             job.sampler.sample(logits)
-            job.sampler.accept(job.draft[done])
-            return job.draft[done]
+            job.sampler.accept(job.draft[index])
+            return job.draft[index]
         return original(job, logits)
 
     original = verify.sample_token
-    put(verify, "sample_token", choose)
+    put(verify, "sample_token", sample_token)
 
 
 @mutant("one entry too many is rolled back", laws.test_speculation_changes_no_token)
 def _(put):
     def truncate(original, self, length):
-        original(self, length - 1 if self.busy and self.resumable(length - 1) else length)
+        original(self, length - 1 if self.busy and self.can_resume_at(length - 1) else length)
         self.entry_buffer.truncate(len(self))
 
-    wrapped(Sequence, "truncate", truncate)(put)
+    wrap(Sequence, "truncate", truncate)(put)
 
 
-@mutant("memory is rolled back too far and the record is not", laws.test_speculation_changes_no_token)
+@mutant("the KV cache is rolled back too far and the recorded entries are not", laws.test_speculation_changes_no_token)
 def _(put):
-    def truncate(original, self, slot, position):
-        deeper = position - 1 if position > 1 and self.resumable(slot, position - 1) else position
-        original(self, slot, deeper)
-        self._memory[slot].position = position
+    def truncate(original, self, seq_id, position):
+        earlier = position - 1 if position > 1 and self.can_resume_at(seq_id, position - 1) else position
+        original(self, seq_id, earlier)
+        self._kv_caches[seq_id].position = position
 
-    wrapped(FakeBackend, "truncate", truncate)(put)
+    wrap(FakeBackend, "truncate", truncate)(put)
 
 
-@mutant("a wrong guess stays in memory", laws.test_speculation_changes_no_token)
+@mutant("a rejected draft token stays in the KV cache", laws.test_speculation_changes_no_token)
 def _(put):
-    def drop_wrong(job, replay=None):
-        wrong = len(job.sequence) - (job.known_length - 1)
-        if wrong > 0:
+    def drop_rejected(job, rollback=None):
+        rejected = len(job.sequence) - (job.known_length - 1)
+        if rejected > 0:
             job.sequence._set_length(job.known_length - 1)
         return True
 
-    put(engine, "drop_wrong", drop_wrong)
+    put(engine, "drop_rejected", drop_rejected)
 
 
-@mutant("the sampler accepts wrong guesses", laws.test_the_sampler_s_state_moves_with_kept_tokens_only)
+@mutant("the sampler accepts rejected draft tokens", laws.test_the_sampler_advances_with_accepted_tokens_only)
 def _(put):
-    def continue_answer(job, backend, span, row, events):
+    def sample_and_verify(job, backend, span, row, events):
         before = len(job.generated)
-        ending = original(job, backend, span, row, events)
-        for guess in job.draft[len(job.generated) - before :]:
-            job.sampler.accept(guess)
-        return ending
+        finish_cause = original(job, backend, span, row, events)
+        for token in job.draft[len(job.generated) - before :]:
+            job.sampler.accept(token)
+        return finish_cause
 
     original = engine.sample_and_verify
-    put(engine, "continue_answer", continue_answer)
+    put(engine, "sample_and_verify", sample_and_verify)
 
 
-@mutant("the sampler draws after wrong guesses", laws.test_speculation_changes_no_token)
+@mutant("the sampler samples after rejected draft tokens", laws.test_speculation_changes_no_token)
 def _(put):
-    def continue_answer(job, backend, span, row, events):
+    def sample_and_verify(job, backend, span, row, events):
         before = len(job.generated)
-        ending = original(job, backend, span, row, events)
-        for further in range(len(job.generated) - before, len(job.draft) + 1):
-            job.sampler.sample(backend.logits(span, row + further))
-        return ending
+        finish_cause = original(job, backend, span, row, events)
+        for offset in range(len(job.generated) - before, len(job.draft) + 1):
+            job.sampler.sample(backend.get_logits(span, row + offset))
+        return finish_cause
 
     original = engine.sample_and_verify
-    put(engine, "continue_answer", continue_answer)
+    put(engine, "sample_and_verify", sample_and_verify)
 
 
-@mutant("the logits are those of the row behind", laws.test_speculation_changes_no_token)
+@mutant("the logits of the next row are used", laws.test_speculation_changes_no_token)
 def _(put):
-    def continue_answer(job, backend, span, row, events):
+    def sample_and_verify(job, backend, span, row, events):
         return original(job, backend, span, row + bool(job.draft), events)
 
     original = engine.sample_and_verify
-    put(engine, "continue_answer", continue_answer)
+    put(engine, "sample_and_verify", sample_and_verify)
 
 
-@mutant("what the grammar forbids is computed", laws.test_a_grammar_is_kept_and_what_it_forbids_is_never_computed)
+@mutant(
+    "draft tokens that the grammar forbids are computed",
+    laws.test_a_grammar_holds_and_forbidden_draft_tokens_are_not_computed,
+)
 def _(put):
     put(TokenConstraint, "count_allowed", lambda self, tokens: len(tokens))
 
 
-@mutant("guesses run over the end of the answer", laws.test_stops_and_limits_hold_in_the_middle_of_right_guesses)
+@mutant("drafts continue after the end of the completion", laws.test_stops_and_limits_apply_inside_accepted_drafts)
 def _(put):
-    def ending(job, backend, token):
-        found = original(job, backend, token)
-        return None if job.known_length - 1 < len(job.sequence) else found
+    def find_finish_cause(job, backend, token):
+        finish_cause = original(job, backend, token)
+        return None if job.known_length - 1 < len(job.sequence) else finish_cause
 
     original = verify._find_finish_cause
-    put(verify, "_find_finish_cause", ending)
+    put(verify, "_find_finish_cause", find_finish_cause)
 
 
-@mutant("more is guessed than can be taken back", laws.test_memory_that_cannot_go_back_is_never_asked_to)
+@mutant("more tokens are drafted than can be rolled back", laws.test_drafts_are_limited_to_what_can_be_rolled_back)
 def _(put):
-    put(Speculator, "_get_max_length", lambda self, job, spare: min(spare, 16))
+    put(Speculator, "_get_max_length", lambda self, job, spare_rows: min(spare_rows, 16))
 
 
-@mutant("the deterministic mode guesses", laws.test_the_deterministic_mode_does_not_guess)
+@mutant("deterministic mode speculates", laws.test_deterministic_mode_does_not_speculate)
 def _(put):
-    def make(original, self, settings, capabilities, costs, drafters, replay=None):
-        original(self, settings, capabilities, costs, drafters, replay)
+    def init(original, self, settings, capabilities, cost_model, drafters, rollback=None):
+        original(self, settings, capabilities, cost_model, drafters, rollback)
         self._drafters = list(drafters)
 
     def schedule(original, self):
-        self.speculator.offer([job for job in self._running if job.is_decoding], [])
+        self.speculator.propose_drafts([job for job in self._running if job.is_decoding], [])
         return original(self)
 
-    wrapped(Speculator, "__init__", make)(put)
-    wrapped(engine.Engine, "_schedule", schedule)(put)
+    wrap(Speculator, "__init__", init)(put)
+    wrap(engine.Engine, "_schedule", schedule)(put)
 
 
-# --- going back to a saved state
+# --- rollback to a saved state
 
 
-@mutant("what was right is not computed again", laws.test_replay_changes_no_token)
+@mutant("accepted tokens are not computed again", laws.test_replay_changes_no_token)
 def _(put):
-    def undo(original, self, job):
-        found = original(self, job)
-        if found:
+    def restore(original, self, job):
+        restored = original(self, job)
+        if restored:
             job.sequence.append_decoded(job.generated[-1 - job.entries_to_recompute : -1])
             job.entries_to_recompute = 0
-        return found
+        return restored
 
-    wrapped(Rollback, "restore", undo)(put)
+    wrap(Rollback, "restore", restore)(put)
 
 
-@mutant("the state is saved after the guesses", laws.test_replay_changes_no_token)
+@mutant("the state is saved after the draft", laws.test_replay_changes_no_token)
 def _(put):
-    def undo(original, self, job):
-        self._before = {
-            one: dataclasses.replace(before, state=self._backend.save(one.sequence.number, "partial"))
-            for one, before in self._before.items()
+    def restore(original, self, job):
+        self._saved_states = {
+            other: dataclasses.replace(saved, state=self._backend.save(other.sequence.seq_id, "partial"))
+            for other, saved in self._saved_states.items()
         }
         return original(self, job)
 
-    wrapped(Rollback, "restore", undo)(put)
+    wrap(Rollback, "restore", restore)(put)
 
 
-@mutant("the state of another job is put back", laws.test_replay_changes_no_token)
+@mutant("the state of another job is restored", laws.test_replay_changes_no_token)
 def _(put):
-    def undo(original, self, job):
-        others = [before for one, before in self._before.items() if one is not job]
+    def restore(original, self, job):
+        others = [saved for other, saved in self._saved_states.items() if other is not job]
         if others:
-            self._before[job] = dataclasses.replace(self._before[job], state=others[0].state)
+            self._saved_states[job] = dataclasses.replace(self._saved_states[job], state=others[0].state)
         return original(self, job)
 
-    wrapped(Rollback, "restore", undo)(put)
+    wrap(Rollback, "restore", restore)(put)
 
 
-@mutant("what is replayed is not counted", laws.test_replay_changes_no_token)
+@mutant("replayed entries are not counted", laws.test_replay_changes_no_token)
 def _(put):
-    def measure(original, self, spans, tokens, replayed, seconds):
-        original(self, spans, tokens, 0, seconds)
-
-    wrapped(engine.Engine, "_record_timing", measure)(put)
+    wrap(EngineCounters, "record_decode", lambda original, self, spans, replayed: original(self, spans, 0))(put)

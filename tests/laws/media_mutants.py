@@ -1,6 +1,8 @@
-"""Planted bugs around pictures. See mutants.py."""
+"""Mutants of media encoding and scheduling. See mutants.py."""
 
 from __future__ import annotations
+
+import itertools
 
 from afterglow.engine import engine
 from afterglow.engine.kvcache import prefix_cache
@@ -10,105 +12,116 @@ from afterglow.engine.scheduling.job import Job
 from afterglow.engine.scheduling.media import MediaScheduler
 from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.media import MediaPart
-from laws import test_images_on_the_fake as laws
-from laws.mutants import mutant, wrapped
+from laws import test_images_on_fake as laws
+from laws.mutants import mutant, wrap
 
-same = laws.test_reuse_company_and_chunking_change_no_token
+no_token_changes = laws.test_reuse_concurrency_and_chunking_change_no_token
 
 
-@mutant("pictures are encoded under the name of their size", same)
+class SizeKeyedPart(MediaPart):
+    """A part whose encoder cache key depends on its size only."""
+
+    __slots__ = ()
+
+    def compute_source_key(self, projector_key, salt=""):
+        return bytes([self.content.width]) * 32
+
+
+@mutant("the encoder cache key depends on the image size only", no_token_changes)
 def _(put):
-    put(MediaPart, "compute_source_key", lambda self, key: bytes([self.content.width]) * 32)
+    def request_encoding(original, self, part, *args):
+        return original(self, SizeKeyedPart(part.content, part.piece_index), *args)
+
+    wrap(EncoderCache, "request_encoding", request_encoding)(put)
 
 
-@mutant("what was encoded is not kept", same, laws.test_encoded_pictures_stay_within_their_bytes)
+@mutant("embeddings are not cached", no_token_changes, laws.test_the_encoder_cache_stays_within_its_bytes)
 def _(put):
-    put(EncoderCache, "_insert", lambda self, source, embeddings: None)
+    put(EncoderCache, "_insert", lambda self, source_key, embeddings: None)
 
 
-@mutant("what was encoded is kept without bound", laws.test_encoded_pictures_stay_within_their_bytes)
+@mutant("the encoder cache has no limit", laws.test_the_encoder_cache_stays_within_its_bytes)
 def _(put):
-    def keep(original, self, source, embeddings):
-        self._limit = 10**9
-        original(self, source, embeddings)
+    def insert(original, self, source_key, embeddings):
+        self._max_bytes = 10**9
+        original(self, source_key, embeddings)
 
-    wrapped(EncoderCache, "_insert", keep)(put)
+    wrap(EncoderCache, "_insert", insert)(put)
 
 
-@mutant(
-    "two who want the same picture have it encoded twice", laws.test_two_who_want_the_same_picture_have_it_encoded_once
-)
+@mutant("concurrent requests encode the same image twice", laws.test_concurrent_requests_encode_the_same_image_once)
 def _(put):
-    count = iter(range(10**6))
-    put(MediaPart, "compute_source_key", lambda self, key: next(count).to_bytes(32, "little"))
+    def request_encoding(original, self, part, request_id, salt=""):
+        return original(self, part, request_id, f"{salt} {next(numbers)}")
+
+    numbers = itertools.count()
+    wrap(EncoderCache, "request_encoding", request_encoding)(put)
 
 
-@mutant("a picture goes into a decode with text", same)
+@mutant("an image shares a decode with text", no_token_changes)
 def _(put):
-    def next_stop(original, self):
-        media, self.media = self.media, ()
-        stop = original(self)
-        self.media = media
-        return stop
+    def get_chunk_limit(original, self):
+        media_indices, self.media_indices = self.media_indices, ()
+        limit = original(self)
+        self.media_indices = media_indices
+        return limit
 
-    wrapped(Job, "get_chunk_limit", next_stop)(put)
+    wrap(Job, "get_chunk_limit", get_chunk_limit)(put)
 
 
-@mutant("pictures take as many positions as cells", same)
+@mutant("images use as many positions as cells", no_token_changes)
 def _(put):
     put(EntryInterner, "count_positions", EntryInterner.count_cells)
 
 
-@mutant("there is no checkpoint behind pictures", laws.test_c7_checkpoints_lie_right_behind_pictures)
+@mutant("no checkpoint is taken after images", laws.test_c7_checkpoints_are_taken_right_after_images)
 def _(put):
-    def cuts(original, self, ids, *arguments):
-        return [cut for cut in original(self, ids, *arguments) if ids[cut - 1] >= 0]
+    def checkpoint_positions(original, self, sequence, entries, boundaries):
+        return [position for position in original(self, sequence, entries, boundaries) if entries[position - 1] >= 0]
 
-    wrapped(PrefixCache, "checkpoint_positions", cuts)(put)
+    wrap(PrefixCache, "checkpoint_positions", checkpoint_positions)(put)
 
 
-@mutant("pictures have every decode", laws.test_beside_pictures_the_others_get_every_second_decode)
+@mutant("images take every decode", laws.test_image_decodes_alternate_with_other_decodes)
 def _(put):
-    put(MediaScheduler, "is_media_turn", lambda self, pictures, others: bool(pictures))
+    put(MediaScheduler, "is_media_turn", lambda self, media_jobs, has_other_work: bool(media_jobs))
 
 
-@mutant("pictures of requests that are gone are encoded", laws.test_a_cancelled_request_s_pictures_are_not_encoded)
+@mutant("images of ended requests are encoded", laws.test_images_of_a_cancelled_request_are_not_encoded)
 def _(put):
-    put(EncoderCache, "cancel_request", lambda self, request: None)
+    put(EncoderCache, "cancel_request", lambda self, request_id: None)
 
 
 @mutant(
-    "a picture counts as one cell for those who could wait",
-    laws.test_prompts_that_begin_with_the_same_picture_compute_it_once,
+    "an image counts as one cell when a leader is chosen",
+    laws.test_prompts_with_the_same_leading_image_prefill_it_once,
 )
 def _(put):
-    def find(original, job, running, keep, ledger, round_down):
-        class Short:
-            cells = staticmethod(len)
+    class CountsEntries:
+        count_cells = staticmethod(len)
 
-        return original(job, running, keep, Short, round_down)
+    def find_leader(job, running, reuse_length, interner, round_down):
+        return original(job, running, reuse_length, CountsEntries, round_down)
 
     original = engine.find_leader
-    put(engine, "find_leader", lambda *arguments: find(original, *arguments))
+    put(engine, "find_leader", find_leader)
+
+
+@mutant("the grid does not restart after an image", laws.test_deterministic_mode_reuses_images)
+def _(put):
+    put(prefix_cache, "round_down_to_grid", lambda length, entries, grid: length - length % grid)
 
 
 @mutant(
-    "behind a picture the grid is not gone on", laws.test_the_deterministic_mode_reuses_pictures_whatever_the_shapes
+    "an encoding failure fails the whole batch",
+    laws.test_an_encoding_failure_ends_only_its_own_request,
 )
 def _(put):
-    put(prefix_cache, "last_edge", lambda length, ids, grid: length - length % grid)
-
-
-@mutant(
-    "an encoding that fails takes the others with it",
-    laws.test_a_picture_that_cannot_be_encoded_ends_its_request_and_no_other,
-)
-def _(put):
-    def encode(self, taken):
+    def encode(self, batch):
         try:
-            groups = self.projector.encode([part.content for part in taken.values()]) if taken else []
+            results = self.projector.encode([part.content for part in batch.values()]) if batch else []
         except Exception as error:
-            return [self._failed(source, error) for source in taken]
-        return [self._arrived(source, found, encoded=True) for source, found in zip(taken, groups, strict=True)]
+            return [self._fail(source_key, error) for source_key in batch]
+        return [self._complete(key, found, was_encoded=True) for key, found in zip(batch, results, strict=True)]
 
     put(EncoderCache, "_encode", encode)

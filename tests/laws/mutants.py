@@ -1,7 +1,7 @@
-"""Planted bugs. Each breaks the engine, or the memory under it, in a way somebody might; a law must notice.
+"""Mutants: plausible bugs in the engine and in the fake backend. At least one law must fail for each.
 
-A mutant is a function that plants itself; it is listed with the laws that see it. One that nothing sees is a hole in
-the laws: add a law, not an exception.
+A mutant is a function that plants the bug; it is listed with the laws that detect it. A mutant that no law detects is a
+gap in the laws: add a law, not an exception.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from afterglow.engine import engine as engine_module
 from afterglow.engine import verify
 from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import snapshots
-from afterglow.engine.kvcache import checkpoint_store, planner, prefix_cache
+from afterglow.engine.kvcache import checkpoints as checkpoints_module
+from afterglow.engine.kvcache import planner, prefix_cache
 from afterglow.engine.kvcache.blocks import BlockHasher, BlockTree
-from afterglow.engine.kvcache.checkpoint_store import CheckpointStore
-from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk import tier
-from afterglow.engine.kvcache.pinning import PinManager
-from afterglow.engine.kvcache.pins import Pins
+from afterglow.engine.kvcache.pins import PinManager, Pins
 from afterglow.engine.kvcache.planner import ReuseCandidate
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
 from afterglow.engine.kvcache.radix_tree import RadixTree
@@ -39,13 +38,18 @@ from afterglow.engine.types.request import Failed, PrefillProgress
 from afterglow.errors import KVCacheFull
 from afterglow.llama import kv_memory
 from afterglow.testing import FakeBackend, FakeCells, FakeKVCache
-from laws import test_laws_on_the_fake as laws
-from laws import test_more_laws as more
-from laws import test_pins as pinned
-from laws import test_regressions as once
-from laws import test_tiers as stored
+from laws import test_checkpoints_on_fake as checkpoint_laws
+from laws import test_deterministic_on_fake as deterministic_laws
+from laws import test_engine_on_fake as engine_laws
+from laws import test_engine_on_llama as llama_laws
+from laws import test_media_entries_on_fake as media_laws
+from laws import test_pins as pin_laws
+from laws import test_preemption_on_fake as preemption_laws
+from laws import test_regressions as regressions
+from laws import test_sequences_on_fake as sequence_laws
+from laws import test_tiers as tier_laws
 
-Plant = Callable[[object, str, object], None]  # as `monkeypatch.setattr`
+Plant = Callable[[object, str, object], None]  # signature of `monkeypatch.setattr`
 
 
 @dataclass(frozen=True)
@@ -59,176 +63,202 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(name: str, *laws: Callable[..., None]) -> Callable[[Callable[[Plant], None]], None]:
+    """Register the decorated function as a mutant."""
     return lambda plant: MUTANTS.append(Mutant(name, plant, laws))
 
 
-def wrapped(owner: object, name: str, around: Callable[..., object]) -> Callable[[Plant], None]:
+def wrap(owner: object, name: str, around: Callable[..., object]) -> Callable[[Plant], None]:
     """Plant `around(original, self, *arguments)` in place of a method."""
 
     def plant(put: Plant) -> None:
         original = getattr(owner, name)
-        put(owner, name, lambda self, *args, **named: around(original, self, *args, **named))
+        put(owner, name, lambda self, *args, **kwargs: around(original, self, *args, **kwargs))
 
     return plant
 
 
-# --- what is kept of a sequence
+# --- prefix reuse
 
 
 @mutant(
-    "keep one entry more than is shared", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary
+    "one entry more than the common prefix is reused",
+    engine_laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary,
 )
 def _(put):
-    def sources(original, self, *whose):
-        for source in original(self, *whose):
-            yield ReuseCandidate(source.slot, min(source.shared + 1, len(source.slot)), source.idle_seconds)
+    def find_candidates(original, self, *args):
+        for found in original(self, *args):
+            length = min(found.shared_entries + 1, len(found.slot))
+            yield ReuseCandidate(found.slot, length, found.idle_seconds)
 
-    wrapped(PrefixCache, "_find_candidates", sources)(put)
-
-
-@mutant("trim memory one entry too late", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
-def _(put):
-    wrapped(FakeBackend, "truncate", lambda original, self, slot, at: original(self, slot, at + (at > 0)))(put)
+    wrap(PrefixCache, "_find_candidates", find_candidates)(put)
 
 
 @mutant(
-    "the last entry of a known prompt is not computed again",
-    laws.test_c8_the_same_prompt_again_computes_at_least_its_last_entry,
+    "the KV cache is truncated one entry too late",
+    engine_laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary,
 )
 def _(put):
-    def situation(*args, **named):
-        return original(*args, **named | {"length": named["length"] + 1})
+    wrap(
+        FakeBackend,
+        "truncate",
+        lambda original, self, seq_id, position: original(self, seq_id, position + (position > 0)),
+    )(put)
+
+
+@mutant(
+    "the last entry of a cached prompt is not computed again",
+    engine_laws.test_c8_a_repeated_prompt_computes_at_least_its_last_entry,
+)
+def _(put):
+    def build_inputs(*args, **kwargs):
+        return original(*args, **kwargs | {"prompt_length": kwargs["prompt_length"] + 1})
 
     original = prefix_cache.PlanInputs
-    put(prefix_cache, "Situation", situation)
+    put(prefix_cache, "PlanInputs", build_inputs)
 
 
-@mutant("trim where memory said no", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
+@mutant(
+    "a sequence is truncated although it cannot resume there",
+    checkpoint_laws.test_a_checkpoint_after_an_edit_is_not_used,
+)
 def _(put):
     put(Sequence, "can_resume_at", lambda self, length: True)
 
 
-@mutant("a window that has passed counts as there", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
+@mutant("cells before the sliding window count as present", checkpoint_laws.test_a_checkpoint_after_an_edit_is_not_used)
 def _(put):
-    def resumable(original, self, sequence, position):
-        return self.capabilities.memory == "window" or original(self, sequence, position)
+    def can_resume_at(original, self, seq_id, position):
+        return self.capabilities.memory_kind == "window" or original(self, seq_id, position)
 
-    wrapped(FakeBackend, "can_resume_at", resumable)(put)
+    wrap(FakeBackend, "can_resume_at", can_resume_at)(put)
 
 
 @mutant(
-    "roll back deeper than the last decode had rows",
-    more.test_a_recurrent_memory_goes_back_less_than_its_last_decode_and_no_further,
+    "a recurrent state is rolled back beyond the rows of the last decode",
+    checkpoint_laws.test_recurrent_rollback_is_limited_to_the_last_decode,
 )
 def _(put):
-    def resumable(original, self, sequence, position):
-        back = self._memory[sequence].position - position
-        return 0 <= back <= self.recurrent_snapshots or original(self, sequence, position)
+    def can_resume_at(original, self, seq_id, position):
+        dropped = self._kv_caches[seq_id].position - position
+        return 0 <= dropped <= self.recurrent_snapshots or original(self, seq_id, position)
 
-    wrapped(FakeBackend, "can_resume_at", resumable)(put)
-
-
-@mutant("roll back deeper than the last decode had rows, in llama.cpp", more.test_rollback_changes_no_token_on_llama)
-def _(put):
-    def resumable(original, self, sequence, position):
-        held = self.positions(sequence)
-        back = held[1] + 1 - position if held else 0
-        return 0 <= back <= self._context.max_rollback or original(self, sequence, position)
-
-    wrapped(kv_memory.KVMemory, "can_resume", resumable)(put)
-
-
-@mutant("roll back twice after one decode", more.test_a_recurrent_memory_goes_back_once_for_each_decode)
-def _(put):
-    def truncate(original, self, sequence, position):
-        rows = self._memory[sequence].rows
-        original(self, sequence, position)
-        self._memory[sequence].rows = rows
-
-    wrapped(FakeBackend, "truncate", truncate)(put)
-
-
-# --- copies
+    wrap(FakeBackend, "can_resume_at", can_resume_at)(put)
 
 
 @mutant(
-    "copies between streams wait for the next decode",
-    more.test_a_conversation_goes_on_in_a_copy_while_its_source_is_busy,
+    "a recurrent state is rolled back beyond the rows of the last decode in llama.cpp",
+    llama_laws.test_recurrent_rollback_changes_no_token,
+)
+def _(put):
+    def can_resume(original, self, sequence, position):
+        positions = self.get_position_range(sequence)
+        dropped = positions[1] + 1 - position if positions else 0
+        return 0 <= dropped <= self._context.max_rollback or original(self, sequence, position)
+
+    wrap(kv_memory.KVMemory, "can_resume", can_resume)(put)
+
+
+@mutant(
+    "a recurrent state is rolled back twice after one decode",
+    checkpoint_laws.test_recurrent_rollback_works_once_per_decode,
+)
+def _(put):
+    def truncate(original, self, seq_id, position):
+        rows = self._kv_caches[seq_id].last_decode_rows
+        original(self, seq_id, position)
+        self._kv_caches[seq_id].last_decode_rows = rows
+
+    wrap(FakeBackend, "truncate", truncate)(put)
+
+
+# --- forks
+
+
+@mutant(
+    "copies between streams are applied with the next decode",
+    sequence_laws.test_a_busy_sequence_is_forked_at_a_checkpoint,
 )
 def _(put):
     def copy(original, self, source, target, stop):
-        self.__dict__.setdefault("late", []).append((source, target, stop))
-        self._memory[target].position = stop
+        self.__dict__.setdefault("late_copies", []).append((source, target, stop))
+        self._kv_caches[target].position = stop
         return 0
 
     def decode(original, self, spans):
-        for source, target, stop in self.__dict__.pop("late", []):
-            self._memory[target] = FakeKVCache()
-            copied(self, source, target, stop)
+        for source, target, stop in self.__dict__.pop("late_copies", []):
+            self._kv_caches[target] = FakeKVCache()
+            original_copy(self, source, target, stop)
         original(self, spans)
 
-    copied = FakeBackend.copy
-    wrapped(FakeBackend, "copy", copy)(put)
-    wrapped(FakeBackend, "decode", decode)(put)
+    original_copy = FakeBackend.copy
+    wrap(FakeBackend, "copy", copy)(put)
+    wrap(FakeBackend, "decode", decode)(put)
 
 
-@mutant("a part of any memory can be copied", more.test_a_prompt_is_asked_again_while_it_is_answered)
+@mutant("a prefix of any memory kind can be forked", sequence_laws.test_a_prompt_is_repeated_while_its_completion_runs)
 def _(put):
     put(Capabilities, "can_fork_anywhere", property(lambda self: True))
 
 
 @mutant(
-    "a fork of a busy sequence is longer than what is computed", laws.test_requests_on_one_new_prefix_compute_it_once
+    "a fork of a busy sequence is longer than its computed entries",
+    engine_laws.test_concurrent_requests_prefill_a_common_prefix_once,
 )
 def _(put):
     def copy_from(original, self, source, length):
         nbytes = original(self, source, length)
         if source.busy:
-            self.entry_buffer.append(self.ids[-1])
+            self.entry_buffer.append(self.entries[-1])
         return nbytes
 
-    wrapped(Sequence, "copy_from", copy_from)(put)
+    wrap(Sequence, "copy_from", copy_from)(put)
 
 
-@mutant("a follower does not wait for its leader", laws.test_requests_on_one_new_prefix_compute_it_once)
+@mutant("a follower does not wait for its leader", engine_laws.test_concurrent_requests_prefill_a_common_prefix_once)
 def _(put):
-    put(Engine, "_follow_leader", lambda self, job, keep: False)
+    put(Engine, "_follow_leader", lambda self, job, reuse_length: False)
 
 
-@mutant("a follower forks before its leader is there", more.test_a_prompt_is_computed_once_in_chunks_too)
+@mutant(
+    "a follower forks before its leader has computed the prefix",
+    sequence_laws.test_a_common_prefix_is_prefilled_once_in_chunks,
+)
 def _(put):
-    def is_led(job, running):
+    def is_following(job, running):
         job.leader_position -= 20
-        led = original(job, running)
+        follows = original(job, running)
         job.leader_position += 20
-        return led
+        return follows
 
     original = engine_module.is_following
-    put(engine_module, "is_led", is_led)
+    put(engine_module, "is_following", is_following)
 
 
 # --- checkpoints
 
 
-def checkpoint_of(kept: Callable[[Sequence], np.ndarray]) -> Callable[[Plant], None]:
-    def take(original, self, sequence):
+def replace_checkpoint_entries(choose: Callable[[Sequence], np.ndarray]) -> Callable[[Plant], None]:
+    """Plant a checkpoint whose state belongs to other entries."""
+
+    def take_checkpoint(original, self, sequence):
         original(self, sequence)
-        if self.checkpoints and self.checkpoints[-1].depth == len(sequence):
-            taken = self.checkpoints[-1]
+        checkpoints = self.checkpoints.all_checkpoints
+        if checkpoints and checkpoints[-1].position == len(sequence):
+            taken = checkpoints[-1]
             self.checkpoints.drop(taken)
-            moved = Checkpoint(entries=kept(sequence).copy(), state=taken.state, aligned=taken.aligned)
-            self.checkpoints.append(moved)
+            moved = Checkpoint(entries=choose(sequence).copy(), state=taken.state, aligned=taken.aligned)
+            checkpoints.append(moved)
             self.checkpoints.tree.insert(moved.entries, moved)
 
-    return wrapped(PrefixCache, "take_checkpoint", take)
+    return wrap(PrefixCache, "take_checkpoint", take_checkpoint)
 
 
-@mutant("a checkpoint is taken one entry late", laws.test_c3_a_new_conversation_shares_the_system_prompt)
+@mutant("a checkpoint is taken one entry late", engine_laws.test_c3_a_new_conversation_reuses_the_system_prompt)
 def _(put):
-    checkpoint_of(lambda sequence: sequence.entries[:-1])(put)
+    replace_checkpoint_entries(lambda sequence: sequence.entries[:-1])(put)
 
 
-@mutant("checkpoints of another branch are used", more.test_a_checkpoint_behind_an_edit_is_of_no_use)
+@mutant("checkpoints of another branch are used", checkpoint_laws.test_a_checkpoint_after_an_edit_is_not_used)
 def _(put):
     put(
         RadixTree,
@@ -237,204 +267,225 @@ def _(put):
     )
 
 
-@mutant("a checkpoint outlives its cells", more.test_a_checkpoint_goes_when_its_cells_do)
+@mutant("a checkpoint outlives its cells", checkpoint_laws.test_a_checkpoint_is_dropped_with_its_cells)
 def _(put):
-    put(PrefixCache, "_drop_orphaned_checkpoints", lambda self: None)
-
-
-@mutant("a checkpoint is laid over cells of something else", more.test_a_checkpoint_is_restored_over_its_own_cells_only)
-def _(put):
-    def usable(original, situation, source, *, copied):
-        deepest = next((one for one in situation.checkpoints if one.depth < situation.length), None)
-        if deepest and len(source.slot) >= deepest.depth:
-            return deepest.depth, deepest
-        return original(situation, source, copied=copied)
-
-    original = planner._find_reusable_length
-    put(planner, "_find_reusable_length", lambda *args, **named: usable(original, *args, **named))
-
-
-@mutant("what lies behind a restored checkpoint stays", laws.test_c3_a_new_conversation_shares_the_system_prompt)
-def _(put):
-    def load(original, self, sequence, state):
-        behind = list(self._memory[sequence].cells)
-        original(self, sequence, state)
-        if state.scope == "partial":
-            self._memory[sequence].cells = behind
-
-    wrapped(FakeBackend, "load", load)(put)
-
-
-@mutant("boundaries are ignored", laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
-def _(put):
-    original = prefix_cache.choose_checkpoint_positions
-    put(prefix_cache, "cut_points", lambda length, boundaries, *rest: original(length, (), *rest))
+    put(PrefixCache, "_drop_orphaned_checkpoints", lambda self, **options: None)
 
 
 @mutant(
-    "a prompt runs past the places where it should stand still",
-    laws.test_c3_a_new_conversation_shares_the_system_prompt,
+    "a checkpoint is restored over other cells", checkpoint_laws.test_a_checkpoint_is_restored_over_its_own_cells_only
+)
+def _(put):
+    def find_reusable_length(inputs, candidate, *, is_copy):
+        deepest = next((found for found in inputs.checkpoints if found.position < inputs.prompt_length), None)
+        if deepest and len(candidate.slot) >= deepest.position:
+            return deepest.position, deepest
+        return original(inputs, candidate, is_copy=is_copy)
+
+    original = planner._find_reusable_length
+    put(planner, "_find_reusable_length", find_reusable_length)
+
+
+@mutant(
+    "cells after a restored checkpoint are not removed", engine_laws.test_c3_a_new_conversation_reuses_the_system_prompt
+)
+def _(put):
+    def load(original, self, seq_id, state):
+        cells = list(self._kv_caches[seq_id].cells)
+        original(self, seq_id, state)
+        if state.scope == "partial":
+            self._kv_caches[seq_id].cells = cells
+
+    wrap(FakeBackend, "load", load)(put)
+
+
+@mutant("boundaries are ignored", engine_laws.test_c3_an_edited_last_message_computes_from_the_last_shared_boundary)
+def _(put):
+    original = prefix_cache.choose_checkpoint_positions
+    put(prefix_cache, "choose_checkpoint_positions", lambda length, boundaries, *rest: original(length, (), *rest))
+
+
+@mutant(
+    "prefill does not pause at checkpoint positions",
+    engine_laws.test_c3_a_new_conversation_reuses_the_system_prompt,
 )
 def _(put):
     put(Job, "get_chunk_limit", lambda self: self.backlog if self.generated else len(self.prompt) - len(self.sequence))
 
 
-@mutant("thinning drops the newest checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
+@mutant("thinning drops the newest checkpoint", checkpoint_laws.test_thinning_keeps_the_first_and_the_newest_checkpoint)
 def _(put):
-    put(checkpoint_store, "thinned", lambda depths, limit: list(depths[limit:]))
+    put(checkpoints_module, "choose_positions_to_drop", lambda positions, limit: list(positions[limit:]))
 
 
-@mutant("thinning drops the first checkpoint", more.test_the_first_and_the_newest_checkpoint_stay)
+@mutant("thinning drops the first checkpoint", checkpoint_laws.test_thinning_keeps_the_first_and_the_newest_checkpoint)
 def _(put):
-    put(checkpoint_store, "thinned", lambda depths, limit: list(depths[: max(0, len(depths) - limit)]))
+    put(
+        checkpoints_module,
+        "choose_positions_to_drop",
+        lambda positions, limit: list(positions[: max(0, len(positions) - limit)]),
+    )
 
 
-@mutant("checkpoints are never thinned", more.test_checkpoints_have_a_number_and_a_size)
+@mutant("checkpoints are never thinned", checkpoint_laws.test_checkpoints_stay_within_their_number_and_bytes)
 def _(put):
-    put(checkpoint_store, "thinned", lambda depths, limit: [])
+    put(checkpoints_module, "choose_positions_to_drop", lambda positions, limit: [])
 
 
 @mutant(
-    "only the checkpoints before the newest are counted",
-    once.test_a_checkpoint_in_the_middle_counts_for_every_path_through_it,
+    "only checkpoints before the newest are counted",
+    regressions.test_a_checkpoint_counts_on_every_path_through_it,
 )
 def _(put):
     put(RadixTree, "find_descendants", lambda self, anchor: iter([anchor]))
 
 
-@mutant("two checkpoints are taken at one place", once.test_there_is_one_checkpoint_for_the_same_entries)
+@mutant("two checkpoints are taken at one position", regressions.test_equal_entries_have_one_checkpoint)
 def _(put):
-    def take(original, self, sequence):
-        with patch.object(self.checkpoints, "has_checkpoint_at", lambda ids, salt: False):
+    def take_checkpoint(original, self, sequence):
+        with patch.object(self.checkpoints, "has_checkpoint_at", lambda entries, salt: False):
             original(self, sequence)
 
-    wrapped(PrefixCache, "take_checkpoint", take)(put)
+    wrap(PrefixCache, "take_checkpoint", take_checkpoint)(put)
 
 
-@mutant("the bytes of checkpoints are not counted", more.test_checkpoints_have_a_number_and_a_size)
+@mutant("the bytes of checkpoints are not counted", checkpoint_laws.test_checkpoints_stay_within_their_number_and_bytes)
 def _(put):
     put(CheckpointStore, "nbytes", property(lambda self: 0))
 
 
-@mutant("a checkpoint that does not load ends the engine", laws.test_a_bad_checkpoint_is_a_miss)
+@mutant(
+    "a checkpoint that does not load ends the engine", engine_laws.test_a_checkpoint_that_does_not_load_is_a_prefix_miss
+)
 def _(put):
     put(prefix_cache, "AfterglowError", KVCacheFull)
 
 
-# --- which slot
+# --- slots
 
 
-@mutant("a busy slot is evicted", more.test_full_memory_evicts_then_parks_and_changes_no_token)
+@mutant("a busy slot is evicted", preemption_laws.test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token)
 def _(put):
     def evict(original, self):
         if original(self):
             return True
-        self.forget(next(slot for slot in self.slots if len(slot)))
+        self.discard(next(slot for slot in self.slots if len(slot)))
         return True
 
-    wrapped(PrefixCache, "evict", evict)(put)
+    wrap(PrefixCache, "evict", evict)(put)
 
 
-@mutant("an evicted sequence can still be found", more.test_full_memory_evicts_then_parks_and_changes_no_token)
+@mutant(
+    "an evicted sequence stays in the tree",
+    preemption_laws.test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token,
+)
 def _(put):
     def evict(original, self):
         before = {slot: slot.entries.copy() for slot in self._idle_slots if len(slot)}
-        done = original(self)
-        for slot, ids in before.items():
-            self._idle.insert(ids, slot)
-        return done
+        evicted = original(self)
+        for slot, entries in before.items():
+            self._idle_tree.insert(entries, slot)
+        return evicted
 
-    wrapped(PrefixCache, "evict", evict)(put)
-
-
-@mutant("a sequence in use can still be found as idle", more.test_a_sequence_comes_back_from_a_snapshot_and_from_a_fork)
-def _(put):
-    def begin(original, self, reuse, *salt):
-        ids = getattr(reuse, "slot", None) and reuse.slot.ids.copy()
-        target, kept = original(self, reuse, *salt)
-        if ids is not None:
-            self._idle.insert(ids, target)
-        return target, kept
-
-    wrapped(PrefixCache, "acquire", begin)(put)
-
-
-@mutant("a slot is given to two jobs", laws.test_company_changes_no_token)
-def _(put):
-    def begin(original, self, reuse, *salt):
-        target, kept = original(self, reuse, *salt)
-        target.busy = False
-        self._idle_slots[target] = None
-        return target, kept
-
-    wrapped(PrefixCache, "acquire", begin)(put)
-
-
-@mutant("a named slot is not the one that is used", more.test_a_certain_slot_is_used_though_another_holds_the_prompt)
-def _(put):
-    def plan(original, self, ids, *, slot=None, **options):
-        return original(self, ids, **options)
-
-    wrapped(PrefixCache, "plan", plan)(put)
+    wrap(PrefixCache, "evict", evict)(put)
 
 
 @mutant(
-    "a parked job comes back into another slot than its record",
-    more.test_full_memory_evicts_then_parks_and_changes_no_token,
+    "a busy sequence stays in the tree of idle sequences",
+    sequence_laws.test_a_sequence_is_restored_from_a_snapshot_and_from_a_fork,
 )
 def _(put):
-    def load(original, self, ids, state, aligned):
-        number = self.number
-        self.number = (number + 1) % self._backend.capabilities.sequences
-        original(self, ids, state, aligned)
-        self.number = number
+    def acquire(original, self, plan, *salt):
+        entries = getattr(plan, "slot", None) and plan.slot.entries.copy()
+        target, reused = original(self, plan, *salt)
+        if entries is not None:
+            self._idle_tree.insert(entries, target)
+        return target, reused
 
-    wrapped(Sequence, "load", load)(put)
+    wrap(PrefixCache, "acquire", acquire)(put)
 
 
-@mutant("a parked job comes back to push others out", more.test_full_memory_evicts_then_parks_and_changes_no_token)
+@mutant("two jobs share a slot", engine_laws.test_concurrency_changes_no_token)
 def _(put):
-    def park(original, self, job):
+    def acquire(original, self, plan, *salt):
+        target, reused = original(self, plan, *salt)
+        target.busy = False
+        self._idle_slots[target] = None
+        return target, reused
+
+    wrap(PrefixCache, "acquire", acquire)(put)
+
+
+@mutant(
+    "the named slot of a request is ignored", sequence_laws.test_a_named_slot_is_used_although_another_holds_the_prompt
+)
+def _(put):
+    def plan(original, self, entries, *, slot=None, **options):
+        return original(self, entries, **options)
+
+    wrap(PrefixCache, "plan", plan)(put)
+
+
+@mutant(
+    "a preempted job is swapped into another slot than recorded",
+    preemption_laws.test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token,
+)
+def _(put):
+    def load(original, self, entries, state, aligned):
+        seq_id = self.seq_id
+        self.seq_id = (seq_id + 1) % self._backend.capabilities.sequences
+        original(self, entries, state, aligned)
+        self.seq_id = seq_id
+
+    wrap(Sequence, "load", load)(put)
+
+
+@mutant(
+    "a preempted job resumes while others run and preempts them",
+    preemption_laws.test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token,
+)
+def _(put):
+    def swap_out(original, self, job):
         original(self, job)
         job.is_preempted = False
 
-    wrapped(Engine, "_swap_out", park)(put)
+    wrap(Engine, "_swap_out", swap_out)(put)
 
 
-@mutant(
-    "parked bytes are those that were expected", once.test_parked_bytes_are_what_was_saved_and_not_what_was_expected
-)
+@mutant("swapped bytes are the estimate", regressions.test_swapped_bytes_are_the_saved_size_and_not_the_estimate)
 def _(put):
     put(Sequence, "nbytes", property(lambda self: 20 * len(self)))
 
 
-@mutant("parked jobs have no budget", more.test_parked_jobs_stay_within_their_bytes)
+@mutant("swapped bytes have no limit", preemption_laws.test_swapped_out_sequences_stay_within_swap_bytes)
 def _(put):
-    def park(original, self, sequence):
+    def swap_out(original, self, sequence):
         self._swap_limit_bytes = 10**9
         return original(self, sequence)
 
-    wrapped(PrefixCache, "swap_out", park)(put)
+    wrap(PrefixCache, "swap_out", swap_out)(put)
 
 
 @mutant(
-    "a snapshot that does not load stays in the record",
-    more.test_a_damaged_snapshot_is_refused_and_leaves_the_record_true,
+    "the entries of a snapshot that does not load stay recorded",
+    sequence_laws.test_a_damaged_snapshot_is_rejected_and_leaves_the_entries_correct,
 )
 def _(put):
-    def load(original, self, ids, state, aligned):
+    def load(original, self, entries, state, aligned):
         self.entry_buffer.truncate(0)
-        self.decoded(ids)
-        self._backend.load(self.number, state)
+        self.append_decoded(entries)
+        self._backend.load(self.seq_id, state)
 
-    wrapped(Sequence, "load", load)(put)
+    wrap(Sequence, "load", load)(put)
     put(snapshots, "InvalidState", KVCacheFull)
 
 
-# --- failed decodes, cancels, ends
+# --- failed decodes, cancels, ends of requests
 
 
-@mutant("a failed decode leaves the record as it was", laws.test_a_decode_that_fails_once_costs_time_and_no_token)
+@mutant(
+    "the recorded entries are not repaired after a failed decode", engine_laws.test_a_failed_decode_changes_no_token
+)
 def _(put):
     def recover(self, jobs, error):
         for job in jobs:
@@ -443,334 +494,344 @@ def _(put):
     put(Engine, "_recover", recover)
 
 
-@mutant(
-    "an aborted decode is thought to spare recurrent states", laws.test_a_decode_that_fails_once_costs_time_and_no_token
-)
+@mutant("recurrent states are assumed to survive an aborted decode", engine_laws.test_a_failed_decode_changes_no_token)
 def _(put):
     put(Capabilities, "survives_abort", property(lambda self: True))
 
 
-@mutant("a job that begins again draws again", more.test_a_failed_decode_draws_no_token_twice)
+@mutant("a restarted job samples its token again", preemption_laws.test_a_failed_decode_samples_no_token_twice)
 def _(put):
-    def begin(original, self, job):
+    def start_job(original, self, job):
         if job.generated:
-            job.sampler.sample(np.zeros(self.backend.vocabulary, dtype=np.float32))
+            job.sampler.sample(np.zeros(self.backend.vocabulary_size, dtype=np.float32))
         return original(self, job)
 
-    wrapped(Engine, "_start_job", begin)(put)
+    wrap(Engine, "_start_job", start_job)(put)
 
 
-@mutant("a job that begins again forgets what it said", more.test_a_failed_decode_draws_no_token_twice)
+@mutant("a restarted job loses its generated tokens", preemption_laws.test_a_failed_decode_samples_no_token_twice)
 def _(put):
-    def begin(original, self, job):
+    def start_job(original, self, job):
         job.generated.clear()
         return original(self, job)
 
-    wrapped(Engine, "_start_job", begin)(put)
+    wrap(Engine, "_start_job", start_job)(put)
 
 
-@mutant("a decode that fails is tried for ever", laws.test_a_decode_that_keeps_failing_ends_the_job_and_not_the_engine)
+@mutant(
+    "a failed decode is retried without limit",
+    engine_laws.test_repeated_decode_failures_end_the_request_and_not_the_engine,
+)
 def _(put):
     put(engine_module, "MAX_DECODE_ATTEMPTS", 10**9)
 
 
-@mutant("a cancel stops any decode", more.test_a_cancel_inside_a_decode_stops_it_only_where_nobody_else_loses_memory)
+@mutant(
+    "a cancel interrupts any decode",
+    preemption_laws.test_a_cancel_interrupts_a_decode_only_if_no_other_request_loses_its_state,
+)
 def _(put):
-    def cancel(original, self, id):
-        original(self, id)
+    def cancel(original, self, request_id):
+        original(self, request_id)
         if self._decoding_jobs:
             self.backend.interrupt()
 
-    wrapped(Engine, "cancel", cancel)(put)
+    wrap(Engine, "cancel", cancel)(put)
 
 
-@mutant("a late interruption stops the next decode", more.test_an_interruption_that_comes_too_late_stops_nobody)
+@mutant("a late interrupt stops the next decode", preemption_laws.test_a_late_interrupt_stops_no_later_decode)
 def _(put):
     put(FakeBackend, "clear_interrupt", lambda self: None)
 
 
-@mutant("a cancelled job that waits goes on waiting", more.test_a_cancelled_job_is_gone)
+@mutant("a cancelled waiting job stays in the queue", preemption_laws.test_a_cancelled_request_is_removed)
 def _(put):
-    def forget(original, self, job):
-        waits = job in self._waiting
+    def remove_job(original, self, job):
+        is_waiting = job in self._waiting
         original(self, job)
-        if waits:
+        if is_waiting:
             self._waiting.append(job)
 
-    wrapped(Engine, "_remove_job", forget)(put)
+    wrap(Engine, "_remove_job", remove_job)(put)
 
 
-@mutant("a token that does not exist reaches a decode", once.test_a_token_that_does_not_exist_ends_its_own_request_only)
+@mutant("an invalid token reaches a decode", regressions.test_an_invalid_token_fails_only_its_own_request)
 def _(put):
-    def check(request, ids, ledger, backend):
-        original(request, ids % backend.vocabulary, ledger, backend)
+    def check_servable(request, entries, interner, backend):
+        original(request, entries % backend.vocabulary_size, interner, backend)
 
     original = engine_module.check_servable
-    put(engine_module, "check_servable", check)
+    put(engine_module, "check_servable", check_servable)
 
 
 @mutant(
-    "a late cancel waits for the next request of that name",
-    once.test_a_cancel_of_what_has_ended_does_not_end_the_next_of_that_name,
+    "a late cancel affects the next request with that id",
+    regressions.test_a_late_cancel_does_not_affect_the_next_request_with_that_id,
 )
 def _(put):
-    def cancel(original, self, id):
-        original(self, id)
-        self._cancelled_ids.add(id)
+    def cancel(original, self, request_id):
+        original(self, request_id)
+        self._cancelled_ids.add(request_id)
 
-    wrapped(Engine, "cancel", cancel)(put)
+    wrap(Engine, "cancel", cancel)(put)
 
 
-@mutant("the deadline is ignored", laws.test_the_deadline_s_answer_is_what_there_is)
+@mutant("the deadline is ignored", engine_laws.test_a_deadline_ends_the_completion_with_the_tokens_so_far)
 def _(put):
     put(Job, "has_deadline_passed", property(lambda self: False))
 
 
-@mutant("a request ends twice", laws.test_a_cancelled_job_leaves_what_it_computed)
+@mutant("a request ends twice", engine_laws.test_a_cancelled_request_leaves_its_entries_cached)
 def _(put):
     def fail(original, self, job, error):
         original(self, job, error)
         self._events.append(Failed(job.request.id, error, job.build_usage()))
 
-    wrapped(Engine, "_fail", fail)(put)
+    wrap(Engine, "_fail", fail)(put)
 
 
-@mutant("progress is told after the end", laws.test_company_changes_no_token)
+@mutant("progress is reported after the end", engine_laws.test_concurrency_changes_no_token)
 def _(put):
     def finish(original, self, job, *rest):
         original(self, job, *rest)
         self._events.append(PrefillProgress(job.request.id, 1, 1))
 
-    wrapped(Engine, "_finish", finish)(put)
+    wrap(Engine, "_finish", finish)(put)
 
 
 @mutant(
-    "an answer may fill one cell more than there are",
-    more.test_an_answer_ends_where_its_sequence_does_and_pushes_nobody_out,
+    "a completion may use one cell too many",
+    preemption_laws.test_a_completion_ends_when_its_sequence_is_full_and_evicts_nothing,
 )
 def _(put):
     def submit(original, self, request):
         original(self, request)
         self._jobs[request.id].max_cells += 1
 
-    wrapped(Engine, "submit", submit)(put)
+    wrap(Engine, "submit", submit)(put)
 
 
-@mutant("a stop text is only seen within one token", laws.test_stop_texts_and_stop_tokens_end_an_answer_exactly)
+@mutant(
+    "a stop text is matched within one token only", engine_laws.test_stop_texts_and_stop_tokens_end_a_completion_exactly
+)
 def _(put):
     def feed(original, self, piece):
         self._tail = b""
         return original(self, piece)
 
-    wrapped(StopMatcher, "feed", feed)(put)
+    wrap(StopMatcher, "feed", feed)(put)
 
 
-@mutant("neighbours share a sampler", laws.test_several_answers_to_one_prompt_share_it)
+@mutant("concurrent requests share a sampler", engine_laws.test_several_completions_of_one_prompt_prefill_it_once)
 def _(put):
-    def sampler(original, self, verify):
-        self.__dict__.setdefault("one", original(self, verify))
-        return self.one
+    def create_sampler(original, self, sampling):
+        return self.__dict__.setdefault("shared_sampler", original(self, sampling))
 
-    wrapped(FakeBackend, "create_sampler", sampler)(put)
+    wrap(FakeBackend, "create_sampler", create_sampler)(put)
 
 
-@mutant("neighbours read each other's logits", laws.test_company_changes_no_token)
+@mutant("concurrent requests read each other's logits", engine_laws.test_concurrency_changes_no_token)
 def _(put):
-    wrapped(FakeBackend, "get_logits", lambda original, self, span, row: original(self, 0, -1))(put)
+    wrap(FakeBackend, "get_logits", lambda original, self, span, row: original(self, 0, -1))(put)
 
 
-# --- pictures
+# --- media entries
 
 
-@mutant("cells are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
+@mutant("cells are counted as positions", media_laws.test_reuse_and_concurrency_change_no_token_with_media)
 def _(put):
     put(EntryInterner, "count_positions", EntryInterner.count_cells)
 
 
-@mutant("an answer ends where positions do", once.test_an_answer_ends_where_cells_do_and_not_where_positions_do)
+@mutant("a completion is limited by positions", regressions.test_a_completion_is_limited_by_cells_and_not_by_positions)
 def _(put):
-    def ending(job, backend, token):
+    def find_finish_cause(job, backend, token):
         job.sequence.cell_count = job.sequence.position
         return original(job, backend, token)
 
     original = verify._find_finish_cause
-    put(verify, "_find_finish_cause", ending)
+    put(verify, "_find_finish_cause", find_finish_cause)
 
 
-@mutant("positions are taken for cells", more.test_a_prompt_is_measured_in_cells)
+@mutant("positions are counted as cells", media_laws.test_prompt_length_is_measured_in_cells)
 def _(put):
     put(EntryInterner, "count_cells", EntryInterner.count_positions)
 
 
-@mutant("entries are taken for positions", more.test_reuse_and_company_change_no_token_with_pictures)
+@mutant("entries are counted as positions", media_laws.test_reuse_and_concurrency_change_no_token_with_media)
 def _(put):
     put(Sequence, "position_at", lambda self, length: length)
 
 
-@mutant("pictures of one size are one picture", more.test_another_picture_of_the_same_size_is_another_picture)
+@mutant("media of one size are identical", media_laws.test_media_of_the_same_size_are_distinct)
 def _(put):
-    def number(original, self, media):
+    def intern_media(original, self, media):
         return original(self, dataclasses.replace(media, digest=b""))
 
-    wrapped(EntryInterner, "_intern_media", number)(put)
+    wrap(EntryInterner, "_intern_media", intern_media)(put)
 
 
 # --- deterministic mode
 
 
-deterministic = more.test_deterministic_cold_warm_restored_forked_and_concurrent_give_the_same_tokens
+deterministic = deterministic_laws.test_cold_warm_restored_forked_and_concurrent_runs_give_the_same_tokens
 
 
 @mutant("reuse is not rounded down to the grid", deterministic)
 def _(put):
-    put(PrefixCache, "round_down", lambda self, length, ids: length)
+    put(PrefixCache, "round_down", lambda self, length, entries: length)
 
 
 @mutant("generated tokens count as computed on the grid", deterministic)
 def _(put):
-    def note(self, count, grid):
+    def record_chunk(self, count, grid):
         self.sequence.aligned = len(self.sequence)
 
-    put(Job, "record_chunk", note)
+    put(Job, "record_chunk", record_chunk)
 
 
 @mutant("deterministic jobs share a decode", deterministic)
 def _(put):
-    def grid_step(original, jobs, grid, now):
+    def schedule_on_grid(jobs, grid, now):
         first = original(jobs, grid, now)
         others = [job for job in jobs if job.is_decoding and job is not first[0][0]] if first else []
         return [*first, *[(job, 1) for job in others]]
 
     original = engine_module.schedule_on_grid
-    put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
+    put(engine_module, "schedule_on_grid", schedule_on_grid)
 
 
-@mutant("deterministic chunks end anywhere", deterministic)
+@mutant("deterministic chunks do not end on the grid", deterministic)
 def _(put):
-    def grid_step(original, jobs, grid, now):
+    def schedule_on_grid(jobs, grid, now):
         return [(job, min(job.get_chunk_limit(), 20)) for job, _ in original(jobs, grid, now)]
 
     original = engine_module.schedule_on_grid
-    put(engine_module, "grid_step", lambda *args: grid_step(original, *args))
+    put(engine_module, "schedule_on_grid", schedule_on_grid)
 
 
-# --- what is stored
+# --- RAM and disk tiers
 
 
-@mutant("a segment begins one cell early", stored.test_what_is_stored_changes_no_token)
+@mutant("a block starts one cell early", tier_laws.test_stored_blocks_change_no_token)
 def _(put):
-    wrapped(FakeCells, "copy_rows", lambda original, self, start, stop: original(self, start - (start > 0), stop))(put)
+    wrap(FakeCells, "copy_rows", lambda original, self, start, stop: original(self, start - (start > 0), stop))(put)
 
 
-@mutant("a segment is named by its own entries only", stored.test_what_is_stored_changes_no_token)
+@mutant("a block is hashed without its predecessors", tier_laws.test_stored_blocks_change_no_token)
 def _(put):
-    wrapped(BlockHasher, "hash_block", lambda original, self, parent, ids: original(self, b"", ids))(put)
+    wrap(BlockHasher, "hash_block", lambda original, self, parent, entries: original(self, b"", entries))(put)
 
 
-@mutant("a prompt is taken for longer than it is stored", stored.test_what_is_stored_changes_no_token)
+@mutant("a stored prefix is reported longer than it is", tier_laws.test_stored_blocks_change_no_token)
 def _(put):
-    def cover(original, self, ids, salt, *, aligned):
-        found = original(self, ids, salt, aligned=aligned)
-        longer = min(found.length + 1, len(ids))
-        return dataclasses.replace(found, length=longer, ids=ids[:longer]) if found.length % 8 else found
+    def find_stored_prefix(original, self, entries, salt, *, aligned):
+        prefix = original(self, entries, salt, aligned=aligned)
+        length = min(prefix.length + 1, len(entries))
+        return dataclasses.replace(prefix, length=length, entries=entries[:length]) if prefix.length % 8 else prefix
 
-    wrapped(BlockTree, "find_stored_prefix", cover)(put)
+    wrap(BlockTree, "find_stored_prefix", find_stored_prefix)(put)
 
 
-@mutant("stored cells are used with the state of another depth", stored.test_what_is_stored_changes_no_token)
+@mutant(
+    "stored cells are combined with the checkpoint of another position", tier_laws.test_stored_blocks_change_no_token
+)
 def _(put):
-    def state(original, self, checkpoint):
-        others = [one.state for one in self._marks.checkpoints if one.depth != checkpoint.depth]
+    def load_checkpoint_state(original, self, checkpoint):
+        others = [other.state for other in self._checkpoints.all_checkpoints if other.position != checkpoint.position]
         return others[0] if others else original(self, checkpoint)
 
-    wrapped(TieredStore, "load_checkpoint_state", state)(put)
+    wrap(TieredStore, "load_checkpoint_state", load_checkpoint_state)(put)
 
 
-@mutant("a beginning goes before what builds on it", stored.test_the_end_of_a_conversation_goes_before_its_beginning)
+@mutant(
+    "a prefix is evicted before the blocks after it",
+    tier_laws.test_the_end_of_a_conversation_is_evicted_before_its_prefix,
+)
 def _(put):
-    wrapped(RamTier, "touch", lambda original, self, segments, now: original(self, reversed(list(segments)), now))(put)
+    wrap(RamTier, "touch", lambda original, self, blocks, now: original(self, reversed(list(blocks)), now))(put)
 
 
-@mutant("bytes that are free are not counted so", stored.test_what_is_stored_keeps_to_its_bytes)
+@mutant("freed bytes stay counted", tier_laws.test_stored_blocks_stay_within_their_bytes)
 def _(put):
-    def drop(original, self, segment):
-        original(self, segment)
-        self.block_bytes += segment.nbytes
+    def drop(original, self, block):
+        original(self, block)
+        self.block_bytes += block.nbytes
 
-    wrapped(RamTier, "drop", drop)(put)
+    wrap(RamTier, "drop", drop)(put)
 
 
-@mutant("no room is made for what is stored", stored.test_what_is_stored_keeps_to_its_bytes)
+@mutant("blocks are stored without eviction", tier_laws.test_stored_blocks_stay_within_their_bytes)
 def _(put):
-    put(TieredStore, "evict_until_free", lambda self, nbytes, kept=None: True)
+    put(TieredStore, "evict_until_free", lambda self, nbytes, protected=None: True)
 
 
-@mutant("what is pinned goes like the rest", stored.test_what_is_pinned_stays)
+@mutant("pinned blocks are evicted", tier_laws.test_pinned_blocks_are_not_evicted)
 def _(put):
-    put(TieredStore, "is_pinned", lambda self, ids, salt, start: False)
+    put(TieredStore, "is_pinned", lambda self, entries, salt, index: False)
 
 
-@mutant("the checkpoint of a pin goes like the rest", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
+@mutant("the checkpoint of a pin is evicted", pin_laws.test_a_pin_includes_the_checkpoint_it_is_restored_from)
 def _(put):
     put(PinManager, "_sync_checkpoint_pins", lambda self: None)
 
 
-@mutant("nothing stands still where a pin ends", pinned.test_a_pin_has_the_checkpoint_that_it_is_restored_from)
+@mutant("prefill does not pause at the end of a pin", pin_laws.test_a_pin_includes_the_checkpoint_it_is_restored_from)
 def _(put):
-    put(Pins, "find_positions", lambda self, ids, salt: [])
+    put(Pins, "find_positions", lambda self, entries, salt: [])
 
 
-@mutant("pins take whatever they like", pinned.test_pins_of_system_prompts_make_room_for_each_other)
+@mutant("pinned bytes have no limit", pin_laws.test_system_pins_give_way_to_newer_system_pins)
 def _(put):
     put(PinManager, "limit", 10**9)
 
 
-@mutant("parked bytes are never given back", stored.test_parked_bytes_are_given_back)
+@mutant("swapped bytes are never released", tier_laws.test_swapped_bytes_are_released)
 def _(put):
     put(PrefixCache, "release_swapped", lambda self, saved: None)
 
 
-@mutant("what is stored belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+@mutant("stored blocks are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
-    wrapped(BlockHasher, "get_root_key", lambda original, self, salt: original(self, ""))(put)
+    wrap(BlockHasher, "get_root_key", lambda original, self, salt: original(self, ""))(put)
 
 
-@mutant("what is idle belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+@mutant("idle sequences are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
-    wrapped(RadixTree, "get_root", lambda original, self, salt="": original(self, "one"))(put)
+    wrap(RadixTree, "get_root", lambda original, self, salt="": original(self, "one"))(put)
 
 
-@mutant("what is running belongs to everybody", stored.test_no_salt_finds_what_another_computed)
+@mutant("busy sequences are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
-    def sources(original, self, ids, salt):
+    def find_candidates(original, self, entries, salt):
         before = {slot: slot.salt for slot in self.slots}
         for slot in self.slots:
             slot.salt = salt if slot.busy else slot.salt
-        yield from original(self, ids, salt)
-        for slot, whose in before.items():
-            slot.salt = whose
+        yield from original(self, entries, salt)
+        for slot, original_salt in before.items():
+            slot.salt = original_salt
 
-    wrapped(PrefixCache, "_find_candidates", sources)(put)
+    wrap(PrefixCache, "_find_candidates", find_candidates)(put)
 
 
-@mutant("a file is believed without its checksum", stored.test_a_damaged_file_changes_no_token)
+@mutant("the checksum of a file is not verified", tier_laws.test_a_damaged_file_changes_no_token)
 def _(put):
-    def load(path):
+    def load_file(path):
         view = disk_files._map_file(path)
-        item, start = disk_files._parse_header(view)
-        return disk_files.LoadedFile(item, view[start:])
+        file, payload_start = disk_files._parse_header(view)
+        return disk_files.LoadedFile(file, view[payload_start:])
 
-    put(disk_files, "load_file", load)
+    put(disk_files, "load_file", load_file)
 
 
-@mutant("a file is believed without its entries", stored.test_a_file_of_other_entries_changes_no_token)
+@mutant("the entries of a file are not verified", tier_laws.test_a_file_with_other_entries_changes_no_token)
 def _(put):
     class Numpy:
-        array_equal = staticmethod(lambda one, other: True)
+        array_equal = staticmethod(lambda left, right: True)
 
     put(tier, "np", Numpy)
 
 
-@mutant("a crashed engine stores its memory", stored.test_an_engine_that_crashed_stores_nothing_of_what_it_was_doing)
+@mutant("a crashed engine stores its KV cache", tier_laws.test_a_crashed_engine_does_not_store_its_kv_cache)
 def _(put):
-    wrapped(PrefixCache, "close", lambda original, self, **options: original(self))(put)
+    wrap(PrefixCache, "close", lambda original, self, **options: original(self))(put)

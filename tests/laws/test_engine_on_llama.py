@@ -1,9 +1,9 @@
-"""The laws on real llama.cpp: exactly on constructed models, within a measured margin on random weights."""
+"""Laws of the engine on llama.cpp: exact on constructed models, within a measured margin on random weights."""
 
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -14,46 +14,48 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
-from support.play import KINDS, LAYOUTS, Answer, ask, check, collect, play, request
+from support.play import KINDS, LAYOUTS, Answer, ask, check, collect, play, prompt, request
 
-MARGIN = 0.02  # the shape of a batch moves logits by about 1e-3; a wrong past by far more
+pytestmark = pytest.mark.native
+
+MAX_MARGIN = 0.02  # the batch shape changes logits by about 1e-3, a wrong state by far more
 CYCLE = models.CYCLE.decode()
 
 
 @pytest.fixture
 def engines():
-    """Make engines on tiny models; all are closed at the end."""
+    """Return a function that makes engines on tiny models; all are closed after the test."""
     with ExitStack() as stack:
 
-        def make(name: str, *, unified: bool = False, settings: EngineSettings | None = None, **context) -> Engine:
+        def make(name: str, *, kv_unified: bool = False, settings: EngineSettings | None = None, **context) -> Engine:
             defaults = {"cells": 4096, "sequences": 4, "batch": 128, "ubatch": 64, "outputs": 8, "threads": 1}
-            recipe = EngineSpec(
+            spec = EngineSpec(
                 path=models.get_path(name),
-                context_settings=ContextSettings(**{**defaults, **context}, kv_unified=unified),
+                context_settings=ContextSettings(**{**defaults, **context}, kv_unified=kv_unified),
                 engine_settings=settings or EngineSettings(),
             )
-            engine = recipe()
+            engine = spec()
             stack.callback(engine.close)
             return engine
 
         yield make
 
 
-def ordinary(length: int, seed: int) -> list[int]:
+def random_prompt(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(20, 250, length)]
 
 
-def agree(answer: Answer, plain: Answer, margins: list[float]) -> None:
-    """Equal tokens; where they part, the plain run was undecided there."""
-    for index, (one, other) in enumerate(itertools.zip_longest(answer.tokens, plain.tokens)):
-        if one != other:
-            assert margins[index] < MARGIN, f"token {index}: {one} instead of {other}, margin {margins[index]:.3f}"
+def check_tokens(answer: Answer, plain: Answer, margins: list[float]) -> None:
+    """Check that tokens are equal up to a position at which the margin of the cold run is small."""
+    for index, (token, expected) in enumerate(itertools.zip_longest(answer.tokens, plain.tokens)):
+        if token != expected:
+            assert margins[index] < MAX_MARGIN, f"token {index}: {token}, not {expected}; margin {margins[index]:.3f}"
             return
 
 
-def plain_run(engine: Engine, entries: list[int], **options) -> tuple[Answer, list[float]]:
-    """A cold run alone, with the margin between the two likeliest tokens at each step."""
-    engine.submit(request("plain", entries, logprobs=2, reuse=False, **options))
+def run_cold(engine: Engine, entries: list[int], **options) -> tuple[Answer, list[float]]:
+    """Run a request without prefix cache; return also the margin between the two most likely tokens at each step."""
+    engine.submit(request("plain", entries, logprobs=2, use_prefix_cache=False, **options))
     answer, margins = Answer(), []
     while engine.is_busy:
         for event in engine.step():
@@ -65,21 +67,21 @@ def plain_run(engine: Engine, entries: list[int], **options) -> tuple[Answer, li
     return answer, margins
 
 
-SYSTEM, QUESTION, OTHER = ordinary(150, 1), ordinary(60, 2), ordinary(70, 3)
+SYSTEM, QUESTION, OTHER = random_prompt(150, 1), random_prompt(60, 2), random_prompt(70, 3)
 BOUNDARIES = frozenset({150, 205})
 
 
-@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_reuse_changes_no_token_on_random_weights(engines, kind, unified):
-    engine, cold = engines(kind, kv_unified=unified), engines(kind, kv_unified=unified)
+def test_reuse_changes_no_token_on_random_weights(engines, kind, kv_unified):
+    engine, cold = engines(kind, kv_unified=kv_unified), engines(kind, kv_unified=kv_unified)
     first = ask(engine, SYSTEM + QUESTION, boundaries=BOUNDARIES)
     turns = {
         "second turn": SYSTEM + QUESTION + first.tokens + OTHER,
         "regenerated": SYSTEM + QUESTION,
         "edited": SYSTEM + QUESTION[:55] + OTHER,
         "new conversation": SYSTEM + OTHER,
-        "back to the first": SYSTEM + QUESTION + first.tokens + ordinary(9, 9),
+        "back to the first": SYSTEM + QUESTION + first.tokens + random_prompt(9, 9),
     }
     least = {
         "second turn": 150 + 60 + len(first.tokens) - 1,
@@ -89,15 +91,15 @@ def test_reuse_changes_no_token_on_random_weights(engines, kind, unified):
     }
     for name, entries in turns.items():
         answer = ask(engine, entries, boundaries=BOUNDARIES)
-        agree(answer, *plain_run(cold, entries))
+        check_tokens(answer, *run_cold(cold, entries))
         assert answer.cached >= least.get(name, 150), f"{name}: {answer.cached}"
 
 
-@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_c3_computes_no_more_than_after_the_last_shared_boundary(engines, kind, unified):
-    """Asserted by the rows that really went through the decoder."""
-    engine = engines(kind, kv_unified=unified)
+def test_c3_only_entries_after_the_last_shared_boundary_are_computed(engines, kind, kv_unified):
+    """Checked by the rows that were decoded."""
+    engine = engines(kind, kv_unified=kv_unified)
     ask(engine, SYSTEM + QUESTION, boundaries=BOUNDARIES, max_tokens=1)
     for entries, boundary in ((SYSTEM + QUESTION, 205), (SYSTEM + QUESTION[:55] + OTHER, 205), (SYSTEM + OTHER, 150)):
         before = engine.counters.rows
@@ -105,10 +107,10 @@ def test_c3_computes_no_more_than_after_the_last_shared_boundary(engines, kind, 
         assert engine.counters.rows - before <= len(entries) - boundary
 
 
-@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_reuse_company_and_chunking_change_no_token_on_constructed_models(engines, kind, unified):
-    engine = engines(f"successor-{kind}", kv_unified=unified, sequences=6)
+def test_reuse_concurrency_and_chunking_change_no_token_on_constructed_models(engines, kind, kv_unified):
+    engine = engines(f"successor-{kind}", kv_unified=kv_unified, sequences=6)
     vocabulary = engine.backend.context.model.vocabulary
     requests = []
     for number in range(6):
@@ -116,89 +118,89 @@ def test_reuse_company_and_chunking_change_no_token_on_constructed_models(engine
         requests.append(request(str(number), vocabulary.tokenize(text), max_tokens=30))
     for _ in range(2):  # cold, then warm
         answers = play(engine, *requests)
-        for one in requests:
-            expected, last = [], one.entries[-1]
+        for req in requests:
+            expected, last = [], req.entries[-1]
             for _ in range(30):
                 last = models.get_successor(last)
                 expected.append(last)
-            assert answers[one.id].tokens == expected
+            assert answers[req.id].tokens == expected
     assert engine.counters.max_batch_jobs >= 4
     assert engine.counters.reused_entries > 0
 
 
-@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_company_changes_no_token_on_random_weights(engines, kind, unified):
-    engine, cold = engines(kind, kv_unified=unified), engines(kind, kv_unified=unified)
-    requests = [request(str(n), ordinary(40 + 13 * n, 50 + n), max_tokens=16) for n in range(6)]
+def test_concurrency_changes_no_token_on_random_weights(engines, kind, kv_unified):
+    engine, cold = engines(kind, kv_unified=kv_unified), engines(kind, kv_unified=kv_unified)
+    requests = [request(str(n), random_prompt(40 + 13 * n, 50 + n), max_tokens=16) for n in range(6)]
     answers = play(engine, *requests)
-    for one in requests:
-        agree(answers[one.id], *plain_run(cold, one.entries, max_tokens=16))
+    for req in requests:
+        check_tokens(answers[req.id], *run_cold(cold, req.entries, max_tokens=16))
     assert engine.counters.max_batch_jobs >= 4
 
 
-@pytest.mark.parametrize("unified", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_on_one_new_prefix_compute_it_once(engines, kind, unified):
-    engine = engines(f"successor-{kind}", kv_unified=unified)
-    requests = [request(str(n), SYSTEM + ordinary(20 + n, 70 + n), max_tokens=4) for n in range(4)]
+def test_concurrent_requests_prefill_a_common_prefix_once(engines, kind, kv_unified):
+    engine = engines(f"successor-{kind}", kv_unified=kv_unified)
+    requests = [request(str(n), SYSTEM + random_prompt(20 + n, 70 + n), max_tokens=4) for n in range(4)]
     answers = play(engine, *requests)
     assert engine.counters.coalesced == 3
     assert sorted(answer.cached for answer in answers.values()) == [0, 150, 150, 150]
-    for one in requests:
-        assert answers[one.id].tokens[0] == models.get_successor(one.entries[-1])
+    for req in requests:
+        assert answers[req.id].tokens[0] == models.get_successor(req.entries[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_gives_the_same_tokens_cold_warm_and_in_company(engines, kind):
+def test_a_seed_gives_the_same_tokens_cold_warm_and_concurrently(engines, kind):
     """Exactly, on the constructed model: its logits do not move."""
     sampling = Sampling(temperature=30.0, seed=5, top_k=0, top_p=1, min_p=0)
     engine = engines(f"successor-{kind}")
     cold = ask(engine, SYSTEM, sampling=sampling).tokens
     assert len(set(cold)) > 3  # at this temperature it is really drawn
     assert ask(engine, SYSTEM, sampling=sampling).tokens == cold
-    company = [request(str(n), ordinary(30, n), max_tokens=20) for n in range(3)]
-    assert play(engine, request("a", SYSTEM, sampling=sampling), *company)["a"].tokens == cold
+    others = [request(str(n), random_prompt(30, n), max_tokens=20) for n in range(3)]
+    assert play(engine, request("a", SYSTEM, sampling=sampling), *others)["a"].tokens == cold
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_unified_memory_evicts_then_parks_and_fails_nobody(engines, kind):
+def test_a_full_unified_kv_cache_evicts_then_preempts_and_fails_no_request(engines, kind):
     engine = engines(f"successor-{kind}", kv_unified=True, cells=512, sequences=4)
-    ask(engine, ordinary(200, 90))  # idle, in the way
-    requests = [request(str(n), ordinary(120, 91 + n), max_tokens=60) for n in range(4)]
+    ask(engine, random_prompt(200, 90))  # idle, in the way
+    requests = [request(str(n), random_prompt(120, 91 + n), max_tokens=60) for n in range(4)]
     answers = play(engine, *requests)
-    for one in requests:
-        assert answers[one.id].reason in ("length", "stop")
-        assert answers[one.id].tokens[:2] == [
-            models.get_successor(one.entries[-1]),
-            models.get_successor(models.get_successor(one.entries[-1])),
+    for req in requests:
+        assert answers[req.id].reason in ("length", "stop")
+        assert answers[req.id].tokens[:2] == [
+            models.get_successor(req.entries[-1]),
+            models.get_successor(models.get_successor(req.entries[-1])),
         ]
-        assert len(answers[one.id].tokens) == 60
+        assert len(answers[req.id].tokens) == 60
     if kind != "recurrent":  # its state does not grow
         assert engine.counters.preempted > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_jobs_than_streams_wait_and_end_where_their_stream_does(engines, kind):
+def test_requests_beyond_the_streams_wait_and_end_when_their_stream_is_full(engines, kind):
     engine = engines(f"successor-{kind}", cells=512, sequences=2)
-    requests = [request(str(n), ordinary(240, 91 + n), max_tokens=60) for n in range(5)]
+    requests = [request(str(n), random_prompt(240, 91 + n), max_tokens=60) for n in range(5)]
     answers = play(engine, *requests)
-    for one in requests:
-        assert answers[one.id].reason == "length"
-        assert len(answers[one.id].tokens) == 17  # sixteen cells, and the token after the last
+    for req in requests:
+        assert answers[req.id].reason == "length"
+        assert len(answers[req.id].tokens) == 17  # sixteen cells, and the token after the last
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_c9_a_decode_is_interrupted_and_the_record_stays_true(engines, kind):
+def test_c9_an_interrupted_decode_leaves_the_entries_correct(engines, kind):
     engine = engines(kind, cells=8192, sequences=2, batch=2048, ubatch=256)
-    engine.submit(request("gone", ordinary(2000, 1)))
+    engine.submit(request("cancelled", random_prompt(2000, 1)))
     original = engine.backend.context._library.symbols.llama_decode
     calls = []
 
     def cancel_inside(pointer, batch):
         calls.append(batch.n_tokens)
         if len(calls) == 1:
-            engine.cancel("gone")  # as another thread would, while the decode runs
+            engine.cancel("cancelled")  # as another thread does while the decode runs
         return original(pointer, batch)
 
     engine.backend.context._library.symbols.llama_decode = cancel_inside
@@ -208,8 +210,28 @@ def test_c9_a_decode_is_interrupted_and_the_record_stays_true(engines, kind):
         collect(answers, engine)
     finally:
         engine.backend.context._library.symbols.llama_decode = original
-    assert type(answers["gone"].end.error).__name__ == "Cancelled"
+    assert type(answers["cancelled"].end.error).__name__ == "Cancelled"
     assert engine.counters.interrupted == 1
     check(engine)
-    after = ask(engine, ordinary(100, 2))
-    agree(after, *plain_run(engines(kind), ordinary(100, 2)))
+    after = ask(engine, random_prompt(100, 2))
+    check_tokens(after, *run_cold(engines(kind), random_prompt(100, 2)))
+
+
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
+def test_recurrent_rollback_changes_no_token(kv_unified):
+    """Rollback is limited to the last decode; llama.cpp itself accepts more and computes wrong results."""
+    make = EngineSpec(
+        path=models.get_path("hybrid"),
+        context_settings=ContextSettings(
+            cells=2048, sequences=1, batch=64, threads=1, recurrent_snapshots=3, kv_unified=kv_unified
+        ),
+    )
+    system, question, other = prompt(40, 1), prompt(15, 2), prompt(17, 3)
+    with closing(make()) as engine, closing(make()) as cold:
+        for dropped in (3, 2, 1):
+            ask(engine, system, use_prefix_cache=False, max_tokens=3, ignore_eos=True)
+            for entries in (system[:-dropped] + other, system[:-dropped] + other[:-dropped] + question):
+                warm = ask(engine, entries, max_tokens=1, logprobs=1)
+                plain = ask(cold, entries, max_tokens=1, logprobs=1, use_prefix_cache=False)
+                assert warm.logprobs == pytest.approx(plain.logprobs, abs=1e-3)
+            assert warm.cached == len(system) + len(other) - 2 * dropped

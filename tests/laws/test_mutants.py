@@ -1,4 +1,4 @@
-"""A law is trusted after it has been seen to fail: every planted bug breaks one, and no law fails without."""
+"""Mutation test of the laws: each mutant makes a law fail, and no law fails without a mutant."""
 
 from __future__ import annotations
 
@@ -12,77 +12,76 @@ from unittest import mock
 import pytest
 
 from afterglow.engine.engine import Engine
-from laws import draft_mutants as guessing_mutants
-from laws import media_mutants as picture_mutants
-from laws import mutants
+from laws import draft_mutants, media_mutants, mutants
 from laws.mutants import MUTANTS, Mutant
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.native]
 
-PATIENCE = 5000  # steps of one scenario
+MAX_SCENARIO_STEPS = 5000
 
 
-def scenarios(law: Callable[..., None]) -> Iterator[dict[str, object]]:
-    """Every set of arguments that the law's own parameters make."""
-    marks = [*getattr(law, "pytestmark", []), *as_list(getattr(sys.modules[law.__module__], "pytestmark", []))]
+def iter_scenarios(law: Callable[..., None]) -> Iterator[dict[str, object]]:
+    """Yield every combination of the arguments with which pytest parametrizes the law."""
+    marks = [*getattr(law, "pytestmark", []), *to_list(getattr(sys.modules[law.__module__], "pytestmark", []))]
     choices = []
     for mark in marks:
         if mark.name == "parametrize":
             names, values = mark.args
             names = [names] if isinstance(names, str) else names
-            choices.append([dict(zip(names, as_list(value, names), strict=True)) for value in values])
+            choices.append([dict(zip(names, to_list(value, names), strict=True)) for value in values])
     for chosen in itertools.product(*choices):
         yield {name: value for part in chosen for name, value in part.items()}
 
 
-def as_list(value: object, names: list[str] | None = None) -> list:
+def to_list(value: object, names: list[str] | None = None) -> list:
     several = isinstance(value, list | tuple) if names is None else len(names) > 1
     return list(value) if several else [value]
 
 
-def broken(law: Callable[..., None], patience: pytest.MonkeyPatch) -> BaseException | None:
-    """What the first scenario that does not hold says."""
-    for arguments in scenarios(law):
-        patience.setattr(Engine, "step", impatient(ORIGINAL))
+def find_failure(law: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> BaseException | None:
+    """Return the error of the first scenario in which the law fails."""
+    for arguments in iter_scenarios(law):
+        monkeypatch.setattr(Engine, "step", limit_steps(ORIGINAL_STEP))
         try:
             law(**arguments)
         except (Exception, pytest.fail.Exception) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            if last.filename in (mutants.__file__, guessing_mutants.__file__, picture_mutants.__file__, mock.__file__):
-                raise RuntimeError("the mutant itself fails, and no law") from error
+            if last.filename in (mutants.__file__, draft_mutants.__file__, media_mutants.__file__, mock.__file__):
+                raise RuntimeError("the mutant itself fails, not a law") from error
             return error
     return None
 
 
-ORIGINAL = Engine.step
+ORIGINAL_STEP = Engine.step
 
 
-def impatient(step: Callable) -> Callable:
-    left = iter(range(PATIENCE))
+def limit_steps(step: Callable) -> Callable:
+    """Return a step that fails after `MAX_SCENARIO_STEPS` calls."""
+    remaining = iter(range(MAX_SCENARIO_STEPS))
 
-    def counted(self: Engine) -> list:
-        assert next(left, None) is not None, "it does not end"
+    def limited(self: Engine) -> list:
+        assert next(remaining, None) is not None, "the requests do not end"
         return step(self)
 
-    return counted
+    return limited
 
 
 @cache
 def holds(law: Callable[..., None]) -> bool:
-    with pytest.MonkeyPatch.context() as patience:
-        error = broken(law, patience)
-    assert error is None, f"{law.__name__} does not hold without any bug: {error!r}"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        error = find_failure(law, monkeypatch)
+    assert error is None, f"{law.__name__} fails without a mutant: {error!r}"
     return True
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_planted_bug_breaks_a_law(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_law_fails_for_each_mutant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(holds(law) for law in mutant.laws)
     mutant.plant(monkeypatch.setattr)
-    errors = {law.__name__: broken(law, monkeypatch) for law in mutant.laws}
-    assert any(errors.values()), f"no law noticed: {mutant.name}"
+    errors = {law.__name__: find_failure(law, monkeypatch) for law in mutant.laws}
+    assert any(errors.values()), f"no law fails: {mutant.name}"
 
 
-def test_there_is_a_law_for_every_bug_and_no_bug_twice() -> None:
+def test_every_mutant_has_a_law_and_a_unique_name() -> None:
     assert all(mutant.laws for mutant in MUTANTS)
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 16

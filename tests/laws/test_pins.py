@@ -1,4 +1,4 @@
-"""Laws of pins: what is pinned stays, with the checkpoint it is restored from, and pins leave room for the rest."""
+"""Laws of pins: a pinned prefix is never evicted, includes its checkpoint, and pins are bounded in bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from afterglow.errors import InvalidArgument
 from support.play import KINDS, ask, fake, prompt, reference
 from support.truth import check_all
 
+pytestmark = pytest.mark.slow
 every_kind = pytest.mark.parametrize("kind", KINDS)
-SYSTEM = prompt(43, 1)  # does not end where a segment does
+SYSTEM = prompt(43, 1)  # does not end at a block boundary
 
 
-def small(kind: str, nbytes: int | None = None, **settings) -> Engine:
+def small_engine(kind: str, nbytes: int | None = None, **settings) -> Engine:
     nbytes = nbytes or (4_000 if kind == "recurrent" else 9_000)
     return fake(kind, EngineSettings(block_size=8, ram_cache_bytes=nbytes, **settings), sequences=1)
 
 
-def crowd(engine: Engine, kind: str, count: int = 12) -> None:
-    """Others come, and push out what they can."""
+def run_other_prompts(engine: Engine, kind: str, count: int = 12) -> None:
+    """Run other prompts that evict everything that is not pinned."""
     for number in range(count):
         entries = prompt(60, 50 + number)
         assert ask(engine, entries).tokens == reference(lambda: fake(kind), entries)
@@ -30,21 +31,21 @@ def crowd(engine: Engine, kind: str, count: int = 12) -> None:
 
 @every_kind
 @pytest.mark.parametrize("pin_system", [True, False])
-def test_system_prompts_stay_where_the_engine_is_told_to_keep_them(kind, pin_system):
-    engine = small(kind, pin_system=pin_system)
-    ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), system=43)
-    crowd(engine, kind)
+def test_system_prompts_stay_cached_if_pin_system_prompts_is_set(kind, pin_system):
+    engine = small_engine(kind, pin_system_prompts=pin_system)
+    ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), system_length=43)
+    run_other_prompts(engine, kind)
     assert engine.prefix_cache.store.ram_counters.evictions > 0
-    again = ask(engine, [*SYSTEM, 9, 9], system=43)
+    again = ask(engine, [*SYSTEM, 9, 9], system_length=43)
     assert again.cached == (43 if pin_system else 0)
     assert again.tokens == reference(lambda: fake(kind), [*SYSTEM, 9, 9])
 
 
 @every_kind
-def test_a_pin_has_the_checkpoint_that_it_is_restored_from(kind):
-    """Nobody said that a message ends there, checkpoints have hardly any room, and many others are taken."""
+def test_a_pin_includes_the_checkpoint_it_is_restored_from(kind):
+    """The pin does not end at a message boundary, checkpoints have few bytes, and many others are taken."""
     tight = CheckpointSettings(max_checkpoints=2, max_bytes=2_000)
-    engine = small(kind, checkpoints=tight)
+    engine = small_engine(kind, checkpoints=tight)
     cache.pin(engine, SYSTEM)
     first = [*SYSTEM, *prompt(30, 2)]
     ask(engine, first, boundaries=frozenset({10, 20, 50, 60}))
@@ -59,63 +60,62 @@ def test_a_pin_has_the_checkpoint_that_it_is_restored_from(kind):
         check_all(engine)
     assert cache.unpin(engine, SYSTEM)
     assert not any(checkpoint.pinned for checkpoint in engine.prefix_cache.all_checkpoints)
-    crowd(engine, kind)
+    run_other_prompts(engine, kind)
     assert ask(engine, [*SYSTEM, 7]).cached == 0
 
 
 @every_kind
-def test_pins_of_system_prompts_make_room_for_each_other(kind):
-    engine = small(kind, pin_system=True)
+def test_system_pins_give_way_to_newer_system_pins(kind):
+    engine = small_engine(kind, pin_system_prompts=True)
     for number in range(20):
         system = prompt(43, 100 + number)
-        ask(engine, [*system, 5, 6], boundaries=frozenset({43}), system=43)
+        ask(engine, [*system, 5, 6], boundaries=frozenset({43}), system_length=43)
         check_all(engine)
-        pinning = engine.prefix_cache.store.pin_manager
-        assert pinning.nbytes <= pinning.limit
-    assert 0 < len(list(pinning.pins)) < 20
+        pin_manager = engine.prefix_cache.store.pin_manager
+        assert pin_manager.nbytes <= pin_manager.limit
+    assert 0 < len(list(pin_manager.pins)) < 20
     ask(engine, prompt(60, 50))
-    assert ask(engine, [*prompt(43, 119), 9], system=43).cached == 43
-    crowd(engine, kind)  # and there is still room for others
+    assert ask(engine, [*prompt(43, 119), 9], system_length=43).cached == 43
+    run_other_prompts(engine, kind)  # unpinned prefixes can still be stored
 
 
-def test_a_pin_that_does_not_fit_is_refused_with_its_numbers():
-    engine = small("attention", pin_system=True)
-    ask(engine, prompt(60, 1), system=20)
-    ask(engine, prompt(60, 2))  # now it is known what an entry takes
+def test_a_pin_that_does_not_fit_is_rejected_with_its_size():
+    engine = small_engine("attention", pin_system_prompts=True)
+    ask(engine, prompt(60, 1), system_length=20)
+    ask(engine, prompt(60, 2))  # now the size of an entry is known
     cache.pin(engine, prompt(100, 3))
     assert [pin.is_system for pin in engine.prefix_cache.store.pin_manager.pins] == [True, False]
-    with pytest.raises(InvalidArgument, match=r"would take [\d,]+ bytes; pins take [\d,]+, and may 4,500"):
+    with pytest.raises(InvalidArgument, match=r"need [\d,]+ bytes to pin; existing pins use [\d,]+ of 4,500"):
         cache.pin(engine, prompt(100, 4))
-    assert [pin.is_system for pin in engine.prefix_cache.store.pin_manager.pins] == [
-        False
-    ]  # the other one made room, in vain
-    cache.pin(engine, prompt(100, 3))  # pinned already
+    # The system pin was removed although that was not enough.
+    assert [pin.is_system for pin in engine.prefix_cache.store.pin_manager.pins] == [False]
+    cache.pin(engine, prompt(100, 3))  # already pinned
     assert cache.unpin(engine, prompt(100, 3))
     cache.pin(engine, prompt(100, 4))
 
 
-def test_pins_whose_bytes_turn_out_to_be_too_many_go_the_oldest_first():
-    engine = small("attention")
-    pinning = engine.prefix_cache.store.pin_manager
+def test_pins_beyond_the_byte_limit_are_removed_oldest_first():
+    engine = small_engine("attention")
+    pin_manager = engine.prefix_cache.store.pin_manager
     for number in range(4):
-        cache.pin(engine, prompt(60, number))  # nobody knows yet what an entry takes
+        cache.pin(engine, prompt(60, number))  # the size of an entry is not known yet
     for number in range(5):
         ask(engine, prompt(60, number))
-        assert pinning.nbytes <= pinning.limit
-    assert [pin.entries.tolist() for pin in pinning.pins] == [prompt(60, number) for number in (2, 3)]
+        assert pin_manager.nbytes <= pin_manager.limit
+    assert [pin.entries.tolist() for pin in pin_manager.pins] == [prompt(60, number) for number in (2, 3)]
 
 
 @every_kind
-def test_another_salt_has_pins_of_its_own(kind):
-    engine = small(kind, pin_system=True)
-    ask(engine, [*SYSTEM, 5], boundaries=frozenset({43}), system=43, salt="one")
-    crowd(engine, kind)
-    assert ask(engine, [*SYSTEM, 9], system=43, salt="other").cached == 0
-    assert ask(engine, [*SYSTEM, 8], system=43, salt="one").cached == 43
+def test_pins_are_per_salt(kind):
+    engine = small_engine(kind, pin_system_prompts=True)
+    ask(engine, [*SYSTEM, 5], boundaries=frozenset({43}), system_length=43, salt="one")
+    run_other_prompts(engine, kind)
+    assert ask(engine, [*SYSTEM, 9], system_length=43, salt="other").cached == 0
+    assert ask(engine, [*SYSTEM, 8], system_length=43, salt="one").cached == 43
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pinned_system_prompts_outlive_others_on_disk_and_a_restart(kind, tmp_path):
+def test_pinned_system_prompts_survive_disk_eviction_and_a_restart(kind, tmp_path):
     settings = EngineSettings(
         block_size=8,
         ram_cache_bytes=10**7,
@@ -124,7 +124,7 @@ def test_pinned_system_prompts_outlive_others_on_disk_and_a_restart(kind, tmp_pa
         pin_system_prompts=True,
     )
     engine = fake(kind, settings, sequences=1)
-    ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), system=43)
+    ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), system_length=43)
     for number in range(16):
         ask(engine, prompt(60, 50 + number))
         while engine.run_idle_task():
@@ -137,7 +137,7 @@ def test_pinned_system_prompts_outlive_others_on_disk_and_a_restart(kind, tmp_pa
     after.close()
 
 
-def test_pins_on_disk_leave_half_of_it_for_others(tmp_path):
+def test_pins_use_at_most_half_of_the_disk_tier(tmp_path):
     settings = EngineSettings(
         block_size=8,
         ram_cache_bytes=10**7,
@@ -147,20 +147,20 @@ def test_pins_on_disk_leave_half_of_it_for_others(tmp_path):
     )
     engine = fake("attention", settings, sequences=1)
     for number in range(30):
-        ask(engine, prompt(48, 200 + number), system=48)
+        ask(engine, prompt(48, 200 + number), system_length=48)
     while engine.run_idle_task():
         pass
-    disk = engine.prefix_cache.store.disk_tier.writer
-    assert disk.flush(20)
+    writer = engine.prefix_cache.store.disk_tier.writer
+    assert writer.flush(20)
     ask(engine, prompt(60, 1))
     ask(engine, prompt(60, 2))
-    assert disk.flush(20)
-    pinned, total = disk.query_index(lambda index: (index.total(pinned=True), index.total()))
-    assert 0 < pinned <= 10_000 + 1_000  # what was written last is not counted yet
+    assert writer.flush(20)
+    pinned, total = writer.query_index(lambda index: (index.count_bytes(pinned_only=True), index.count_bytes()))
+    assert 0 < pinned <= 10_000 + 1_000  # the last write is not counted yet
     assert pinned + 5_000 < total <= 20_000
     engine.close()
 
 
-def test_more_entries_than_there_are_cannot_be_the_system_prompt():
+def test_a_system_length_beyond_the_prompt_is_rejected():
     with pytest.raises(InvalidArgument, match="system"):
-        ask(small("attention"), [1, 2, 3], system=4)
+        ask(small_engine("attention"), [1, 2, 3], system_length=4)

@@ -1,7 +1,7 @@
-"""Random lives of an engine: whatever is asked of it, in whatever order, it does as if it had done nothing else.
+"""Stateful test of the engine: after any sequence of operations, each request gets its isolated result.
 
-Hypothesis submits, steps, cancels, edits, forks, evicts and breaks things. After every step memory is compared with
-one computed from scratch, and every answer with that of a backend that did nothing else (truth.py).
+Hypothesis submits, steps, cancels, edits, forks, evicts and injects errors. After every step the KV cache is compared
+with one computed from scratch, and every completion with that of a backend that did nothing else (support/truth.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from hypothesis.stateful import (
 from afterglow.engine import engine
 from afterglow.engine.engine import MAX_DECODE_ATTEMPTS
 from afterglow.engine.inspect import snapshots
-from afterglow.engine.kvcache import blocks, checkpoint_store, prefix_cache, sequence, store
-from afterglow.engine.kvcache import checkpoints as checkpoint
+from afterglow.engine.kvcache import blocks, checkpoints, prefix_cache, sequence, store
 from afterglow.engine.scheduling import job
-from afterglow.engine.speculation import rollback as replay
-from afterglow.engine.speculation import speculator as drafting
+from afterglow.engine.speculation import rollback, speculator
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.engine.types.request import Failed, Finished, Request
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
@@ -44,20 +42,23 @@ from support.drafting import Oracle
 from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
 from support.truth import Damaged, check_all
 
-LONGEST = 70  # entries of a prompt
-RECALLED: Counter[str] = Counter()  # prompts that began from what was stored, by kind of memory
-BEGINNING = 1e9  # of time
-PICTURES = {7: Media(b"cat", 5, 2), 8: Media(b"dog", 5, 2), 9: Media(b"clip", 2, 4)}  # instead of these tokens
+pytestmark = pytest.mark.slow
+
+MAX_PROMPT_ENTRIES = 70
+RAM_TIER_HITS: Counter[str] = Counter()  # prefix hits in the RAM tier, by memory kind
+START_SECONDS = 1e9  # first reading of the clock
+# Media entries that replace these tokens in prompts.
+MEDIA_BY_TOKEN = {7: Media(b"cat", 5, 2), 8: Media(b"dog", 5, 2), 9: Media(b"clip", 2, 4)}
 
 
 class Clock:
-    """Time that passes only when it is told to, and a little with every look: plans depend on it."""
+    """A clock that advances on request, and by `tick` with every `perf_counter` call. Plans depend on it."""
 
     def __init__(self) -> None:
-        self.begin(0.0)
+        self.start(0.0)
 
-    def begin(self, tick: float) -> None:
-        self.now, self.tick = BEGINNING, tick
+    def start(self, tick: float) -> None:
+        self.now, self.tick = START_SECONDS, tick
 
     def monotonic(self) -> float:
         return self.now
@@ -68,42 +69,46 @@ class Clock:
 
 
 @lru_cache(maxsize=8192)
-def alone(kind: str, cells: int, entries: tuple[Entry, ...], what: tuple) -> tuple[list[int], str, bytes | int | None]:
-    options = dict(what)
-    return truth.answer(kind, entries, cells=cells, **options | {"sampling": SAMPLINGS[options["sampling"]]})
+def compute_isolated(
+    kind: str, cells: int, entries: tuple[Entry, ...], output: tuple
+) -> tuple[list[int], str, bytes | int | None]:
+    options = dict(output)
+    return truth.compute_completion(
+        kind, entries, cells_per_sequence=cells, **options | {"sampling": SAMPLINGS[options["sampling"]]}
+    )
 
 
 @lru_cache(maxsize=8192)
-def alone_on_the_grid(kind: str, cells: int, entries: tuple[Entry, ...], what: tuple) -> tuple:
-    """Where shapes move the numbers the right answer is that of a cold engine."""
-    options = dict(what)
-    engine = fake(kind, ON_THE_GRID, sequences=1, cells=cells, rounding=True)
-    engine.backend.ledger = engine.interner
+def compute_cold(kind: str, cells: int, entries: tuple[Entry, ...], output: tuple) -> tuple:
+    """Return the result of a cold engine: with simulated rounding, results depend on the batch shape."""
+    options = dict(output)
+    engine = fake(kind, DETERMINISTIC, sequences=1, cells_per_sequence=cells, simulate_rounding=True)
+    engine.backend.interner = engine.interner
     answer = ask(engine, entries, **options | {"sampling": SAMPLINGS[options["sampling"]]})
     return answer.tokens, answer.reason, answer.end.stop_reason
 
 
-ON_THE_GRID = EngineSettings(deterministic=True, grid=8)
+DETERMINISTIC = EngineSettings(deterministic=True, grid=8)
 SAMPLINGS = {
     "greedy": GREEDY,
     "seed 1": Sampling(temperature=0.7, seed=1),
     "seed 2": Sampling(temperature=1.5, seed=2),
 }
-WHAT = st.fixed_dictionaries(  # what decides the answer
+OUTPUT = st.fixed_dictionaries(  # options that determine the result
     {
         "sampling": st.sampled_from(sorted(SAMPLINGS)),
         "max_tokens": st.sampled_from([5, 1, 0, 30, None]),
         "stop": st.sampled_from([(), (), (b"e",), (b"no", b"kq", b"dx")]),
-        "ignore_ends": st.booleans(),
+        "ignore_eos": st.booleans(),
     }
 )
-HOW = st.fixed_dictionaries(  # what must not
+CACHING = st.fixed_dictionaries(  # options that must not change it
     {
         "boundaries": st.sampled_from([0, 0, 5, 11]).map(
-            lambda apart: frozenset(range(apart, LONGEST, apart) if apart else ())
+            lambda distance: frozenset(range(distance, MAX_PROMPT_ENTRIES, distance) if distance else ())
         ),
         "priority": st.sampled_from([0, 0, 0, 1]),
-        "reuse": st.sampled_from([True, True, True, False]),
+        "use_prefix_cache": st.sampled_from([True, True, True, False]),
         "sequence": st.sampled_from([None, None, None, 0, 1]),
         "deadline": st.sampled_from([None, None, None, 5.0]),
         "salt": st.sampled_from(["", "", "", "mine"]),
@@ -113,91 +118,107 @@ SEED = st.integers(0, 2)
 PICK = st.integers(0, 20)
 
 
-class Answers(dict):
-    """What every request of a life will be answered, for a drafter that knows everything."""
+class IsolatedAnswers(dict):
+    """The isolated tokens of every request, for the drafter."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, machine: EngineMachine) -> None:
         super().__init__()
-        self.life = life
+        self.machine = machine
 
     def get(self, id: str, _: object = None) -> list[int]:
-        life = self.life
-        return alone(life.kind, life.cells, tuple(life.requests[id].entries), life.named[id])[0]
+        machine = self.machine
+        return compute_isolated(
+            machine.kind, machine.cells, tuple(machine.requests[id].entries), machine.output_options[id]
+        )[0]
 
 
-class Life(RuleBasedStateMachine):
-    """One engine, from its making to the end of its last request."""
+class EngineMachine(RuleBasedStateMachine):
+    """One engine, from its construction to the end of its last request."""
 
-    def __init__(self, kind: str, shared: bool, clock: Clock, *, deterministic: bool = False) -> None:
+    def __init__(self, kind: str, kv_unified: bool, clock: Clock, *, deterministic: bool = False) -> None:
         super().__init__()
-        self.kind, self.shared, self.clock, self.deterministic = kind, shared, clock, deterministic
+        self.kind, self.kv_unified, self.clock, self.deterministic = kind, kv_unified, clock, deterministic
         self.requests: dict[str, Request] = {}
-        self.named: dict[str, tuple] = {}
+        self.output_options: dict[str, tuple] = {}
         self.answers: dict[str, Answer] = {}
         self.submitted: dict[str, float] = {}
         self.cancelled: set[str] = set()
-        self.squeezed: set[str] = set()  # had to end where they were, in memory that was called full
-        self.failures: Counter[str] = Counter()  # decodes that were made to fail
+        self.may_end_early: set[str] = set()  # because of an injected KVCacheFull
+        self.failures: Counter[str] = Counter()  # injected decode failures by request
         self.snapshots: list[snapshots.SavedSequence] = []
-        self.idle_steps = 0  # in a row, without a decode or an end
+        self.idle_steps = 0  # consecutive steps without a decode or an ended request
 
     @initialize(
         sequences=st.sampled_from([3, 2, 1]),
         batch=st.sampled_from([64, 16, 8]),
         cells=st.sampled_from([100, 130]),
-        rollback=st.sampled_from([0, 0, 3]),
-        parked=st.sampled_from([10**9, 6000, 0]),
+        recurrent_snapshots=st.sampled_from([0, 0, 3]),
+        swap_bytes=st.sampled_from([10**9, 6000, 0]),
         limits=st.sampled_from([(8, 10**9), (3, 10**9), (1, 10**9), (4, 1500), (0, 10**9)]),
-        often=st.sampled_from([0, 9]),
+        every_n_tokens=st.sampled_from([0, 9]),
         tick=st.sampled_from([1e-2, 1e-5]),
-        ram=st.sampled_from([10**9, 12_000, 3_000, 600, 0]),
-        segment=st.sampled_from([8, 5, 64]),
+        ram_cache_bytes=st.sampled_from([10**9, 12_000, 3_000, 600, 0]),
+        block_size=st.sampled_from([8, 5, 64]),
         speculation=st.sampled_from(["off", 2, 5, "auto"]),
         wrong=st.sampled_from([0, 2, 3, 1]),
     )
-    def make(self, sequences, batch, cells, rollback, parked, limits, often, tick, ram, segment, speculation, wrong):
-        self.clock.begin(tick)
-        checkpoints = CheckpointSettings(
-            max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=often, min_tokens=8, min_gap=4
+    def make(
+        self,
+        sequences,
+        batch,
+        cells,
+        recurrent_snapshots,
+        swap_bytes,
+        limits,
+        every_n_tokens,
+        tick,
+        ram_cache_bytes,
+        block_size,
+        speculation,
+        wrong,
+    ):
+        self.clock.start(tick)
+        checkpoint_settings = CheckpointSettings(
+            max_checkpoints=limits[0], max_bytes=limits[1], every_n_tokens=every_n_tokens, min_tokens=8, min_gap=4
         )
         self.cells = cells
         if isinstance(speculation, int) and self.kind in ("recurrent", "hybrid"):
-            rollback = 3
+            recurrent_snapshots = 3
         self.engine = fake(
             self.kind,
             EngineSettings(
-                checkpoints=checkpoints,
-                swap_bytes=parked,
+                checkpoints=checkpoint_settings,
+                swap_bytes=swap_bytes,
                 deterministic=self.deterministic,
-                grid=ON_THE_GRID.grid,
+                grid=DETERMINISTIC.grid,
                 speculation=speculation,
                 drafters=("oracle",),
-                ram_cache_bytes=ram,
-                block_size=segment,
+                ram_cache_bytes=ram_cache_bytes,
+                block_size=block_size,
             ),
-            [Oracle(Answers(self), wrong)],
+            [Oracle(IsolatedAnswers(self), wrong)],
             sequences=sequences,
             batch_cells=batch,
-            cells=cells,
-            total_cells=cells if self.shared else None,
-            shared=self.shared,
-            rollback=rollback,
-            rounding=self.deterministic,
+            cells_per_sequence=cells,
+            total_cells=cells if self.kv_unified else None,
+            kv_unified=self.kv_unified,
+            recurrent_snapshots=recurrent_snapshots,
+            simulate_rounding=self.deterministic,
         )
-        self.engine.backend.ledger = self.engine.interner
+        self.engine.backend.interner = self.engine.interner
 
-    # --- asking
+    # --- submitting
 
-    def submit(self, entries: list[Entry], what: dict, how: dict) -> None:
+    def submit(self, entries: list[Entry], output: dict, caching: dict) -> None:
         id = str(len(self.requests))
-        entries = [PICTURES.get(entry, entry) for entry in entries[:LONGEST]] or [1]
+        entries = [MEDIA_BY_TOKEN.get(entry, entry) for entry in entries[:MAX_PROMPT_ENTRIES]] or [1]
         while sum(entry.cells if isinstance(entry, Media) else 1 for entry in entries) > self.cells:
             entries.pop()
-        if how["sequence"] is not None:
-            how = how | {"sequence": self.slot(how["sequence"])}
-        options = what | {"sampling": SAMPLINGS[what["sampling"]]}
-        self.requests[id] = Request(id=id, entries=entries, **options, **how)
-        self.named[id] = tuple(what.items())
+        if caching["sequence"] is not None:
+            caching = caching | {"sequence": self.slot(caching["sequence"])}
+        options = output | {"sampling": SAMPLINGS[output["sampling"]]}
+        self.requests[id] = Request(id=id, entries=entries, **options, **caching)
+        self.output_options[id] = tuple(output.items())
         self.answers[id] = Answer()
         self.submitted[id] = self.clock.now
         self.engine.submit(self.requests[id])
@@ -207,70 +228,83 @@ class Life(RuleBasedStateMachine):
         id = str(len(self.requests) - 1 - pick % len(self.requests))
         return list(self.requests[id].entries), self.answers[id].tokens
 
-    def few(self) -> bool:
+    def has_capacity(self) -> bool:
         return len(self.engine._jobs) < 6
 
-    def some(self) -> bool:
-        return bool(self.requests) and self.few()
+    def has_earlier_request(self) -> bool:
+        return bool(self.requests) and self.has_capacity()
 
-    @precondition(few)
-    @rule(length=st.sampled_from([30, 1, 60, 69]), seed=SEED, what=WHAT, how=HOW)
-    def ask_something_new(self, length, seed, what, how):
-        self.submit(prompt(length, seed), what, how)
+    @precondition(has_capacity)
+    @rule(length=st.sampled_from([30, 1, 60, 69]), seed=SEED, output=OUTPUT, caching=CACHING)
+    def submit_new_prompt(self, length, seed, output, caching):
+        self.submit(prompt(length, seed), output, caching)
 
-    @precondition(some)
-    @rule(pick=PICK, length=st.sampled_from([3, 12]), seed=SEED, what=WHAT, how=HOW)
-    def go_on_with_a_conversation(self, pick, length, seed, what, how):
+    @precondition(has_earlier_request)
+    @rule(pick=PICK, length=st.sampled_from([3, 12]), seed=SEED, output=OUTPUT, caching=CACHING)
+    def continue_conversation(self, pick, length, seed, output, caching):
         entries, tokens = self.earlier(pick)
-        self.submit(entries + tokens + prompt(length, seed), what, how)
+        self.submit(entries + tokens + prompt(length, seed), output, caching)
 
-    @precondition(some)
-    @rule(pick=PICK, at=st.sampled_from([1, 2, 4, 20]), length=st.sampled_from([3, 12]), seed=SEED, what=WHAT, how=HOW)
-    def edit_an_earlier_prompt(self, pick, at, length, seed, what, how):
+    @precondition(has_earlier_request)
+    @rule(
+        pick=PICK,
+        at=st.sampled_from([1, 2, 4, 20]),
+        length=st.sampled_from([3, 12]),
+        seed=SEED,
+        output=OUTPUT,
+        caching=CACHING,
+    )
+    def edit_earlier_prompt(self, pick, at, length, seed, output, caching):
         entries, _ = self.earlier(pick)
-        self.submit(entries[:-at] + prompt(length, 100 + seed), what, how)
+        self.submit(entries[:-at] + prompt(length, 100 + seed), output, caching)
 
-    @precondition(some)
-    @rule(pick=PICK, what=WHAT, how=HOW)
-    def ask_the_same_again(self, pick, what, how):
-        self.submit(self.earlier(pick)[0], what, how)
+    @precondition(has_earlier_request)
+    @rule(pick=PICK, output=OUTPUT, caching=CACHING)
+    def repeat_prompt(self, pick, output, caching):
+        self.submit(self.earlier(pick)[0], output, caching)
 
-    @precondition(few)
-    @rule(seed=SEED, length=st.sampled_from([20, 50]), tails=st.lists(SEED, min_size=2, max_size=4), what=WHAT, how=HOW)
-    def ask_several_on_one_prefix(self, seed, length, tails, what, how):
+    @precondition(has_capacity)
+    @rule(
+        seed=SEED,
+        length=st.sampled_from([20, 50]),
+        tails=st.lists(SEED, min_size=2, max_size=4),
+        output=OUTPUT,
+        caching=CACHING,
+    )
+    def submit_several_with_common_prefix(self, seed, length, tails, output, caching):
         for tail in tails:
-            self.submit(prompt(length, 200 + seed) + prompt(tail, 300 + tail), what, how)
+            self.submit(prompt(length, 200 + seed) + prompt(tail, 300 + tail), output, caching)
 
-    # --- working
+    # --- stepping
 
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self.engine.is_busy
 
     def step(self) -> None:
         now = self.clock.now
         running = set(self.engine._jobs)
-        decodes = len(self.engine.backend.history)
+        decodes = len(self.engine.backend.decode_history)
         collect(self.answers, self.engine)
-        for one in self.engine.prefix_cache.all_checkpoints:
-            one.last_used = max(one.last_used, BEGINNING)
+        for checkpoint in self.engine.prefix_cache.all_checkpoints:
+            checkpoint.last_used = max(checkpoint.last_used, START_SECONDS)
         for id in running - set(self.engine._jobs):
-            self.judge(id)
-        moved = len(self.engine.backend.history) > decodes or set(self.engine._jobs) != running
-        self.idle_steps = 0 if moved or not running else self.idle_steps + 1
-        assert self.idle_steps < 30, "a busy engine does nothing"
+            self.check_result(id)
+        progressed = len(self.engine.backend.decode_history) > decodes or set(self.engine._jobs) != running
+        self.idle_steps = 0 if progressed or not running else self.idle_steps + 1
+        assert self.idle_steps < 30, "a busy engine makes no progress"
         for id in self.engine._jobs:
-            assert id not in self.cancelled, f"{id} goes on after it was cancelled"
+            assert id not in self.cancelled, f"{id} runs after it was cancelled"
             deadline = self.requests[id].deadline
-            assert deadline is None or now - self.submitted[id] <= deadline, f"{id} goes on after its deadline"
+            assert deadline is None or now - self.submitted[id] <= deadline, f"{id} runs after its deadline"
         check_all(self.engine)
 
-    def judge(self, id: str) -> None:
-        """Whether this request ended as it should have."""
+    def check_result(self, id: str) -> None:
+        """Check that a request ended as it should."""
         request, answer = self.requests[id], self.answers[id]
-        now, reference = self.clock.now, alone_on_the_grid if self.deterministic else alone
-        tokens, *ending = reference(self.kind, self.cells, tuple(request.entries), self.named[id])
-        self.clock.now = now  # whether it was computed or remembered
-        assert answer.end is not None, f"{id} is gone without an end"
+        now, reference = self.clock.now, compute_cold if self.deterministic else compute_isolated
+        tokens, *ending = reference(self.kind, self.cells, tuple(request.entries), self.output_options[id])
+        self.clock.now = now  # the reference may have advanced it
+        assert answer.end is not None, f"{id} has no end event"
         assert answer.tokens == tokens[: len(answer.tokens)]
         usage = answer.end.usage
         cells = sum(entry.cells if isinstance(entry, Media) else 1 for entry in request.entries)
@@ -284,51 +318,51 @@ class Life(RuleBasedStateMachine):
             case Finished(_, "deadline"):
                 assert self.clock.now - self.submitted[id] > request.deadline
             case Failed(_, KVCacheFull()):
-                assert id in self.squeezed
+                assert id in self.may_end_early
             case Finished(_, reason, _, stop):
-                assert id in self.squeezed or (answer.tokens, [reason, stop]) == (tokens, ending)
+                assert id in self.may_end_early or (answer.tokens, [reason, stop]) == (tokens, ending)
             case other:
                 raise AssertionError(other)
 
-    @precondition(busy)
+    @precondition(is_busy)
     @rule()
     def step_once(self):
         self.step()
 
-    @precondition(busy)
+    @precondition(is_busy)
     @rule(count=st.integers(2, 12))
-    def step_on(self, count):
+    def step_several(self, count):
         for _ in range(count):
             self.step()
 
-    @precondition(busy)
+    @precondition(is_busy)
     @rule()
-    def finish(self):
+    def run_until_idle(self):
         for _ in range(2000):
             if not self.engine.is_busy:
                 return
             self.step()
-        raise AssertionError("it does not end")
+        raise AssertionError("the requests do not end")
 
     @rule(seconds=st.sampled_from([0.1, 6.0, 2000.0]))
-    def let_time_pass(self, seconds):
+    def advance_clock(self, seconds):
         self.clock.now += seconds
 
-    # --- disturbing
+    # --- cancels and errors
 
-    @precondition(busy)
-    @rule(pick=PICK, inside=st.booleans())
-    def cancel(self, pick, inside):
+    @precondition(is_busy)
+    @rule(pick=PICK, inside_decode=st.booleans())
+    def cancel(self, pick, inside_decode):
         id = list(self.engine._jobs)[pick % len(self.engine._jobs)]
-        if inside:  # as another thread would, while a decode runs
-            with patch.object(self.engine.backend, "decode", self.cancelling(id)):
+        if inside_decode:  # as another thread does while a decode runs
+            with patch.object(self.engine.backend, "decode", self.cancel_during_decode(id)):
                 self.step()
         if id in self.engine._jobs:
             self.cancelled.add(id)
             self.engine.cancel(id)
             self.step()
 
-    def cancelling(self, id: str) -> Callable:
+    def cancel_during_decode(self, id: str) -> Callable:
         original = self.engine.backend.decode
 
         def decode(spans):
@@ -337,96 +371,98 @@ class Life(RuleBasedStateMachine):
 
         return decode
 
-    @precondition(busy)
-    @rule(fault=st.sampled_from([DecodeFailed(-3, "planted"), Cancelled("planted"), KVCacheFull(1, 1)]))
-    def let_a_decode_fail(self, fault):
+    @precondition(is_busy)
+    @rule(error=st.sampled_from([DecodeFailed(-3, "planted"), Cancelled("planted"), KVCacheFull(1, 1)]))
+    def inject_decode_error(self, error):
         before = set(self.engine._jobs)
-        self.engine.backend.faults.append(fault)
-        if isinstance(fault, KVCacheFull):
-            self.squeezed |= before
-        if isinstance(fault, DecodeFailed):
+        self.engine.backend.injected_errors.append(error)
+        if isinstance(error, KVCacheFull):
+            self.may_end_early |= before
+        if isinstance(error, DecodeFailed):
             self.failures.update(before)
         self.step()
-        self.engine.backend.faults.clear()
-        self.squeezed -= set(self.engine._jobs)
+        self.engine.backend.injected_errors.clear()
+        self.may_end_early -= set(self.engine._jobs)
 
-    # --- memory
+    # --- cached state
 
     def slot(self, pick: int) -> int:
         return pick % len(self.engine.prefix_cache.slots)
 
-    @rule(pick=PICK, then=st.sampled_from(["keep", "fork", "put back", "put back there"]))
-    def copy_a_sequence(self, pick, then):
+    @rule(pick=PICK, then=st.sampled_from(["save", "fork", "load", "load into slot"]))
+    def copy_sequence(self, pick, then):
         slot = self.engine.prefix_cache.slots[self.slot(pick)]
         try:
-            if then == "keep":
+            if then == "save":
                 self.snapshots.append(snapshots.save(self.engine, slot.seq_id))
             elif then == "fork":
                 snapshots.fork(self.engine, slot.seq_id)
             elif self.snapshots:
                 snapshot = self.snapshots[pick % len(self.snapshots)]
-                number = snapshots.load(self.engine, snapshot, None if then == "put back" else slot.seq_id)
-                assert np.array_equal(self.engine.prefix_cache.slots[number].entries, snapshot.ids)
+                number = snapshots.load(self.engine, snapshot, None if then == "load" else slot.seq_id)
+                assert np.array_equal(self.engine.prefix_cache.slots[number].entries, snapshot.entries)
         except InvalidArgument:
             assert slot.busy or not len(slot)
         except KVCacheFull:
-            assert self.shared or self.engine.is_busy
+            assert self.kv_unified or self.engine.is_busy
 
-    @rule(pick=PICK, what=st.sampled_from(["the best", "the best", "this", "a checkpoint", "all that is stored"]))
-    def lose_something(self, pick, what):
-        memory = self.engine.prefix_cache
-        if what == "the best":
-            idle = [slot for slot in prefix_cache.slots if not slot.busy and len(slot)]
-            assert prefix_cache.evict() == bool(idle)
+    @rule(pick=PICK, operation=st.sampled_from(["evict", "evict", "slot", "checkpoint", "store"]))
+    def lose_cached_state(self, pick, operation):
+        cache = self.engine.prefix_cache
+        if operation == "evict":
+            idle = [slot for slot in cache.slots if not slot.busy and len(slot)]
+            assert cache.evict() == bool(idle)
             assert sum(len(slot) == 0 for slot in idle) == bool(idle)
-        elif what == "this":
+        elif operation == "slot":
             snapshots.clear(self.engine, self.slot(pick))
-        elif what == "all that is stored":
-            prefix_cache.clear_store()
-            assert prefix_cache.store.ram.block_bytes == 0
-        elif prefix_cache.all_checkpoints:
-            prefix_cache.all_checkpoints[pick % len(prefix_cache.all_checkpoints)].state = Damaged()
+        elif operation == "store":
+            cache.clear_store()
+            assert cache.store.ram.block_bytes == 0
+        elif cache.all_checkpoints:
+            cache.all_checkpoints[pick % len(cache.all_checkpoints)].state = Damaged()
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, length=st.sampled_from([5, 30]), then=st.sampled_from(["pin", "unpin"]))
-    def hold_on_to_a_beginning(self, pick, length, then):
-        ids = self.engine.interner.intern(self.earlier(pick)[0][:length])
-        with contextlib.suppress(InvalidArgument):  # more than pins may take
-            getattr(self.engine.prefix_cache.store.pin_manager, then)(ids, "")
+    def change_pin(self, pick, length, then):
+        prefix = self.engine.interner.intern(self.earlier(pick)[0][:length])
+        with contextlib.suppress(InvalidArgument):  # the limit on pinned bytes
+            getattr(self.engine.prefix_cache.store.pin_manager, then)(prefix, "")
 
     @precondition(lambda self: self.requests)
-    @rule(pick=PICK, how=HOW)
-    def ask_why(self, pick, how):
+    @rule(pick=PICK, caching=CACHING)
+    def explain(self, pick, caching):
         entries, tokens = self.earlier(pick)
-        request = Request(id="why", entries=(entries + tokens)[:LONGEST], **how | {"sequence": None})
+        request = Request(
+            id="explained", entries=(entries + tokens)[:MAX_PROMPT_ENTRIES], **caching | {"sequence": None}
+        )
         explanation = self.engine.explain(request)
         assert 0 <= explanation.reused_entries < explanation.prompt_entries == len(request.entries)
 
-    # --- always
+    # --- invariants
 
     @invariant()
-    def everything_is_as_it_should_be(self):
+    def invariants_hold(self):
         if hasattr(self, "engine"):
             check_all(self.engine)
 
     def teardown(self):
         if sys.exc_info()[0] is not None or not hasattr(self, "engine"):
             return
-        Life.finish(self)
+        EngineMachine.run_until_idle(self)
         assert all(answer.end is not None for answer in self.answers.values())
         assert not any(slot.busy for slot in self.engine.prefix_cache.slots)
-        RECALLED[self.kind] += self.engine.prefix_cache.store.ram_counters.hits
+        RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram_counters.hits
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (checkpoint, drafting, engine, job, checkpoint_store, prefix_cache, replay, blocks, sequence, store):
+    for module in (checkpoints, speculator, engine, job, prefix_cache, rollback, blocks, sequence, store):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-# The same lives every time, and a failing one as it is: making it small takes minutes and is left to the thorough one.
+# The same examples every time, and failures are not shrunk: shrinking takes minutes and is left to the thorough test.
 MODERATE = settings(
     max_examples=80, stateful_step_count=30, derandomize=True, phases=[Phase.generate], database=None, deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -437,28 +473,28 @@ THOROUGH = settings(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("shared", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_life_of_an_engine_is_as_if_every_request_were_its_only_one(kind, shared, clock):
-    RECALLED.clear()
-    run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=MODERATE)
-    assert RECALLED[kind] > 0, "and what was stored was of use"
+def test_random_operations_give_each_request_its_isolated_result(kind, kv_unified, clock):
+    RAM_TIER_HITS.clear()
+    run_state_machine_as_test(lambda: EngineMachine(kind, kv_unified, clock), settings=MODERATE)
+    assert RAM_TIER_HITS[kind] > 0, "no prefix was loaded from the RAM tier"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shared", LAYOUTS)
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_lives_of_an_engine_are_as_if_every_request_were_its_only_one(kind, shared, clock):
-    run_state_machine_as_test(lambda: Life(kind, shared, clock), settings=THOROUGH)
+def test_many_random_operations_give_each_request_its_isolated_result(kind, kv_unified, clock):
+    run_state_machine_as_test(lambda: EngineMachine(kind, kv_unified, clock), settings=THOROUGH)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_life_on_the_grid_gives_the_same_tokens_whatever_the_shapes(kind, clock):
-    few = settings(MODERATE, max_examples=40)
-    run_state_machine_as_test(lambda: Life(kind, False, clock, deterministic=True), settings=few)
+def test_random_operations_in_deterministic_mode_give_the_cold_result(kind, clock):
+    fewer = settings(MODERATE, max_examples=40)
+    run_state_machine_as_test(lambda: EngineMachine(kind, False, clock, deterministic=True), settings=fewer)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_lives_on_the_grid_give_the_same_tokens_whatever_the_shapes(kind, clock):
-    run_state_machine_as_test(lambda: Life(kind, False, clock, deterministic=True), settings=THOROUGH)
+def test_many_random_operations_in_deterministic_mode_give_the_cold_result(kind, clock):
+    run_state_machine_as_test(lambda: EngineMachine(kind, False, clock, deterministic=True), settings=THOROUGH)

@@ -1,4 +1,4 @@
-"""Laws of what is stored outside of memory: it changes no token, keeps to its bytes, and is nobody else's."""
+"""Laws of the RAM and disk tiers: stored blocks change no token, stay within their bytes, and are per salt."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from afterglow.engine.types.settings import EngineSettings
 from support.play import KINDS, LAYOUTS, ask, fake, play, prompt, reference, request
 from support.truth import check_all
 
-everywhere = pytest.mark.parametrize("shared", LAYOUTS)
+pytestmark = pytest.mark.slow
+everywhere = pytest.mark.parametrize("kv_unified", LAYOUTS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 SYSTEM = prompt(40, 1)
-WAYS = [SYSTEM + prompt(20 + 5 * n, 10 + n) for n in range(5)] + [prompt(37 + 4 * n, 20 + n) for n in range(3)]
-WAYS.append(prompt(8, 30) * 6)  # the same eight entries, after ever more of them
+PROMPTS = [SYSTEM + prompt(20 + 5 * n, 10 + n) for n in range(5)] + [prompt(37 + 4 * n, 20 + n) for n in range(3)]
+PROMPTS.append(prompt(8, 30) * 6)  # equal blocks with different predecessors
 
 
-def small(kind: str, nbytes: int = 10**7, **options) -> Engine:
+def small_engine(kind: str, nbytes: int = 10**7, **options) -> Engine:
     return fake(kind, EngineSettings(block_size=8, ram_cache_bytes=nbytes, swap_bytes=nbytes), **options)
 
 
-def converse(engine: Engine, kind: str, turns: int = 2, **options) -> int:
-    """Every conversation in turn, each answer checked; how many entries were reused."""
-    conversations, reused = [list(way) for way in WAYS], 0
+def run_conversations(engine: Engine, kind: str, turns: int = 2, **options) -> int:
+    """Run all conversations turn by turn, check each completion, and return the number of reused entries."""
+    conversations, reused = [list(entries) for entries in PROMPTS], 0
     for turn in range(turns):
         for number, entries in enumerate(conversations):
             answer = ask(engine, entries, boundaries=frozenset({40}), **options)
@@ -43,25 +44,25 @@ def converse(engine: Engine, kind: str, turns: int = 2, **options) -> int:
 
 @everywhere
 @every_kind
-def test_what_is_stored_changes_no_token(kind, shared):
-    engine = small(kind, shared=shared, sequences=2)
-    known = sum(len(way) + 11 for way in WAYS)
-    assert converse(engine, kind) >= known + 40 * 4  # all of the second turn, and the system prompt in the first
+def test_stored_blocks_change_no_token(kind, kv_unified):
+    engine = small_engine(kind, kv_unified=kv_unified, sequences=2)
+    known = sum(len(entries) + 11 for entries in PROMPTS)
+    assert run_conversations(engine, kind) >= known + 40 * 4  # everything in turn 2, and the system prompt in turn 1
     assert engine.prefix_cache.store.ram_counters.hits >= 6
 
 
 @everywhere
 @every_kind
-def test_what_is_stored_keeps_to_its_bytes(kind, shared):
+def test_stored_blocks_stay_within_their_bytes(kind, kv_unified):
     for nbytes in (0, 400, 2_500, 7_000):
-        engine = small(kind, nbytes, shared=shared, sequences=2)
-        converse(engine, kind)
+        engine = small_engine(kind, nbytes, kv_unified=kv_unified, sequences=2)
+        run_conversations(engine, kind)
         assert engine.prefix_cache.store.ram.used_bytes <= nbytes
     assert engine.prefix_cache.store.ram_counters.evictions > 0
 
 
-def test_the_end_of_a_conversation_goes_before_its_beginning():
-    engine = small("attention", 2_600, sequences=1)
+def test_the_end_of_a_conversation_is_evicted_before_its_prefix():
+    engine = small_engine("attention", 2_600, sequences=1)
     engine.prefix_cache.store._bytes_per_entry = 24.0
     for entries in (prompt(64, 2), prompt(40, 3), [5]):
         ask(engine, entries)
@@ -71,26 +72,26 @@ def test_the_end_of_a_conversation_goes_before_its_beginning():
 
 @everywhere
 @every_kind
-def test_no_salt_finds_what_another_computed(kind, shared):
-    engine = small(kind, shared=shared, sequences=3)
-    one, other = [request(salt, WAYS[0], salt=salt) for salt in ("one", "other")]
-    answers = play(engine, one, other)  # side by side: no waiting for one another, no fork
+def test_salts_share_no_cached_prefix(kind, kv_unified):
+    engine = small_engine(kind, kv_unified=kv_unified, sequences=3)
+    first, second = [request(salt, PROMPTS[0], salt=salt) for salt in ("one", "other")]
+    answers = play(engine, first, second)  # concurrently: neither coalesced nor forked
     assert [answer.cached for answer in answers.values()] == [0, 0]
     assert engine.counters.coalesced == 0
-    engine.submit(request("busy", WAYS[1], salt="one", max_tokens=50, ignore_ends=True))
+    engine.submit(request("busy", PROMPTS[1], salt="one", max_tokens=50, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    assert engine.explain(request("spy", WAYS[1], salt="spy")).shared_entries == 0
-    assert play(engine, request("spy", WAYS[1], salt="spy"))["spy"].cached == 0
+    assert engine.explain(request("spy", PROMPTS[1], salt="spy")).shared_entries == 0
+    assert play(engine, request("spy", PROMPTS[1], salt="spy"))["spy"].cached == 0
     while engine.prefix_cache.evict():
         pass
-    assert engine.explain(request("spy", WAYS[0], salt="third")).shared_entries == 0
-    assert ask(engine, WAYS[0], salt="third").cached == 0
+    assert engine.explain(request("spy", PROMPTS[0], salt="third")).shared_entries == 0
+    assert ask(engine, PROMPTS[0], salt="third").cached == 0
 
 
 @every_kind
-def test_what_is_pinned_stays(kind):
-    engine = small(kind, 4_000 if kind == "recurrent" else 9_000, sequences=1)
+def test_pinned_blocks_are_not_evicted(kind):
+    engine = small_engine(kind, 4_000 if kind == "recurrent" else 9_000, sequences=1)
     engine.prefix_cache.store.pin_manager.pin(np.array(SYSTEM), "")
     ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({40}))
     for number in range(12):
@@ -99,11 +100,11 @@ def test_what_is_pinned_stays(kind):
     assert ask(engine, [*SYSTEM, 9, 9]).cached == 40
 
 
-def test_parked_bytes_are_given_back():
+def test_swapped_bytes_are_released():
     for ending in ("end", "cancel"):
-        engine = small("attention", shared=True, cells=100, total_cells=100)
+        engine = small_engine("attention", kv_unified=True, cells_per_sequence=100, total_cells=100)
         for number in range(3):
-            engine.submit(request(str(number), prompt(20, 10 + number), max_tokens=30, ignore_ends=True))
+            engine.submit(request(str(number), prompt(20, 10 + number), max_tokens=30, ignore_eos=True))
         while not engine.prefix_cache.swapped_bytes:
             engine.step()
         for number in range(3 if ending == "cancel" else 0):
@@ -114,93 +115,93 @@ def test_parked_bytes_are_given_back():
         assert engine.prefix_cache.swapped_bytes == 0
 
 
-# --- on disk
+# --- disk tier
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
+def temporary_directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as parent:
         yield Path(parent) / "prefix"
 
 
 @contextmanager
-def on_disk(kind: str, directory: Path, **options) -> Iterator[Engine]:
+def disk_engine(kind: str, directory: Path, **options) -> Iterator[Engine]:
     settings = EngineSettings(block_size=8, ram_cache_bytes=10**7, disk_cache_directory=directory)
     engine = fake(kind, settings, **options)
-    engine.backend.ledger = engine.interner
+    engine.backend.interner = engine.interner
     try:
         yield engine
     finally:
         engine.close()
 
 
-def files(directory: Path) -> list[Path]:
+def list_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.suffix in (".cells", ".state"))
 
 
 @everywhere
 @every_kind
-def test_a_restart_changes_no_token(kind, shared):
-    with folder() as directory:
-        with on_disk(kind, directory, shared=shared, sequences=2) as engine:
-            converse(engine, kind, turns=1)
-        with on_disk(kind, directory, shared=shared, sequences=2) as engine:
-            assert converse_again(engine, kind) >= 8 * 30
+def test_a_restart_changes_no_token(kind, kv_unified):
+    with temporary_directory() as directory:
+        with disk_engine(kind, directory, kv_unified=kv_unified, sequences=2) as engine:
+            run_conversations(engine, kind, turns=1)
+        with disk_engine(kind, directory, kv_unified=kv_unified, sequences=2) as engine:
+            assert run_again(engine, kind) >= 8 * 30
             assert engine.prefix_cache.store.disk_counters.hits >= 2
 
 
-def converse_again(engine: Engine, kind: str) -> int:
+def run_again(engine: Engine, kind: str) -> int:
     reused = 0
-    for way in WAYS:
-        answer = ask(engine, way + [1, 2, 3], boundaries=frozenset({40}))  # noqa: RUF005
-        assert answer.tokens == reference(lambda: fake(kind), [*way, 1, 2, 3])
-        reused += ask(engine, way[:40] + [7, 8]).cached  # noqa: RUF005
+    for entries in PROMPTS:
+        answer = ask(engine, entries + [1, 2, 3], boundaries=frozenset({40}))  # noqa: RUF005
+        assert answer.tokens == reference(lambda: fake(kind), [*entries, 1, 2, 3])
+        reused += ask(engine, entries[:40] + [7, 8]).cached  # noqa: RUF005
     return reused
 
 
 @every_kind
 def test_a_damaged_file_changes_no_token(kind):
-    with folder() as directory:
-        with on_disk(kind, directory) as engine:
-            ask(engine, WAYS[0], boundaries=frozenset({40}))
-        for path in files(directory):
+    with temporary_directory() as directory:
+        with disk_engine(kind, directory) as engine:
+            ask(engine, PROMPTS[0], boundaries=frozenset({40}))
+        for path in list_files(directory):
             data = bytearray(path.read_bytes())
             data[-3] ^= 1
             path.write_bytes(data)
-        with on_disk(kind, directory) as engine:
-            assert ask(engine, WAYS[0]).tokens == reference(lambda: fake(kind), WAYS[0])
+        with disk_engine(kind, directory) as engine:
+            assert ask(engine, PROMPTS[0]).tokens == reference(lambda: fake(kind), PROMPTS[0])
 
 
 @every_kind
-def test_a_file_of_other_entries_changes_no_token(kind):
-    """Its checksum and its name are right: only the entries in it tell."""
-    with folder() as directory:
-        with on_disk(kind, directory) as engine:
-            ask(engine, WAYS[0], boundaries=frozenset({40}))
-        for path in files(directory):
+def test_a_file_with_other_entries_changes_no_token(kind):
+    """The checksum and the name of the file are right; only its entries differ."""
+    with temporary_directory() as directory:
+        with disk_engine(kind, directory) as engine:
+            ask(engine, PROMPTS[0], boundaries=frozenset({40}))
+        for path in list_files(directory):
             loaded = disk_files.load_file(path)
-            ids = loaded.file.entries.copy()
-            ids[0] += 1
+            entries = loaded.file.entries.copy()
+            entries[0] += 1
             data = bytearray(loaded.payload)
             data[-6] ^= 1
-            disk_files.write_file(path.parent, replace(loaded.file, entries=ids, payload=[bytes(data)]))
-        with on_disk(kind, directory) as engine:
-            assert ask(engine, WAYS[0]).tokens == reference(lambda: fake(kind), WAYS[0])
+            disk_files.write_file(path.parent, replace(loaded.file, entries=entries, payload=[bytes(data)]))
+        with disk_engine(kind, directory) as engine:
+            assert ask(engine, PROMPTS[0]).tokens == reference(lambda: fake(kind), PROMPTS[0])
 
 
 @every_kind
-def test_an_engine_that_crashed_stores_nothing_of_what_it_was_doing(kind):
-    with folder() as directory:
-        with on_disk(kind, directory, batch_cells=16) as engine:
-            first = ask(engine, WAYS[0])
-            engine.submit(request("last", WAYS[0] + first.tokens + WAYS[5]))
+def test_a_crashed_engine_does_not_store_its_kv_cache(kind):
+    with temporary_directory() as directory:
+        with disk_engine(kind, directory, batch_cells=16) as engine:
+            first = ask(engine, PROMPTS[0])
+            engine.submit(request("last", PROMPTS[0] + first.tokens + PROMPTS[5]))
             engine.step()
-            engine.backend.faults.append(RuntimeError("a bug"))
+            engine.backend.injected_errors.append(RuntimeError("injected"))
             with suppress(RuntimeError):
                 engine.step()
             for slot in engine.prefix_cache.slots:
                 slot.busy = False
-        with on_disk(kind, directory) as engine:
-            entries = WAYS[0] + first.tokens + WAYS[5]
+        with disk_engine(kind, directory) as engine:
+            entries = PROMPTS[0] + first.tokens + PROMPTS[5]
             assert ask(engine, entries).tokens == reference(lambda: fake(kind), entries)
             check_all(engine)
