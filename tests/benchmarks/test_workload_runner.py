@@ -1,4 +1,4 @@
-"""Workloads played against real servers with a tiny model: not timed, but counted."""
+"""Workloads run against real servers with a tiny model. Tokens are counted, nothing is timed."""
 
 from __future__ import annotations
 
@@ -7,61 +7,65 @@ import json
 import hybrid
 import pytest
 from agents import Bench
-from peers import Afterglow, LlamaServer, Shape, started
-from playing import Player, Reader
+from peers import Afterglow, LlamaServer, ServerSize, start_peers
+from workload_runner import PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS
 
 from afterglow.llama.model import LlamaModel, ModelSettings
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    file = tmp_path_factory.mktemp("models") / "talking.gguf"
-    hybrid.write(file, hybrid.TINY)
+    file = tmp_path_factory.mktemp("models") / "tiny-hybrid.gguf"
+    hybrid.write(file, hybrid.TINY_DECODER)
     return file
 
 
 @pytest.fixture(scope="module")
-def reader(path):
+def tokenizer(path):
     with LlamaModel.load(path, ModelSettings(vocab_only=True)) as model:
-        reading = Reader(model)
-        yield reading
-        reading.close()
+        prompt_tokenizer = PromptTokenizer(model)
+        yield prompt_tokenizer
+        prompt_tokenizer.close()
 
 
 @pytest.fixture(scope="module")
-def player(path, reader):
-    shape = Shape(model=path, threads=1, slots=9, context=2048, ends=reader.vocabulary.ends)
-    with started(shape, (Afterglow,)) as (peer,):
-        yield Player(peer, reader)
+def runner(path, tokenizer):
+    eog_tokens = tokenizer.vocabulary.eog_tokens
+    size = ServerSize(model=path, threads=1, slots=9, context=2048, eog_tokens=eog_tokens)
+    with start_peers(size, (Afterglow,)) as (peer,):
+        yield WorkloadRunner(peer, tokenizer)
 
 
 @pytest.mark.parametrize("letter", "abcdefghi")
-def test_hardly_a_token_is_computed_twice(player, letter):
-    workload = WORKLOADS[letter](f"test {letter}", True)
-    played = player.play(workload)
-    computed, needed = (sum(getattr(one, what) for one in played.replies) for what in ("computed", "needed"))
+def test_hardly_any_token_is_computed_twice(runner, letter):
+    run = runner.run(WORKLOADS[letter](f"test {letter}", True))
+    computed = sum(reply.computed_tokens for reply in run.replies)
+    needed = sum(reply.needed_tokens for reply in run.replies)
     assert needed <= computed <= 1.05 * needed
-    assert sum(reply.prompt for reply in played.replies) > computed or letter in "fg"  # and something was reused
-    for reply in played.replies:
-        assert reply.times
+    assert sum(reply.prompt_tokens for reply in run.replies) > computed or letter in "fg"  # there were prefix hits
+    for reply in run.replies:
+        assert reply.chunk_times
         if reply.ask.schema is None:
             assert len(reply.text.split()) == reply.ask.answer  # each token is a word
 
 
-def test_prompts_are_as_long_as_the_server_says(player, reader):
-    played = player.play(WORKLOADS["a"]("lengths", True))
-    assert played.replies[0].prompt == len(reader.prompt(WORKLOADS["a"]("lengths", True).steps[0].says))
+def test_prompts_are_as_long_as_the_server_reports(runner, tokenizer):
+    run = runner.run(WORKLOADS["a"]("lengths", True))
+    messages = WORKLOADS["a"]("lengths", True).steps[0].says
+    assert run.replies[0].prompt_tokens == len(tokenizer.tokenize_prompt(messages))
 
 
-def test_both_servers_are_compared_on_the_same_prompts(path):
+def test_both_servers_run_the_same_prompts(path):
     bench = Bench("hybrid", path, quick=True, threads=1, pairs=2)
-    (result, skipped) = bench.results("cj")
+    (result, skipped) = bench.run("cj")
     assert list(result.runs) == [Afterglow.name, LlamaServer.name]
     ours, theirs = result.runs[Afterglow.name], result.runs[LlamaServer.name]
     assert len(ours) == len(theirs) == 2
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["needed"] == other["needed"]
-        assert one["computed"] < other["computed"]
-    assert skipped.skipped  # with the reason: nothing lets this model see
-    assert json.dumps(result.medians(Afterglow.name))
+    for our_run, their_run in zip(ours, theirs, strict=True):
+        assert our_run["needed"] == their_run["needed"]
+        assert our_run["computed"] < their_run["computed"]
+    assert skipped.skipped  # there is no projector for this model
+    assert json.dumps(result.get_medians(Afterglow.name))

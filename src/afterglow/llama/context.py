@@ -18,7 +18,6 @@ from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.state import StateSerializer
-from afterglow.llama.threads import AdaptiveThreads
 
 DECODE_ABORTED = 2
 
@@ -56,7 +55,6 @@ class LlamaContext(Handle):
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
         self._logits: NDArray[np.float32] | None = None  # of the last decode; read on first use
         self._abort_flag = _install_abort_callback(pointer)
-        self._adaptive_threads = AdaptiveThreads(settings.threads) if settings.adaptive_threads else None
 
     def _free(self, pointer: Any) -> None:
         self._logits = None
@@ -95,8 +93,6 @@ class LlamaContext(Handle):
     def _compute(self, native: Any, rows: int) -> None:
         """Call `llama_decode`. The outputs of the previous decode become invalid, even if this one fails."""
         self._row_count, self._output_indices, self._logits = 0, {}, None
-        if self._adaptive_threads is not None and (threads := self._adaptive_threads.poll()) is not None:
-            self.set_threads(threads, threads)
         code = self._library.symbols.llama_decode(self.pointer, native)
         self._abort_flag[0] = b"\0"
         self.decode_count += 1

@@ -33,7 +33,6 @@ class ContextSettings:
     ubatch: int = 512  # rows computed at once
     outputs: int = 64  # maximum rows of one decode with logits; each costs one float per token of the vocabulary
     threads: int = 0  # 0: llama.cpp's default
-    adaptive_threads: bool = False  # use fewer than `threads` while other processes keep cores busy
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     flash_attention: bool | None = None  # None: if the model and the device support it
@@ -52,8 +51,6 @@ class ContextSettings:
         check_integer("ubatch", self.ubatch, 1)
         check_integer("outputs", self.outputs, 1)
         check_integer("threads", self.threads, 0, 512)
-        if self.adaptive_threads and not self.threads:
-            raise InvalidArgument("adaptive_threads", "needs `threads`, the maximum")
         check_integer("recurrent_snapshots", self.recurrent_snapshots, 0, 64)
         check_float("rope_freq_base", self.rope_freq_base, 0)
         check_float("rope_freq_scale", self.rope_freq_scale, 0)

@@ -17,6 +17,7 @@ import cffi
 from afterglow.errors import LibraryError
 from afterglow.llama.library import cpu, logs, providers
 from afterglow.llama.library.declarations import BUILD, DECLARATIONS
+from afterglow.llama.library.openmp import limit_spinning
 
 # The MTP functions are exported under their C++ names only. A build without them lacks MTP; the rest works.
 MTP_NAMES = {
@@ -83,7 +84,8 @@ class Library:
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DECLARATIONS)
         self.ffi.cdef(MTP_DECLARATIONS)
-        self.symbols: Any = Symbols([_open_file(self.ffi, path) for path in _sort_by_load_order(location.files)])
+        with limit_spinning():
+            self.symbols: Any = Symbols([_open_file(self.ffi, path) for path in _sort_by_load_order(location.files)])
         self._check_abi()
         self.log_bridge = logs.LogBridge()
         self.version: str = self.decode_string(self.symbols.llama_version())
