@@ -1,148 +1,154 @@
-"""What agents do all day, against llama-server of the same build: same model, same threads, alternating, over HTTP.
+"""Agent workloads against llama-server of the same build: same model, same threads, alternating, over HTTP.
 
-Ten workloads (`workloads.py`) on a model with attention and on a hybrid one. For each: time to the first token, total
-time, gaps between tokens, memory, and tokens computed beside those that a cache that forgets nothing would compute.
+Runs the ten workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token, total
+time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
 
     python benchmarks/agents.py [--quick] [--only a,b] [--model smollm2|hybrid] [--pairs N] [--threads N]
 
-A ratio is ours to llama-server's median. `--quick` plays the same workloads with less in them, once each. Counts are
-held to the same bars, times to half as much again because a short run is mostly noise, and what only means something
-with long prompts (a restart, a long prompt among streams, bytes of the cache) is shown and not judged.
+Ratios are medians of afterglow over medians of llama-server. `--quick` runs smaller versions of the workloads, once
+each. Counts have the same bars. Times have a tolerance of 50 %, because short runs are mostly noise. Measures that need
+long prompts (a restart, a long prompt among streams, bytes of the cache) are printed but not judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import inspect
 import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import conditions
 import hybrid
-from measures import BARS, Result, alternating, summary
-from peers import PEERS, KeepingLlamaServer, Shape, absent, started
-from playing import Player, Reader
+import psutil
+from measures import BARS, Result, run_alternating, summarize
+from peers import PEERS, KeepingLlamaServer, ServerSize, list_absent_peers, start_peers
+from workload_runner import PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS, Workload
 
 from afterglow import registry
 from afterglow.cli.serve import serve
+from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel, ModelSettings
+from afterglow.version import __version__
 
-MODELS = {"smollm2": lambda: registry.resolve("smollm2", fetch=True), "hybrid": hybrid.path}
-PROJECTORS = {"hybrid": hybrid.projector}
-PAIRS, FEW = 5, 2  # an hour has no room for more
-# Where a few per cent decide, every pair has servers of its own: of two equal processes one is faster by up to 5 %, for
-# as long as it runs, by where its memory happens to lie.
-CLOSE = "ah"
-QUICK_SLOTS, QUICK_CONTEXT = 9, 2048  # one pair of servers for all
-SHOWN = ("total", "first_median", "first_p95", "gap_median", "gap_p95", "gap_largest")
+MODELS = {"smollm2": lambda: registry.resolve("smollm2", fetch=True), "hybrid": hybrid.get_path}
+PROJECTORS = {"hybrid": hybrid.get_projector_path}
+PAIRS = 5  # more do not fit into an hour
+PAIRS_WITHOUT_TIME_BARS = 2
+# The bars of these workloads are a few per cent, so every pair has its own servers: of two equal processes one is up to
+# 5 % faster for as long as it runs, depending on the placement of its memory.
+FRESH_SERVERS_PER_PAIR = "ah"
+QUICK_SLOTS, QUICK_CONTEXT = 9, 2048  # one pair of servers for all workloads
+TIME_MEASURES = ("total", "first_median", "first_p95", "gap_median", "gap_p95", "gap_largest")
 
 
 class Bench:
-    """One model: its servers while they are needed, and the runs of its workloads."""
+    """Runs workloads on one model, and starts the servers they need."""
 
     def __init__(self, model: str, path: Path, *, quick: bool, threads: int, pairs: int) -> None:
         self.model, self.path = model, path
-        self.projector: Callable[[], Path] | None = None  # what lets it see
+        self.get_projector_path: Callable[[], Path] | None = None
         self.quick, self.threads, self.pairs = quick, threads, pairs
         self._stack = contextlib.ExitStack()
-        self._players: dict[str, Player] = {}
-        self._shape: Shape | None = None
+        self._runners: dict[str, WorkloadRunner] = {}
+        self._server_size: ServerSize | None = None
 
-    def results(self, letters: Sequence[str]) -> Iterator[Result]:
+    def run(self, letters: Sequence[str]) -> Iterator[Result]:
         with self._stack, LlamaModel.load(self.path, ModelSettings(vocab_only=True)) as model:
-            reader = Reader(model)
-            self._stack.callback(reader.close)
+            tokenizer = PromptTokenizer(model)
+            self._stack.callback(tokenizer.close)
             servers = self._stack.enter_context(contextlib.ExitStack())
             for letter in letters:
-                began = time.perf_counter()
+                started = time.perf_counter()
                 workload = WORKLOADS[letter]("example", self.quick)
-                result = Result(letter, workload.name, self.model, skipped=self._lacks(workload))
+                result = Result(letter, workload.name, self.model, skipped=self._get_skip_reason(workload))
                 if not result.skipped:
-                    result.runs = self._compare(letter, self._shape_for(workload, model), reader, servers)
+                    result.runs = self._compare(letter, self._get_server_size(workload, model), tokenizer, servers)
                 if letter == "d" and not self.quick:
-                    result.runs[KeepingLlamaServer.name] = [self._keeping(workload, model, reader)]
-                result.seconds = time.perf_counter() - began
+                    result.runs[KeepingLlamaServer.name] = [self._run_keeping(workload, model, tokenizer)]
+                result.seconds = time.perf_counter() - started
                 yield result
 
     def _compare(
-        self, letter: str, shape: Shape, reader: Reader, servers: contextlib.ExitStack
+        self, letter: str, size: ServerSize, tokenizer: PromptTokenizer, servers: contextlib.ExitStack
     ) -> dict[str, list[dict[str, float]]]:
-        def begin(pair: int) -> None:
-            if pair == 0 or letter in CLOSE:
-                self._serve(shape, reader, servers)
+        def prepare(pair: int) -> None:
+            if pair == 0 or letter in FRESH_SERVERS_PER_PAIR:
+                self._start_servers(size, tokenizer, servers)
+
+        def run(peer: str, pair: int) -> dict[str, float]:
+            # Both servers get the same texts; each pair has its own, so that nothing is cached yet.
+            return summarize(self._runners[peer].run(WORKLOADS[letter](f"{letter} {pair}", self.quick)))
 
         names = [kind.name for kind in PEERS]
-        return alternating(self._pairs_of(letter), names, self._runner(letter), begin)
+        return run_alternating(self._get_pairs(letter), names, run, prepare)
 
-    def _pairs_of(self, letter: str) -> int:
-        """Where no time is compared, two show what there is to see."""
-        return self.pairs if any(bar.ratio for bar in BARS[letter]) else min(self.pairs, FEW)
+    def _get_pairs(self, letter: str) -> int:
+        has_time_bar = any(bar.ratio for bar in BARS[letter])
+        return self.pairs if has_time_bar else min(self.pairs, PAIRS_WITHOUT_TIME_BARS)
 
-    def _lacks(self, workload: Workload) -> str:
+    def _get_skip_reason(self, workload: Workload) -> str:
         if workload.needs != "pictures":
             return ""
         if "projector" not in inspect.signature(serve).parameters:
-            return "the server reads no pictures yet"
-        return "" if self.projector else "there is no projector for this model"
+            return "the server does not support images"
+        return "" if self.get_projector_path else "no projector for this model"
 
-    def _shape_for(self, workload: Workload, model: LlamaModel) -> Shape:
-        slots = QUICK_SLOTS if self.quick else workload.slots
-        context = QUICK_CONTEXT if self.quick else workload.context
-        projector = self.projector() if self.projector and workload.needs == "pictures" else None
-        sizes = {"threads": self.threads, "slots": slots, "context": context}
-        return Shape(model=self.path, projector=projector, ends=model.vocabulary.eog_tokens, **sizes)
+    def _get_server_size(self, workload: Workload, model: LlamaModel) -> ServerSize:
+        return ServerSize(
+            model=self.path,
+            projector=self.get_projector_path() if self.get_projector_path and workload.needs == "pictures" else None,
+            eog_tokens=model.vocabulary.eog_tokens,
+            threads=self.threads,
+            slots=QUICK_SLOTS if self.quick else workload.slots,
+            context=QUICK_CONTEXT if self.quick else workload.context,
+        )
 
-    def _serve(self, shape: Shape, reader: Reader, servers: contextlib.ExitStack) -> None:
-        """Fresh servers; where there is little time, the same for all."""
-        if self.quick and shape == self._shape:
+    def _start_servers(self, size: ServerSize, tokenizer: PromptTokenizer, servers: contextlib.ExitStack) -> None:
+        """Start new servers. Quick runs reuse servers of the same size."""
+        if self.quick and size == self._server_size:
             return
         servers.close()
-        peers = servers.enter_context(started(shape))
-        self._shape, self._players = shape, {peer.name: Player(peer, reader) for peer in peers}
-        for name, player in self._players.items():  # what every process pays once
-            player.play(WORKLOADS["i"](f"warming {name}", True))
+        peers = servers.enter_context(start_peers(size))
+        self._server_size, self._runners = size, {peer.name: WorkloadRunner(peer, tokenizer) for peer in peers}
+        for name, runner in self._runners.items():  # warm-up: first-use costs of each process
+            runner.run(WORKLOADS["i"](f"warming {name}", True))
 
-    def _keeping(self, workload: Workload, model: LlamaModel, reader: Reader) -> dict[str, float]:
-        """Once, for its bytes: the other one keeps nothing here."""
-        with started(self._shape_for(workload, model), (KeepingLlamaServer,)) as (peer,):
-            return summary(Player(peer, reader).play(workload))
-
-    def _runner(self, letter: str):  # type: ignore[no-untyped-def]
-        def run(peer: str, pair: int) -> dict[str, float]:
-            # The same texts for both; other ones for the next pair, so that nothing is known yet.
-            return summary(self._players[peer].play(WORKLOADS[letter](f"{letter} {pair}", self.quick)))
-
-        return run
+    def _run_keeping(self, workload: Workload, model: LlamaModel, tokenizer: PromptTokenizer) -> dict[str, float]:
+        """Run once for the cache bytes: by default, llama-server caches nothing in this workload."""
+        with start_peers(self._get_server_size(workload, model), (KeepingLlamaServer,)) as (peer,):
+            return summarize(WorkloadRunner(peer, tokenizer).run(workload))
 
 
-def show(result: Result, quick: bool) -> None:
-    """A block of lines for one workload."""
+def print_result(result: Result, quick: bool) -> None:
+    """Print the lines of one workload."""
     print(f"\n({result.letter}) {result.name}, {result.model}")
     if result.skipped:
         print(f"    skipped: {result.skipped}")
         return
     for peer in result.runs:
-        numbers = result.medians(peer)
-        times = "  ".join(f"{measure} {numbers[measure]:.3f}" for measure in SHOWN)
+        medians = result.get_medians(peer)
+        times = "  ".join(f"{measure} {medians[measure]:.3f}" for measure in TIME_MEASURES)
         print(f"    {peer:13} {times}")
-        others = {name: value for name, value in numbers.items() if name not in SHOWN}
+        others = {name: value for name, value in medians.items() if name not in TIME_MEASURES}
         counts = f"computed {others.pop('computed'):,.0f} of {others.pop('needed'):,.0f} needed"
         sizes = f"cache {others.pop('cache_bytes') / 1e6:.1f} MB  resident {others.pop('resident') / 1e6:.0f} MB"
         rest = "  ".join(f"{name} {value:.3f}" for name, value in others.items())
         print(f"    {'':13} {counts}  {sizes}  {rest}")
-    for judged in result.judged(quick):
-        print(f"      {judged}")
+    for verdict in result.judge(quick):
+        print(f"      {verdict}")
     print(f"      {len(result.runs['afterglow'])} pairs in {result.seconds:.0f} s")
     sys.stdout.flush()
 
 
-def as_json(results: Sequence[Result], chosen: argparse.Namespace) -> dict[str, object]:
-    """What is kept of a run: medians, bars, and the conditions."""
+def to_json(results: Sequence[Result], arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the result file of a run: medians, bars and conditions."""
     rows = []
     for result in results:
         row: dict[str, object] = {"workload": result.letter, "name": result.name, "model": result.model}
@@ -150,39 +156,67 @@ def as_json(results: Sequence[Result], chosen: argparse.Namespace) -> dict[str, 
             rows.append(row | {"skipped": result.skipped})
             continue
         bars = [
-            {"measure": one.bar.measure, "value": round(one.value, 4), "limit": one.limit, "passed": one.passed}
-            for one in result.judged(chosen.quick)
+            {
+                "measure": verdict.bar.measure,
+                "value": round(verdict.value, 4),
+                "limit": verdict.limit,
+                "passed": verdict.passed,
+            }
+            for verdict in result.judge(arguments.quick)
         ]
         row["pairs"] = len(result.runs["afterglow"])
         row["medians"] = {
-            peer: {name: round(value, 4) for name, value in result.medians(peer).items()} for peer in result.runs
+            peer: {name: round(value, 4) for name, value in result.get_medians(peer).items()} for peer in result.runs
         }
         rows.append(row | {"bars": bars})
-    settings = {"quick": chosen.quick, "threads": chosen.threads}
-    return {"benchmark": "agents", **settings, **conditions.now(), "absent": absent(), "rows": rows}
+    settings = {"quick": arguments.quick, "threads": arguments.threads}
+    return {"benchmark": "agents", **settings, **get_conditions(), "absent": list_absent_peers(), "rows": rows}
+
+
+def get_conditions() -> dict[str, object]:
+    """Return the conditions of a measurement: date, build, machine, and its load by other processes."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "version": __version__,
+        "build": get_library().build,
+        "processor": get_processor_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+        "busy_percent": psutil.cpu_percent(interval=0.5),  # by others: the benchmark is idle now
+    }
+
+
+def get_processor_name() -> str:
+    """Return the name of the processor, its architecture if the system does not provide the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true", help="less in each workload, once, under 90 s")
-    arguments.add_argument("--only", default="".join(WORKLOADS), help="letters of workloads, such as a,b")
-    arguments.add_argument("--model", choices=[*MODELS, "both"], default="both")
-    arguments.add_argument("--pairs", type=int, help=f"alternating runs ({PAIRS}; 1 if quick)")
-    arguments.add_argument("--threads", type=int, default=2)
-    chosen = arguments.parse_args()
-    letters = [letter for letter in chosen.only if letter in WORKLOADS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller workloads, once each, under 90 s")
+    parser.add_argument("--only", default="".join(WORKLOADS), help="letters of workloads, e.g. a,b")
+    parser.add_argument("--model", choices=[*MODELS, "both"], default="both")
+    parser.add_argument("--pairs", type=int, help=f"number of alternating runs (default {PAIRS}, 1 with --quick)")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    letters = [letter for letter in arguments.only if letter in WORKLOADS]
     results: list[Result] = []
-    for model in MODELS if chosen.model == "both" else [chosen.model]:
-        pairs = chosen.pairs or (1 if chosen.quick else PAIRS)
-        bench = Bench(model, MODELS[model](), quick=chosen.quick, threads=chosen.threads, pairs=pairs)
-        bench.projector = PROJECTORS.get(model)
-        for result in bench.results(letters):
-            show(result, chosen.quick)
+    for model in MODELS if arguments.model == "both" else [arguments.model]:
+        pairs = arguments.pairs or (1 if arguments.quick else PAIRS)
+        bench = Bench(model, MODELS[model](), quick=arguments.quick, threads=arguments.threads, pairs=pairs)
+        bench.get_projector_path = PROJECTORS.get(model)
+        for result in bench.run(letters):
+            print_result(result, arguments.quick)
             results.append(result)
-    for name, reason in absent().items():
+    for name, reason in list_absent_peers().items():
         print(f"\n{name} is not compared: {reason}")
-    print(json.dumps(as_json(results, chosen)))
-    return 0 if all(one.passed for result in results for one in result.judged(chosen.quick)) else 1
+    print(json.dumps(to_json(results, arguments)))
+    return 0 if all(verdict.passed for result in results for verdict in result.judge(arguments.quick)) else 1
 
 
 if __name__ == "__main__":

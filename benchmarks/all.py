@@ -1,9 +1,9 @@
-"""Every benchmark, one after the other; the last JSON line of each is kept in `benchmarks/results/`.
+"""Runs all benchmarks, one after the other, and writes the last JSON line of each to `benchmarks/results/`.
 
     python benchmarks/all.py [--quick] [--only agents,server]
 
-About how long each takes on two idle cores, in seconds, is in `BENCHMARKS`. A quick run keeps nothing: its numbers say
-that nothing is badly wrong, and no more.
+`BENCHMARKS` has the approximate duration of each on two idle cores. Quick runs write no results: they only detect large
+regressions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-# Seconds: in full, and quick.
+BENCHMARKS_DIRECTORY = Path(__file__).parent
+RESULTS_DIRECTORY = BENCHMARKS_DIRECTORY / "results"
+# Seconds of a full run and of a quick run.
 BENCHMARKS = {
     "engine": (120, 40),
     "deterministic": (50, 15),
@@ -31,33 +31,33 @@ BENCHMARKS = {
 
 
 @dataclass
-class Ran:
-    """How one benchmark went."""
+class BenchmarkRun:
+    """Outcome of one benchmark."""
 
     name: str
-    code: int
+    exit_code: int
     seconds: float
-    numbers: dict[str, object] | None  # its last line
+    result: dict[str, object] | None  # its last line
 
 
-def run(name: str, arguments: list[str]) -> Ran:
-    """Run one file, showing what it writes; its last line is its result."""
+def run_benchmark(name: str, arguments: list[str]) -> BenchmarkRun:
+    """Run one benchmark and print its output. Its last line is its result."""
     print(f"\n== {name} (about {BENCHMARKS[name]['--quick' in arguments]} s)", flush=True)
     started, last = time.perf_counter(), ""
-    command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
+    command = [sys.executable, str(BENCHMARKS_DIRECTORY / f"{name}.py"), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith("{"):
                 print(line, end="", flush=True)
             last = line
-    return Ran(name, process.returncode, time.perf_counter() - started, numbers_in(last))
+    return BenchmarkRun(name, process.returncode, time.perf_counter() - started, parse_result(last))
 
 
-def numbers_in(line: str) -> dict[str, object] | None:
-    """A line of JSON as its value, None where it is something else.
+def parse_result(line: str) -> dict[str, object] | None:
+    """Parse a line as a JSON object. Return None if it is anything else.
 
-    >>> numbers_in('{"a": 1}'), numbers_in("MISSED")
+    >>> parse_result('{"a": 1}'), parse_result("MISSED")
     ({'a': 1}, None)
     """
     try:
@@ -67,30 +67,30 @@ def numbers_in(line: str) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
-def keep(ran: Ran) -> None:
-    """Write the numbers of a full run to their file."""
-    if ran.numbers is not None:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{ran.name}.json").write_text(json.dumps(ran.numbers, indent=1) + "\n")
+def write_result(run: BenchmarkRun) -> None:
+    """Write the result of a full run to its file."""
+    if run.result is not None:
+        RESULTS_DIRECTORY.mkdir(exist_ok=True)
+        (RESULTS_DIRECTORY / f"{run.name}.json").write_text(json.dumps(run.result, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less work, the same checks, under five minutes")
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help="names, such as agents,server")
-    chosen = parser.parse_args()
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="names of benchmarks, e.g. agents,server")
+    arguments = parser.parse_args()
     runs = []
-    for name in chosen.only.split(","):
-        runs.append(run(name, ["--quick"] if chosen.quick else []))
-        if not chosen.quick:
-            keep(runs[-1])
+    for name in arguments.only.split(","):
+        runs.append(run_benchmark(name, ["--quick"] if arguments.quick else []))
+        if not arguments.quick:
+            write_result(runs[-1])
     print()
-    for ran in runs:
-        verdict = "ok" if ran.code == 0 else "MISSED A BAR" if ran.numbers else "FAILED"
-        print(f"{ran.name:14} {ran.seconds:6.0f} s  {verdict}")
-    summary = {ran.name: {"passed": ran.code == 0, "seconds": round(ran.seconds, 1)} for ran in runs}
-    print(json.dumps({"benchmark": "all", "quick": chosen.quick, "runs": summary}))
-    return 0 if all(ran.code == 0 for ran in runs) else 1
+    for run in runs:
+        verdict = "ok" if run.exit_code == 0 else "MISSED A BAR" if run.result else "FAILED"
+        print(f"{run.name:14} {run.seconds:6.0f} s  {verdict}")
+    summary = {run.name: {"passed": run.exit_code == 0, "seconds": round(run.seconds, 1)} for run in runs}
+    print(json.dumps({"benchmark": "all", "quick": arguments.quick, "runs": summary}))
+    return 0 if all(run.exit_code == 0 for run in runs) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What does deterministic mode cost, and how far apart are the answers without it?
+"""Cost of deterministic mode, and difference of the answers without it.
 
-Without it, the shape of a batch moves logits by about 1e-3, so that the same prompt computed cold, after a reuse, or
-in company may part where two tokens are nearly as likely. With it every sequence is computed alone and in chunks of
-a grid, which costs the gain of batching and up to a chunk of reuse.
+Without it, the batch shape changes logits by about 1e-3. Answers to the same prompt computed cold, after a prefix hit
+or with concurrent requests may diverge if two tokens are nearly equally likely. With it, every sequence is computed
+alone and in chunks of a grid, which loses the gain of batching and up to one chunk of each prefix hit.
 
     python benchmarks/deterministic.py [--quick]
 """
@@ -24,57 +24,57 @@ TEXT = Path(__file__).parents[1] / "tests" / "data" / "river.txt"
 MODES = {"default": EngineSettings(), "deterministic": EngineSettings(deterministic=True)}
 
 
-def prompts(model: afterglow.Model, count: int) -> list[list[int]]:
+def build_prompts(model: afterglow.Model, count: int) -> list[list[int]]:
     text = model.tokenize(TEXT.read_text())
     return [text[:70] + text[70 + 15 * n : 130 + 18 * n] for n in range(count)]
 
 
-def together(model: afterglow.Model, batch: list[list[int]], tokens: int) -> list[list[Token]]:
-    """All at once; the tokens of each, with their logprobs."""
-    streams = [model._get_host().submit(model.build_request(prompt, max_tokens=tokens, logprobs=1)) for prompt in batch]
+def generate(model: afterglow.Model, prompts: list[list[int]], tokens: int) -> list[list[Token]]:
+    """Submit all prompts at once and return the tokens of each, with logprobs."""
+    requests = [model.build_request(prompt, max_tokens=tokens, logprobs=1) for prompt in prompts]
+    streams = [model._get_host().submit(request) for request in requests]
     return [[event for event in stream if isinstance(event, Token)] for stream in streams]
 
 
 def compare(model: afterglow.Model, count: int, tokens: int) -> dict[str, float]:
-    """Cold and alone against in company and warm."""
-    every = prompts(model, count)
+    """Compare answers computed cold and alone with answers computed warm and four at once."""
+    prompts = build_prompts(model, count)
     alone = []
-    for prompt in every:
+    for prompt in prompts:
         model.clear_cache()
-        alone += together(model, [prompt], tokens)
-    started, company = time.perf_counter(), []
+        alone += generate(model, [prompt], tokens)
+    started, concurrent = time.perf_counter(), []
     for start in range(0, count, 4):
-        company += together(model, every[start : start + 4], tokens)
+        concurrent += generate(model, prompts[start : start + 4], tokens)
     seconds = time.perf_counter() - started
-    same, apart = 0, []
-    for one, other in zip(alone, company, strict=True):
-        same += [token.token for token in one] == [token.token for token in other]
-        for first, second in zip(one, other, strict=False):
+    same_answers, differences = 0, []
+    for answer, concurrent_answer in zip(alone, concurrent, strict=True):
+        same_answers += [token.token for token in answer] == [token.token for token in concurrent_answer]
+        for first, second in zip(answer, concurrent_answer, strict=False):
             if first.token != second.token:
                 break
-            apart.append(abs((first.logprob or 0) - (second.logprob or 0)))
+            differences.append(abs((first.logprob or 0) - (second.logprob or 0)))
     return {
-        "same_answers": same / count,
-        "median_logprob_difference": statistics.median(apart),
-        "largest_logprob_difference": max(apart),
-        "tokens_per_second_in_company": count * tokens / seconds,
+        "same_answers": same_answers / count,
+        "median_logprob_difference": statistics.median(differences),
+        "largest_logprob_difference": max(differences),
+        "concurrent_tokens_per_second": count * tokens / seconds,
     }
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--quick", action="store_true", help="less work, the same checks, under 90 s")
-    quick = arguments.parse_args().quick
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less work, the same checks, under 90 s")
+    quick = parser.parse_args().quick
     results = {}
     for name, settings in MODES.items():
         with afterglow.load("smollm2", context=1024, fetch=True, engine=settings) as model:
             results[name] = compare(model, 4 if quick else 16, 8 if quick else 24)
     for name, numbers in results.items():
         print(f"{name:14}", "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
-    slower = (
-        results["default"]["tokens_per_second_in_company"] / results["deterministic"]["tokens_per_second_in_company"]
-    )
-    print(f"deterministic mode takes {slower:.2f} times as long for four answers at once")
+    speeds = {name: numbers["concurrent_tokens_per_second"] for name, numbers in results.items()}
+    slower = speeds["default"] / speeds["deterministic"]
+    print(f"deterministic mode takes {slower:.2f} times as long for four concurrent answers")
     print(json.dumps({"benchmark": "deterministic", "results": results, "slower": slower}))
     return 0 if results["deterministic"]["same_answers"] == 1 else 1
 

@@ -1,10 +1,10 @@
-"""The engine on a GPU beside llama.cpp's own batched bench: same build, same constructed model, alternating.
+"""The engine on a GPU against llama.cpp's own batched bench: same build, same synthetic model, alternating.
 
     AFTERGLOW_LIBLLAMA=DIRECTORY python benchmarks/gpu.py --bench PATH/llama-batched-bench [--models 8b:f16 ...]
 
-Decodes of 1, 8 and 32 sequences after prompts of 512 tokens, and the prompts themselves. The bench reads no logits and
-chooses no token; the engine does both. `8b:f16:128256` is a model with as many tokens as those of today have, whose
-logits take longer to choose from; what it takes to draw with the usual settings is shown beside it.
+Measures decoding of 1, 8 and 32 sequences after prompts of 512 tokens, and the prefill of the prompts. The bench
+neither reads logits nor samples; the engine does both. `8b:f16:128256` is a model with a vocabulary of the size of
+current models, from which sampling takes longer; sampling with the default settings is printed beside greedy decoding.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import constructed
 import numpy as np
+from benchmark_models import get_attention_path
 
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
@@ -32,45 +32,49 @@ from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 
-PROMPT, ANSWER = 512, 128
-WIDTHS = (1, 8, 32)
-BATCH = 16_384  # rows of one decode, of both
-BAR = 0.97
-GREEDY, USUAL = Sampling(temperature=0), Sampling(seed=1)
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 128
+SEQUENCE_COUNTS = (1, 8, 32)
+BATCH_ROWS = 16_384  # of the engine and of the bench
+MIN_RATIO = 0.97
+GREEDY, DEFAULT_SAMPLING = Sampling(temperature=0), Sampling(seed=1)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second: of prompts, and of answers while all are being written; `drawn` at a temperature."""
+    """Tokens per second: of prompts, and of answers while all sequences decode; `drawn` with default sampling."""
 
     prompt: float
     answer: float
     drawn: float
 
 
-def engine_speeds(file: Path, seed: int) -> dict[int, Speed]:
-    cells = max(WIDTHS) * (PROMPT + ANSWER)
-    settings = ContextSettings(cells=cells, sequences=max(WIDTHS), batch=BATCH, ubatch=512, outputs=64)
+def measure_engine(file: Path, seed: int) -> dict[int, Speed]:
+    sequences = max(SEQUENCE_COUNTS)
+    cells = sequences * (PROMPT_TOKENS + ANSWER_TOKENS)
+    settings = ContextSettings(cells=cells, sequences=sequences, batch=BATCH_ROWS, ubatch=512, outputs=64)
     with (
         LlamaModel.load(file, ModelSettings(gpu_layers=-1), trust=True) as model,
         LlamaContext(model, settings) as context,
     ):
         engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", max_token_gap=60, ram_cache_bytes=0))
         size = model.vocabulary.size
-        answers(engine, 1, seed, size)  # the first decodes of a process also prepare it
+        measure_answers(engine, 1, seed, size)  # warm-up
         speeds = {}
-        for width in WIDTHS:
-            prompt = prompts(engine, width, seed + width, size)
-            answer = answers(engine, width, seed + 100 + width, size)
-            speeds[width] = Speed(prompt, answer, answers(engine, width, seed + 200 + width, size, USUAL))
+        for count in SEQUENCE_COUNTS:
+            prompt = measure_prompts(engine, count, seed + count, size)
+            answer = measure_answers(engine, count, seed + 100 + count, size)
+            drawn = measure_answers(engine, count, seed + 200 + count, size, DEFAULT_SAMPLING)
+            speeds[count] = Speed(prompt, answer, drawn)
         engine.close()
     return speeds
 
 
-def submit(engine: Engine, width: int, seed: int, vocabulary: int, length: int, sampling: Sampling = GREEDY) -> None:
-    numbers = np.random.default_rng(seed)
-    for index in range(width):
-        entries = numbers.integers(1, vocabulary, PROMPT).tolist()
+def submit(
+    engine: Engine, count: int, seed: int, vocabulary_size: int, length: int, sampling: Sampling = GREEDY
+) -> None:
+    rng = np.random.default_rng(seed)
+    for index in range(count):
+        entries = rng.integers(1, vocabulary_size, PROMPT_TOKENS).tolist()
         engine.submit(
             Request(
                 id=f"{seed}-{index}", entries=entries, max_tokens=length, ignore_eos=True, use_prefix_cache=False,
@@ -79,40 +83,41 @@ def submit(engine: Engine, width: int, seed: int, vocabulary: int, length: int, 
         )  # fmt: skip
 
 
-def prompts(engine: Engine, width: int, seed: int, vocabulary: int) -> float:
-    """Tokens per second of prompts with one token behind each, so that nothing else is computed."""
-    submit(engine, width, seed, vocabulary, 1)
+def measure_prompts(engine: Engine, count: int, seed: int, vocabulary_size: int) -> float:
+    """Return the tokens per second of prefill. Answers have one token, so that nothing else is computed."""
+    submit(engine, count, seed, vocabulary_size, 1)
     started = time.perf_counter()
     while engine.is_busy:
         engine.step()
-    return width * PROMPT / (time.perf_counter() - started)
+    return count * PROMPT_TOKENS / (time.perf_counter() - started)
 
 
-def answers(engine: Engine, width: int, seed: int, vocabulary: int, sampling: Sampling = GREEDY) -> float:
-    """Tokens per second while all are being written."""
-    submit(engine, width, seed, vocabulary, ANSWER, sampling)
-    begun: set[str] = set()
-    all_begun = ended = 0.0
-    written = 0
+def measure_answers(engine: Engine, count: int, seed: int, vocabulary_size: int, sampling: Sampling = GREEDY) -> float:
+    """Return the tokens per second while all sequences decode."""
+    submit(engine, count, seed, vocabulary_size, ANSWER_TOKENS, sampling)
+    started: set[str] = set()
+    all_started = first_ended = 0.0
+    generated = 0
     while engine.is_busy:
         events = engine.step()
         now = time.perf_counter()
         tokens = [event for event in events if isinstance(event, Token)]
-        if all_begun and not ended:
-            written += len(tokens)
-        begun |= {event.request_id for event in tokens}
-        if len(begun) == width and not all_begun:
-            all_begun = now
-        if not ended and any(isinstance(event, Finished) for event in events):
-            ended = now
-    return written / (ended - all_begun)
+        if all_started and not first_ended:
+            generated += len(tokens)
+        started |= {event.request_id for event in tokens}
+        if len(started) == count and not all_started:
+            all_started = now
+        if not first_ended and any(isinstance(event, Finished) for event in events):
+            first_ended = now
+    return generated / (first_ended - all_started)
 
 
-def bench_speeds(bench: Path, file: Path) -> dict[int, Speed]:
-    widths = ",".join(map(str, (1, *WIDTHS)))  # the first also prepares the process; the later one of a width counts
+def measure_bench(bench: Path, file: Path) -> dict[int, Speed]:
+    counts = ",".join(map(str, (1, *SEQUENCE_COUNTS)))  # the first is a warm-up: the later row of a count wins
+    cells = max(SEQUENCE_COUNTS) * (PROMPT_TOKENS + ANSWER_TOKENS)
     command = [
-        str(bench), "-m", str(file), "-ngl", "99", "-npp", str(PROMPT), "-ntg", str(ANSWER), "-npl", widths,
-        "-c", str(max(WIDTHS) * (PROMPT + ANSWER)), "-b", str(BATCH), "-ub", "512", "--output-format", "jsonl",
+        str(bench), "-m", str(file), "-ngl", "99", "-npp", str(PROMPT_TOKENS), "-ntg", str(ANSWER_TOKENS),
+        "-npl", counts, "-c", str(cells), "-b", str(BATCH_ROWS), "-ub", "512", "--output-format", "jsonl",
     ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -120,28 +125,27 @@ def bench_speeds(bench: Path, file: Path) -> dict[int, Speed]:
 
 
 def compare(kind: str, bench: Path, pairs: int) -> list[dict[str, object]]:
-    size, quantization, *words = kind.split(":")
-    file = constructed.attention_path(size, quantization, *map(int, words))
-    ours: list[dict[int, Speed]] = []
-    theirs: list[dict[int, Speed]] = []
+    size, quantization, *vocabulary_size = kind.split(":")
+    file = get_attention_path(size, quantization, *map(int, vocabulary_size))
+    engine_runs: list[dict[int, Speed]] = []
+    bench_runs: list[dict[int, Speed]] = []
     for pair in range(pairs):
-        for side in (0, 1) if pair % 2 else (1, 0):
-            if side:
-                theirs.append(bench_speeds(bench, file))
+        for side in ("engine", "bench") if pair % 2 else ("bench", "engine"):
+            if side == "bench":
+                bench_runs.append(measure_bench(bench, file))
             else:
-                ours.append(engine_speeds(file, 1000 * pair))
+                engine_runs.append(measure_engine(file, 1000 * pair))
     rows = []
-    for width in WIDTHS:
+    for count in SEQUENCE_COUNTS:
         for what in ("answer", "drawn", "prompt"):
-            mine = statistics.median(getattr(one[width], what) for one in ours)
-            peer = statistics.median(getattr(one[width], what) for one in theirs)
-            ratios = sorted(
-                getattr(one[width], what) / getattr(other[width], what) for one, other in zip(ours, theirs, strict=True)
-            )
-            spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
-            rows.append({"model": kind, "width": width, "what": what, "afterglow": mine, "bench": peer,
-                         "ratio": mine / peer, "spread": spread,
-                         "passed": what == "drawn" or mine / peer >= BAR})  # fmt: skip
+            engine_speeds = [getattr(run[count], what) for run in engine_runs]
+            bench_speeds = [getattr(run[count], what) for run in bench_runs]
+            ratios = sorted(engine / peer for engine, peer in zip(engine_speeds, bench_speeds, strict=True))
+            engine_speed, bench_speed = statistics.median(engine_speeds), statistics.median(bench_speeds)
+            ratio = engine_speed / bench_speed
+            rows.append({"model": kind, "width": count, "what": what, "afterglow": engine_speed, "bench": bench_speed,
+                         "ratio": ratio, "spread": f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
+                         "passed": what == "drawn" or ratio >= MIN_RATIO})  # fmt: skip
     return rows
 
 
@@ -152,7 +156,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one pair, the smallest model")
     arguments = parser.parse_args()
     if arguments.bench is None or all(device.kind == "cpu" for device in list_devices()):
-        reason = "it needs a GPU and --bench PATH/llama-batched-bench"
+        reason = "needs a GPU and --bench PATH/llama-batched-bench"
         print(json.dumps({"benchmark": "gpu", "skipped": reason}))
         return 0
     rows = []

@@ -1,114 +1,94 @@
-"""A hybrid model of 109 million parameters with random weights that says plain words.
+"""Hybrid model with 109 million parameters and random weights that generates plain words.
 
-Recurrent and attention layers take turns, as in qwen35, with the shapes of a real model of that size in 4 bits. Its
-answers mean nothing, but they are words of the vocabulary and nothing else: what is said is read back as the same
-tokens, and no answer ends by itself. Written once, in about twenty seconds, and kept in the cache.
+Recurrent and attention layers alternate as in qwen35, with the shapes of a real model of that size in 4 bits. The
+answers are meaningless but consist only of words of the vocabulary. They tokenize back to the same tokens, and no
+answer ends by itself. The file is written once, in about twenty seconds, and cached.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import gguf
 import numpy as np
-from constructed import QuantizedWriter
+from benchmark_models import QuantizedWriter, get_cached_file
 from gguf import TokenType
-from words import WORDS
+from synthetic_inputs import WORDS
 
-from afterglow.paths import get_cache_directory
 from afterglow.testing.models import vocabulary
 from afterglow.testing.models.hybrid import Qwen35
 from afterglow.testing.models.projector import ProjectorSize, write_qwen
 from afterglow.testing.models.writer import ModelWriter, draw_noise
 
-CONTEXT_LENGTH = 32_768
-SPACE = "Ġ"  # how byte-level vocabularies write it
+CONTEXT_LENGTH_TOKENS = 32_768
+SPACE = "Ġ"  # a space in byte-level vocabularies
 DECODER = Qwen35(
-    embedding_length=768, layers=13, full_attention_interval=4, heads=6, kv_heads=2, head_size=128, feed_forward_length=2304, state_size=128,
-    state_key_heads=6, state_heads=6,
+    embedding_length=768, layers=13, full_attention_interval=4, heads=6, kv_heads=2, head_size=128,
+    feed_forward_length=2304, state_size=128, state_key_heads=6, state_heads=6,
 )  # fmt: skip
-TINY = Qwen35()  # the same for tests, in milliseconds
+TINY_DECODER = Qwen35()  # for tests: written in milliseconds
+PROJECTOR = ProjectorSize(
+    embedding_length=256, feed_forward_length=512, heads=4, layers=4, text_embedding_length=DECODER.embedding_length
+)
 
 
-def merges() -> list[str]:
-    """Every word grows letter by letter from its space; roles from their first letter, after everything else."""
-    grown: dict[str, None] = {}
+def build_merges() -> list[str]:
+    """Return merges that build each word letter by letter from its space, and then each role from its first letter."""
+    merges: dict[str, None] = {}
     for start, words in ((SPACE, WORDS), ("", ("system", "user", "assistant"))):
         for word in words:
             letters = start + word
             for length in range(2, len(letters) + 1):
-                grown.setdefault(f"{letters[: length - 1]} {letters[length - 1]}")
-    return list(grown)
+                merges.setdefault(f"{letters[: length - 1]} {letters[length - 1]}")
+    return list(merges)
 
 
-def tokens() -> tuple[list[str], list[int]]:
-    """The texts of all tokens, and which of them the model may say."""
+def build_tokens() -> tuple[list[str], list[int]]:
+    """Return the texts of all tokens, and the tokens that the model may generate."""
     texts = [
         *vocabulary.CONTROL_TOKENS,
         *vocabulary._build_byte_alphabet(),
-        *(merge.replace(" ", "") for merge in merges()),
+        *(merge.replace(" ", "") for merge in build_merges()),
     ]
     texts += [f"<|unused_{number}|>" for number in range(-len(texts) % 32)]
     words = {SPACE + word for word in WORDS}
     return texts, [number for number, text in enumerate(texts) if text in words]
 
 
-def path(decoder: Qwen35 = DECODER) -> Path:
-    """The model's file; written where it is not there yet."""
-    file = get_cache_directory("benchmarks") / f"talking-hybrid-{decoder.embedding_length}x{decoder.layers}.gguf"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}")
-        write(unfinished, decoder)
-        os.replace(unfinished, file)
-    return file
+def get_path(decoder: Qwen35 = DECODER) -> Path:
+    """Return the file of the model. If it does not exist yet, write it."""
+    name = f"talking-hybrid-{decoder.embedding_length}x{decoder.layers}"
+    return get_cached_file(name, lambda file: write(file, decoder))
 
 
-def projector() -> Path:
-    """Lets the model see; its numbers mean nothing. Written where it is not there yet."""
-    width = DECODER.embedding_length
-    file = get_cache_directory("benchmarks") / f"talking-hybrid-{width}-sees.gguf"
-    if not file.exists():
-        unfinished = file.with_suffix(f".{os.getpid()}")
-        write_qwen(
-            unfinished,
-            ProjectorSize(
-                embedding_length=256, feed_forward_length=512, heads=4, layers=4, text_embedding_length=width
-            ),
-            max_pixels=256 * 256,
-        )
-        os.replace(unfinished, file)
-    return file
+def get_projector_path() -> Path:
+    """Return the file of an image projector with random weights. If it does not exist yet, write it."""
+    name = f"talking-hybrid-{DECODER.embedding_length}-sees"
+    return get_cached_file(name, lambda file: write_qwen(file, PROJECTOR, max_pixels=256 * 256))
 
 
 def write(file: Path, decoder: Qwen35) -> None:
     """Write the model."""
-    texts, sayable = tokens()
+    texts, allowed = build_tokens()
+    width = decoder.embedding_length
     with QuantizedWriter(file, decoder.architecture, seed=9) as writer:
         writer.kind = gguf.GGMLQuantizationType.Q4_0
-        describe(writer, texts)
-        sizes = {
-            "context_length": CONTEXT_LENGTH,
-            "embedding_length": decoder.embedding_length,
-            "vocab_size": len(texts),
-        }
+        write_tokenizer(writer, texts)
+        sizes = {"context_length": CONTEXT_LENGTH_TOKENS, "embedding_length": width, "vocab_size": len(texts)}
         writer.add_metadata(decoder.architecture, {**sizes, **decoder.build_metadata()})
-        writer.add_noise("token_embd.weight", len(texts), decoder.embedding_length, scale=1.0, half=True)
-        writer.add_constant("output_norm.weight", 1.0, decoder.embedding_length)
-        output = np.zeros((len(texts), decoder.embedding_length), np.float32)
-        # What has no row of its own has a logit of 0, which the best of a thousand words always exceeds.
-        output[sayable] = draw_noise(
-            9, "output", len(sayable), decoder.embedding_length, scale=decoder.embedding_length**-0.5
-        )
+        writer.add_noise("token_embd.weight", len(texts), width, scale=1.0, half=True)
+        writer.add_constant("output_norm.weight", 1.0, width)
+        # Tokens without a row have a logit of 0, and the best of a thousand words is always above 0.
+        output = np.zeros((len(texts), width), np.float32)
+        output[allowed] = draw_noise(9, "output", len(allowed), width, scale=width**-0.5)
         writer.add_tensor("output.weight", output, half=True)
         decoder.write_blocks(writer, gain=1.0)
 
 
-def describe(writer: ModelWriter, texts: list[str]) -> None:
-    """Add the tokenizer's settings."""
-    control, grown = len(vocabulary.CONTROL_TOKENS), len(merges())
-    kinds = [TokenType.CONTROL] * control + [TokenType.NORMAL] * (256 + grown)
+def write_tokenizer(writer: ModelWriter, texts: list[str]) -> None:
+    """Write the metadata of the tokenizer."""
+    merges = build_merges()
+    kinds = [TokenType.CONTROL] * len(vocabulary.CONTROL_TOKENS) + [TokenType.NORMAL] * (256 + len(merges))
     kinds += [TokenType.UNUSED] * (len(texts) - len(kinds))
     writer.add_metadata("tokenizer", {"chat_template": vocabulary.CHAT_TEMPLATE})
     writer.add_metadata(
@@ -118,7 +98,7 @@ def describe(writer: ModelWriter, texts: list[str]) -> None:
             "pre": "qwen2",
             "tokens": texts,
             "token_type": [int(kind) for kind in kinds],
-            "merges": merges(),
+            "merges": merges,
             "bos_token_id": vocabulary.END_OF_TEXT_TOKEN,
             "eos_token_id": vocabulary.TURN_END_TOKEN,
             "eot_token_id": vocabulary.TURN_END_TOKEN,

@@ -1,6 +1,6 @@
-"""What a cache that forgets nothing would compute: every token once, and the last of each prompt always.
+"""Ideal prefix cache without eviction: computes every token once, and the last token of each prompt always.
 
-Pure: it sees token lists and knows no server.
+Works on token lists only, without a server.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ import numpy as np
 
 from afterglow.engine.types.entries import common_prefix_length
 
-TEMPLATE = 8  # tokens that every conversation begins with; finding them again is no merit
+# Tokens that the template puts at the start of every conversation. A prefix hit of no more than these does not count.
+TEMPLATE_TOKENS = 8
 
 
-class Ideal:
-    """Everything that was computed so far.
+class IdealCache:
+    """All token sequences computed so far.
 
-    >>> cache = Ideal()
+    >>> cache = IdealCache()
     >>> prompt = list(range(20))
-    >>> cache.needed(prompt), cache.needed(prompt), cache.needed([*prompt[:15], 99, 99])
+    >>> cache.add_prompt(prompt), cache.add_prompt(prompt), cache.add_prompt([*prompt[:15], 99, 99])
     (20, 1, 2)
     """
 
     def __init__(self) -> None:
-        self._known: list[np.ndarray] = []
+        self._sequences: list[np.ndarray] = []
 
-    def needed(self, prompt: Sequence[int]) -> int:
-        """Tokens of a prompt that have to be computed; from then on they are known.
+    def add_prompt(self, prompt: Sequence[int]) -> int:
+        """Add a prompt to the cache and return how many of its tokens had to be computed.
 
-        The last one is computed always: what follows it is asked for.
+        The last token is always computed, because its logits are needed.
         """
         tokens = np.asarray(prompt)
-        found = max((common_prefix_length(tokens, known) for known in self._known), default=0)
-        self._known.append(tokens)
-        return len(tokens) - (min(found, len(tokens) - 1) if found > TEMPLATE else 0)
+        hit = max((common_prefix_length(tokens, sequence) for sequence in self._sequences), default=0)
+        self._sequences.append(tokens)
+        return len(tokens) - (min(hit, len(tokens) - 1) if hit > TEMPLATE_TOKENS else 0)
 
-    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """An answer was written, so all of it but its last token was computed."""
-        if len(answer) > 1:
-            self._known.append(np.asarray([*prompt, *answer[:-1]]))
+    def add_completion(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
+        """Add a completion. All its tokens but the last one have been computed."""
+        if len(completion) > 1:
+            self._sequences.append(np.asarray([*prompt, *completion[:-1]]))

@@ -1,6 +1,6 @@
-"""What the runs of a workload say: medians over alternating runs, ratios to llama-server, and the bars.
+"""Measures and bars of the workloads: medians over alternating runs, and ratios to llama-server.
 
-Pure: numbers in, numbers out.
+Contains arithmetic only. The names of measures are keys of `results/agents.json`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from playing import Played, Reply
+from workload_runner import Reply, WorkloadRun
 
-TOKENS = 1.05  # of what an ideal cache computes, for every workload
-FREE = 1.0  # seconds until the engine is free after a client went away
+MAX_COMPUTED_RATIO = 1.05  # to the tokens that an ideal cache computes, for every workload
+MAX_FREE_SECONDS = 1.0  # until the engine serves the next request after a client disconnected
 KEEPING = "llama-server, keeping"
-QUICK = 1.5  # short runs of little work are not held to more than this many times a bar in time
+QUICK_TOLERANCE = 1.5  # factor on the time bars of quick runs: short runs are noisy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One measure that has to stay under a limit: as it is, or as a ratio to llama-server's."""
+    """Upper limit of one measure: of its value, or of its ratio to the one of llama-server."""
 
     measure: str
     limit: float
     ratio: bool = True
-    exact: bool = False  # a count, which no noise can move
-    full: bool = False  # means something only where prompts are long
+    exact: bool = False  # a count, which has no noise
+    full: bool = False  # meaningful only with long prompts
     peer: str = "llama-server"
 
 
@@ -36,16 +36,16 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "d": (Bar(measure="total", limit=1.05), Bar(measure="cache_bytes", limit=0.4, exact=True, full=True, peer=KEEPING)),
     "e": (Bar(measure="first_after_restart", limit=0.05, full=True),),
     "f": (Bar(measure="gap_largest", limit=0.25, full=True), Bar(measure="streams", limit=1.3, full=True)),
-    "g": (Bar(measure="free", limit=FREE, ratio=False),),
+    "g": (Bar(measure="free", limit=MAX_FREE_SECONDS, ratio=False),),
     "h": (Bar(measure="total", limit=1.05),),
     "i": (),
     "j": (),
 }
-EVERY = Bar(measure="excess", limit=TOKENS, ratio=False, exact=True)
+COMPUTED_BAR = Bar(measure="excess", limit=MAX_COMPUTED_RATIO, ratio=False, exact=True)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that so many do not exceed; 0 where there are none.
+    """Return the measured value at a quantile, 0 if there are no values.
 
     >>> quantile([3, 1, 2], 0.5), quantile([], 0.5)
     (2, 0.0)
@@ -54,53 +54,54 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def summary(played: Played) -> dict[str, float]:
-    """One run in numbers. Times are seconds."""
-    replies = played.replies
-    running = [reply for reply in replies if not reply.ask.after]
-    gaps = [gap for reply in running for gap in reply.gaps]
-    computed, needed = sum(reply.computed for reply in replies), sum(reply.needed for reply in replies)
-    numbers = {
-        "total": played.seconds,
-        "first_median": quantile([reply.first for reply in replies], 0.5),
-        "first_p95": quantile([reply.first for reply in replies], 0.95),
+def summarize(run: WorkloadRun) -> dict[str, float]:
+    """Return the measures of one run. Times are in seconds."""
+    replies = run.replies
+    gaps = [gap for reply in replies if not reply.ask.after for gap in reply.gaps]
+    first_token_seconds = [reply.first_token_seconds for reply in replies]
+    computed, needed = sum(reply.computed_tokens for reply in replies), sum(reply.needed_tokens for reply in replies)
+    measures = {
+        "total": run.seconds,
+        "first_median": quantile(first_token_seconds, 0.5),
+        "first_p95": quantile(first_token_seconds, 0.95),
         "gap_median": quantile(gaps, 0.5),
         "gap_p95": quantile(gaps, 0.95),
         "gap_largest": max(gaps, default=0.0),
         "computed": computed,
         "needed": needed,
         "excess": computed / needed,
-        "cache_bytes": played.cache_bytes,
-        "resident": played.resident,
+        "cache_bytes": run.cache_bytes,
+        "resident": run.resident_bytes,
     }
-    return numbers | special(played)
+    return measures | summarize_events(run)
 
 
-def special(played: Played) -> dict[str, float]:
-    """What only some workloads have: a restart, a disconnect, a long prompt among streams."""
-    numbers: dict[str, float] = {}
-    if after := [reply.first for reply in played.replies if reply.restarted]:
-        numbers["first_after_restart"] = max(after)
-    if free := [reply.first for reply in played.replies if reply.freed]:
-        numbers["free"] = max(free)
-    if disturbed := [group for group in played.groups if any(reply.ask.after for reply in group)]:
-        company = [reply for reply in disturbed[0] if not reply.ask.after]
-        alone = next(group for group in played.groups if group is not disturbed[0])
-        numbers["gap_largest"] = max(gap for reply in company for gap in reply.gaps)
-        numbers["streams"] = duration(company)
-        numbers["slowdown"] = duration(company) / duration(alone)
-        numbers["first_of_the_long"] = next(reply.first for reply in disturbed[0] if reply.ask.after)
-    return numbers
+def summarize_events(run: WorkloadRun) -> dict[str, float]:
+    """Return the measures of workloads with a restart, a disconnect, or a long prompt among streams."""
+    measures: dict[str, float] = {}
+    if after_restart := [reply.first_token_seconds for reply in run.replies if reply.after_restart]:
+        measures["first_after_restart"] = max(after_restart)
+    if after_disconnect := [reply.first_token_seconds for reply in run.replies if reply.after_disconnect]:
+        measures["free"] = max(after_disconnect)
+    if disturbed_groups := [group for group in run.groups if any(reply.ask.after for reply in group)]:
+        disturbed = disturbed_groups[0]
+        streams = [reply for reply in disturbed if not reply.ask.after]
+        undisturbed = next(group for group in run.groups if group is not disturbed)
+        measures["gap_largest"] = max(gap for reply in streams for gap in reply.gaps)
+        measures["streams"] = get_duration(streams)
+        measures["slowdown"] = get_duration(streams) / get_duration(undisturbed)
+        measures["first_of_the_long"] = next(reply.first_token_seconds for reply in disturbed if reply.ask.after)
+    return measures
 
 
-def duration(replies: Sequence[Reply]) -> float:
-    """Seconds from the first asking to the last piece."""
-    return max(reply.times[-1] for reply in replies) - min(reply.asked for reply in replies)
+def get_duration(replies: Sequence[Reply]) -> float:
+    """Return the seconds from the first request to the last chunk."""
+    return max(reply.chunk_times[-1] for reply in replies) - min(reply.sent_at for reply in replies)
 
 
 @dataclass
-class Judged:
-    """A bar and where we stand."""
+class Verdict:
+    """A bar and the measured value."""
 
     bar: Bar
     value: float
@@ -111,8 +112,8 @@ class Judged:
         return self.value <= self.limit
 
     def __str__(self) -> str:
-        of = f"of that of {self.bar.peer}" if self.bar.ratio else "s" if self.bar.measure == "free" else "of needed"
-        return f"{self.bar.measure} {self.value:.3f} {of}, at most {self.limit:g}{'' if self.passed else ': MISSED'}"
+        unit = f"of {self.bar.peer}" if self.bar.ratio else "s" if self.bar.measure == "free" else "of needed"
+        return f"{self.bar.measure} {self.value:.3f} {unit}, at most {self.limit:g}{'' if self.passed else ': MISSED'}"
 
 
 @dataclass
@@ -123,45 +124,46 @@ class Result:
     name: str
     model: str
     runs: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # by server, in the order of the pairs
-    skipped: str = ""
-    seconds: float = 0.0  # that all of them took
+    skipped: str = ""  # reason
+    seconds: float = 0.0  # of all runs
 
-    def median(self, peer: str, measure: str) -> float:
+    def get_median(self, peer: str, measure: str) -> float:
         return statistics.median(run[measure] for run in self.runs[peer])
 
-    def medians(self, peer: str) -> dict[str, float]:
-        return {measure: self.median(peer, measure) for measure in self.runs[peer][0]}
+    def get_medians(self, peer: str) -> dict[str, float]:
+        return {measure: self.get_median(peer, measure) for measure in self.runs[peer][0]}
 
-    def judged(self, quick: bool) -> list[Judged]:
-        """Every bar of this workload. Counts take the worst run, times the medians."""
+    def judge(self, quick: bool) -> list[Verdict]:
+        """Judge all bars of this workload: counts by the worst run, times by the medians."""
         if self.skipped:
             return []
-        return [self._judge(bar, quick) for bar in (EVERY, *BARS[self.letter]) if not (quick and bar.full)]
+        return [self._judge_bar(bar, quick) for bar in (COMPUTED_BAR, *BARS[self.letter]) if not (quick and bar.full)]
 
-    def _judge(self, bar: Bar, quick: bool) -> Judged:
-        limit = bar.limit * QUICK if quick and not bar.exact else bar.limit
+    def _judge_bar(self, bar: Bar, quick: bool) -> Verdict:
+        limit = bar.limit * QUICK_TOLERANCE if quick and not bar.exact else bar.limit
         if not bar.ratio:
-            return Judged(bar, max(run[bar.measure] for run in self.runs["afterglow"]), limit)
-        theirs = self.median(bar.peer, bar.measure)
-        return Judged(bar, self.median("afterglow", bar.measure) / theirs if theirs else float("inf"), limit)
+            return Verdict(bar, max(run[bar.measure] for run in self.runs["afterglow"]), limit)
+        reference = self.get_median(bar.peer, bar.measure)
+        ratio = self.get_median("afterglow", bar.measure) / reference if reference else float("inf")
+        return Verdict(bar, ratio, limit)
 
 
-def alternating(
+def run_alternating(
     pairs: int,
     peers: Sequence[str],
     run: Callable[[str, int], dict[str, float]],
-    begin: Callable[[int], None] = lambda pair: None,
+    prepare: Callable[[int], None] = lambda pair: None,
 ) -> dict[str, list[dict[str, float]]]:
-    """Each pair, once it has begun, runs every server once; who is first changes from pair to pair.
+    """Run every server once per pair, after `prepare`. The order alternates from pair to pair.
 
     >>> order = []
-    >>> _ = alternating(2, ["x", "y"], lambda peer, pair: order.append(peer) or {}, order.append)
+    >>> _ = run_alternating(2, ["x", "y"], lambda peer, pair: order.append(peer) or {}, order.append)
     >>> order
     [0, 'x', 'y', 1, 'y', 'x']
     """
     runs: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
     for pair in range(pairs):
-        begin(pair)
+        prepare(pair)
         for peer in peers if pair % 2 == 0 else reversed(peers):
             runs[peer].append(run(peer, pair))
     return runs

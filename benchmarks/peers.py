@@ -1,6 +1,6 @@
-"""Servers that are compared, each in a process of its own: how one is started, asked, and asked what it did.
+"""Servers under comparison, each in its own process: start, stop, requests, and the counts they report.
 
-They are given the same model, threads, conversations at once and tokens for each. Everything else is as they come.
+All get the same model, threads, slots and context per slot. All other settings are their defaults.
 """
 
 from __future__ import annotations
@@ -28,78 +28,78 @@ ADDRESS = re.compile(r"at (http://\S+)\s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """How large a server is."""
+class ServerSize:
+    """Model and size of a server."""
 
     model: Path
     threads: int
     slots: int
-    context: int  # tokens of one conversation
-    ends: frozenset[int] = frozenset()  # the model's tokens that would end an answer
+    context: int  # tokens per slot
+    eog_tokens: frozenset[int] = frozenset()  # end-of-generation tokens of the model
     projector: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A piece of a streamed answer. The last one has counts."""
+    """One chunk of a streamed answer. The last one has the token counts of the prompt."""
 
-    when: float
+    received_at: float
     text: str
-    prompt: int = 0  # tokens
-    computed: int = 0  # tokens of the prompt that were not there yet
+    prompt_tokens: int = 0
+    computed_tokens: int = 0  # prompt tokens that were not cached
 
 
 class Peer:
-    """A server process and plain connections to it. A subclass says how it is started and what it answers."""
+    """A server process and plain HTTP connections to it. A subclass defines the command and the API differences."""
 
     name: ClassVar[str]
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
-        self.shape, self.folder = shape, folder
+    def __init__(self, size: ServerSize, directory: Path) -> None:
+        self.size, self.directory = size, directory
         self.host, self.port = "", 0
         self.process: subprocess.Popen[bytes] | None = None
-        self.log = folder / "log"
+        self.log = directory / "log"
 
-    # --- what a subclass says
+    # --- defined by subclasses
 
-    def command(self) -> list[str]:
-        """What starts it; it writes `at http://…` when it is ready."""
+    def build_command(self) -> list[str]:
+        """Return the command of the server, which prints `at http://…` when it is ready."""
         raise NotImplementedError
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         return {}
 
-    def endless(self) -> dict[str, Any]:
-        """What makes an answer go on to its last token."""
+    def build_ignore_eos(self) -> dict[str, Any]:
+        """Return the request fields that make an answer continue to `max_tokens`."""
         raise NotImplementedError
 
-    def counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
-        """Tokens of the prompt, and those that were computed, where a chunk says so."""
+    def read_counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
+        """Return the prompt tokens and the computed prompt tokens, None if the chunk has no counts."""
         raise NotImplementedError
 
-    def cache_bytes(self) -> int:
-        """Bytes of what it keeps in RAM beside its conversations."""
+    def get_cache_bytes(self) -> int:
+        """Return the bytes of cached state in RAM beside the slots."""
         raise NotImplementedError
 
-    # --- its life
+    # --- process
 
     def start(self) -> None:
-        """Start it; returns when it is ready."""
-        environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", **self.environment()}
+        """Start the server and wait until it is ready."""
+        environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", **self.build_environment()}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                self.command(), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
+                self.build_command(), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
         deadline = time.monotonic() + 120
-        while (found := ADDRESS.search(self.log.read_text(errors="replace"))) is None:
+        while (match := ADDRESS.search(self.log.read_text(errors="replace"))) is None:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self.name} did not start: {self.log.read_text(errors='replace')[-800:]}")
             time.sleep(0.02)
-        address = urllib.parse.urlsplit(found[1])
+        address = urllib.parse.urlsplit(match[1])
         self.host, self.port = address.hostname or "", address.port or 80
 
     def stop(self) -> None:
-        """End it as a person would."""
+        """Stop the server with SIGTERM, and kill it if that takes longer than 30 seconds."""
         if self.process is None:
             return
         self.process.terminate()
@@ -110,13 +110,13 @@ class Peer:
         self.process = None
 
     @property
-    def resident(self) -> int:
-        """Bytes of memory that its processes have."""
+    def resident_bytes(self) -> int:
+        """Resident memory of the server and its child processes."""
         assert self.process is not None
-        first = psutil.Process(self.process.pid)
-        return sum(one.memory_info().rss for one in (first, *first.children(recursive=True)))
+        parent = psutil.Process(self.process.pid)
+        return sum(process.memory_info().rss for process in (parent, *parent.children(recursive=True)))
 
-    # --- what it is asked
+    # --- requests
 
     def get(self, path: str) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
@@ -127,70 +127,72 @@ class Peer:
             connection.close()
 
     def post(self, body: dict[str, Any]) -> http.client.HTTPConnection:
-        """Send a request for a streamed answer."""
+        """Send a chat request with streaming."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=900)
-        asked = {"model": "model", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0, **body}
-        connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        request = {
+            "model": "model",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            **body,
+        }
+        connection.request("POST", "/v1/chat/completions", json.dumps(request), {"Content-Type": "application/json"})
         return connection
 
     def chat(self, body: dict[str, Any]) -> Iterator[Chunk]:
-        """The pieces of an answer as they come."""
+        """Send a chat request and yield the chunks of the answer as they arrive."""
         connection = self.post(body)
         try:
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise SystemExit(f"{self.name} answered {answer.status}: {answer.read().decode()[:500]}")
-            for line in answer:
+            response = connection.getresponse()
+            if response.status != 200:
+                raise SystemExit(f"{self.name}: HTTP status {response.status}: {response.read().decode()[:500]}")
+            for line in response:
                 if line.startswith(b"data: {"):
-                    yield self._chunk(json.loads(line[6:]), time.perf_counter())
+                    yield self._parse_chunk(json.loads(line[6:]), time.perf_counter())
         finally:
             connection.close()
 
-    def _chunk(self, chunk: dict[str, Any], when: float) -> Chunk:
+    def _parse_chunk(self, chunk: dict[str, Any], received_at: float) -> Chunk:
         if "error" in chunk:
-            raise SystemExit(f"{self.name} ended an answer: {chunk['error']}")
+            raise SystemExit(f"{self.name}: error in the stream: {chunk['error']}")
         choices = chunk.get("choices") or [{}]
         text = choices[0].get("delta", {}).get("content") or ""
-        prompt, computed = self.counts(chunk) or (0, 0)
-        return Chunk(when=when, text=text, prompt=prompt, computed=computed)
+        prompt_tokens, computed_tokens = self.read_counts(chunk) or (0, 0)
+        return Chunk(received_at=received_at, text=text, prompt_tokens=prompt_tokens, computed_tokens=computed_tokens)
 
 
 class Afterglow(Peer):
-    """`afterglow serve`, with a folder of its own for what it keeps on disk."""
+    """`afterglow serve` with its own empty settings file and cache directory."""
 
     name = "afterglow"
 
-    def command(self) -> list[str]:
-        shape = self.shape
-        sizes = ["--threads", shape.threads, "--context", shape.context, "--sequences", shape.slots]
-        serve = [sys.executable, "-m", "afterglow.cli.main", "serve", f"model={shape.model}", "--port", "0"]
-        seeing = ["--projector", shape.projector] if shape.projector else []
-        return [*serve, *map(str, [*sizes, *seeing])]
+    def build_command(self) -> list[str]:
+        size = self.size
+        sizes = ["--threads", size.threads, "--context", size.context, "--sequences", size.slots]
+        serve = [sys.executable, "-m", "afterglow.cli.main", "serve", f"model={size.model}", "--port", "0"]
+        projector = ["--projector", size.projector] if size.projector else []
+        return [*serve, *map(str, [*sizes, *projector])]
 
-    def environment(self) -> dict[str, str]:
-        settings = self.folder / "settings.toml"  # nobody's own settings
+    def build_environment(self) -> dict[str, str]:
+        settings = self.directory / "settings.toml"  # so that the user's settings do not apply
         settings.touch()
-        cache = str(self.folder / "cache")
+        cache = str(self.directory / "cache")
         return {"AFTERGLOW_SETTINGS": str(settings), "AFTERGLOW_CACHE": cache, "AFTERGLOW_DISK_CACHE": "on"}
 
-    def endless(self) -> dict[str, Any]:
-        return {"logit_bias": {str(token): -100 for token in self.shape.ends}}
+    def build_ignore_eos(self) -> dict[str, Any]:
+        return {"logit_bias": {str(token): -100 for token in self.size.eog_tokens}}
 
-    def counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
+    def read_counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
         if not (usage := chunk.get("usage")):
             return None
         return usage["prompt_tokens"], usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
 
-    def held(self) -> dict[str, Any]:
-        """What the engine holds and did."""
-        return dict(self.get("/cache")["models"]["model"])
-
-    def cache_bytes(self) -> int:
-        return int(self.held()["tiers"]["ram"]["nbytes"])
+    def get_cache_bytes(self) -> int:
+        return int(self.get("/cache")["models"]["model"]["tiers"]["ram"]["nbytes"])
 
 
 class LlamaServer(Peer):
-    """llama-server of the same llama.cpp build: it is inside the wheel that afterglow opens."""
+    """llama-server of the same llama.cpp build, from the wheel whose library afterglow loads."""
 
     name = "llama-server"
     PROGRAM = """
@@ -205,72 +207,72 @@ settings.slot_prompt_similarity = similarity
 if len(sys.argv) > 7:
     settings.mmproj.path = sys.argv[7]
 server = xllamacpp.Server(settings)
-os.write(1, f"\\nat {server.listening_address} \\n".encode())  # at once: the log writes, too
+os.write(1, f"\\nat {server.listening_address} \\n".encode())  # one write, because the log writes, too
 sys.stdin.read()
 """
-    SIMILARITY = 0.1  # of prompts that it answers in the same place; its own default
-    VERBOSITY = 0  # writing a log would slow it down
-    STATE = re.compile(r"cache state: \d+ prompts, ([\d.]+) MiB")
+    SIMILARITY = 0.1  # minimum similarity of prompts that share a slot; llama-server's default
+    VERBOSITY = 0  # a log would slow it down
+    CACHE_STATE = re.compile(r"cache state: \d+ prompts, ([\d.]+) MiB")
 
-    def command(self) -> list[str]:
-        shape = self.shape
-        sizes = [str(size) for size in (shape.threads, shape.context, shape.slots, self.VERBOSITY, self.SIMILARITY)]
-        seeing = [str(shape.projector)] if shape.projector else []
-        return [sys.executable, "-c", self.PROGRAM, str(shape.model), *sizes, *seeing]
+    def build_command(self) -> list[str]:
+        size = self.size
+        numbers = [str(n) for n in (size.threads, size.context, size.slots, self.VERBOSITY, self.SIMILARITY)]
+        projector = [str(size.projector)] if size.projector else []
+        return [sys.executable, "-c", self.PROGRAM, str(size.model), *numbers, *projector]
 
-    def endless(self) -> dict[str, Any]:
+    def build_ignore_eos(self) -> dict[str, Any]:
         return {"ignore_eos": True}
 
-    def counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
+    def read_counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
         if not (timings := chunk.get("timings")):
             return None
         return timings["cache_n"] + timings["prompt_n"], timings["prompt_n"]
 
-    def cache_bytes(self) -> int:
-        """It says so in its log, whenever it stored something."""
-        said = self.STATE.findall(self.log.read_text(errors="replace"))
-        return int(float(said[-1]) * 1024**2) if said else 0
+    def get_cache_bytes(self) -> int:
+        """Return the last size in the log. llama-server logs it whenever it stores a prompt."""
+        sizes = self.CACHE_STATE.findall(self.log.read_text(errors="replace"))
+        return int(float(sizes[-1]) * 1024**2) if sizes else 0
 
 
 class KeepingLlamaServer(LlamaServer):
-    """llama-server told never to answer in the place of a similar prompt, so that it keeps every conversation.
+    """llama-server that never reuses the slot of a similar prompt, so that it caches every conversation.
 
-    As it comes, it drops what a conversation said behind a long system prompt when another one with that prompt
-    arrives, and its cache in RAM stays empty.
+    By default, it drops the rest of a conversation after a long system prompt when another conversation with that
+    prompt arrives, and its RAM cache stays empty.
     """
 
     name = "llama-server, keeping"
     SIMILARITY = 0.0
-    VERBOSITY = 4  # its log says what it keeps
+    VERBOSITY = 4  # the log has the size of the cache
 
 
 PEERS: tuple[type[Peer], ...] = (Afterglow, LlamaServer)
 
 
-def absent() -> dict[str, str]:
-    """Servers that people also use and that are not compared here, with the reason."""
+def list_absent_peers() -> dict[str, str]:
+    """Return common servers that are not compared, with the reason."""
     reasons = {}
     if importlib.util.find_spec("llama_cpp") is None:
         reasons["llama-cpp-python"] = "not installed: it has to be compiled"
     else:
-        reasons["llama-cpp-python"] = "installed, but its server answers one request at a time; not compared"
+        reasons["llama-cpp-python"] = "installed, but its server runs one request at a time; not compared"
     if shutil.which("ollama") is None:
         reasons["Ollama"] = "not installed: no package registry has it"
     else:
-        reasons["Ollama"] = "installed, but brings a llama.cpp of its own; not compared"
+        reasons["Ollama"] = "installed, but has its own llama.cpp; not compared"
     return reasons
 
 
 @contextlib.contextmanager
-def started(shape: Shape, kinds: tuple[type[Peer], ...] = PEERS) -> Iterator[list[Peer]]:
-    """One server of each kind, side by side; only one of them is asked at a time."""
-    with tempfile.TemporaryDirectory(prefix="afterglow-peers-") as folder:
+def start_peers(size: ServerSize, kinds: tuple[type[Peer], ...] = PEERS) -> Iterator[list[Peer]]:
+    """Run one server of each kind, all at the same time. Use only one of them at a time."""
+    with tempfile.TemporaryDirectory(prefix="afterglow-peers-") as root:
         peers: list[Peer] = []
         try:
             for kind in kinds:
-                own = Path(folder) / kind.name
-                own.mkdir()
-                peers.append(kind(shape, own))
+                directory = Path(root) / kind.name
+                directory.mkdir()
+                peers.append(kind(size, directory))
                 peers[-1].start()
             yield peers
         finally:

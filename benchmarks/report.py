@@ -1,4 +1,4 @@
-"""Times, and what share of another they are: the table that `memory.py` and `images.py` print."""
+"""Table of `memory.py` and `images.py`: times, and their share of a reference time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from afterglow.llama.library.loader import get_library
 
 @dataclass
 class Row:
-    """A measurement. The bar is for its share of another one, or for itself where it is none."""
+    """One measurement. The bar applies to `share`, or to `value` if there is no share."""
 
     name: str
     value: float
     unit: str
-    share: float | None = None
+    share: float | None = None  # of a reference measurement
     bar: float | None = None
     note: str = ""
 
@@ -24,12 +24,12 @@ class Row:
         return self.bar is None or (self.value if self.share is None else self.share) <= self.bar
 
 
-def report(benchmark: str, rows: list[Row]) -> int:
-    """Print the rows, then one line of JSON; the exit code."""
+def print_report(benchmark: str, rows: list[Row]) -> int:
+    """Print the rows and one line of JSON. Return the exit code."""
     for row in rows:
         share = "" if row.share is None else f"{row.share:7.1%}"
         bar = "" if row.bar is None else f"<= {row.bar:.0%}"
-        mark = "" if row.bar is None else "ok" if row.passed else "MISSED"
-        print(f"{row.name:45} {row.value:9.3f} {row.unit:5} {share:8} {bar:8} {mark:7} {row.note}")
+        verdict = "" if row.bar is None else "ok" if row.passed else "MISSED"
+        print(f"{row.name:45} {row.value:9.3f} {row.unit:5} {share:8} {bar:8} {verdict:7} {row.note}")
     print(json.dumps({"benchmark": benchmark, "build": get_library().build, "rows": [vars(row) for row in rows]}))
     return 0 if all(row.passed for row in rows) else 1

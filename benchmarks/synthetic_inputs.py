@@ -1,14 +1,17 @@
-"""Plain words, and texts of them: what the workloads say, and what the hybrid model can say.
+"""Seeded texts and images: content of the prompts of the workloads, and vocabulary of the hybrid model.
 
-Each word with its space is one token of SmolLM2 nearly always, and of the hybrid model always, so the sizes below are
-close to tokens.
+A word with its leading space is one token of the hybrid model, and nearly always one token of SmolLM2. Sizes in words
+are therefore close to sizes in tokens.
 """
 
 from __future__ import annotations
 
+import base64
 import random
+import struct
+import zlib
 
-_LIST = """
+_WORD_LIST = """
 able about above across after again against air all almost alone along already also always among animal another answer
 any area arm around art ask away back bad bank base battle beach bear beauty bed been before begin behind believe
 below best better between big bird black blue board boat body book born both bottom box boy branch bread break bridge
@@ -51,19 +54,42 @@ wash watch water wave way wear weather week weight well went were west what whee
 whole why wide wife wild will win wind window wing winter wire wish with woman wonder wood word work world would write
 wrong yard year yellow yes yet you young your
 """
-WORDS = _LIST.split()
+WORDS = _WORD_LIST.split()
+TILE_PIXELS = 8
 
 
-def text(seed: str, words: int) -> str:
-    """So many words in sentences. Texts of two seeds part within a word or two.
+def random_text(seed: str, words: int) -> str:
+    """Return `words` random words in sentences. Texts of two seeds diverge within one or two words.
 
-    >>> text("a", 3) == text("a", 3) != text("b", 3)
+    >>> random_text("a", 3) == random_text("a", 3) != random_text("b", 3)
     True
     """
-    chosen = random.Random(seed)
-    said: list[str] = []
-    while len(said) < words:
-        sentence = chosen.choices(WORDS, k=min(chosen.randint(8, 16), words - len(said)))
+    rng = random.Random(seed)
+    text: list[str] = []
+    while len(text) < words:
+        sentence = rng.choices(WORDS, k=min(rng.randint(8, 16), words - len(text)))
         sentence[-1] += "."
-        said += sentence
-    return " " + " ".join(said)
+        text += sentence
+    return " " + " ".join(text)
+
+
+def random_image_url(seed: str, side: int) -> str:
+    """Return a data URL of a square PNG of `side` pixels with randomly coloured tiles.
+
+    The PNG is not compressed, so that its bytes are the same everywhere.
+
+    >>> random_image_url("a", 16)[:22]
+    'data:image/png;base64,'
+    """
+    rng = random.Random(seed)
+    tiles_per_side = side // TILE_PIXELS
+    tiles = [[rng.randbytes(3) for _ in range(tiles_per_side)] for _ in range(tiles_per_side)]
+    rows = [b"\0" + b"".join(tile * TILE_PIXELS for tile in tiles[line // TILE_PIXELS]) for line in range(side)]
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"".join(rows), 0)), (b"IEND", b"")]
+    file = b"\x89PNG\r\n\x1a\n" + b"".join(_encode_png_chunk(kind, data) for kind, data in chunks)
+    return "data:image/png;base64," + base64.b64encode(file).decode()
+
+
+def _encode_png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,6 +1,6 @@
-"""Plays a workload against one server, and keeps what came when.
+"""Runs a workload against one server and records the times and token counts of each reply.
 
-It knows conversations and clocks. What the numbers mean, `measures.py` says.
+`measures.py` computes the measures from these records.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ideal import Ideal
+from ideal_cache import IdealCache
 from peers import Chunk, Peer
 from workloads import Ask, HangUp, Message, Restart, Together, Workload
 
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.llama.model import LlamaModel
 
-PICTURE = "\N{FRAME WITH PICTURE}"  # stands for one where only texts are read
+IMAGE_PLACEHOLDER = "\N{FRAME WITH PICTURE}"
 
 
-class Reader:
-    """A model's conversations as tokens: what the ideal cache sees."""
+class PromptTokenizer:
+    """Tokenizes conversations with the template and vocabulary of a model, for the ideal cache."""
 
     def __init__(self, model: LlamaModel) -> None:
         self.vocabulary = model.vocabulary
         self._chat = Chat(model.vocabulary, model.get_chat_template())
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        texts = [{**message, "content": text_of(message["content"])} for message in messages]
+    def tokenize_prompt(self, messages: Sequence[Message]) -> list[int]:
+        texts = [{**message, "content": to_text(message["content"])} for message in messages]
         return list(self._chat.plan(texts, ChatOptions()).prompt.tokens)
 
-    def answer(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         return list(self.vocabulary.tokenize(text))
 
     def close(self) -> None:
@@ -42,167 +42,166 @@ class Reader:
 
 @dataclass
 class Reply:
-    """One answer: when it was asked for, when its pieces came, and what its prompt cost."""
+    """One streamed answer: its times, and the token counts of its prompt."""
 
     ask: Ask
-    asked: float
-    times: list[float] = field(default_factory=list)  # of pieces with text
+    sent_at: float
+    chunk_times: list[float] = field(default_factory=list)  # of chunks with text
     text: str = ""
-    ended: float = 0.0
-    prompt: int = 0
-    computed: int = 0
-    needed: int = 0
-    restarted: bool = False  # the first after a restart
-    freed: bool = False  # asked when another client went away
+    ended_at: float = 0.0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    needed_tokens: int = 0
+    after_restart: bool = False  # the first one after a restart
+    after_disconnect: bool = False  # sent when another client disconnected
 
     @property
-    def first(self) -> float:
-        """Seconds to the first token."""
-        return (self.times[0] if self.times else self.ended) - self.asked
+    def first_token_seconds(self) -> float:
+        return (self.chunk_times[0] if self.chunk_times else self.ended_at) - self.sent_at
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        """Seconds between consecutive chunks."""
+        return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
 @dataclass
-class Played:
-    """One run of a workload."""
+class WorkloadRun:
+    """Records of one run of a workload."""
 
     replies: list[Reply] = field(default_factory=list)
-    groups: list[list[Reply]] = field(default_factory=list)  # those that ran at once
+    groups: list[list[Reply]] = field(default_factory=list)  # concurrent replies
     seconds: float = 0.0  # without restarts
-    cache_bytes: int = 0  # that it added
-    resident: int = 0
+    cache_bytes: int = 0  # added by this run
+    resident_bytes: int = 0
 
 
-class Player:
-    """Plays workloads against one server, and remembers what an ideal cache would have in its place."""
+class WorkloadRunner:
+    """Runs workloads against one server, and tracks what an ideal cache would hold in its place."""
 
-    def __init__(self, peer: Peer, reader: Reader) -> None:
-        self.peer, self.ideal, self._reader = peer, Ideal(), reader
-        self._talks: dict[str, list[Message]] = {}
-        self._restarted = False
+    def __init__(self, peer: Peer, tokenizer: PromptTokenizer) -> None:
+        self.peer, self.ideal_cache, self._tokenizer = peer, IdealCache(), tokenizer
+        self._conversations: dict[str, list[Message]] = {}
+        self._was_restarted = False
 
-    def play(self, workload: Workload) -> Played:
-        """All steps, in order."""
-        self._talks, played, before = {}, Played(), self.peer.cache_bytes()
+    def run(self, workload: Workload) -> WorkloadRun:
+        """Run all steps in order."""
+        self._conversations, run, before = {}, WorkloadRun(), self.peer.get_cache_bytes()
         for step in workload.steps:
             started = time.perf_counter()
             match step:
                 case Ask():
-                    played.replies += self._answer([step])
+                    run.replies += self._send([step])
                 case Together(asks):
-                    played.groups.append(self._answer(asks))
-                    played.replies += played.groups[-1]
+                    run.groups.append(self._send(asks))
+                    run.replies += run.groups[-1]
                 case HangUp():
-                    played.replies.append(self._hang_up(step))
+                    run.replies.append(self._disconnect(step))
                 case Restart():
                     self.peer.stop()
                     self.peer.start()
-                    self._restarted = True
+                    self._was_restarted = True
                     continue
-            played.seconds += time.perf_counter() - started
-        played.cache_bytes = self.peer.cache_bytes() - before
-        played.resident = self.peer.resident
-        return played
+            run.seconds += time.perf_counter() - started
+        run.cache_bytes = self.peer.get_cache_bytes() - before
+        run.resident_bytes = self.peer.resident_bytes
+        return run
 
-    def _answer(self, asks: Sequence[Ask]) -> list[Reply]:
-        """Ask for all at once; those that come later wait for the others to have written so much."""
-        bodies = [self._body(ask) for ask in asks]
+    def _send(self, asks: Sequence[Ask]) -> list[Reply]:
+        """Send all requests at once. Those with `after` wait until the others have received that many chunks."""
+        bodies = [self._build_body(ask) for ask in asks]
         replies = [Reply(ask, 0.0) for ask in asks]
         progress = Progress([reply for reply in replies if not reply.ask.after])
 
         def run(reply: Reply, body: dict[str, Any]) -> None:
             progress.wait(reply.ask.after)
-            receive(reply, self.peer.chat, body, progress.note)
+            receive(reply, self.peer.chat, body, progress.notify)
 
         with ThreadPoolExecutor(len(asks)) as pool:
-            for done in [pool.submit(run, reply, body) for reply, body in zip(replies, bodies, strict=True)]:
-                done.result()
+            for future in [pool.submit(run, reply, body) for reply, body in zip(replies, bodies, strict=True)]:
+                future.result()
         for reply in replies:
-            self._account(reply)
+            self._record(reply)
         return replies
 
-    def _hang_up(self, step: HangUp) -> Reply:
-        connection = self.peer.post(self._body(step.ask))
+    def _disconnect(self, step: HangUp) -> Reply:
+        connection = self.peer.post(self._build_body(step.ask))
         time.sleep(step.seconds)
         assert connection.sock is not None
         connection.sock.close()
         connection.close()
-        reply = Reply(step.other, 0.0, freed=True)
-        receive(reply, self.peer.chat, self._body(step.other))
-        self._account(reply)
+        reply = Reply(step.other, 0.0, after_disconnect=True)
+        receive(reply, self.peer.chat, self._build_body(step.other))
+        self._record(reply)
         return reply
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        """The request; its messages are part of the conversation from now on."""
+    def _build_body(self, ask: Ask) -> dict[str, Any]:
+        """Append the messages to their conversation and build the request."""
         if ask.of is not None:
-            self._talks[ask.talk] = self._talks[ask.of[0]][: ask.of[1]]
-        talk = self._talks.setdefault(ask.talk, [])
-        talk += ask.says
-        body: dict[str, Any] = {"messages": list(talk), "max_tokens": ask.answer}
+            self._conversations[ask.talk] = self._conversations[ask.of[0]][: ask.of[1]]
+        conversation = self._conversations.setdefault(ask.talk, [])
+        conversation += ask.says
+        body: dict[str, Any] = {"messages": list(conversation), "max_tokens": ask.answer}
         if ask.schema is None:
-            return body | self.peer.endless()
+            return body | self.peer.build_ignore_eos()
         schema = {"name": "answer", "schema": ask.schema, "strict": True}
         return body | {"response_format": {"type": "json_schema", "json_schema": schema}}
 
-    def _account(self, reply: Reply) -> None:
-        """What the ideal cache would have computed; the answer becomes part of the conversation."""
-        talk = self._talks[reply.ask.talk]
-        tokens = self._reader.prompt(talk)
-        reply.needed = self.ideal.needed(tokens)
+    def _record(self, reply: Reply) -> None:
+        """Count the tokens that the ideal cache computes, and append the answer to its conversation."""
+        conversation = self._conversations[reply.ask.talk]
+        tokens = self._tokenizer.tokenize_prompt(conversation)
+        reply.needed_tokens = self.ideal_cache.add_prompt(tokens)
         if any(isinstance(message["content"], list) for message in reply.ask.says):
-            reply.needed += reply.prompt - len(tokens)  # a new picture has to be computed, however many tokens it has
-        self.ideal.answered(tokens, self._reader.answer(reply.text))
-        talk.append({"role": "assistant", "content": reply.text})
-        reply.restarted, self._restarted = self._restarted, False
+            reply.needed_tokens += reply.prompt_tokens - len(tokens)  # all tokens of a new image are needed
+        self.ideal_cache.add_completion(tokens, self._tokenizer.tokenize(reply.text))
+        conversation.append({"role": "assistant", "content": reply.text})
+        reply.after_restart, self._was_restarted = self._was_restarted, False
 
 
 class Progress:
-    """Lets a request wait until others have written so many pieces."""
+    """Lets a request wait until others have received a number of chunks."""
 
     def __init__(self, replies: list[Reply]) -> None:
         self._replies, self._changed = replies, threading.Condition()
 
-    def note(self) -> None:
+    def notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, pieces: int) -> None:
-        """Return when each has written so many, or has ended."""
+    def wait(self, chunks: int) -> None:
+        """Return when each reply has received `chunks` chunks or has ended."""
         with self._changed:
-            while not all(len(reply.times) >= pieces or reply.ended for reply in self._replies):
+            while not all(len(reply.chunk_times) >= chunks or reply.ended_at for reply in self._replies):
                 self._changed.wait(1.0)
 
 
-def text_of(content: str | list[dict[str, Any]]) -> str:
-    """What a message says, with a sign for each picture.
+def to_text(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a message, with a placeholder for each image.
 
-    >>> text_of([{"type": "image_url"}, {"type": "text", "text": " What is it?"}]) == PICTURE + " What is it?"
+    >>> to_text([{"type": "image_url"}, {"type": "text", "text": " What is it?"}]) == IMAGE_PLACEHOLDER + " What is it?"
     True
     """
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", PICTURE) for part in content)
+    return "".join(part.get("text", IMAGE_PLACEHOLDER) for part in content)
 
 
 def receive(
     reply: Reply,
     chat: Callable[[dict[str, Any]], Any],
     body: dict[str, Any],
-    note: Callable[[], None] = lambda: None,
+    notify: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take an answer to its end."""
-    reply.asked = time.perf_counter()
+    """Send a request and receive its answer to the end."""
+    reply.sent_at = time.perf_counter()
     chunk: Chunk
     for chunk in chat(body):
         if chunk.text:
-            reply.times.append(chunk.when)
+            reply.chunk_times.append(chunk.received_at)
             reply.text += chunk.text
-            note()
-        if chunk.prompt:
-            reply.prompt, reply.computed = chunk.prompt, chunk.computed
-    reply.ended = time.perf_counter()
-    note()
+            notify()
+        if chunk.prompt_tokens:
+            reply.prompt_tokens, reply.computed_tokens = chunk.prompt_tokens, chunk.computed_tokens
+    reply.ended_at = time.perf_counter()
+    notify()

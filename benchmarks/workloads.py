@@ -1,8 +1,11 @@
-"""What agents and assistants on one's own machine ask for, as seeded data: ten workloads, (a) to (j).
+"""Ten seeded workloads of agents and assistants on a local machine, (a) to (j), as data.
 
-A workload is a list of steps. It knows no server and measures nothing; `playing.py` plays it. Prompts and answers have
-fixed sizes. Later turns contain what the model itself answered, because keeping that is part of the work. Tools stand
-in the system prompt as text: templates of small models know none, and each server would invent its own words for them.
+A workload is a list of steps; `workload_runner.py` runs it against a server. Prompts and answers have fixed sizes.
+Later turns contain the model's own answers, because caching those is part of the work. Tools are text in the system
+prompt: templates of small models do not support tools, and each server would format them differently.
+
+A digest of all workloads is pinned in `tests/benchmarks/test_workloads.py`. Texts, sizes, seeds and the names of
+dataclass fields are part of it: old results are only comparable as long as it does not change.
 """
 
 from __future__ import annotations
@@ -12,39 +15,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from bitmap import bitmap
-from words import text
+from synthetic_inputs import random_image_url, random_text
 
 Message: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request: messages that are added to a conversation, and how many tokens the answer has."""
+    """One request: messages to append to a conversation, and the number of tokens of the answer."""
 
-    talk: str
+    talk: str  # name of the conversation
     says: tuple[Message, ...]
     answer: int
-    of: tuple[str, int] | None = None  # the conversation begins as a copy of so many messages of another
-    after: int = 0  # comes when all others of its group have so many tokens
-    schema: dict[str, Any] | None = None  # the answer is JSON that fits
+    of: tuple[str, int] | None = None  # the conversation starts as a copy of the first n messages of another one
+    after: int = 0  # sent when all other requests of its group have this many tokens
+    schema: dict[str, Any] | None = None  # JSON schema of the answer
 
 
 @dataclass(frozen=True)
 class Together:
-    """Requests that run at once."""
+    """Concurrent requests."""
 
     asks: tuple[Ask, ...]
 
 
 @dataclass(frozen=True)
 class Restart:
-    """The server is stopped and started again, with what it keeps on disk."""
+    """The server stops and starts again. Its disk tier survives."""
 
 
 @dataclass(frozen=True)
 class HangUp:
-    """A request whose client goes away after so many seconds, and another that comes at that moment."""
+    """A request whose client disconnects after some seconds, and another request sent at that moment."""
 
     ask: Ask
     seconds: float
@@ -56,14 +58,14 @@ Step: TypeAlias = Ask | Together | Restart | HangUp
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked, and of how large a server."""
+    """Steps of a workload, and the size of the server."""
 
     letter: str
     name: str
     steps: tuple[Step, ...]
     slots: int = 4  # conversations that the server can hold at once
-    context: int = 4096  # tokens of each
-    needs: str = ""  # what a server must be able to do
+    context: int = 4096  # tokens per slot
+    needs: str = ""  # a capability the server must have: "pictures" is image input
 
 
 def system(content: str) -> Message:
@@ -74,110 +76,111 @@ def user(content: str | list[dict[str, Any]]) -> Message:
     return {"role": "user", "content": content}
 
 
-def tools(seed: str, count: int, words: int) -> str:
-    """Descriptions of tools as agents write them into a system prompt."""
-    described = []
+def describe_tools(seed: str, count: int, words: int) -> str:
+    """Return tool descriptions, in the form in which agents put them into a system prompt."""
+    tools = []
     for number in range(count):
-        about = text(f"{seed} tool {number}", words).strip()
+        description = random_text(f"{seed} tool {number}", words).strip()
         properties = {"path": {"type": "string"}, "limit": {"type": "integer"}}
-        described.append({"name": f"tool_{number}", "description": about, "parameters": properties})
-    return "\n".join(map(json.dumps, described))
+        tools.append({"name": f"tool_{number}", "description": description, "parameters": properties})
+    return "\n".join(map(json.dumps, tools))
 
 
-def agent(seed: str, quick: bool) -> Workload:
-    """(a) A system prompt with twenty tools, then ten turns, each with the result of a tool."""
+def build_agent(seed: str, quick: bool) -> Workload:
+    """(a) A system prompt with twenty tools, then ten turns, each with a tool result."""
     words, result, answer = (3, 8, 3) if quick else (20, 40, 12)
-    opening = system(f"{text(seed, 30)}\n{tools(seed, 4 if quick else 20, words)}")
+    opening = system(f"{random_text(seed, 30)}\n{describe_tools(seed, 4 if quick else 20, words)}")
     steps = []
     for turn in range(10):
-        said = user(f"result of tool_{turn}:{text(f'{seed} result {turn}', result)}")
-        steps.append(Ask(talk="agent", says=(said,) if turn else (opening, said), answer=answer))
+        message = user(f"result of tool_{turn}:{random_text(f'{seed} result {turn}', result)}")
+        steps.append(Ask(talk="agent", says=(message,) if turn else (opening, message), answer=answer))
     return Workload("a", "an agent with 20 tools, 10 turns", tuple(steps))
 
 
-def branches(seed: str, quick: bool) -> Workload:
-    """(b) One question is edited into ten, one answer made again, then each of the ten is gone back to, twice."""
-    words, question, again, answer = (30, 25, 4, 2) if quick else (200, 100, 12, 6)
-    steps = [Ask(talk="0", says=(system(text(seed, words)), user(text(f"{seed} 0", question))), answer=answer)]
+def build_branches(seed: str, quick: bool) -> Workload:
+    """(b) One question is edited into ten, one answer is regenerated, then each of the ten is revisited, twice."""
+    words, question, followup, answer = (30, 25, 4, 2) if quick else (200, 100, 12, 6)
+    opening = (system(random_text(seed, words)), user(random_text(f"{seed} 0", question)))
+    steps = [Ask(talk="0", says=opening, answer=answer)]
     for branch in range(1, 10):
-        edited = user(text(f"{seed} {branch}", question))
+        edited = user(random_text(f"{seed} {branch}", question))
         steps.append(Ask(talk=str(branch), says=(edited,), answer=answer, of=("0", 1)))
     steps.append(Ask(talk="regenerated", says=(), answer=answer, of=("9", 2)))
     for visit in range(1 if quick else 2):
         for branch in range(10):
-            following = user(text(f"{seed} {branch} {visit}", again))
-            steps.append(Ask(talk=str(branch), says=(following,), answer=answer))
+            message = user(random_text(f"{seed} {branch} {visit}", followup))
+            steps.append(Ask(talk=str(branch), says=(message,), answer=answer))
     return Workload("b", "10 branches, each revisited", tuple(steps))
 
 
-def delegation(seed: str, quick: bool) -> Workload:
-    """(c) Four agents begin at once with one system prompt that nobody has computed yet, and come again at once."""
+def build_delegation(seed: str, quick: bool) -> Workload:
+    """(c) Four agents start at once with one uncached system prompt, and send their second turn at once."""
     words, task, answer = (120, 6, 3) if quick else (1100, 30, 8)
-    opening = system(text(seed, words))
+    opening = system(random_text(seed, words))
     groups = []
     for turn in range(2):
         asks = []
         for number in range(4):
-            said = user(text(f"{seed} {turn} {number}", task))
-            asks.append(Ask(talk=str(number), says=(said,) if turn else (opening, said), answer=answer))
+            message = user(random_text(f"{seed} {turn} {number}", task))
+            asks.append(Ask(talk=str(number), says=(message,) if turn else (opening, message), answer=answer))
         groups.append(Together(tuple(asks)))
     return Workload("c", "4 agents at once, one system prompt", tuple(groups))
 
 
-def interleaved(seed: str, quick: bool) -> Workload:
-    """(d) Thirty-two conversations over one system prompt take turns."""
+def build_interleaved(seed: str, quick: bool) -> Workload:
+    """(d) Thirty-two conversations with one system prompt alternate."""
     words, count, question, answer = (120, 8, 8, 2) if quick else (1850, 32, 12, 4)
-    opening = system(text(seed, words))
+    opening = system(random_text(seed, words))
     steps = []
     for turn in range(2):
         for number in range(count):
-            said = user(text(f"{seed} {turn} {number}", question))
-            steps.append(Ask(talk=str(number), says=(said,) if turn else (opening, said), answer=answer))
+            message = user(random_text(f"{seed} {turn} {number}", question))
+            steps.append(Ask(talk=str(number), says=(message,) if turn else (opening, message), answer=answer))
     return Workload("d", "32 conversations in turn", tuple(steps))
 
 
-def restarted(seed: str, quick: bool) -> Workload:
-    """(e) The server is restarted in the middle of a conversation."""
+def build_restart(seed: str, quick: bool) -> Workload:
+    """(e) The server restarts in the middle of a conversation."""
     words, question, answer = (150, 8, 3) if quick else (2400, 8, 8)
-    first = (system(text(seed, words)), user(text(f"{seed} 0", question)))
+    opening = (system(random_text(seed, words)), user(random_text(f"{seed} 0", question)))
     steps = (
-        Ask(talk="talk", says=first, answer=answer),
-        Ask(talk="talk", says=(user(text(f"{seed} 1", question)),), answer=answer),
+        Ask(talk="talk", says=opening, answer=answer),
+        Ask(talk="talk", says=(user(random_text(f"{seed} 1", question)),), answer=answer),
         Restart(),
-        Ask(talk="talk", says=(user(text(f"{seed} 2", question)),), answer=answer),
+        Ask(talk="talk", says=(user(random_text(f"{seed} 2", question)),), answer=answer),
     )
     return Workload("e", "a restart in the middle", steps)
 
 
-def crowd(seed: str, quick: bool) -> Workload:
-    """(f) Eight answers are being written: alone, and then with a long prompt that comes among them."""
+def build_streams(seed: str, quick: bool) -> Workload:
+    """(f) Eight concurrent streams: alone, and then with a long prompt that arrives while they decode."""
     words, answer, arrives, long = (15, 6, 2, 150) if quick else (60, 32, 8, 2740)
 
-    def streams(name: str) -> tuple[Ask, ...]:
+    def build_group(name: str) -> tuple[Ask, ...]:
         return tuple(
-            Ask(talk=f"{name} {number}", says=(user(text(f"{seed} {name} {number}", words)),), answer=answer)
+            Ask(talk=f"{name} {number}", says=(user(random_text(f"{seed} {name} {number}", words)),), answer=answer)
             for number in range(8)
         )
 
-    arriving = Ask(talk="long", says=(user(text(f"{seed} long", long)),), answer=2, after=arrives)
-    steps = (Together(streams("alone")), Together((*streams("in company"), arriving)))
+    late = Ask(talk="long", says=(user(random_text(f"{seed} long", long)),), answer=2, after=arrives)
+    steps = (Together(build_group("alone")), Together((*build_group("in company"), late)))
     return Workload("f", "8 streams and a long prompt", steps, slots=9)
 
 
-def hangups(seed: str, quick: bool) -> Workload:
-    """(g) A client goes away while its long prompt is being computed, and another one asks."""
+def build_disconnect(seed: str, quick: bool) -> Workload:
+    """(g) A client disconnects during the prefill of its long prompt, and another client sends a request."""
     words, seconds = (400, 0.2) if quick else (2740, 1.0)
-    given_up = Ask(talk="gone", says=(user(text(f"{seed} gone", words)),), answer=4)
-    other = Ask(talk="other", says=(user(text(f"{seed} other", 8)),), answer=2)
-    return Workload("g", "a disconnect in a long prompt", (HangUp(given_up, seconds, other),))
+    cancelled = Ask(talk="gone", says=(user(random_text(f"{seed} gone", words)),), answer=4)
+    other = Ask(talk="other", says=(user(random_text(f"{seed} other", 8)),), answer=2)
+    return Workload("g", "a disconnect in a long prompt", (HangUp(cancelled, seconds, other),))
 
 
-def document(seed: str, quick: bool) -> Workload:
-    """(h) Twenty questions about one long text, each in a conversation of its own."""
+def build_document(seed: str, quick: bool) -> Workload:
+    """(h) Twenty questions about one long text, each in its own conversation."""
     words, questions, question, answer = (200, 5, 6, 2) if quick else (5500, 20, 8, 4)
-    opening = system(text(seed, words))
+    opening = system(random_text(seed, words))
     steps = tuple(
-        Ask(talk=str(number), says=(opening, user(text(f"{seed} {number}", question))), answer=answer)
+        Ask(talk=str(number), says=(opening, user(random_text(f"{seed} {number}", question))), answer=answer)
         for number in range(questions)
     )
     return Workload("h", "20 questions about a long text", steps, context=4096 if quick else 8192)
@@ -194,39 +197,40 @@ SCHEMA = {
 }
 
 
-def structured(seed: str, quick: bool) -> Workload:
-    """(i) Questions over one system prompt whose answers are JSON of a schema."""
+def build_structured(seed: str, quick: bool) -> Workload:
+    """(i) Questions with one system prompt, answered in JSON of a schema."""
     words, questions, question, answer = (40, 2, 8, 16) if quick else (300, 8, 40, 60)
-    opening = system(text(seed, words))
+    opening = system(random_text(seed, words))
     steps = tuple(
-        Ask(talk=str(n), says=(opening, user(text(f"{seed} {n}", question))), answer=answer, schema=SCHEMA)
+        Ask(talk=str(n), says=(opening, user(random_text(f"{seed} {n}", question))), answer=answer, schema=SCHEMA)
         for n in range(questions)
     )
     return Workload("i", "JSON answers", steps)
 
 
-def picture(seed: str, quick: bool) -> Workload:
-    """(j) A conversation about a picture: it is looked at once."""
+def build_image(seed: str, quick: bool) -> Workload:
+    """(j) A conversation about an image, which needs to be encoded only once."""
     words, turns, answer = (8, 2, 3) if quick else (20, 6, 8)
-    shown = [
-        {"type": "image_url", "image_url": {"url": bitmap(seed, 64 if quick else 224)}},
-        {"type": "text", "text": text(seed, words)},
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": random_image_url(seed, 64 if quick else 224)}},
+        {"type": "text", "text": random_text(seed, words)},
     ]
-    steps = [Ask(talk="talk", says=(system(text(f"{seed} system", words)), user(shown)), answer=answer)]
+    opening = (system(random_text(f"{seed} system", words)), user(content))
+    steps = [Ask(talk="talk", says=opening, answer=answer)]
     for turn in range(1, turns):
-        steps.append(Ask(talk="talk", says=(user(text(f"{seed} {turn}", words)),), answer=answer))
+        steps.append(Ask(talk="talk", says=(user(random_text(f"{seed} {turn}", words)),), answer=answer))
     return Workload("j", "a conversation with a picture", tuple(steps), needs="pictures")
 
 
 WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
-    "a": agent,
-    "b": branches,
-    "c": delegation,
-    "d": interleaved,
-    "e": restarted,
-    "f": crowd,
-    "g": hangups,
-    "h": document,
-    "i": structured,
-    "j": picture,
+    "a": build_agent,
+    "b": build_branches,
+    "c": build_delegation,
+    "d": build_interleaved,
+    "e": build_restart,
+    "f": build_streams,
+    "g": build_disconnect,
+    "h": build_document,
+    "i": build_structured,
+    "j": build_image,
 }
