@@ -54,6 +54,15 @@ def smollm2(caches_of_our_own: None) -> Path:
     return registry.pull("smollm2")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each process of a parallel run its own cores, so that their engines do not share cores."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]
+        os.sched_setaffinity(0, own or cores)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("-m"):
         return

@@ -276,7 +276,7 @@ def test_explain_reports_the_divergence_and_the_cause():
         assert (explained.shared_entries, explained.reused_entries, explained.cause) == (10, 0, "no checkpoint")
         assert (explained.next_prompt_entry, explained.next_cached_entry) == (99, prompt[10])
         assert explained.computed_entries == len(edited)
-        assert model.explain([*prompt, first.tokens[0], 9]).cause == "all of it"
+        assert model.explain([*prompt, first.tokens[0], 9]).cause == "fully reused"
         assert model.explain([7, 8, 9]).cause == "nothing in common"
         model.clear_cache()
         evicted = model.explain(prompt)

@@ -54,7 +54,7 @@ CASES = {
 
 
 def build_explanation(
-    *, prompt: int = 100, reused: int = 40, shared: int = 40, evicted: int = 0, cause: MissCause = "all of it"
+    *, prompt: int = 100, reused: int = 40, shared: int = 40, evicted: int = 0, cause: MissCause = "fully reused"
 ) -> Explanation:
     return Explanation(
         prompt_entries=prompt,
@@ -82,12 +82,12 @@ def test_a_text_difference_has_the_expected_reason(case: str) -> None:
     ("explanation", "texts", "reason"),
     [
         (build_explanation(reused=0, shared=0, cause="nothing in common"), ("", "Hi", ""), "not cached"),
-        (build_explanation(reused=99, shared=100), ("Hi", "", " there"), "all of it"),
+        (build_explanation(reused=99, shared=100), ("Hi", "", " there"), "fully reused"),
         (build_explanation(), ("Hi", " there", ""), "continuation"),
         (build_explanation(evicted=80, cause="evicted"), ("Hi", " there", " now"), "evicted"),
         (build_explanation(reused=8, cause="no checkpoint"), ("Hi", " there", " now"), "no checkpoint"),
-        (build_explanation(reused=8, cause="window passed"), ("Hi", " there", " now"), "window passed"),
-        (build_explanation(reused=32, cause="on the grid"), ("Hi", " there", " now"), "on the grid"),
+        (build_explanation(reused=8, cause="window moved"), ("Hi", " there", " now"), "window moved"),
+        (build_explanation(reused=32, cause="deterministic grid"), ("Hi", " there", " now"), "deterministic grid"),
     ],
 )
 def test_cache_reasons_take_precedence_over_text_reasons(explanation, texts, reason) -> None:

@@ -95,11 +95,11 @@ def test_chat_describes_attached_images_and_reports_a_model_without_image_suppor
     terminal: ChatTerminal, image_file: Path, tmp_path: Path
 ) -> None:
     assert "image: a cat's.png, 64 by 48 pixels" in "\n".join(terminal.lines)
-    assert "does not support image input" in terminal.send_line("What is this?")
+    assert "does not support image input" in terminal.send_line_unwrapped("What is this?")
     assert "12 tokens at" in terminal.send_line("And without?")  # the image belonged to the message before
     assert "image: a cat's.png, 64 by 48 pixels" in terminal.send_line(f'/image "{image_file}"')
-    assert "does not support image input" in terminal.send_line("What is this?")
-    screen = terminal.send_line(f'"{image_file}" What is this?')
+    assert "does not support image input" in terminal.send_line_unwrapped("What is this?")
+    screen = terminal.send_line_unwrapped(f'"{image_file}" What is this?')
     assert "image: a cat's.png, 64 by 48 pixels" in screen
     assert "does not support image input" in screen
     assert "usage: /image FILE" in terminal.send_line("/image")
@@ -144,7 +144,7 @@ def test_image_errors_of_chat_and_run_are_reported(image_file: Path, tmp_path: P
         result = run_command(*command, "--image", str(image_file), stdin="What is this?")
         assert (result.returncode, result.stdout) == (1, "")
         assert "does not support image input" in result.stderr
-        missing = run_command(*command, "--image", str(tmp_path / "missing.png"), stdin="What is this?")
+        missing = run_command(*command, "--image", "/nonexistent/missing.png", stdin="What is this?")
         assert missing.returncode == 1
         assert "missing.png cannot be read: No such file" in missing.stderr
     raw = run_command("run", "abc", "--model", MODEL, "--raw", "--image", str(image_file))
@@ -191,7 +191,7 @@ def test_audio_errors_are_reported(audio_file: Path, tmp_path: Path) -> None:
     raw = run_command("run", "abc", "--model", MODEL, "--raw", "--audio", str(audio_file))
     assert raw.returncode == 1
     assert "cannot be used with --raw" in raw.stderr
-    missing = run_command("run", "abc", "--model", MODEL, "--audio", str(tmp_path / "missing.wav"))
+    missing = run_command("run", "abc", "--model", MODEL, "--audio", "/nonexistent/missing.wav")
     assert "missing.wav cannot be read: No such file" in missing.stderr
 
 

@@ -23,7 +23,7 @@ def terminal() -> Iterator[ChatTerminal]:
 
 
 def test_a_response_is_followed_by_statistics(terminal: ChatTerminal) -> None:
-    screen = terminal.send_line("hello")
+    screen = terminal.send_line_unwrapped("hello")
     assert re.search(
         r"\d+ of \d+ prompt tokens cached, first token after [\d.]+ s, 12 tokens at [\d.]+ tokens/s", screen
     )

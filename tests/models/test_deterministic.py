@@ -18,7 +18,7 @@ MAX_TOKENS = 10
 
 @pytest.fixture(scope="module")
 def deterministic(smollm2: Path) -> Iterator[afterglow.Model]:
-    with afterglow.load(smollm2, context=1024, threads=1, engine=EngineSettings(deterministic=True, grid=32)) as model:
+    with afterglow.load(smollm2, context=1024, engine=EngineSettings(deterministic=True, grid=32)) as model:
         yield model
 
 

@@ -106,7 +106,7 @@ def test_explain_names_the_likely_reason_of_a_miss(server: ServerProcess) -> Non
 
     server.post("/v1/chat/completions", {"model": "tiny", "messages": build_messages("Monday"), "max_tokens": 4})
     explanation = server.post("/cache/explain", {"model": "tiny", "messages": build_messages("Tuesday")}).json()
-    assert explanation["likely_reason"] == "date"
+    assert explanation["reason"] == "date"
     assert "a date or time changed in the system prompt" in explanation["message"]
 
 

@@ -71,6 +71,10 @@ class ChatTerminal:
         self.child.send(line + "\r")
         return self.wait_for_prompt()
 
+    def send_line_unwrapped(self, line: str) -> str:
+        """Like `send_line`, but as one line: where the screen wraps depends on the width of numbers and paths."""
+        return " ".join(self.send_line(line).split())
+
     def exit(self) -> int:
         """Send Ctrl-D and return the exit code."""
         self.child.sendeof()

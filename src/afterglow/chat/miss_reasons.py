@@ -14,7 +14,7 @@ from afterglow.chat.prompt import find_common_prefix
 from afterglow.engine.kvcache.explain import Explanation
 
 MissReason: TypeAlias = Literal[
-    "not cached", "all of it", "continuation", "evicted", "no checkpoint", "window passed", "on the grid",
+    "not cached", "fully reused", "continuation", "evicted", "no checkpoint", "window moved", "deterministic grid",
     "tokenization", "whitespace", "date", "number", "tools reordered", "tools changed", "reasoning stripped",
     "system prompt", "assistant message", "tool result", "user message", "text",
 ]  # fmt: skip
@@ -50,15 +50,15 @@ MISS_REASON_BY_ROLE: dict[str | None, MissReason] = {
 CACHE_REASON_MESSAGES: dict[MissReason, str] = {  # reasons that follow from the state of the cache
     "not cached": "No cached prefix begins like this prompt: it is new, or was cached for another model, setting or "
     "API key.",
-    "all of it": "This is all that can be reused; the last token is always computed.",
+    "fully reused": "This is all that can be reused; the last token is always computed.",
     "continuation": "The prompt continues after the end of the cached prefix, like the next turn of a conversation.",
     "evicted": "{explanation.evicted_entries:,} tokens were cached and have been evicted: increase the cache size, or "
     "pin them.",
     "no checkpoint": "{explanation.shared_entries:,} tokens are cached, but this kind of model can only resume at a "
     "checkpoint, and there is none closer to the divergence.",
-    "window passed": "{explanation.shared_entries:,} tokens are cached, but the sliding window of this model has moved "
+    "window moved": "{explanation.shared_entries:,} tokens are cached, but the sliding window of this model has moved "
     "past the divergence, and there is no checkpoint closer to it.",
-    "on the grid": "{explanation.shared_entries:,} tokens are cached; deterministic mode reuses only whole chunks.",
+    "deterministic grid": "{explanation.shared_entries:,} tokens are cached; deterministic mode reuses only whole chunks.",
 }
 TEXT_REASON_MESSAGES: dict[MissReason, str] = {  # reasons inferred from the texts
     "tokenization": "The text is the same but tokenized differently: send the tokens of responses as they were "
@@ -103,7 +103,7 @@ def explain_miss(explanation: Explanation, *, shared_text: str, prompt_text: str
     ...     shared_entries=9,
     ...     next_prompt_entry=1,
     ...     next_cached_entry=2,
-    ...     cause="all of it",
+    ...     cause="fully reused",
     ... )
     >>> shared = "<|im_start|>system\\nToday is "
     >>> explain_miss(explanation, shared_text=shared, prompt_text="Tuesday. Be", cached_text="Monday. Be").reason
@@ -138,8 +138,8 @@ def _find_cache_reason(
     if not shared_text:
         return "not cached"
     if explanation.reused_entries >= explanation.prompt_entries - 1 or not prompt_text:
-        return "all of it"
-    if explanation.cause in ("no checkpoint", "window passed", "on the grid") and explanation.lost_entries > 0:
+        return "fully reused"
+    if explanation.cause in ("no checkpoint", "window moved", "deterministic grid") and explanation.lost_entries > 0:
         return explanation.cause
     return None if cached_text else "continuation"
 

@@ -215,10 +215,10 @@ def explain_prompt(model: ServedModel, body: ExplainRequest, messages: list[Mess
         "shared_tokens": explanation.shared_entries,
         "evicted_tokens": explanation.evicted_entries,
         "computed_tokens": explanation.computed_entries,
-        "reason": explanation.cause,
+        "cause": explanation.cause,
         "shared_text": format_entries(model, entries[max(0, position - DIFFERENCE_CONTEXT_TOKENS) : position]),
         "prompt_text": format_entries(model, entries[position : position + DIFFERENCE_CONTEXT_TOKENS]),
         "cached_text": format_entries(model, cached_entries[:DIFFERENCE_CONTEXT_TOKENS]),
-        "likely_reason": report.reason,
+        "reason": report.reason,
         "message": report.message,
     }

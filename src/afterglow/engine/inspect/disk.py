@@ -229,5 +229,5 @@ def _build_explanation(entries: Entries, reused: int, shared: int, cached_entry:
         shared_entries=shared,
         next_prompt_entry=int(entries[shared]) if shared < len(entries) else None,
         next_cached_entry=cached_entry,
-        cause="nothing in common" if not shared else "all of it" if reused >= usable else "no checkpoint",
+        cause="nothing in common" if not shared else "fully reused" if reused >= usable else "no checkpoint",
     )

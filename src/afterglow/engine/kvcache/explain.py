@@ -11,7 +11,7 @@ from afterglow.engine.types.entries import Entries
 MAX_EVICTED_PREFIXES = 64  # evicted sequences whose entries are recorded, so that a miss can be explained
 MAX_EVICTED_PREFIX_BYTES = 4 * 1024**2  # of all recorded entries; the latest is recorded regardless of its length
 MissCause: TypeAlias = Literal[
-    "nothing in common", "all of it", "no checkpoint", "window passed", "on the grid", "evicted"
+    "nothing in common", "fully reused", "no checkpoint", "window moved", "deterministic grid", "evicted"
 ]
 
 
@@ -75,7 +75,7 @@ def find_miss_cause(
     if not shared:
         return "nothing in common"
     if reused >= usable:
-        return "all of it"
+        return "fully reused"
     if reused == grid_position:
-        return "on the grid"
-    return "window passed" if is_windowed else "no checkpoint"
+        return "deterministic grid"
+    return "window moved" if is_windowed else "no checkpoint"
