@@ -20,8 +20,8 @@ test: .venv/development check   ## everything CI runs, in two processes
 test-full: .venv/development check   ## the same with the long variants
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "full or not full" --timeout 3600
 
-unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
-	@$(BIN)/python -m pytest -m "not (native or model or slow or full)"
+unit: .venv/development     ## tests without llama.cpp
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not (native or model or slow or full)"
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary

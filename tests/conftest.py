@@ -54,6 +54,9 @@ def smollm2(caches_of_our_own: None) -> Path:
     return registry.pull("smollm2")
 
 
+LONG_FILES = ("tests/models/", "tests/laws/test_state_machine.py", "tests/llama/gguf/test_probe.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each process of a parallel run its own cores, so that their engines do not share cores."""
     worker = getattr(config, "workerinput", None)
@@ -64,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))  # first, so that both processes end together
     if config.getoption("-m"):
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])

@@ -58,7 +58,8 @@ CACHE_REASON_MESSAGES: dict[MissReason, str] = {  # reasons that follow from the
     "checkpoint, and there is none closer to the divergence.",
     "window moved": "{explanation.shared_entries:,} tokens are cached, but the sliding window of this model has moved "
     "past the divergence, and there is no checkpoint closer to it.",
-    "deterministic grid": "{explanation.shared_entries:,} tokens are cached; deterministic mode reuses only whole chunks.",
+    "deterministic grid": "{explanation.shared_entries:,} tokens are cached; deterministic mode reuses only whole "
+    "chunks.",
 }
 TEXT_REASON_MESSAGES: dict[MissReason, str] = {  # reasons inferred from the texts
     "tokenization": "The text is the same but tokenized differently: send the tokens of responses as they were "

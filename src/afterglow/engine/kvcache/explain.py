@@ -67,7 +67,7 @@ def find_miss_cause(
     """Return why not more of a prompt is reused. `grid_position`: end of the last full chunk, in deterministic mode.
 
     >>> find_miss_cause(shared=10, reused=10, length=20, evicted=0, grid_position=None, is_windowed=False)
-    'all of it'
+    'fully reused'
     """
     usable = min(shared, length - 1)
     if min(evicted, length - 1) > max(usable, reused):
