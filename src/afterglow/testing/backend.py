@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan, StateScope
+from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, KVCacheFull
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
+from afterglow.llama.state import StateScope
 from afterglow.testing.memory import (
     WINDOW_ENTRIES,
     WINDOW_MARGIN_ENTRIES,

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.types.backend import StateScope
+from afterglow.llama.state import StateScope
 
 FakeMemoryKind = Literal["attention", "window", "recurrent", "hybrid"]
 WINDOW_ENTRIES = 24

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler, StateScope
+from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import InvalidState
@@ -21,6 +21,7 @@ from afterglow.llama.library.devices import list_devices
 from afterglow.llama.projector import MediaEmbedding, Projector
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
+from afterglow.llama.state import StateScope
 
 POSITION_RANGE_STRUCT = struct.Struct("<ii")  # first and last position of a partial state
 MIN_SEQUENCES_FOR_GROUPED_ADD = 6  # from this many single-row spans on, one grouped add is faster

@@ -14,9 +14,8 @@ from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
+from afterglow.llama.state import StateScope
 from afterglow.media.policy import Modality
-
-StateScope = Literal["full", "partial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

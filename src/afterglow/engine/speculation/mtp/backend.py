@@ -14,12 +14,13 @@ from afterglow.engine.scheduling.job import Job
 from afterglow.engine.speculation.mtp.cells import PairedCells, read_first_position, split_cells
 from afterglow.engine.speculation.mtp.session import MtpSession
 from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, DraftRequest
-from afterglow.engine.types.backend import BackendCells, BackendState, DecodeSpan, StateScope
+from afterglow.engine.types.backend import BackendCells, BackendState, DecodeSpan
 from afterglow.errors import AfterglowError, InvalidState
 from afterglow.llama import kv_layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.projector import Projector
+from afterglow.llama.state import StateScope
 
 MAX_FREE_CATCH_UP_ENTRIES = 16  # computed along with a draft without being counted as catching up
 HEAD_STATE_HEADER = struct.Struct("<II")  # of a partial state: bytes of the hidden state and of the heads' window
