@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from afterglow import registry
-from afterglow.llama.handle import list_open_handles
+from afterglow.llama.handle import Handle, list_open_handles
 
 # A run in the background inherits that interrupts are ignored, and would hand that on to every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,11 +38,15 @@ def caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def no_handle_stays_open() -> Iterator[None]:
-    """Every test closes the native handles it opened."""
+def list_own_handles() -> Iterator[Callable[[], list[Handle]]]:
+    """List the open native handles of this test, without those of shared fixtures. Every test closes its handles."""
     before = set(list_open_handles())
-    yield
-    left = [handle for handle in list_open_handles() if handle not in before]
+
+    def list_own() -> list[Handle]:
+        return [handle for handle in list_open_handles() if handle not in before]
+
+    yield list_own
+    left = list_own()
     for handle in left:
         handle.close()
     assert not left, f"left open: {left}"

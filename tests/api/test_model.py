@@ -19,7 +19,6 @@ from afterglow.errors import (
     PromptTooLong,
     WrongState,
 )
-from afterglow.llama.handle import list_open_handles
 from afterglow.testing import models
 
 pytestmark = pytest.mark.native
@@ -105,7 +104,7 @@ def test_c17_a_model_reports_its_info_and_capabilities():
         assert model.supports("hidden_state")
 
 
-def test_a_model_can_be_unloaded_and_activated_again():
+def test_a_model_can_be_unloaded_and_activated_again(list_own_handles):
     with load("successor-attention", state="cold") as model:
         with pytest.raises(WrongState):
             model.complete("a")
@@ -117,7 +116,7 @@ def test_a_model_can_be_unloaded_and_activated_again():
         assert not model.is_loaded
     with pytest.raises(Closed):
         model.activate()
-    assert not list_open_handles()
+    assert not list_own_handles()
 
 
 def test_c14_threads_and_asyncio_tasks_share_the_model():

@@ -1,4 +1,4 @@
-"""SmolLM2, loaded once for this folder."""
+"""SmolLM2, loaded once for each file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import afterglow
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def model(smollm2: Path) -> Iterator[afterglow.Model]:
     with afterglow.load(smollm2, context=4096) as model:
         yield model

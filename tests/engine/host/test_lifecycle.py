@@ -11,7 +11,6 @@ import pytest
 
 from afterglow.engine.host.lifecycle import Lifecycle, LoadState
 from afterglow.errors import Cancelled, Closed, InvalidModel, LoadVetoed, OutOfMemory, WrongState
-from afterglow.llama.handle import list_open_handles
 from afterglow.llama.model import ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
@@ -25,7 +24,7 @@ def build_lifecycle(path: Path | None = None, context: ContextSettings = SMALL, 
     return Lifecycle(path or models.get_path("attention"), ModelSettings(), context, **options)
 
 
-def test_c12_the_load_states_go_up_and_down():
+def test_c12_the_load_states_go_up_and_down(list_own_handles):
     with build_lifecycle() as model:
         assert model.state is LoadState.COLD
         model.warm()
@@ -42,7 +41,7 @@ def test_c12_the_load_states_go_up_and_down():
         assert model.state is LoadState.COLD
         model.activate()  # from COLD, in one call
         assert model.state is LoadState.ACTIVE
-    assert not list_open_handles()
+    assert not list_own_handles()
 
 
 def test_c12_calls_in_the_wrong_state_are_typed_errors():
@@ -72,7 +71,7 @@ def test_c12_a_closed_lifecycle_raises_closed():
             call()
 
 
-def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load():
+def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load(list_own_handles):
     targets: list[LoadState] = []
 
     def hook(path: Path, state: LoadState) -> str | None:
@@ -83,7 +82,7 @@ def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load():
         with pytest.raises(LoadVetoed, match="not on Sundays"):
             model.activate()
         assert model.state is LoadState.COLD
-        assert not list_open_handles()
+        assert not list_own_handles()
         model.warm()
         assert targets == [LoadState.ACTIVE, LoadState.WARM]
 
@@ -97,14 +96,14 @@ def test_c12_a_failed_activation_leaves_the_warm_model_usable():
         assert model.model.vocabulary.tokenize("still here")
 
 
-def test_c12_a_failed_load_leaves_the_model_cold_and_no_handle_open(tmp_path):
+def test_c12_a_failed_load_leaves_the_model_cold_and_no_handle_open(tmp_path, list_own_handles):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(models.get_path("attention").read_bytes()[:5000])
     with build_lifecycle(broken) as model:
         with pytest.raises(InvalidModel):
             model.activate()
         assert model.state is LoadState.COLD
-        assert not list_open_handles()
+        assert not list_own_handles()
 
 
 def test_c12_progress_is_reported_and_can_cancel():
@@ -144,7 +143,7 @@ def test_c12_the_state_is_readable_during_a_transition():
 
 
 @pytest.mark.parametrize("projector", [None, "projector-llava"])
-def test_c12_fifty_cycles_leak_nothing(projector):
+def test_c12_fifty_cycles_leak_nothing(projector, list_own_handles):
     process = psutil.Process()
     sizes = []
     for _ in range(50):
@@ -160,5 +159,5 @@ def test_c12_fifty_cycles_leak_nothing(projector):
             model.unload()
         gc.collect()
         sizes.append(process.memory_info().rss)
-    assert not list_open_handles()
+    assert not list_own_handles()
     assert sizes[49] - sizes[9] < 5 * 2**20

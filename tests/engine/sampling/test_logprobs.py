@@ -10,7 +10,6 @@ import pytest
 import afterglow
 from afterglow.engine.sampling.logprobs import plan_windows
 from afterglow.errors import InvalidArgument
-from afterglow.llama.handle import list_open_handles
 from afterglow.testing import models
 
 MEMORIES = ("attention", "window", "recurrent", "hybrid")
@@ -82,7 +81,7 @@ def test_c16_windows_score_every_token_once_with_half_a_window_before_it():
 
 @pytest.mark.native
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_c16_scoring_does_not_affect_running_requests(kind):
+def test_c16_scoring_does_not_affect_running_requests(kind, list_own_handles):
     with load(kind, context=2048) as model:
         expected = model.complete(TEXT, max_tokens=400).tokens
         before = model.logprobs(TEXT * 4).logprobs
@@ -95,4 +94,4 @@ def test_c16_scoring_does_not_affect_running_requests(kind):
         assert tuple(streamed) == expected
         assert all(values == before for values in concurrent)
         assert streamed_meanwhile < 400 or len(concurrent) == 5
-    assert not list_open_handles()
+    assert not list_own_handles()
