@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Bytecode is cached even where the environment turns that off: the tests start hundreds of Python processes.
+unexport PYTHONDONTWRITEBYTECODE
 # Wheels only: nothing is compiled. Hashes: only reviewed files are installed.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes
 SELF := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -20,7 +22,7 @@ test: .venv/development check   ## everything CI runs, in two processes
 test-full: .venv/development check   ## the same with the long variants
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "full or not full" --timeout 3600
 
-unit: .venv/development     ## tests without llama.cpp
+unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not (native or model or slow or full)"
 
 check: .venv/development    ## format, lint, types

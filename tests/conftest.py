@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ def smollm2(caches_of_our_own: None) -> Path:
     return registry.pull("smollm2")
 
 
+FILE_OF_NATIVE_TESTS = re.compile(r"^pytestmark = .*mark\.(native|model|slow|full)\b", re.MULTILINE)
 LONG_FILES = ("tests/models/", "tests/laws/test_state_machine.py", "tests/llama/gguf/test_probe.py")
 
 
@@ -68,6 +70,13 @@ def pytest_configure(config: pytest.Config) -> None:
         cores = sorted(os.sched_getaffinity(0))
         own = cores[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]
         os.sched_setaffinity(0, own or cores)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of native tests in `make unit`: that takes longer than the unit tests of many files."""
+    if "not (native or" not in config.getoption("-m") or collection_path.suffix != ".py":
+        return None
+    return True if FILE_OF_NATIVE_TESTS.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

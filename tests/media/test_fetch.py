@@ -15,6 +15,8 @@ from afterglow.errors import InvalidMedia, MediaRefused
 from afterglow.media.fetch import Network, fetch_url
 from afterglow.media.policy import MediaPolicy
 
+pytestmark = pytest.mark.slow
+
 PUBLIC = "93.184.216.34"
 RESOLVED_IPS = {
     "good.example": [PUBLIC],

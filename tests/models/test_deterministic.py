@@ -12,7 +12,7 @@ from afterglow import EngineSettings
 
 pytestmark = pytest.mark.model
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
-FEW_PROMPTS, MANY_PROMPTS = 20, 100
+FEW_PROMPTS, MANY_PROMPTS = 8, 100
 MAX_TOKENS = 10
 
 

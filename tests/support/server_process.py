@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import psutil
+
+if TYPE_CHECKING:
+    import openai
 
 COMMAND = [sys.executable, "-m", "afterglow.cli.main", "serve"]
 URL_PATTERN = re.compile(r"at (http://\S+)")
@@ -66,9 +68,13 @@ class ServerProcess:
         raise AssertionError(f"the server did not start: {self.stderr_text}")
 
     def client(self, **options: Any) -> openai.OpenAI:
+        import openai  # not at the top: it takes a second, and `make unit` does not need it
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        import openai
+
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:

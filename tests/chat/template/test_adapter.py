@@ -10,6 +10,8 @@ from afterglow.chat.template.capabilities import TemplateCapabilities, ToolCallF
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.errors import InvalidTemplate
 
+pytestmark = pytest.mark.slow  # each template starts a process
+
 CALL = {"id": "call_12345678", "type": "function", "function": {"name": "look", "arguments": '{"place": "here"}'}}
 TOOL_MESSAGES = [
     {"role": "user", "content": "Where?"},

@@ -9,6 +9,8 @@ from afterglow.chat.template import renderer
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.errors import InvalidArgument, InvalidTemplate
 
+pytestmark = pytest.mark.slow  # each template starts a process
+
 CONVERSATION = parse_messages([("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"), ("user", "Bye")])
 
 

@@ -44,7 +44,7 @@ from support.hosts import (
 from support.play import prompt, reference, request
 
 HOSTS = (EngineThread, pytest.param(EngineProcess, marks=pytest.mark.native))
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 EXPECTED = reference(FakeEngineFactory(), prompt(9))  # tokens of the request that most tests submit
 both_hosts = pytest.mark.parametrize("host", HOSTS)
 

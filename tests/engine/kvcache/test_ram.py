@@ -20,6 +20,8 @@ from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.play import KINDS, LAYOUTS, Answer, ask, fake, play, prompt, reference, request
 
+pytestmark = pytest.mark.slow
+
 every_layout = pytest.mark.parametrize("kv_unified", LAYOUTS, ids=["streams", "unified"])
 every_kind = pytest.mark.parametrize("kind", KINDS)
 SMALL_BLOCKS = EngineSettings(block_size=8, ram_cache_bytes=10**8)

@@ -16,6 +16,8 @@ from afterglow.testing import FakeBackend
 from support.drafting import Oracle, plain
 from support.play import ask, play, prompt, request
 
+pytestmark = pytest.mark.slow
+
 LONG = 400
 
 

@@ -21,6 +21,8 @@ from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.play import KINDS, LAYOUTS, Answer, ask, collect, fake, prompt, reference, request
 
+pytestmark = pytest.mark.slow
+
 every_layout = pytest.mark.parametrize("kv_unified", LAYOUTS, ids=["streams", "unified"])
 every_kind = pytest.mark.parametrize("kind", KINDS)
 MakeEngine = Callable[..., Engine]
