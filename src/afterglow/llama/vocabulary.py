@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +12,25 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_integer
+from afterglow.llama.deep_call import call_with_stack
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 
-CONTROL_OR_UNKNOWN, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 7, 1 << 8
+CONTROL_OR_UNKNOWN, USER_DEFINED, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 4, 1 << 7, 1 << 8
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
+
+# llama.cpp divides a text into words with std::regex, which recurses once per character of a match: 352 bytes of stack
+# each. No pattern matches text after a line break together with text before it, so the longest line bounds the depth.
+STACK_BYTES_PER_CHARACTER = 1024
+STACK_BASE_BYTES = 256 * 1024
+MAX_LINE_CHARACTERS = 512 * 1024
+LINE = re.compile(r"[^\r\n]*\s*")  # with the whitespace after it, which one match may include
+SHORT_TEXT_CHARACTERS = 512  # fits on the stack of every thread
+UNDIVIDED_TEXT_CHARACTERS = 16_384  # up to here the text counts as one line, which is faster than finding the lines
+# llama.cpp takes time with the square of the number of special tokens in a text: 2 to 4 seconds for this many.
+MAX_SPECIAL_TOKENS = 32_768
+# 4 bytes beyond U+10FFFF, on which llama.cpp throws through C. It reads other invalid bytes as U+FFFD.
+INVALID_CHARACTER = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
 
 
 class Vocabulary:
@@ -83,6 +98,24 @@ class Vocabulary:
         and EOS tokens are added if the model requires them.
         """
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+        if not isinstance(text, str):
+            data = INVALID_CHARACTER.sub("\ufffd".encode(), data)
+        characters = len(text)
+        if characters <= SHORT_TEXT_CHARACTERS:
+            return self._tokenize_on_this_stack(data, parse_special, add_special)
+        if characters > UNDIVIDED_TEXT_CHARACTERS:
+            characters = _measure_longest_line(text)
+            self._check_special_tokens(data, parse_special)
+        stack_bytes = STACK_BASE_BYTES + characters * STACK_BYTES_PER_CHARACTER
+        try:
+            return call_with_stack(
+                stack_bytes, lambda: self._tokenize_on_this_stack(data, parse_special, add_special)
+            )
+        except MemoryError:
+            reason = f"needs {stack_bytes // 1024**2:,} MiB of memory for a line of {characters:,} characters"
+            raise InvalidArgument("text", f"{reason}, which the system does not provide: divide the line") from None
+
+    def _tokenize_on_this_stack(self, data: bytes, parse_special: bool, add_special: bool) -> list[int]:
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
         size = len(data) + 8
         buffer = ffi.new("llama_token[]", size)
@@ -94,6 +127,35 @@ class Vocabulary:
         if count < 0:
             raise InvalidArgument("text", f"of {len(data)} bytes could not be tokenized")
         return list(ffi.unpack(buffer, count))
+
+    def _check_special_tokens(self, data: bytes, parse_special: bool) -> None:
+        """Raise `InvalidArgument` if a text has so many special tokens that tokenizing it would take minutes."""
+        texts = self._special_texts if parse_special else self._user_defined_texts
+        if sum(map(data.count, {text[:1] for text in texts})) <= MAX_SPECIAL_TOKENS:
+            return
+        total = 0
+        for text in texts:
+            if count := data.count(text):
+                total += count
+                data = data.replace(text, b"\xff")
+        if total > MAX_SPECIAL_TOKENS:
+            reason = f"contains {total:,} special tokens, at most {MAX_SPECIAL_TOKENS:,} can be tokenized at once"
+            raise InvalidArgument("text", f"{reason}: shorten it")
+
+    @functools.cached_property
+    def _user_defined_texts(self) -> list[bytes]:
+        """Texts that become a token of their own even without `parse_special`, longest first as in llama.cpp."""
+        return self._list_texts(USER_DEFINED)
+
+    @functools.cached_property
+    def _special_texts(self) -> list[bytes]:
+        """Texts that become a token of their own with `parse_special`, longest first as in llama.cpp."""
+        return self._list_texts(USER_DEFINED | CONTROL_OR_UNKNOWN)
+
+    def _list_texts(self, attributes: int) -> list[bytes]:
+        get_attributes = self._library.symbols.llama_vocab_get_attr
+        tokens = [token for token in range(self.size) if get_attributes(self.pointer, token) & attributes]
+        return sorted((text.encode() for token in tokens if (text := self.get_text(token))), key=len, reverse=True)
 
     def token_to_piece(self, token: int, *, special: bool = True) -> bytes:
         """Return the bytes of one token, possibly part of a character. Control tokens are empty without `special`."""
@@ -142,3 +204,14 @@ class Vocabulary:
     def is_control(self, token: int) -> bool:
         """Return whether `token` is a control token, which is never part of visible text."""
         return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))
+
+
+def _measure_longest_line(text: str | bytes) -> int:
+    """Return the characters of the longest line; raise `InvalidArgument` if it could need too much stack."""
+    if not isinstance(text, str):
+        text = text.decode("utf-8", "replace")
+    longest = max(match.end() - match.start() for match in LINE.finditer(text))
+    if longest > MAX_LINE_CHARACTERS:
+        limit = f"at most {MAX_LINE_CHARACTERS:,} can be tokenized"
+        raise InvalidArgument("text", f"has a line of {longest:,} characters, {limit}: insert line breaks")
+    return longest
