@@ -1,4 +1,4 @@
-"""Options of `load`, each with a check of what llama.cpp and the system report about a model that was loaded with it."""
+"""Options of `load`, each with a check of what llama.cpp and the system report about a model loaded with it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ CONTEXT_FIELDS = {
     "context": {"n_ctx": 512},
     "sequences": {"n_seq_max": 2},
 }
+FIXED_OPTIONS: dict[str, Any] = {"projector": False, "disk_cache": False}
 MODEL_FIELDS = {"mmap": {"load_mode": 1}, "mlock": {"load_mode": 1}, "gpu_layers": {"n_gpu_layers": 0}}
 
 
 def check_option(name: str) -> None:
-    """Load a tiny model with an option, and fail if nothing shows it. Its heads are wide enough for quantized blocks."""
+    """Load a tiny model, whose heads are wide enough for quantized blocks, with an option; fail if nothing shows it."""
     value, is_shown = OPTION_CHECKS[name]
     defaults = {"context": 256, "sequences": 1, "threads": 1, "gpu_layers": 0}
     plain = load_and_report(defaults)
@@ -68,9 +69,8 @@ def check_option(name: str) -> None:
 
 def load_and_report(options: dict[str, Any]) -> Report:
     path = models.get_path("hybrid")
-    with record_log() as lines, record_calls() as calls:
-        with afterglow.load(path, projector=False, disk_cache=False, **options):
-            is_mapped = str(path) in Path("/proc/self/maps").read_text()
+    with record_log() as lines, record_calls() as calls, afterglow.load(path, **FIXED_OPTIONS, **options):
+        is_mapped = str(path) in Path("/proc/self/maps").read_text()
     return Report("\n".join(lines), is_mapped, calls["gpu_layers"], calls["threads"])
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 ResultT = TypeVar("ResultT")
 
 STACK_STEP_BYTES = 64 * 1024  # a stack must be a whole number of pages
-LARGE_STACK_BYTES = 16 * 1024**2
+LARGE_STACK_BYTES = 32 * 1024**2
 _stack_size_lock = threading.Lock()  # `threading.stack_size` is a setting of the whole process
 _large_stack_lock = threading.Lock()  # one large stack at a time: pages that a call touched stay until its thread ends
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,12 @@ SHORT_TEXT_CHARACTERS = 512  # fits on the stack of every thread
 UNDIVIDED_TEXT_CHARACTERS = 16_384  # up to here the text counts as one line, which is faster than finding the lines
 # llama.cpp takes time with the square of the number of special tokens in a text: 2 to 4 seconds for this many.
 MAX_SPECIAL_TOKENS = 32_768
+# Patterns that try a run again from each of its characters: n characters take n² · 60 ns, at most four seconds.
+QUADRATIC_RUNS = {
+    "superbpe": ("digits", re.compile(r"\d+")),
+    "deepseek-llm": ("spaces", re.compile(r"[^\S\r\n]+")),
+}
+MAX_SQUARED_RUNS = 2**26
 # 4 bytes beyond U+10FFFF, on which llama.cpp throws through C. It reads other invalid bytes as U+FFFD.
 INVALID_CHARACTER = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
 
@@ -96,21 +103,24 @@ class Vocabulary:
 
         With `parse_special`, the spelling of a control token becomes that control token. With `add_special`, the BOS
         and EOS tokens are added if the model requires them.
+
+        Raises `InvalidArgument` if tokenizing the text would need too much memory or time; no text crashes the process.
         """
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
-        if not isinstance(text, str):
-            data = INVALID_CHARACTER.sub("\ufffd".encode(), data)
+        if isinstance(text, str):
+            data = text.encode("utf-8", "surrogatepass")
+        else:
+            text = data = INVALID_CHARACTER.sub("\ufffd".encode(), bytes(text))
         characters = len(text)
         if characters <= SHORT_TEXT_CHARACTERS:
             return self._tokenize_on_this_stack(data, parse_special, add_special)
+        if self._quadratic_runs is not None and characters**2 > MAX_SQUARED_RUNS:
+            self._check_runs(text)
         if characters > UNDIVIDED_TEXT_CHARACTERS:
             characters = _measure_longest_line(text)
             self._check_special_tokens(data, parse_special)
         stack_bytes = STACK_BASE_BYTES + characters * STACK_BYTES_PER_CHARACTER
         try:
-            return call_with_stack(
-                stack_bytes, lambda: self._tokenize_on_this_stack(data, parse_special, add_special)
-            )
+            return call_with_stack(stack_bytes, lambda: self._tokenize_on_this_stack(data, parse_special, add_special))
         except MemoryError:
             reason = f"needs {stack_bytes // 1024**2:,} MiB of memory for a line of {characters:,} characters"
             raise InvalidArgument("text", f"{reason}, which the system does not provide: divide the line") from None
@@ -127,6 +137,23 @@ class Vocabulary:
         if count < 0:
             raise InvalidArgument("text", f"of {len(data)} bytes could not be tokenized")
         return list(ffi.unpack(buffer, count))
+
+    @functools.cached_property
+    def _quadratic_runs(self) -> tuple[str, re.Pattern[str]] | None:
+        """Characters whose runs take the tokenizer of this model time with the square of their length."""
+        ffi = self._library.ffi
+        buffer = ffi.new("char[]", 64)
+        self._library.symbols.llama_model_meta_val_str(self._model.pointer, b"tokenizer.ggml.pre", buffer, 64)
+        return QUADRATIC_RUNS.get(ffi.string(buffer).decode("utf-8", "replace"))
+
+    def _check_runs(self, text: str | bytes) -> None:
+        """Raise `InvalidArgument` if the runs of a text would take too long."""
+        assert self._quadratic_runs is not None
+        name, pattern = self._quadratic_runs
+        lengths = [match.end() - match.start() for match in pattern.finditer(_decode(text))]
+        if sum(length**2 for length in lengths) > MAX_SQUARED_RUNS:
+            limit = f"{max(lengths):,} {name} in a row, for which the tokenizer of this model takes too long"
+            raise InvalidArgument("text", f"has up to {limit}; {isqrt(MAX_SQUARED_RUNS):,} are possible: shorten them")
 
     def _check_special_tokens(self, data: bytes, parse_special: bool) -> None:
         """Raise `InvalidArgument` if a text has so many special tokens that tokenizing it would take minutes."""
@@ -206,11 +233,13 @@ class Vocabulary:
         return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))
 
 
+def _decode(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode("utf-8", "replace")
+
+
 def _measure_longest_line(text: str | bytes) -> int:
     """Return the characters of the longest line; raise `InvalidArgument` if it could need too much stack."""
-    if not isinstance(text, str):
-        text = text.decode("utf-8", "replace")
-    longest = max(match.end() - match.start() for match in LINE.finditer(text))
+    longest = max(match.end() - match.start() for match in LINE.finditer(_decode(text)))
     if longest > MAX_LINE_CHARACTERS:
         limit = f"at most {MAX_LINE_CHARACTERS:,} can be tokenized"
         raise InvalidArgument("text", f"has a line of {longest:,} characters, {limit}: insert line breaks")
