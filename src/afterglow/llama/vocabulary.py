@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,35 @@ from afterglow.llama.library.loader import get_library
 CONTROL_OR_UNKNOWN, USER_DEFINED, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 4, 1 << 7, 1 << 8
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
 
-# llama.cpp divides a text into words with std::regex, which recurses once per character of a match: 352 bytes of stack
-# each. No pattern matches text after a line break together with text before it, so the longest line bounds the depth.
+# Most BPE pre-tokenizers divide a text into words with std::regex, which recurses once per character of a match: 352
+# bytes of stack each. No pattern matches text after a line break together with text before it, so the longest line
+# bounds the depth. The flat pre-tokenizers are loops, or match single characters only.
+FLAT_VOCABULARY_TYPES = (0, 1, 3, 4, 5, 6)  # none, SPM, WPM, UGM, RWKV and PLaMo-2: they use no std::regex
+FLAT_PRE_TOKENIZERS = frozenset(
+    {
+        "a.x-4.0", "chatglm-bpe", "codeshell", "command-r", "dbrx", "deepseek-r1-qwen", "exaone", "exaone4", "f2llmv2",
+        "falcon-h1", "falcon3", "gemma4", "gigachat", "glm4", "gpt-2", "granite-docling", "granite-embed-multi-311m",
+        "grok-2", "hunyuan", "jais", "jina-de", "jina-es", "jina-v1-en", "jina-v2-code", "jina-v2-de", "jina-v2-es",
+        "jina-v5-nano", "kimi-k2", "kormo", "laguna", "lfm2", "llama-bpe", "llama-v3", "llama3", "megrez", "mellum",
+        "mellum2", "midm-2.0", "minerva-7b", "modern-bert", "mpt", "olmo", "phi-2", "pixtral", "qwen2", "qwen35",
+        "refact", "roberta-bpe", "sarvam-moe", "smaug-bpe", "smollm", "solar-open", "stablelm2", "starcoder",
+        "trillion",
+    }
+)  # fmt: skip
 STACK_BYTES_PER_CHARACTER = 1024
 STACK_BASE_BYTES = 256 * 1024
 MAX_LINE_CHARACTERS = 512 * 1024
 LINE = re.compile(r"[^\r\n]*\s*")  # with the whitespace after it, which one match may include
 SHORT_TEXT_CHARACTERS = 512  # fits on the stack of every thread
-UNDIVIDED_TEXT_CHARACTERS = 16_384  # up to here the text counts as one line, which is faster than finding the lines
-# llama.cpp takes time with the square of the number of special tokens in a text: 2 to 4 seconds for this many.
-MAX_SPECIAL_TOKENS = 32_768
+UNDIVIDED_TEXT_CHARACTERS = 8192  # up to here the text counts as one line, which is faster than finding the lines
 # Patterns that try a run again from each of its characters: n characters take n² · 60 ns, at most four seconds.
+MAX_SQUARED_RUNS = UNDIVIDED_TEXT_CHARACTERS**2
 QUADRATIC_RUNS = {
     "superbpe": ("digits", re.compile(r"\d+")),
     "deepseek-llm": ("spaces", re.compile(r"[^\S\r\n]+")),
 }
-MAX_SQUARED_RUNS = 2**26
+# Every vocabulary takes time with the square of the number of special tokens in a text: 2 to 4 seconds for this many.
+MAX_SPECIAL_TOKENS = 32_768
 # 4 bytes beyond U+10FFFF, on which llama.cpp throws through C. It reads other invalid bytes as U+FFFD.
 INVALID_CHARACTER = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
 
@@ -110,20 +122,18 @@ class Vocabulary:
             data = text.encode("utf-8", "surrogatepass")
         else:
             text = data = INVALID_CHARACTER.sub("\ufffd".encode(), bytes(text))
-        characters = len(text)
-        if characters <= SHORT_TEXT_CHARACTERS:
-            return self._tokenize_on_this_stack(data, parse_special, add_special)
-        if self._quadratic_runs is not None and characters**2 > MAX_SQUARED_RUNS:
-            self._check_runs(text)
-        if characters > UNDIVIDED_TEXT_CHARACTERS:
-            characters = _measure_longest_line(text)
+        if len(text) > UNDIVIDED_TEXT_CHARACTERS:
             self._check_special_tokens(data, parse_special)
-        stack_bytes = STACK_BASE_BYTES + characters * STACK_BYTES_PER_CHARACTER
+        if len(text) <= SHORT_TEXT_CHARACTERS or self._recursive_pre_tokenizer is None:
+            return self._tokenize_on_this_stack(data, parse_special, add_special)
+        stack_bytes = self._bound_stack_bytes(text)
         try:
             return call_with_stack(stack_bytes, lambda: self._tokenize_on_this_stack(data, parse_special, add_special))
         except MemoryError:
-            reason = f"needs {stack_bytes // 1024**2:,} MiB of memory for a line of {characters:,} characters"
-            raise InvalidArgument("text", f"{reason}, which the system does not provide: divide the line") from None
+            reason = (
+                f"needs {stack_bytes // 1024**2:,} MiB of memory to be tokenized, which the system does not provide"
+            )
+            raise InvalidArgument("text", f"{reason}: divide its longest line") from None
 
     def _tokenize_on_this_stack(self, data: bytes, parse_special: bool, add_special: bool) -> list[int]:
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
@@ -139,21 +149,42 @@ class Vocabulary:
         return list(ffi.unpack(buffer, count))
 
     @functools.cached_property
-    def _quadratic_runs(self) -> tuple[str, re.Pattern[str]] | None:
-        """Characters whose runs take the tokenizer of this model time with the square of their length."""
-        ffi = self._library.ffi
+    def _recursive_pre_tokenizer(self) -> str | None:
+        """Name of the pre-tokenizer if the text determines how deep it recurses. Unknown ones count as recursive."""
+        ffi, symbols = self._library.ffi, self._library.symbols
+        if symbols.llama_vocab_type(self.pointer) in FLAT_VOCABULARY_TYPES:
+            return None
         buffer = ffi.new("char[]", 64)
-        self._library.symbols.llama_model_meta_val_str(self._model.pointer, b"tokenizer.ggml.pre", buffer, 64)
-        return QUADRATIC_RUNS.get(ffi.string(buffer).decode("utf-8", "replace"))
+        symbols.llama_model_meta_val_str(self._model.pointer, b"tokenizer.ggml.pre", buffer, len(buffer))
+        name = str(ffi.string(buffer).decode("utf-8", "replace"))
+        return None if name in FLAT_PRE_TOKENIZERS else name
 
-    def _check_runs(self, text: str | bytes) -> None:
+    def _bound_stack_bytes(self, text: str | bytes) -> int:
+        """Return a stack size that is enough for a text; raise `InvalidArgument` if it is too large, or takes too long.
+
+        Bytes are counted like characters in short texts, of which they are never fewer.
+        """
+        longest = len(text)
+        if longest > UNDIVIDED_TEXT_CHARACTERS:
+            text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+            self._check_runs(text)
+            longest = max(map(_get_length, LINE.finditer(text)))
+        if longest > MAX_LINE_CHARACTERS:
+            limit = f"at most {MAX_LINE_CHARACTERS:,} can be tokenized"
+            raise InvalidArgument("text", f"has a line of {longest:,} characters, {limit}: insert line breaks")
+        return STACK_BASE_BYTES + longest * STACK_BYTES_PER_CHARACTER
+
+    def _check_runs(self, text: str) -> None:
         """Raise `InvalidArgument` if the runs of a text would take too long."""
-        assert self._quadratic_runs is not None
-        name, pattern = self._quadratic_runs
-        lengths = [match.end() - match.start() for match in pattern.finditer(_decode(text))]
+        if self._recursive_pre_tokenizer not in QUADRATIC_RUNS:
+            return
+        name, pattern = QUADRATIC_RUNS[self._recursive_pre_tokenizer]
+        lengths = list(map(_get_length, pattern.finditer(text)))
         if sum(length**2 for length in lengths) > MAX_SQUARED_RUNS:
             limit = f"{max(lengths):,} {name} in a row, for which the tokenizer of this model takes too long"
-            raise InvalidArgument("text", f"has up to {limit}; {isqrt(MAX_SQUARED_RUNS):,} are possible: shorten them")
+            raise InvalidArgument(
+                "text", f"has up to {limit}; {UNDIVIDED_TEXT_CHARACTERS:,} are possible: shorten them"
+            )
 
     def _check_special_tokens(self, data: bytes, parse_special: bool) -> None:
         """Raise `InvalidArgument` if a text has so many special tokens that tokenizing it would take minutes."""
@@ -233,14 +264,5 @@ class Vocabulary:
         return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))
 
 
-def _decode(text: str | bytes) -> str:
-    return text if isinstance(text, str) else text.decode("utf-8", "replace")
-
-
-def _measure_longest_line(text: str | bytes) -> int:
-    """Return the characters of the longest line; raise `InvalidArgument` if it could need too much stack."""
-    longest = max(match.end() - match.start() for match in LINE.finditer(_decode(text)))
-    if longest > MAX_LINE_CHARACTERS:
-        limit = f"at most {MAX_LINE_CHARACTERS:,} can be tokenized"
-        raise InvalidArgument("text", f"has a line of {longest:,} characters, {limit}: insert line breaks")
-    return longest
+def _get_length(match: re.Match[str]) -> int:
+    return match.end() - match.start()
