@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -135,36 +136,59 @@ def test_no_text_with_the_longest_allowed_line_overflows_the_stack():
 def test_a_character_takes_less_stack_than_is_provided(open_vocabulary, name):
     vocabulary = open_vocabulary(name)
     assert vocabulary._recursive_pre_tokenizer == name
-    used = {shape: measure_stack(vocabulary, shape) / STACK_CHARACTERS for shape in SHAPES}
+    texts = {shape: build_text(shape, STACK_CHARACTERS, 10**6) for shape in SHAPES}
+    used = {shape: measure_stack(vocabulary, text) / STACK_CHARACTERS for shape, text in texts.items()}
     assert 300 < max(used.values()) < vocabulary_module.STACK_BYTES_PER_CHARACTER / 2, used
 
 
-def test_a_flat_pre_tokenizer_takes_no_stack_per_character(open_vocabulary):
-    for name in sorted(vocabulary_module.FLAT_PRE_TOKENIZERS):
+FLAT_SAMPLE = ("gemma4", "gpt-2", "kimi-k2", "laguna", "llama3", "qwen2", "qwen35", "smollm")  # one of each group
+ALL_FLAT = tuple(sorted(vocabulary_module.FLAT_PRE_TOKENIZERS))
+ALL_RECURSIVE = tuple(sorted(set(PRE_TOKENIZERS) - vocabulary_module.FLAT_PRE_TOKENIZERS))
+
+
+@pytest.mark.parametrize("names", [FLAT_SAMPLE, pytest.param(ALL_FLAT, marks=pytest.mark.full)], ids=["some", "all"])
+def test_a_flat_pre_tokenizer_takes_no_stack_per_character(open_vocabulary, names):
+    text = "".join(build_text(shape, STACK_CHARACTERS // 6, 10**6) for shape in SHAPES)
+    for name in names:
         vocabulary = open_vocabulary(name)
         assert vocabulary._recursive_pre_tokenizer is None
-        assert measure_stack(vocabulary, "mixed") < 16 * STACK_CHARACTERS, name
+        assert measure_stack(vocabulary, text) < 16 * STACK_CHARACTERS, name
+
+
+@pytest.mark.parametrize("names", [RECURSIVE, pytest.param(ALL_RECURSIVE, marks=pytest.mark.full)], ids=["some", "all"])
+def test_no_match_continues_after_a_line_break(open_vocabulary, names):
+    """So the longest line bounds the stack."""
+    lines = [*(unit * 3 for unit in SHAPES.values() if unit.strip()), "".join(SHAPES.values()) + "<b>it's A/B"]
+    for name in names:
+        vocabulary = open_vocabulary(name)
+        for line_break in ("\n", "\r\n \n"):
+            assert measure_stack(vocabulary, line_break.join(lines * 20)) < 32 * 1024, name
 
 
 STACK_CHARACTERS = 3000
 
 
-def measure_stack(vocabulary: vocabulary_module.Vocabulary, shape: str) -> int:
+def measure_stack(vocabulary: vocabulary_module.Vocabulary, text: str) -> int:
     """Return the bytes of stack that llama.cpp touches to tokenize a text."""
-    texts = [build_text(name, STACK_CHARACTERS // 6, 10**6) for name in SHAPES]
-    data = ("".join(texts) if shape == "mixed" else build_text(shape, STACK_CHARACTERS, 10**6)).encode()
-    size = 97 * 1024**2  # no other mapping has this size
-
-    def read_resident_bytes() -> int:
-        pattern = re.compile(rf"^Size: +{size // 1024} kB$.*?^Rss: +(\d+) kB$", re.MULTILINE | re.DOTALL)
-        return int(pattern.findall(Path("/proc/self/smaps").read_text())[0]) * 1024
+    data = text.encode()
 
     def measure() -> int:
-        before = read_resident_bytes()
+        before = read_resident_stack_bytes()
         vocabulary._tokenize_on_this_stack(data, False, False)
-        return read_resident_bytes() - before
+        return read_resident_stack_bytes() - before
 
-    return call_with_stack(size, measure)
+    return call_with_stack(64 * 1024**2, measure)
+
+
+def read_resident_stack_bytes() -> int:
+    """Return the resident bytes of the mapping with this thread's stack, at whose end glibc puts its descriptor."""
+    is_stack = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_stack = int(bounds[1], 16) <= threading.get_ident() < int(bounds[2], 16)
+        elif is_stack and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the stack has no mapping")
 
 
 def test_a_line_that_is_too_long_is_rejected_with_both_numbers(open_vocabulary):
