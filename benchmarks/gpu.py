@@ -4,7 +4,8 @@
 
 Measures decoding of 1, 8 and 32 sequences after prompts of 512 tokens, and the prefill of the prompts. The bench
 neither reads logits nor samples; the engine does both. `8b:f16:128256` is a model with a vocabulary of the size of
-current models, from which sampling takes longer; sampling with the default settings is printed beside greedy decoding.
+current models, from which sampling takes longer; sampling with the default settings is measured beside greedy decoding
+and has a limit of its own. Exits with 1 if a ratio is below its limit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from afterglow.llama.settings import ContextSettings
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 128
 SEQUENCE_COUNTS = (1, 8, 32)
 BATCH_ROWS = 16_384  # of the engine and of the bench
-MIN_RATIO = 0.97
+MIN_RATIO = 0.97  # of prompts and of greedy decoding
+MIN_DRAWN_RATIOS = {1: 0.9, 8: 0.85, 32: 0.65}  # by sequences, whose tokens are drawn one after the other on the CPU
 GREEDY, DEFAULT_SAMPLING = Sampling(temperature=0), Sampling(seed=1)
 
 
@@ -145,8 +147,13 @@ def compare(kind: str, bench: Path, pairs: int) -> list[dict[str, object]]:
             ratio = engine_speed / bench_speed
             rows.append({"model": kind, "width": count, "what": what, "afterglow": engine_speed, "bench": bench_speed,
                          "ratio": ratio, "spread": f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
-                         "passed": what == "drawn" or ratio >= MIN_RATIO})  # fmt: skip
+                         "passed": ratio >= get_min_ratio(what, count)})  # fmt: skip
     return rows
+
+
+def get_min_ratio(what: str, sequences: int) -> float:
+    """Return the least speed of the engine as a share of the bench's."""
+    return MIN_DRAWN_RATIOS[sequences] if what == "drawn" else MIN_RATIO
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ ORDERS = {
         cli
     """,
     "llama": """
-        checks handle page_buffers atomic_write sampling
+        checks deep_call handle page_buffers atomic_write sampling
         library
         settings
         gguf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.native
 
 def run_case(form: str, case: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, abort_cases.__file__, form, case]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
 
 
 @pytest.mark.parametrize("case", BINDING_CASES)

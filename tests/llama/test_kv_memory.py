@@ -165,20 +165,33 @@ def test_c11_clear_empties_everything(open_context, kind, data):
     assert max_difference(decode_tokens(context, 0, random_tokens(30)), fresh) == 0.0
 
 
-def test_c11_a_shifted_sequence_has_new_positions_and_can_be_continued(open_context):
-    context = open_context("attention", kv_unified=True)
-    decode_tokens(context, 0, random_tokens(40))
+# The model `draft` has one layer, so the cells of a token do not depend on the tokens before it: after a removal and a
+# shift they must be those of a sequence that was computed without the removed tokens.
+
+
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
+def test_c11_a_shifted_sequence_continues_like_one_computed_without_the_removed_tokens(open_context, unified):
+    context, tokens = open_context("draft", kv_unified=unified), random_tokens(40)
+    unshifted = decode_tokens(open_context("draft"), 0, [*tokens, 42])
+    decode_tokens(context, 0, tokens)
     assert context.memory.remove(0, start=10, stop=20) is True
     context.memory.shift(0, -10, start=20)
     assert context.memory.get_position_range(0) == (0, 29)
     shifted = decode_tokens(context, 0, [42], 30)
-    assert (
-        max_difference(
-            shifted, decode_tokens(open_context("attention"), 0, [*random_tokens(40)[:10], *random_tokens(40)[20:], 42])
-        )
-        < 2.0
-    )
     assert context.memory.get_position_range(0) == (0, 30)
+    expected = decode_tokens(open_context("draft"), 0, [*tokens[:10], *tokens[20:], 42])
+    assert max_difference(shifted, expected) < LOGIT_TOLERANCE
+    assert max_difference(shifted, unshifted) > 20 * LOGIT_TOLERANCE
+
+
+def test_c11_a_shift_of_a_whole_sequence_changes_no_logits(open_context):
+    """Positions are relative: only distances count."""
+    context = open_context("attention")
+    expected = decode_tokens(open_context("attention"), 0, [*random_tokens(40), 42])
+    decode_tokens(context, 0, random_tokens(40))
+    context.memory.shift(0, 100)
+    assert context.memory.get_position_range(0) == (100, 139)
+    assert max_difference(decode_tokens(context, 0, [42], 140), expected) < LOGIT_TOLERANCE
 
 
 def test_c11_a_sequence_with_a_pending_shift_cannot_be_saved(open_context):
@@ -193,11 +206,18 @@ def test_c11_a_sequence_with_a_pending_shift_cannot_be_saved(open_context):
     assert context.state.save(0).positions == (5, 25)
 
 
-def test_c11_divide_compresses_positions(open_context):
-    context = open_context("attention", kv_unified=True)
-    decode_tokens(context, 0, random_tokens(40))
-    context.memory.divide(0, 2)
-    assert context.memory.get_position_range(0) == (0, 19)
+def test_c11_a_divided_sequence_continues_like_one_with_each_position_shifted(open_context):
+    divided, shifted, plain = (open_context("attention", kv_unified=True) for _ in range(3))
+    for context in (divided, shifted, plain):
+        decode_tokens(context, 0, random_tokens(40))
+    divided.memory.divide(0, 2)
+    for position in range(1, 40):
+        shifted.memory.shift(0, position // 2 - position, start=position, stop=position + 1)
+    assert divided.memory.get_position_range(0) == shifted.memory.get_position_range(0) == (0, 19)
+    logits = decode_tokens(divided, 0, [42], 20)
+    assert max_difference(logits, decode_tokens(shifted, 0, [42], 20)) < LOGIT_TOLERANCE
+    assert max_difference(logits, decode_tokens(plain, 0, [42], 40)) > 20 * LOGIT_TOLERANCE
+    assert divided.memory.get_position_range(0) == (0, 20)
 
 
 @pytest.mark.parametrize("divisor", [0, 256, -1])

@@ -281,6 +281,14 @@ def test_c15_a_number_out_of_range_is_rejected_by_name(name, low, high):
         assert caught.value.name == name
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", 7])
+@pytest.mark.parametrize("name", ["grammar", "dry_sequence_breakers"])
+def test_c15_a_text_that_is_no_c_string_is_rejected_by_name(name, text):
+    with pytest.raises(InvalidArgument) as caught:
+        Sampling(**{name: text if name == "grammar" else ("\n", text)})
+    assert caught.value.name == name
+
+
 @pytest.mark.native
 def test_c15_a_bias_for_an_unknown_token_is_rejected(chain):
     with pytest.raises(InvalidArgument, match="token"):

@@ -6,7 +6,9 @@ Run as `python abort_cases.py binding NAME` (prints the class of the error) or `
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +21,9 @@ from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.state import SavedState
+from afterglow.llama.vocabulary import Vocabulary
 from afterglow.testing import models
+from support.pre_tokenizers import build_document, load_vocabulary
 
 
 def make_context(name: str = "attention", *, mtp: bool = False, **settings: object) -> LlamaContext:
@@ -234,6 +238,23 @@ def adapter_of_another_model() -> None:
     first.set_adapters({LoraAdapter.load(second.model, models.get_path("adapter")): 1.0})
 
 
+def recursive_vocabulary() -> Vocabulary:
+    with tempfile.TemporaryDirectory() as directory:
+        return load_vocabulary(build_document("gpt-4o"), Path(directory)).vocabulary
+
+
+def text_that_overflows_the_stack() -> None:
+    recursive_vocabulary().tokenize("a" * 100_000)
+
+
+def line_that_would_need_too_much_stack() -> None:
+    recursive_vocabulary().tokenize("a" * 10**6)
+
+
+def bytes_beyond_unicode() -> None:
+    recursive_vocabulary().tokenize(b"\xf7\xbf\xbf\xbf")
+
+
 BINDING_CASES: dict[str, tuple[Callable[[], None], str]] = {
     "too_many_rows": (too_many_rows, "InvalidArgument"),
     "too_many_outputs": (too_many_outputs, "InvalidArgument"),
@@ -269,6 +290,9 @@ BINDING_CASES: dict[str, tuple[Callable[[], None], str]] = {
     "use_after_close": (use_after_close, "Closed"),
     "memory_after_close": (memory_after_close, "Closed"),
     "adapter_of_another_model": (adapter_of_another_model, "InvalidArgument"),
+    "text_that_overflows_the_stack": (text_that_overflows_the_stack, "no error"),
+    "line_that_would_need_too_much_stack": (line_that_would_need_too_much_stack, "InvalidArgument"),
+    "bytes_beyond_unicode": (bytes_beyond_unicode, "no error"),
 }
 
 
@@ -295,6 +319,12 @@ def native_piece() -> None:
     get_library().symbols.llama_vocab_get_text(vocabulary.pointer, 10**6)
 
 
+def native_tokenize(data: bytes) -> None:
+    library, vocabulary = get_library(), recursive_vocabulary()
+    buffer = library.ffi.new("llama_token[]", len(data) + 8)
+    library.symbols.llama_tokenize(vocabulary.pointer, data, len(data), buffer, len(data) + 8, False, False)
+
+
 NATIVE_CASES: dict[str, Callable[[], object]] = {
     "too_many_rows": lambda: native_decode(make_context(), 33),
     "too_many_outputs": lambda: native_decode(make_context(), 10, outputs=5),
@@ -311,6 +341,8 @@ NATIVE_CASES: dict[str, Callable[[], object]] = {
     "sample_without_logits": native_empty_chain,
     "grammar_forbids_the_token": native_grammar_accept,
     "attribute_of_an_unknown_token": native_piece,
+    "text_that_overflows_the_stack": lambda: native_tokenize(b"a" * 100_000),
+    "bytes_beyond_unicode": lambda: native_tokenize(b"\xf7\xbf\xbf\xbf"),
 }
 
 

@@ -195,12 +195,18 @@ class KVMemory:
         self.pending_shift = True
 
     def divide(self, sequence: int, divisor: int, *, start: int | None = None, stop: int | None = None) -> None:
-        """Divide the positions [start, stop) by `divisor`, 1 to 255. The next decode applies it to the keys."""
+        """Divide the positions [start, stop) by `divisor`, 1 to 255. The next decode applies it to the keys.
+
+        Shifts one position at a time: `llama_memory_seq_div` would rotate the keys in the wrong direction.
+        """
         first, last = self._check_shift("divide", sequence, start, stop)
         divisor = check_integer("divisor", divisor, 1, 255)
-        if divisor == 1 or self.get_position_range(sequence) is None:
+        current = self.get_position_range(sequence)
+        if divisor == 1 or current is None:
             return
-        self._symbols.llama_memory_seq_div(self._get_pointer("divide"), sequence, first, last, divisor)
+        pointer, add = self._get_pointer("divide"), self._symbols.llama_memory_seq_add
+        for position in range(max(first, current[0], 1), min(last, current[1] + 1)):
+            add(pointer, sequence, position, position + 1, position // divisor - position)
         self.pending_shift = True
 
     def record_decode(self, sequences: NDArray[np.int32]) -> None:

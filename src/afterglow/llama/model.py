@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from blake3 import blake3
-
 from afterglow.errors import Cancelled, InvalidArgument, InvalidModel, ModelNotFound, OutOfMemory
 from afterglow.llama.checks import check_float, check_integer
 from afterglow.llama.gguf import probe
-from afterglow.llama.gguf.fingerprint import compute_fingerprint
 from afterglow.llama.gguf.footprint import Footprint, estimate_footprint
 from afterglow.llama.gguf.header import GGUFHeader, read_header
 from afterglow.llama.handle import Handle
@@ -160,9 +157,7 @@ class LlamaModel(Handle):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Content fingerprint of the weights, over all files of a split model."""
-        return blake3(
-            "".join(compute_fingerprint(file) for file in probe.list_split_files(self.path)).encode()
-        ).hexdigest()
+        return probe.compute_joint_fingerprint(probe.list_split_files(self.path))
 
     @property
     def embedding_width(self) -> int:

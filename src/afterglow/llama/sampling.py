@@ -62,13 +62,23 @@ class Sampling:
         for bias in self.logit_bias.values():
             if bias != float("-inf"):  # allowed: it bans the token
                 check_float("logit_bias", bias)
-        for text in (self.grammar, *self.dry_sequence_breakers):
-            if "\0" in text:
-                raise InvalidArgument("grammar", "must not contain a zero byte")
+        _check_text("grammar", self.grammar)
+        for breaker in self.dry_sequence_breakers:
+            _check_text("dry_sequence_breakers", breaker)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raise `InvalidArgument` for `name` if `text` cannot be a C string in UTF-8."""
+    if not isinstance(text, str):
+        raise InvalidArgument(name, f"must be text, not {text!r}")
+    if "\0" in text:
+        raise InvalidArgument(name, "must not contain a zero byte")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidArgument(name, "must not contain a lone surrogate")
 
 
 LIMITS: tuple[tuple[str, float, float], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +12,44 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_integer
+from afterglow.llama.deep_call import call_with_stack
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 
-CONTROL_OR_UNKNOWN, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 7, 1 << 8
+CONTROL_OR_UNKNOWN, USER_DEFINED, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 4, 1 << 7, 1 << 8
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
+
+# Most BPE pre-tokenizers divide a text into words with std::regex, which recurses once per character of a match: 352
+# bytes of stack each. No pattern matches text after a line break together with text before it, so the longest line
+# bounds the depth. The flat pre-tokenizers are loops, or match single characters only.
+FLAT_VOCABULARY_TYPES = (0, 1, 3, 4, 5, 6)  # none, SPM, WPM, UGM, RWKV and PLaMo-2: they use no std::regex
+FLAT_PRE_TOKENIZERS = frozenset(
+    {
+        "a.x-4.0", "chatglm-bpe", "codeshell", "command-r", "dbrx", "deepseek-r1-qwen", "exaone", "exaone4", "f2llmv2",
+        "falcon-h1", "falcon3", "gemma4", "gigachat", "glm4", "gpt-2", "granite-docling", "granite-embed-multi-311m",
+        "grok-2", "hunyuan", "jais", "jina-de", "jina-es", "jina-v1-en", "jina-v2-code", "jina-v2-de", "jina-v2-es",
+        "jina-v5-nano", "kimi-k2", "kormo", "laguna", "lfm2", "llama-bpe", "llama-v3", "llama3", "megrez", "mellum",
+        "mellum2", "midm-2.0", "minerva-7b", "modern-bert", "mpt", "olmo", "phi-2", "pixtral", "qwen2", "qwen35",
+        "refact", "roberta-bpe", "sarvam-moe", "smaug-bpe", "smollm", "solar-open", "stablelm2", "starcoder",
+        "trillion",
+    }
+)  # fmt: skip
+STACK_BYTES_PER_CHARACTER = 1024
+STACK_BASE_BYTES = 256 * 1024
+MAX_LINE_CHARACTERS = 512 * 1024
+LINE = re.compile(r"[^\r\n]*\s*")  # with the whitespace after it, which one match may include
+SHORT_TEXT_CHARACTERS = 512  # fits on the stack of every thread
+UNDIVIDED_TEXT_CHARACTERS = 8192  # up to here the text counts as one line, which is faster than finding the lines
+# Patterns that try a run again from each of its characters: n characters take n² · 60 ns, at most four seconds.
+MAX_SQUARED_RUNS = UNDIVIDED_TEXT_CHARACTERS**2
+QUADRATIC_RUNS = {
+    "superbpe": ("digits", re.compile(r"\d+")),
+    "deepseek-llm": ("spaces", re.compile(r"[^\S\r\n]+")),
+}
+# Every vocabulary takes time with the square of the number of special tokens in a text: 2 to 4 seconds for this many.
+MAX_SPECIAL_TOKENS = 32_768
+# 4 bytes beyond U+10FFFF, on which llama.cpp throws through C. It reads other invalid bytes as U+FFFD.
+INVALID_CHARACTER = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
 
 
 class Vocabulary:
@@ -81,8 +115,27 @@ class Vocabulary:
 
         With `parse_special`, the spelling of a control token becomes that control token. With `add_special`, the BOS
         and EOS tokens are added if the model requires them.
+
+        Raises `InvalidArgument` if tokenizing the text would need too much memory or time; no text crashes the process.
         """
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+        if isinstance(text, str):
+            data = text.encode("utf-8", "surrogatepass")
+        else:
+            text = data = INVALID_CHARACTER.sub("\ufffd".encode(), bytes(text))
+        if len(text) > UNDIVIDED_TEXT_CHARACTERS:
+            self._check_special_tokens(data, parse_special)
+        if len(text) <= SHORT_TEXT_CHARACTERS or self._recursive_pre_tokenizer is None:
+            return self._tokenize_on_this_stack(data, parse_special, add_special)
+        stack_bytes = self._bound_stack_bytes(text)
+        try:
+            return call_with_stack(stack_bytes, lambda: self._tokenize_on_this_stack(data, parse_special, add_special))
+        except MemoryError:
+            reason = (
+                f"needs {stack_bytes // 1024**2:,} MiB of memory to be tokenized, which the system does not provide"
+            )
+            raise InvalidArgument("text", f"{reason}: divide its longest line") from None
+
+    def _tokenize_on_this_stack(self, data: bytes, parse_special: bool, add_special: bool) -> list[int]:
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
         size = len(data) + 8
         buffer = ffi.new("llama_token[]", size)
@@ -94,6 +147,73 @@ class Vocabulary:
         if count < 0:
             raise InvalidArgument("text", f"of {len(data)} bytes could not be tokenized")
         return list(ffi.unpack(buffer, count))
+
+    @functools.cached_property
+    def _recursive_pre_tokenizer(self) -> str | None:
+        """Name of the pre-tokenizer if the text determines how deep it recurses. Unknown ones count as recursive."""
+        ffi, symbols = self._library.ffi, self._library.symbols
+        if symbols.llama_vocab_type(self.pointer) in FLAT_VOCABULARY_TYPES:
+            return None
+        buffer = ffi.new("char[]", 64)
+        symbols.llama_model_meta_val_str(self._model.pointer, b"tokenizer.ggml.pre", buffer, len(buffer))
+        name = str(ffi.string(buffer).decode("utf-8", "replace"))
+        return None if name in FLAT_PRE_TOKENIZERS else name
+
+    def _bound_stack_bytes(self, text: str | bytes) -> int:
+        """Return a stack size that is enough for a text; raise `InvalidArgument` if it is too large, or takes too long.
+
+        Bytes are counted like characters in short texts, of which they are never fewer.
+        """
+        longest = len(text)
+        if longest > UNDIVIDED_TEXT_CHARACTERS:
+            text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+            self._check_runs(text)
+            longest = max(map(_get_length, LINE.finditer(text)))
+        if longest > MAX_LINE_CHARACTERS:
+            limit = f"at most {MAX_LINE_CHARACTERS:,} can be tokenized"
+            raise InvalidArgument("text", f"has a line of {longest:,} characters, {limit}: insert line breaks")
+        return STACK_BASE_BYTES + longest * STACK_BYTES_PER_CHARACTER
+
+    def _check_runs(self, text: str) -> None:
+        """Raise `InvalidArgument` if the runs of a text would take too long."""
+        if self._recursive_pre_tokenizer not in QUADRATIC_RUNS:
+            return
+        name, pattern = QUADRATIC_RUNS[self._recursive_pre_tokenizer]
+        lengths = list(map(_get_length, pattern.finditer(text)))
+        if sum(length**2 for length in lengths) > MAX_SQUARED_RUNS:
+            limit = f"{max(lengths):,} {name} in a row, for which the tokenizer of this model takes too long"
+            raise InvalidArgument(
+                "text", f"has up to {limit}; {UNDIVIDED_TEXT_CHARACTERS:,} are possible: shorten them"
+            )
+
+    def _check_special_tokens(self, data: bytes, parse_special: bool) -> None:
+        """Raise `InvalidArgument` if a text has so many special tokens that tokenizing it would take minutes."""
+        texts = self._special_texts if parse_special else self._user_defined_texts
+        if sum(map(data.count, {text[:1] for text in texts})) <= MAX_SPECIAL_TOKENS:
+            return
+        total = 0
+        for text in texts:
+            if count := data.count(text):
+                total += count
+                data = data.replace(text, b"\xff")
+        if total > MAX_SPECIAL_TOKENS:
+            reason = f"contains {total:,} special tokens, at most {MAX_SPECIAL_TOKENS:,} can be tokenized at once"
+            raise InvalidArgument("text", f"{reason}: shorten it")
+
+    @functools.cached_property
+    def _user_defined_texts(self) -> list[bytes]:
+        """Texts that become a token of their own even without `parse_special`, longest first as in llama.cpp."""
+        return self._list_texts(USER_DEFINED)
+
+    @functools.cached_property
+    def _special_texts(self) -> list[bytes]:
+        """Texts that become a token of their own with `parse_special`, longest first as in llama.cpp."""
+        return self._list_texts(USER_DEFINED | CONTROL_OR_UNKNOWN)
+
+    def _list_texts(self, attributes: int) -> list[bytes]:
+        get_attributes = self._library.symbols.llama_vocab_get_attr
+        tokens = [token for token in range(self.size) if get_attributes(self.pointer, token) & attributes]
+        return sorted((text.encode() for token in tokens if (text := self.get_text(token))), key=len, reverse=True)
 
     def token_to_piece(self, token: int, *, special: bool = True) -> bytes:
         """Return the bytes of one token, possibly part of a character. Control tokens are empty without `special`."""
@@ -142,3 +262,7 @@ class Vocabulary:
     def is_control(self, token: int) -> bool:
         """Return whether `token` is a control token, which is never part of visible text."""
         return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))
+
+
+def _get_length(match: re.Match[str]) -> int:
+    return match.end() - match.start()

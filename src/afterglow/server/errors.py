@@ -40,6 +40,7 @@ WIRE_PARAM_NAMES = {
     "json_schema": "response_format",
     "entries": "prompt",
     "tokens": "prompt",
+    "text": "messages",  # a part of the prompt that cannot be tokenized
     "logprobs": "top_logprobs",
 }
 

@@ -15,7 +15,7 @@ from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf import probe
 from afterglow.llama.gguf.fingerprint import compute_fingerprint
 from afterglow.llama.lora import LoraAdapter
-from afterglow.llama.model import LlamaModel
+from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.gguf_mutations import generate_mutations
@@ -93,6 +93,14 @@ def test_a_changed_file_has_a_different_fingerprint(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert compute_fingerprint(path) != before
+
+
+def test_the_fingerprint_of_a_model_is_the_joint_one_of_its_files() -> None:
+    path = models.get_path("attention")
+    with LlamaModel.load(path, ModelSettings(vocab_only=True), trust=True) as model:
+        assert model.fingerprint == probe.compute_joint_fingerprint([path])
+        assert len(model.fingerprint) == 64
+    assert probe.compute_joint_fingerprint([path, path]) != model.fingerprint
 
 
 def test_a_trial_load_that_hangs_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def ensure_safe(path: Path, companion: Path | None = None) -> None:
     """
     paths = [path, *([companion] if companion else [])]
     files = [*list_split_files(path), *paths[1:]]
-    passed = get_cache_directory("probed") / f"{BUILD}-{compute_joint_fingerprint(files)}"
+    passed = get_cache_directory("probed") / f"{BUILD}-{compute_joint_fingerprint(files)[:32]}"
     if passed.exists():
         return
     for file in files:
@@ -59,7 +59,7 @@ def list_split_files(path: Path) -> list[Path]:
 
 def compute_joint_fingerprint(files: list[Path]) -> str:
     """Return one fingerprint for several files."""
-    return str(blake3("".join(compute_fingerprint(file) for file in files).encode()).hexdigest()[:32])
+    return str(blake3("".join(compute_fingerprint(file) for file in files).encode()).hexdigest())
 
 
 def _try_in_child(paths: list[Path], nbytes: int) -> None:

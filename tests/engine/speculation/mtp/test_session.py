@@ -11,6 +11,7 @@ import pytest
 from afterglow.engine.speculation.mtp import session as session_module
 from afterglow.engine.speculation.mtp.session import MtpSession
 from afterglow.errors import InvalidArgument, UnsupportedOperation, WrongState
+from afterglow.llama.batch import Batch
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import ContextSettings
@@ -44,11 +45,11 @@ def test_c10_the_loop_of_decode_process_draft_verify_accept(contexts):
     prompt = target.model.vocabulary.tokenize(models.CYCLE.decode())
     generated, position, decodes = [decode(target, prompt, 0)[-1]], len(prompt), 1
     session.begin(0)
-    session.process()
+    session.process(target.batch)
     while len(generated) < 40:
         draft = session.draft({0: generated[-1]})[0]
         sampled = decode(target, [generated[-1], *draft], position)
-        session.process()
+        session.process(target.batch)
         accepted = 0
         while accepted < len(draft) and draft[accepted] == sampled[accepted]:
             accepted += 1
@@ -77,7 +78,7 @@ def test_c10_several_sequences_are_drafted_for_in_one_batch(contexts):
     target.batch.add(vocabulary.tokenize("abcdefg"), position=0, sequence=0, outputs=1)
     target.batch.add(vocabulary.tokenize("pqr"), position=0, sequence=1, outputs=1)
     target.decode()
-    session.process()
+    session.process(target.batch)
     before = heads.decode_count
     drafts = session.draft({0: vocabulary.tokenize("h")[0], 1: vocabulary.tokenize("s")[0]}, {1: 2})
     assert heads.decode_count - before == 1 + 3  # the backlog of both, and three draft steps
@@ -108,7 +109,7 @@ def test_c10_a_token_below_the_minimum_probability_ends_the_draft():
         heads = LlamaContext(model, HEAD_SETTINGS, mtp_target=target)
         session = MtpSession(target, heads, sequences=1, n_draft_max=3, p_min=0.99)
         decode(target, model.vocabulary.tokenize("abc"), 0)
-        session.process()
+        session.process(target.batch)
         assert session.draft({0: 30}) == {0: []}
         session.accept(0, 0)  # an empty draft is accepted with 0
         assert session.stats.draft_tokens == 0
@@ -119,7 +120,7 @@ def test_c10_a_draft_shorter_than_the_minimum_is_dropped(contexts):
     target, _ = contexts
     session = MtpSession(*contexts, sequences=1, n_draft_max=3, n_min=2)
     decode(target, target.model.vocabulary.tokenize("abc"), 0)
-    session.process()
+    session.process(target.batch)
     assert session.draft({0: 30}, {0: 1}) == {0: []}
 
 
@@ -127,15 +128,15 @@ def test_c10_every_misuse_is_a_typed_error(contexts):
     target, heads = contexts
     session = MtpSession(target, heads, sequences=1, n_draft_max=2)
     with pytest.raises(WrongState, match="process"):
-        session.process()
+        session.process(target.batch)
     with pytest.raises(WrongState, match="draft"):
         session.draft({0: 30})
     with pytest.raises(WrongState, match="accept"):
         session.accept(0, 0)
     decode(target, [30, 31, 32], 0)
-    session.process()
+    session.process(target.batch)
     with pytest.raises(WrongState, match="processed already"):
-        session.process()
+        session.process(target.batch)
     for call in (lambda: session.begin(1), lambda: session.draft({1: 30}), lambda: session.accept(-1, 0)):
         with pytest.raises(InvalidArgument, match="sequence"):
             call()
@@ -147,7 +148,7 @@ def test_c10_every_misuse_is_a_typed_error(contexts):
     decode(target, [33, *draft], 3)
     with pytest.raises(WrongState, match="not processed"):
         session.accept(0, 0)
-    session.process()
+    session.process(target.batch)
     with pytest.raises(InvalidArgument, match="count"):
         session.accept(0, 3)
     session.accept(0, 0)
@@ -172,6 +173,33 @@ def test_c10_contexts_that_do_not_belong_together_are_rejected(contexts):
         MtpSession(target, small, sequences=1, n_draft_max=2)
 
 
+def test_c10_the_heads_read_the_batch_that_was_decoded_and_not_the_one_of_the_context(contexts):
+    target, heads = contexts
+    vocabulary = target.model.vocabulary
+    session = MtpSession(target, heads, sequences=2, n_draft_max=3)
+    decode(target, vocabulary.tokenize("pqrstuv"), 0, sequence=1)  # stays in the batch of the context
+    session.process(target.batch)
+    own = Batch(16)
+    own.add(vocabulary.tokenize("abcdefg"), position=0, sequence=0, outputs=1)
+    target.decode(own)
+    session.process(own)
+    assert session.count_backlog(0) == session.count_backlog(1) == 7
+    draft = session.draft({0: vocabulary.tokenize("h")[0]})[0]
+    assert vocabulary.detokenize(draft) == b"jkl"  # wrong after h
+    assert heads.memory.get_position_range(0) == (0, 6)
+
+
+def test_c10_a_batch_with_other_rows_than_the_last_decode_is_rejected_and_changes_nothing(contexts):
+    target, heads = contexts
+    session = MtpSession(target, heads, sequences=1, n_draft_max=2)
+    decode(target, [30, 31, 32], 0)
+    with pytest.raises(InvalidArgument, match="has 0 rows, the target's last decode had 3"):
+        session.process(Batch(16))
+    assert session.count_backlog(0) == 0
+    session.process(target.batch)
+    assert session.count_backlog(0) == 3
+
+
 def test_c10_rows_of_one_sequence_must_be_contiguous(contexts):
     target, heads = contexts
     session = MtpSession(target, heads, sequences=2, n_draft_max=2)
@@ -181,17 +209,17 @@ def test_c10_rows_of_one_sequence_must_be_contiguous(contexts):
     target.batch.add([32], position=1, sequence=0, outputs=1)
     target.decode()
     with pytest.raises(InvalidArgument, match="one after the other"):
-        session.process()
+        session.process(target.batch)
 
 
 def test_c10_stats_are_logged(contexts, caplog):
     target, _ = contexts
     session = MtpSession(*contexts, sequences=1, n_draft_max=2)
     decode(target, target.model.vocabulary.tokenize("abc"), 0)
-    session.process()
+    session.process(target.batch)
     draft = session.draft({0: target.model.vocabulary.tokenize("d")[0]})[0]
     decode(target, [target.model.vocabulary.tokenize("d")[0], *draft], 3)
-    session.process()
+    session.process(target.batch)
     with caplog.at_level(logging.DEBUG, "afterglow.engine.speculation.mtp"):
         session.accept(0, len(draft))
     assert "accepted_tokens=2" in caplog.text
@@ -203,11 +231,11 @@ def test_heads_compute_nothing_until_a_draft_is_requested_and_then_the_newest_en
     session = MtpSession(target, heads, sequences=1, n_draft_max=2)
     tokens = target.model.vocabulary.tokenize(models.CYCLE.decode())[:20]
     decode(target, tokens, 0)
-    session.process()
+    session.process(target.batch)
     for position in range(20, 60):
         tokens.append(models.get_successor(tokens[-1]))
         decode(target, tokens[-1:], position)
-        session.process()
+        session.process(target.batch)
     assert heads.decode_count == 0
     assert session.draft({0: models.get_successor(tokens[-1])})[0]
     assert heads.memory.get_position_range(0) == (40, 59)

@@ -79,7 +79,7 @@ class MtpBackend(LlamaBackend):
         if spans[0].embedding is not None:  # the heads read tokens only: they start again after media
             return self.session.begin(spans[0].sequence)
         try:
-            self.session.process()
+            self.session.process(self.context.batch)
         except AfterglowError:  # heads must not fail requests: they start again
             for span in spans:
                 self.session.begin(span.sequence)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument, UnsupportedOperation, WrongState
+from afterglow.llama.batch import Batch
 from afterglow.llama.checks import check_float, check_integer
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.library.loader import get_library
@@ -92,10 +93,10 @@ class MtpSession:
 
     >>> session = MtpSession(target, heads, sequences=1, n_draft_max=3)
     >>> target.decode()                          # the prompt
-    >>> session.process()                        # after every decode of the target
+    >>> session.process(target.batch)            # after every decode of the target, the batch that was decoded
     >>> tokens = session.draft({0: token})[0]    # draft tokens after the token that was sampled last
     >>> target.decode()                          # the token and the draft tokens, an output after each
-    >>> session.process()
+    >>> session.process(target.batch)
     >>> session.accept(0, count)                 # accepted draft tokens; the others leave both KV caches
     """
 
@@ -138,14 +139,16 @@ class MtpSession:
         self._unverified.pop(sequence, None)
         self._recomputed_positions.pop(sequence, None)
 
-    def process(self) -> None:
-        """Pass the rows of the target's last decode to the heads. Call it once after every decode of the target."""
+    def process(self, batch: Batch) -> None:
+        """Pass `batch`, the rows of the target's last decode, to the heads. Call it once after every decode."""
         if self.target.decode_count == self._processed_decodes:
             raise WrongState("process", "processed already", "decoded again first")
-        self._processed_decodes = self.target.decode_count
         hidden = self.target.get_hidden_states()
-        batch = self.target.batch
-        for sequence, start, stop in self._find_runs(len(hidden)):
+        if batch.count != len(hidden):
+            raise InvalidArgument("batch", f"has {batch.count} rows, the target's last decode had {len(hidden)}")
+        runs = self._find_runs(batch)
+        self._processed_decodes = self.target.decode_count
+        for sequence, start, stop in runs:
             first, known_states = int(batch.positions[start]), self._hidden_states[sequence]
             skipped = max(
                 stop - start - MAX_BACKLOG_ENTRIES, int(self._recomputed_positions.pop(sequence, -1) == first), 0
@@ -228,10 +231,10 @@ class MtpSession:
 
     # --- decodes of the heads
 
-    def _find_runs(self, count: int) -> list[tuple[int, int, int]]:
-        """Return the rows of each sequence in the target's batch, as (sequence, start, stop)."""
-        sequences = self.target.batch.sequences[:count]
-        bounds = [0, *(np.flatnonzero(np.diff(sequences)) + 1).tolist(), count]
+    def _find_runs(self, batch: Batch) -> list[tuple[int, int, int]]:
+        """Return the rows of each sequence in a batch, as (sequence, start, stop)."""
+        sequences = batch.sequences[: batch.count]
+        bounds = [0, *(np.flatnonzero(np.diff(sequences)) + 1).tolist(), batch.count]
         runs = [(int(sequences[start]), start, stop) for start, stop in itertools.pairwise(bounds)]
         if len({sequence for sequence, _, _ in runs}) < len(runs):
             raise InvalidArgument("batch", "must hold the rows of each sequence one after the other")
