@@ -157,9 +157,9 @@ class StateSerializer:
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)
         memory.record_state_load(sequence, last)
 
-    def copy(self, source: int, target: int) -> int:
+    def copy(self, source: int, target: int, scope: StateScope = "full") -> int:
         """Copy `source` to `target` immediately, with streams or unified; return the number of bytes copied."""
-        state = self.save(source)
+        state = self.save(source, scope)
         self.load(target, state)
         return state.nbytes
 

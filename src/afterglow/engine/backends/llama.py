@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.media import MediaEncoder
-from afterglow.errors import InvalidState
+from afterglow.errors import InvalidState, UnsupportedOperation
 from afterglow.llama import kv_layout as llama_layout
 from afterglow.llama import page_buffers
 from afterglow.llama import state as llama_state
@@ -131,8 +131,8 @@ class LlamaBackend:
         return self.context.memory.can_resume(sequence, position)
 
     def truncate(self, sequence: int, position: int) -> None:
-        removed = self.context.memory.remove(sequence, start=position)
-        assert removed, f"sequence {sequence} cannot resume at {position}"
+        if not self.context.memory.remove(sequence, start=position):
+            raise UnsupportedOperation("a truncation", f"sequence {sequence} cannot resume at position {position}")
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
         return False  # there is no drafter

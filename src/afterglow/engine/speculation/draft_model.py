@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, Dra
 from afterglow.engine.types.backend import Backend, BackendState, DecodeSpan
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import AfterglowError, InvalidArgument
+from afterglow.errors import AfterglowError, InvalidArgument, UnsupportedOperation
 from afterglow.llama.vocabulary import Vocabulary
 
 MAX_VOCABULARY_SIZE_DIFFERENCE = 128  # some vocabularies are padded
@@ -116,8 +117,9 @@ class DraftModel:
         mirror = self._mirrors.pop(job, None)
         if mirror is not None:
             common_length = common_prefix_length(mirror.slot.entries, _get_known_entries(job))
-            if mirror.slot.can_resume_at(common_length):
-                mirror.slot.truncate(common_length)
+            with contextlib.suppress(UnsupportedOperation):  # its entries remain those that it computed
+                if mirror.slot.can_resume_at(common_length):
+                    mirror.slot.truncate(common_length)
             self.prefix_cache.release(mirror.slot)
 
     def run_idle_task(self) -> bool:

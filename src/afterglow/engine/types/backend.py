@@ -71,7 +71,9 @@ class Capabilities:
 
     @property
     def survives_abort(self) -> bool:
-        """A decode that was interrupted leaves the other sequences of its batch intact."""
+        """A decode that was interrupted leaves the sequences of its batch as they were, or with some of its rows.
+
+        Otherwise they are damaged; so are others if the batch had several sequences."""
         return self.memory_kind in ("attention", "window")
 
 
@@ -163,7 +165,11 @@ class Backend(Protocol):
         """Return whether the sequence can be truncated at `position` and continue there with exact results."""
 
     def truncate(self, sequence: int, position: int) -> None:
-        """Drop everything from `position` on. Allowed only if `can_resume_at` is true."""
+        """Drop everything from `position` on. Allowed only if `can_resume_at` is true.
+
+        `UnsupportedOperation`: the KV cache refused and nothing was changed. The sequence cannot be used before it is
+        cleared or loaded.
+        """
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
         """Drop the entry before `position` if the drafter must see it decoded again; return whether it was dropped."""
