@@ -99,7 +99,8 @@ class Engine:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         token_constraint = token_constraint or self.constraint_factory.build(request)
         if self.settings.pin_system_prompts and request.system_length:
-            self.prefix_cache.store.pin_manager.pin(entries[: request.system_length], request.salt, is_system=True)
+            namespace = self.prefix_cache.build_namespace(request.salt)
+            self.prefix_cache.store.pin_manager.pin(entries[: request.system_length], namespace, is_system=True)
         job = Job(
             request=request,
             prompt=entries,
@@ -127,6 +128,7 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Run at most one decode. Return the events since the last step."""
         self._is_consistent = False
+        self.prefix_cache.notice_adapters()
         self._end_cancelled_and_expired()
         self._admit_waiting()
         if batch := self._schedule():

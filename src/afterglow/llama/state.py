@@ -71,12 +71,10 @@ class StateOwner(Protocol):
     sequences: int
     cells_per_sequence: int
     is_mtp: bool
+    adapter_key: str  # the applied adapters and their scales
 
     @property
     def pointer(self) -> Any: ...
-
-    @property
-    def adapter_key(self) -> str: ...
 
 
 class StateSerializer:

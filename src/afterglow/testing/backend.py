@@ -103,6 +103,7 @@ class FakeBackend:
             can_replay=can_replay,
         )
         self.model_identity = model_identity  # part of `state_key`: states of another model are rejected
+        self.adapter_key = ""  # part of `state_key` and of everything that is computed
         self.projector = projector
         self.eog_tokens = frozenset({0})
         self.token_bytes: TokenBytes = FakeTokenBytes(
@@ -229,7 +230,7 @@ class FakeBackend:
 
     def _append_entry(self, kv_cache: FakeKVCache, entry: int, embedded: int, batch_shape: int) -> int:
         kind = self.capabilities.memory_kind
-        inputs = [kv_cache.position, embedded, batch_shape]
+        inputs = [kv_cache.position, embedded, batch_shape, *self.adapter_key.encode()]
         if kind != "recurrent":
             inputs += [len(kv_cache.cells), hash_cells(kv_cache.cells)]
         if kind == "window":
@@ -345,9 +346,11 @@ class FakeBackend:
 
     @property
     def state_key(self) -> bytes:
-        return f"{self.model_identity} {self.capabilities.memory_kind} {self.capabilities.kv_unified}".encode()
+        capabilities = self.capabilities
+        parts = self.model_identity, capabilities.memory_kind, str(capabilities.kv_unified), self.adapter_key
+        return " ".join(parts).encode()
 
-    def extract_cells(self, state: BackendState, partial: BackendState | None) -> FakeCells:
+    def extract_cells(self, state: BackendState, partial: BackendState | None) -> FakeCells | None:
         assert isinstance(state, FakeState)
         assert state.scope == "full"
         return FakeCells(state.kv_cache.cells)

@@ -151,6 +151,10 @@ class LlamaBackend:
         self.context.state.load(sequence, state)
 
     @property
+    def adapter_key(self) -> str:
+        return self.context.adapter_key if self.context.adapters else ""
+
+    @property
     def state_key(self) -> bytes:
         return self.context.state.key
 

@@ -35,7 +35,9 @@ class Sequence:
         self.seq_id = seq_id
         self.entry_buffer = EntryBuffer()
         self.aligned = 0  # leading entries that were computed in full chunks of the deterministic grid
-        self.salt = ""  # requests with another salt never reuse its contents
+        self.salt = ""  # of the tenant; requests with another salt never reuse its contents
+        self.namespace = ""  # salt and adapters that its contents were computed with
+        self.mixes_adapters = False  # the adapters changed meanwhile: nothing may reuse its contents
         self.busy = False
         self.last_used = time.monotonic()
         self._backend = backend

@@ -143,8 +143,12 @@ class Backend(Protocol):
     projector: MediaEncoder | None  # encodes images and audio, on another thread
 
     @property
+    def adapter_key(self) -> str:
+        """The LoRA adapters that are applied now, as text. Empty if there are none. It may change between decodes."""
+
+    @property
     def state_key(self) -> bytes:
-        """Key of model, build and settings. Saved bytes are valid only in a backend with an equal key."""
+        """Key of model, build, settings and adapters. Saved bytes are valid only in a backend with an equal key."""
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         """Compute all spans in one batch.
