@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from afterglow.errors import InvalidArgument, InvalidState, UnsupportedOperation
 from afterglow.llama.checks import INT32_MAX, check_integer
 from afterglow.llama.library.loader import get_library
-from afterglow.llama.model import LlamaModel
+from afterglow.llama.model import LlamaModel, MemoryKind
 from afterglow.llama.settings import ContextSettings
 
 
@@ -55,22 +55,26 @@ class KVMemory:
         # Sequences that were rolled back and not decoded since: their state is one of their snapshots.
         self._rolled_back: NDArray[np.bool_] = np.zeros(context.sequences, dtype=np.bool_)
         self.pending_shift = False  # positions were shifted; the next decode rotates the keys
+        self.is_unknown = False  # it behaves as no known kind: only whole states are trusted
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> MemoryKind:
         """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory).
 
-        MTP heads use attention even if the model is recurrent or hybrid.
+        MTP heads use attention even if the model is recurrent or hybrid. A memory of unknown behaviour is treated as
+        `recurrent`, the weakest kind: it is continued at its end, copied and restored as a whole.
         """
         if self._pointer == get_library().ffi.NULL:
             return "none"
+        if self.is_unknown:
+            return "recurrent"
         kind = self._context.model.info.memory_kind
         return "attention" if self._context.is_mtp and kind in ("recurrent", "hybrid") else kind
 
     @property
     def can_shift(self) -> bool:
         """Whether positions can be shifted: not with M-RoPE, and not with a sliding window."""
-        if self.kind == "none" or self._context.model.info.uses_mrope:
+        if self.kind == "none" or self._context.model.info.uses_mrope or self.is_unknown:
             return False
         return bool(self._symbols.llama_memory_can_shift(self._get_pointer("can_shift")))
 
@@ -103,7 +107,8 @@ class KVMemory:
             case "window":
                 return current[0] <= max(0, position - self._context.model.info.sliding_window)
             case "recurrent" | "hybrid":
-                return dropped <= max(0, min(self._context.max_rollback, int(self._decoded_rows[sequence]) - 1))
+                snapshots = 0 if self.is_unknown else self._context.max_rollback
+                return dropped <= max(0, min(snapshots, int(self._decoded_rows[sequence]) - 1))
         return True
 
     def remove(self, sequence: int | None = None, *, start: int | None = None, stop: int | None = None) -> bool:
@@ -150,7 +155,7 @@ class KVMemory:
         if source == target or source_range is None or first > source_range[1]:
             return 0
         self._check_copy(source_range, source, target, first, last)
-        if self._context.settings.kv_unified:
+        if self._context.settings.kv_unified and not self.is_unknown:
             return self._share_cells(source, target, first, last)
         nbytes = self._context.state.copy(source, target)
         kept_end = last > source_range[1] or self._remove_range(self._get_pointer("copy"), target, last, INT32_MAX)
@@ -239,6 +244,8 @@ class KVMemory:
         """
         self._decoded_rows[sequence] = 0  # no rollback before a decode
         self._rolled_back[sequence] = False
+        if self.kind not in ("window", "hybrid"):  # the others were replaced as a whole
+            return
         if not self._symbols.llama_memory_seq_rm(self._get_pointer("load"), sequence, last + 1, -1):
             self.remove(sequence)
             raise InvalidState(f"llama.cpp did not remove the cells after its end, {last}")
