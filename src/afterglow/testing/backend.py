@@ -131,6 +131,8 @@ class FakeBackend:
             self._fail(self.injected_errors.pop(0), spans)
         self._check_capacity(spans)
         self.decode_history.append([(span.sequence, len(span.entries)) for span in spans])
+        for kv_cache in self._kv_caches:
+            kv_cache.last_decode_rows = 0  # recurrent states are moved without their snapshots
         shape = hash_integers(*[len(span.entries) for span in spans]) if self.simulate_rounding else 0
         self._logit_seeds = [
             self._compute(span, shape) if span.completes_entry else self._add_partial_media(span) for span in spans
@@ -173,9 +175,12 @@ class FakeBackend:
         """Fail as llama.cpp does.
 
         `KVCacheFull` changes nothing. An aborted decode leaves half of its rows in memory, and corrupts recurrent
-        states.
+        states: those of its sequences and, if it has several, those of all.
         """
         if not isinstance(error, KVCacheFull):
+            if len(spans) > 1 and self.capabilities.memory_kind in ("recurrent", "hybrid"):
+                for kv_cache in self._kv_caches:
+                    kv_cache.recurrent_state ^= 0xF00D * (kv_cache.position > 0)
             for span in spans:
                 if span.embedding is not None:
                     self._add_partial_media(replace(span, embedding=span.embedding.slice_rows(0, span.rows // 2)))
@@ -314,6 +319,8 @@ class FakeBackend:
         kv_cache = self._kv_caches[target] = copy_kv_cache(
             self._kv_caches[source], copy_cells=not self.capabilities.kv_unified
         )
+        if self.capabilities.kv_unified:
+            self._kv_caches[source].last_decode_rows = 0  # a shared recurrent state is not rolled back
         if not self.capabilities.kv_unified:  # copied bytes do not include the cells before a window
             kv_cache.window = [cell for cell in kv_cache.window if cell.position >= kv_cache.position - WINDOW_ENTRIES]
         if stop < kv_cache.position:
