@@ -102,7 +102,7 @@ def test_a_snapshot_and_a_pin_belong_to_their_adapters(kind):
 def test_an_engine_on_llama_computes_with_the_adapters_that_are_applied(kv_unified):
     spec = EngineSpec(
         path=models.get_path("attention"),
-        context_settings=ContextSettings(cells=2048, sequences=2, batch=128, threads=1, kv_unified=kv_unified),
+        context_settings=ContextSettings(cells=2048, sequences=3, batch=128, threads=1, kv_unified=kv_unified),
         engine_settings=EngineSettings(speculation="off"),
     )
     entries = random_prompt(100, 1)

@@ -78,8 +78,8 @@ def test_an_aborted_or_failed_decode_changes_no_token_of_any_sequence(open_engin
         for entries in idle:
             answer = ask(engine, [*entries, 33], max_tokens=2, ignore_eos=True, logprobs=0)
             cold.check([*entries, 33], answer)
-    assert engine.counters.interrupted >= 3
-    assert engine.counters.draft_tokens > 0
+    assert engine.counters.interrupted >= 2
+    assert drafter == "ngram" or engine.counters.draft_tokens > 0
 
 
 @every_layout
@@ -141,7 +141,7 @@ def test_full_memory_changes_no_token_and_fails_no_request(open_engine, kind, dr
         cold.check(entries, answers[id])
     answer = ask(engine, [*idle, 33], max_tokens=3, logprobs=0)
     cold.check([*idle, 33], answer)
-    assert engine.counters.draft_tokens > 0
+    assert drafter == "ngram" or engine.counters.draft_tokens > 0
     assert (engine.counters.preempted > 0) == (kv_unified and kind != "recurrent")
 
 

@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.snapshots: list[snapshots.SavedSequence] = []
         self.idle_steps = 0  # consecutive steps without a decode or an ended request
 
-    def check_invariants(self) -> None:
+    def check_engine(self) -> None:
         check_all(self.engine)
 
     def compute_expected(self, id: str) -> tuple[list[int], str, bytes | int | None]:
@@ -323,7 +323,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert id not in self.cancelled, f"{id} runs after it was cancelled"
             deadline = self.requests[id].deadline
             assert deadline is None or now - self.submitted[id] <= deadline, f"{id} runs after its deadline"
-        self.check_invariants()
+        self.check_engine()
 
     def check_result(self, id: str) -> None:
         """Check that a request ended as it should."""
@@ -469,7 +469,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def invariants_hold(self):
         if hasattr(self, "engine"):
-            self.check_invariants()
+            self.check_engine()
 
     def teardown(self):
         if sys.exc_info()[0] is not None or not hasattr(self, "engine"):

@@ -23,6 +23,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import build_engine
 from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.speculation import calibration, draft_model
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled
@@ -31,7 +32,7 @@ from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from laws.test_state_machine import MODERATE, SAMPLINGS, THOROUGH, TIMED_MODULES, Clock, EngineMachine
-from support.llama_engines import MIN_CELLS, MODELS, ColdContext, abort_decodes, fail_decodes, get_draft
+from support.llama_engines import EXACT, MIN_CELLS, MODELS, ColdContext, abort_decodes, fail_decodes, get_draft
 from support.play import LAYOUTS, check
 from support.truth import check_jobs, check_trees
 
@@ -89,6 +90,7 @@ class LlamaEngineMachine(EngineMachine):
             threads=1,
             kv_unified=self.kv_unified,
             recurrent_snapshots=recurrent_snapshots if self.kind == "hybrid" else 0,
+            **EXACT,
         )
         self.context = LlamaContext(self.model, context_settings)
         self.engine = build_engine(
@@ -105,7 +107,7 @@ class LlamaEngineMachine(EngineMachine):
             draft=get_draft(self.drafter, self.model.path, draft_is_target=draft_is_target),
         )
 
-    def check_invariants(self) -> None:
+    def check_engine(self) -> None:
         check_jobs(self.engine)
         check_trees(self.engine)
         check(self.engine)
@@ -121,14 +123,13 @@ class LlamaEngineMachine(EngineMachine):
         if options["max_tokens"] == 0 or not tokens:
             return [], "length", None
         self.cold.check(request.entries, answer, is_greedy=SAMPLINGS[options["sampling"]].temperature == 0)
-        vocabulary, text = self.model.vocabulary, b""
+        vocabulary, stop_matcher = self.model.vocabulary, StopMatcher(options["stop"] or (b"\0 no text has this",))
         for index, token in enumerate(tokens):
-            text += vocabulary.token_to_piece(token, special=False)
-            done = tokens[: index + 1]
+            done, stop = tokens[: index + 1], stop_matcher.feed(vocabulary.token_to_piece(token, special=False))
             if token in vocabulary.eog_tokens and not options["ignore_eos"]:
                 return done, "stop", token
-            if matches := [stop for stop in options["stop"] if text.endswith(stop)]:
-                return done, "stop", max(matches, key=len)
+            if stop is not None:
+                return done, "stop", stop
             if len(done) == options["max_tokens"] or len(request.entries) + len(done) > self.cells:
                 return done, "length", None
         return [*tokens, -1], "it does not end here", None

@@ -297,8 +297,8 @@ def test_a_copy_ends_the_rollback_of_both_sequences(open_context, unified):
         if context.memory.can_resume(sequence, 28):
             assert context.memory.remove(sequence, start=28)
     assert not context.memory.can_resume(1, 28)
-    decode_tokens(context, 0, random_tokens(4, seed=1), context.memory.get_position_range(0)[1] + 1)
-    decode_tokens(context, 1, random_tokens(4, seed=2), 30)
+    ends = {sequence: context.memory.get_position_range(sequence)[1] + 1 for sequence in (0, 1)}
+    decode_each(context, {0: random_tokens(4, seed=1), 1: random_tokens(4, seed=2)}, ends)
     for sequence in (0, 1):  # a decode gives each its own state and snapshots
         end = context.memory.get_position_range(sequence)[1] + 1
         assert context.memory.can_resume(sequence, end - 2)

@@ -84,7 +84,6 @@ UNKNOWN = [
     ("attention", ignore_truncation),
     ("attention", ignore_copies),
     ("window", refuse_truncation),
-    ("window", ignore_partial_states),
     ("hybrid", ignore_copies),
     ("hybrid", ignore_partial_states),
 ]

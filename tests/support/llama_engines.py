@@ -25,6 +25,7 @@ from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.play import Answer
 
+EXACT = {"cache_type_k": "f32", "cache_type_v": "f32"}  # so that a batch shape changes as little as possible
 MIN_CELLS = 256  # the fewest that llama.cpp gives a sequence
 MAX_LOGPROB_DIFFERENCE = 0.03  # a different batch shape changes log-probabilities by about 1e-3, a wrong state by 0.1
 # Memory kind and drafter to the model. Recurrent models with MTP heads do not exist.
@@ -58,7 +59,7 @@ def build_spec(
 ) -> EngineSpec:
     """Return the spec of an engine that always drafts. `settings` are fields of `EngineSettings`."""
     path = models.get_path(MODELS[kind, drafter])
-    defaults = {"cells": 2048, "sequences": 4, "batch": 64, "ubatch": 32, "outputs": 32, "threads": 1}
+    defaults = {"cells": 2048, "sequences": 4, "batch": 64, "ubatch": 32, "outputs": 32, "threads": 1, **EXACT}
     snapshots = 4 if kind == "hybrid" else 0
     return EngineSpec(
         path=path,
@@ -75,7 +76,7 @@ class ColdContext:
 
     def __init__(self, model: LlamaModel, cells: int = 512) -> None:
         self.context = LlamaContext(
-            model, ContextSettings(cells=cells, batch=cells, ubatch=cells, outputs=cells, threads=1)
+            model, ContextSettings(cells=cells, batch=cells, ubatch=cells, outputs=cells, threads=1, **EXACT)
         )
         self._known: dict[tuple[int, ...], NDArray[np.float64]] = {}
 

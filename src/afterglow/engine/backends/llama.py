@@ -154,7 +154,7 @@ class LlamaBackend:
 
     @property
     def adapter_key(self) -> str:
-        return self.context.adapter_key if self.context.adapters else ""
+        return self.context.adapter_key if any(self.context.adapters.values()) else ""
 
     @property
     def state_key(self) -> bytes:
