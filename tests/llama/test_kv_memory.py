@@ -113,10 +113,27 @@ def test_c11_a_window_cannot_be_truncated_to_a_position_before_it(open_context):
     first, last = context.memory.get_position_range(0)
     assert first > 300
     assert context.memory.can_resume(0, last + 1)
-    assert context.memory.can_resume(0, first + 32)
-    assert not context.memory.can_resume(0, first + 31)
+    assert context.memory.can_resume(0, first + 31)
+    assert not context.memory.can_resume(0, first + 30)
     assert context.memory.remove(0, start=112) is False
     assert context.memory.get_position_range(0) == (first, last)
+    assert context.memory.remove(0, start=first + 31) is True
+    fresh = open_context("window", cells=2048, sequences=1, ubatch=32, batch=32)
+    decode_tokens(fresh, 0, random_tokens(700)[: first + 31])
+    expected = decode_tokens(fresh, 0, [42], first + 31)
+    assert max_difference(decode_tokens(context, 0, [42], first + 31), expected) < LOGIT_TOLERANCE
+
+
+def test_c11_an_idle_window_can_be_resumed_after_others_recycled_its_cells(open_context):
+    """If unified, other sequences take the cells that the next token does not see."""
+    context = open_context("window", kv_unified=True, cells=512, sequences=2, ubatch=32, batch=32)
+    decode_tokens(context, 0, random_tokens(200))
+    decode_tokens(context, 1, random_tokens(250, seed=1))
+    assert context.memory.can_resume(0, 200)
+    fresh = open_context("window", kv_unified=True, cells=512, sequences=2, ubatch=32, batch=32)
+    decode_tokens(fresh, 0, random_tokens(200))
+    expected = decode_tokens(fresh, 0, [42], 200)
+    assert max_difference(decode_tokens(context, 0, [42], 200), expected) < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(("rows", "back", "possible"), [(4, 3, True), (4, 4, False), (1, 1, False), (8, 4, False)])

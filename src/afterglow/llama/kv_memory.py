@@ -105,7 +105,8 @@ class KVMemory:
         dropped = current[1] + 1 - position
         match self.kind:
             case "window":
-                return current[0] <= max(0, position - self._context.model.info.sliding_window)
+                # llama.cpp recycles what the next token does not see; with shared cells, at any time.
+                return current[0] <= max(0, position - self._context.model.info.sliding_window + 1)
             case "recurrent" | "hybrid":
                 snapshots = 0 if self.is_unknown else self._context.max_rollback
                 return dropped <= max(0, min(snapshots, int(self._decoded_rows[sequence]) - 1))
