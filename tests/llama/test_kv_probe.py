@@ -41,7 +41,7 @@ def test_the_probe_is_a_few_small_decodes_and_leaves_nothing(open_context, kind,
     context = open_context(kind, kv_unified=unified, recurrent_snapshots=4)
     untouched = open_context(kind, kv_unified=unified, recurrent_snapshots=4)
     probe_memory(context)
-    assert context.decode_count <= 4
+    assert context.decode_count <= 5
     assert [context.memory.get_position_range(sequence) for sequence in (0, 1)] == [None, None]
     assert context.state.size(0) == untouched.state.size(0)
     tokens = random_tokens(60)
@@ -77,6 +77,20 @@ def ignore_partial_states(symbols, monkeypatch) -> None:
         "llama_state_seq_set_data_ext",
         lambda context, data, size, sequence, flags: size if flags else original(context, data, size, sequence, flags),
     )
+
+
+def test_a_memory_that_computes_wrong_results_after_a_shift_does_not_offer_it(open_context, monkeypatch):
+    context = open_context("attention")
+    symbols, original = get_library().symbols, get_library().symbols.llama_memory_seq_add
+    monkeypatch.setattr(  # the first two tokens stay where they are
+        symbols,
+        "llama_memory_seq_add",
+        lambda memory, sequence, _, last, delta: original(memory, sequence, 2, last, delta),
+    )
+    assert context.memory.can_shift
+    confirm_memory_kind(context)
+    assert not context.memory.can_shift
+    assert context.memory.kind == "attention"
 
 
 UNKNOWN = [

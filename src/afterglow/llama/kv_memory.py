@@ -56,6 +56,7 @@ class KVMemory:
         self._rolled_back: NDArray[np.bool_] = np.zeros(context.sequences, dtype=np.bool_)
         self.pending_shift = False  # positions were shifted; the next decode rotates the keys
         self.is_unknown = False  # it behaves as no known kind: only whole states are trusted
+        self.rejects_shift = False  # shifted positions were found to give wrong results
 
     @property
     def kind(self) -> MemoryKind:
@@ -74,7 +75,7 @@ class KVMemory:
     @property
     def can_shift(self) -> bool:
         """Whether positions can be shifted: not with M-RoPE, and not with a sliding window."""
-        if self.kind == "none" or self._context.model.info.uses_mrope or self.is_unknown:
+        if self.kind == "none" or self._context.model.info.uses_mrope or self.is_unknown or self.rejects_shift:
             return False
         return bool(self._symbols.llama_memory_can_shift(self._get_pointer("can_shift")))
 

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.state import SavedState
 
 PREFIX_LENGTH, LENGTH = 3, 5
+SHIFT_POSITIONS = 7
 MIN_BATCH_ROWS = 2 * (LENGTH - PREFIX_LENGTH)
 MAX_RELATIVE_DIFFERENCE = 0.2  # of logits: another batch shape changes them by about 0.001, a wrong state by about 1
 REQUIRED_ABILITIES = {
@@ -35,7 +37,7 @@ class MemoryAbilities:
     trim: bool = False  # drop the last token of a decode
     copy: bool = False  # copy a sequence; true if there is only one
     partial_state: bool = False  # return to a partial state that was saved earlier
-    shift: bool = False  # change the positions of tokens
+    shift: bool = False  # move a sequence to other positions
 
 
 def confirm_memory_kind(context: LlamaContext) -> None:
@@ -51,6 +53,7 @@ def confirm_memory_kind(context: LlamaContext) -> None:
     abilities = probe_memory(context)
     required = REQUIRED_ABILITIES[memory.kind] | ({"trim"} if context.max_rollback else set())
     missing = sorted(name for name in required if not asdict(abilities)[name])
+    memory.rejects_shift = not abilities.shift
     if missing:
         logger.warning(
             "the memory of %s does not behave as the kind %r: no %s; its sequences are kept as whole states",
@@ -62,7 +65,7 @@ def confirm_memory_kind(context: LlamaContext) -> None:
 
 
 def probe_memory(context: LlamaContext) -> MemoryAbilities:
-    """Try every operation on a context without sequences, in at most four decodes. It is empty again afterwards."""
+    """Try every operation on a context without sequences, in at most five decodes. It is empty again afterwards."""
     try:
         return _probe_memory(context)
     except AfterglowError as error:  # e.g. an operation succeeded, and the next decode is rejected
@@ -94,8 +97,25 @@ def _probe_memory(context: LlamaContext) -> MemoryAbilities:
         trim=trims,
         copy=all(_are_equal(logits[sequence], expected) for sequence in sequences),
         partial_state=restores,
-        shift=memory.can_shift,
+        shift=memory.can_shift and _shifts_exactly(context, partial, suffix, expected),
     )
+
+
+def _shifts_exactly(
+    context: LlamaContext, partial: SavedState | None, suffix: list[int], expected: NDArray[np.float32]
+) -> bool:
+    """Return whether a sequence that was moved to other positions continues as before."""
+    memory = context.memory
+    try:
+        memory.keep_only(0)  # a shift moves the cells of every sequence that shares them
+        if partial is None:
+            memory.remove(0, start=PREFIX_LENGTH)
+        else:
+            context.state.load(0, partial)
+        memory.shift(0, SHIFT_POSITIONS)
+        return _are_equal(_decode(context, {0: suffix}, PREFIX_LENGTH + SHIFT_POSITIONS)[0], expected)
+    except AfterglowError:
+        return False
 
 
 def _decode(context: LlamaContext, rows: Mapping[int, list[int]], position: int) -> list[NDArray[np.float32]]:
