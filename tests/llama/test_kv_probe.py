@@ -9,6 +9,7 @@ import pytest
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
+from afterglow.llama import kv_probe
 from afterglow.llama.kv_probe import MemoryAbilities, confirm_memory_kind, probe_memory
 from afterglow.llama.library.loader import get_library
 from laws.test_engine_on_llama import check_tokens, random_prompt, run_cold
@@ -16,6 +17,12 @@ from support.contexts import KV_LAYOUTS, MEMORY_KINDS, decode_tokens, max_differ
 from support.play import ask, play, request
 
 pytestmark = pytest.mark.native
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(tmp_path, monkeypatch):
+    """No model was probed before."""
+    monkeypatch.setattr(kv_probe, "get_cache_directory", lambda name: tmp_path / name)
 
 
 @pytest.mark.parametrize("snapshots", [0, 4])
@@ -46,6 +53,18 @@ def test_the_probe_is_a_few_small_decodes_and_leaves_nothing(open_context, kind,
     assert context.state.size(0) == untouched.state.size(0)
     tokens = random_tokens(60)
     assert max_difference(decode_tokens(context, 1, tokens), decode_tokens(untouched, 1, tokens)) == 0.0
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_a_model_that_was_confirmed_is_not_probed_again(open_context, kind):
+    for is_known in (False, True):
+        context = open_context(kind)
+        confirm_memory_kind(context)
+        assert (context.decode_count == 0) == is_known
+        assert context.memory.kind == kind
+    other = open_context(kind, sequences=3)  # with other settings it is
+    confirm_memory_kind(other)
+    assert other.decode_count > 0
 
 
 def refuse_truncation(symbols, monkeypatch) -> None:
@@ -105,17 +124,20 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("kind", "misbehave"), UNKNOWN)
 def test_unknown_behaviour_is_treated_as_the_weakest_kind_and_changes_no_token(
-    open_context, monkeypatch, caplog, kind, misbehave
+    open_context, monkeypatch, tmp_path, caplog, kind, misbehave
 ):
     """Prompts are still reused: sequences continue at their end, and checkpoints are whole states."""
     layout = {"kv_unified": True, "sequences": 3, "recurrent_snapshots": 4, "batch": 64}
     cold = Engine(LlamaBackend(open_context(kind, **layout)), EngineSettings(speculation="off"))
+    for confirmed in tmp_path.rglob("memory-*"):
+        confirmed.unlink()
     context = open_context(kind, **layout)
     misbehave(get_library().symbols, monkeypatch)
     with caplog.at_level(logging.WARNING):
         backend = LlamaBackend(context)
     assert "does not behave as the kind" in caplog.text
     assert context.memory.kind == backend.capabilities.memory_kind == "recurrent"
+    assert not list(tmp_path.rglob("memory-*"))
     checkpoints = CheckpointSettings(min_tokens=8, min_gap=8)
     engine = Engine(backend, EngineSettings(checkpoints=checkpoints, speculation=4, drafters=("ngram",)))
     system = random_prompt(100, 1)

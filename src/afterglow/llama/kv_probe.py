@@ -6,6 +6,7 @@ leave a wrong state. So every operation is tried once and judged by the logits a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.state import SavedState
+from afterglow.paths import get_cache_directory
 
 PREFIX_LENGTH, LENGTH = 3, 5
 SHIFT_POSITIONS = 7
@@ -43,16 +45,24 @@ class MemoryAbilities:
 def confirm_memory_kind(context: LlamaContext) -> None:
     """Probe the memory of an empty context. If it cannot do what its kind can, treat it as the weakest kind.
 
-    Contexts that compute no logits, and those with a batch of fewer than four rows, are not probed.
+    A model that behaves as its kind is recorded with its build and settings, and not probed again. Contexts that
+    compute no logits, and those with a batch of fewer than four rows, are not probed.
     """
     memory = context.memory
     if memory.kind == "none" or not context.model.info.is_causal or context.settings.embeddings:
         return
     if context.batch.capacity < MIN_BATCH_ROWS or context.max_outputs < 2:
         return
+    confirmed = get_cache_directory("probed") / f"memory-{context.state.key.hex()}"
+    if confirmed.exists():
+        return
     abilities = probe_memory(context)
     required = REQUIRED_ABILITIES[memory.kind] | ({"trim"} if context.max_rollback else set())
     missing = sorted(name for name in required if not asdict(abilities)[name])
+    if not missing and abilities.shift == memory.can_shift:
+        with contextlib.suppress(OSError):  # it is probed again next time
+            confirmed.parent.mkdir(parents=True, exist_ok=True)
+            confirmed.touch()
     memory.rejects_shift = not abilities.shift
     if missing:
         logger.warning(
