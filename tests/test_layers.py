@@ -32,7 +32,7 @@ ORDERS = {
         batch kv_memory kv_layout lora projector sampler
         state
         context
-        gguf.probe_child
+        gguf.probe_child kv_probe
     """,
     "engine": """
         types

@@ -38,6 +38,7 @@ from afterglow.engine.types.request import Failed, PrefillProgress
 from afterglow.errors import KVCacheFull
 from afterglow.llama import kv_memory
 from afterglow.testing import FakeBackend, FakeCells, FakeKVCache
+from laws import test_adapters as adapter_laws
 from laws import test_checkpoints_on_fake as checkpoint_laws
 from laws import test_deterministic_on_fake as deterministic_laws
 from laws import test_engine_on_fake as engine_laws
@@ -499,6 +500,14 @@ def _(put):
     put(Capabilities, "survives_abort", property(lambda self: True))
 
 
+@mutant(
+    "sequences outside of a failed decode are assumed to be intact",
+    preemption_laws.test_a_failed_decode_changes_no_token_of_idle_sequences,
+)
+def _(put):
+    put(Engine, "_clear_bystanders", lambda self, jobs: None)
+
+
 @mutant("a restarted job samples its token again", preemption_laws.test_a_failed_decode_samples_no_token_twice)
 def _(put):
     def start_job(original, self, job):
@@ -803,15 +812,31 @@ def _(put):
 
 @mutant("busy sequences are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
-    def find_candidates(original, self, entries, salt):
-        before = {slot: slot.salt for slot in self.slots}
+    def find_candidates(original, self, entries, namespace):
+        before = {slot: slot.namespace for slot in self.slots}
         for slot in self.slots:
-            slot.salt = salt if slot.busy else slot.salt
-        yield from original(self, entries, salt)
-        for slot, original_salt in before.items():
-            slot.salt = original_salt
+            slot.namespace = namespace if slot.busy else slot.namespace
+        yield from original(self, entries, namespace)
+        for slot, own_namespace in before.items():
+            slot.namespace = own_namespace
 
     wrap(PrefixCache, "_find_candidates", find_candidates)(put)
+
+
+@mutant(
+    "adapters are not part of the lookup",
+    adapter_laws.test_an_idle_sequence_and_its_checkpoints_are_reused_only_with_the_same_adapters,
+)
+def _(put):
+    put(PrefixCache, "build_namespace", lambda self, salt: salt)
+
+
+@mutant(
+    "a sequence that was computed with two sets of adapters is reused",
+    adapter_laws.test_a_sequence_that_was_computed_with_two_sets_of_adapters_is_not_reused,
+)
+def _(put):
+    put(PrefixCache, "notice_adapters", lambda self: None)
 
 
 @mutant("the checksum of a file is not verified", tier_laws.test_a_damaged_file_changes_no_token)

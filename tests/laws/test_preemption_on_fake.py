@@ -82,6 +82,23 @@ def test_a_failed_decode_samples_no_token_twice(kind, kv_unified, error, step):
 
 
 @everywhere
+@pytest.mark.parametrize("error", [DecodeFailed(-3, "planted"), Cancelled("planted")], ids=repr)
+def test_a_failed_decode_changes_no_token_of_idle_sequences(kind, kv_unified, error):
+    engine = fake(kind, kv_unified=kv_unified)
+    idle = request("idle", prompt(30, 50), max_tokens=3, ignore_eos=True)
+    answers = run_checked(engine, idle)
+    for number in range(2):
+        engine.submit(request(str(number), prompt(20, 60 + number)))
+    collect(answers, engine)
+    engine.backend.injected_errors.append(error)
+    finish_checked(engine, answers)
+    again = request("again", [*idle.entries, *answers["idle"].tokens, 5])
+    answers |= run_checked(engine, again)
+    assert answers["again"].tokens == compute_tokens(kind, again)
+    assert (answers["again"].cached > 0) == (kind in ("attention", "window"))
+
+
+@everywhere
 def test_a_cancelled_request_is_removed(kind, kv_unified):
     engine = fake(kind, kv_unified=kv_unified, sequences=1)
     stays = request("other", SYSTEM)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -133,7 +134,14 @@ class IsolatedAnswers(dict):
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """One engine, from its construction to the end of its last request."""
+    """One engine, from its construction to the end of its last request.
+
+    The methods up to `make` are what depends on the backend; `test_state_machine_on_llama.py` overrides them.
+    """
+
+    scale = 1  # of the lengths of prompts
+    media_by_token: ClassVar[dict[int, Media]] = MEDIA_BY_TOKEN
+    observed: ClassVar[dict[str, int]] = {}  # fields of every request that add to its events
 
     def __init__(self, kind: str, kv_unified: bool, clock: Clock, *, deterministic: bool = False) -> None:
         super().__init__()
@@ -147,6 +155,24 @@ class EngineMachine(RuleBasedStateMachine):
         self.failures: Counter[str] = Counter()  # injected decode failures by request
         self.snapshots: list[snapshots.SavedSequence] = []
         self.idle_steps = 0  # consecutive steps without a decode or an ended request
+
+    def check_engine(self) -> None:
+        check_all(self.engine)
+
+    def compute_expected(self, id: str) -> tuple[list[int], str, bytes | int | None]:
+        """Return the tokens, the finish reason and the stop reason that a request must have."""
+        reference = compute_cold if self.deterministic else compute_isolated
+        return reference(self.kind, self.cells, tuple(self.requests[id].entries), self.output_options[id])
+
+    @contextlib.contextmanager
+    def failing_decode(self, error: Exception) -> Iterator[None]:
+        """Make the next decode raise an error, after it has changed as much as such a decode does."""
+        self.engine.backend.injected_errors.append(error)
+        yield
+        self.engine.backend.injected_errors.clear()
+
+    def damage(self, checkpoint: checkpoints.Checkpoint) -> None:
+        checkpoint.state = Damaged()
 
     @initialize(
         sequences=st.sampled_from([3, 2, 1]),
@@ -211,12 +237,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def submit(self, entries: list[Entry], output: dict, caching: dict) -> None:
         id = str(len(self.requests))
-        entries = [MEDIA_BY_TOKEN.get(entry, entry) for entry in entries[:MAX_PROMPT_ENTRIES]] or [1]
+        entries = [self.media_by_token.get(entry, entry) for entry in entries[: MAX_PROMPT_ENTRIES * self.scale]] or [1]
         while sum(entry.cells if isinstance(entry, Media) else 1 for entry in entries) > self.cells:
             entries.pop()
         if caching["sequence"] is not None:
             caching = caching | {"sequence": self.slot(caching["sequence"])}
-        options = output | {"sampling": SAMPLINGS[output["sampling"]]}
+        caching = caching | {"boundaries": frozenset(self.scale * boundary for boundary in caching["boundaries"])}
+        options = output | {"sampling": SAMPLINGS[output["sampling"]]} | self.observed
         self.requests[id] = Request(id=id, entries=entries, **options, **caching)
         self.output_options[id] = tuple(output.items())
         self.answers[id] = Answer()
@@ -237,13 +264,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(has_capacity)
     @rule(length=st.sampled_from([30, 1, 60, 69]), seed=SEED, output=OUTPUT, caching=CACHING)
     def submit_new_prompt(self, length, seed, output, caching):
-        self.submit(prompt(length, seed), output, caching)
+        self.submit(prompt(self.scale * length, seed), output, caching)
 
     @precondition(has_earlier_request)
     @rule(pick=PICK, length=st.sampled_from([3, 12]), seed=SEED, output=OUTPUT, caching=CACHING)
     def continue_conversation(self, pick, length, seed, output, caching):
         entries, tokens = self.earlier(pick)
-        self.submit(entries + tokens + prompt(length, seed), output, caching)
+        self.submit(entries + tokens + prompt(self.scale * length, seed), output, caching)
 
     @precondition(has_earlier_request)
     @rule(
@@ -273,7 +300,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def submit_several_with_common_prefix(self, seed, length, tails, output, caching):
         for tail in tails:
-            self.submit(prompt(length, 200 + seed) + prompt(tail, 300 + tail), output, caching)
+            self.submit(prompt(self.scale * length, 200 + seed) + prompt(tail, 300 + tail), output, caching)
 
     # --- stepping
 
@@ -283,26 +310,26 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self) -> None:
         now = self.clock.now
         running = set(self.engine._jobs)
-        decodes = len(self.engine.backend.decode_history)
+        decodes = self.engine.counters.decodes
         collect(self.answers, self.engine)
         for checkpoint in self.engine.prefix_cache.all_checkpoints:
             checkpoint.last_used = max(checkpoint.last_used, START_SECONDS)
         for id in running - set(self.engine._jobs):
             self.check_result(id)
-        progressed = len(self.engine.backend.decode_history) > decodes or set(self.engine._jobs) != running
+        progressed = self.engine.counters.decodes > decodes or set(self.engine._jobs) != running
         self.idle_steps = 0 if progressed or not running else self.idle_steps + 1
         assert self.idle_steps < 30, "a busy engine makes no progress"
         for id in self.engine._jobs:
             assert id not in self.cancelled, f"{id} runs after it was cancelled"
             deadline = self.requests[id].deadline
             assert deadline is None or now - self.submitted[id] <= deadline, f"{id} runs after its deadline"
-        check_all(self.engine)
+        self.check_engine()
 
     def check_result(self, id: str) -> None:
         """Check that a request ended as it should."""
         request, answer = self.requests[id], self.answers[id]
-        now, reference = self.clock.now, compute_cold if self.deterministic else compute_isolated
-        tokens, *ending = reference(self.kind, self.cells, tuple(request.entries), self.output_options[id])
+        now = self.clock.now
+        tokens, *ending = self.compute_expected(id)
         self.clock.now = now  # the reference may have advanced it
         assert answer.end is not None, f"{id} has no end event"
         assert answer.tokens == tokens[: len(answer.tokens)]
@@ -375,13 +402,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(error=st.sampled_from([DecodeFailed(-3, "planted"), Cancelled("planted"), KVCacheFull(1, 1)]))
     def inject_decode_error(self, error):
         before = set(self.engine._jobs)
-        self.engine.backend.injected_errors.append(error)
         if isinstance(error, KVCacheFull):
             self.may_end_early |= before
         if isinstance(error, DecodeFailed):
             self.failures.update(before)
-        self.step()
-        self.engine.backend.injected_errors.clear()
+        with self.failing_decode(error):
+            self.step()
         self.may_end_early -= set(self.engine._jobs)
 
     # --- cached state
@@ -419,7 +445,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache.clear_store()
             assert cache.store.ram.block_bytes == 0
         elif cache.all_checkpoints:
-            cache.all_checkpoints[pick % len(cache.all_checkpoints)].state = Damaged()
+            self.damage(cache.all_checkpoints[pick % len(cache.all_checkpoints)])
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, length=st.sampled_from([5, 30]), then=st.sampled_from(["pin", "unpin"]))
@@ -443,7 +469,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def invariants_hold(self):
         if hasattr(self, "engine"):
-            check_all(self.engine)
+            self.check_engine()
 
     def teardown(self):
         if sys.exc_info()[0] is not None or not hasattr(self, "engine"):
@@ -454,10 +480,13 @@ class EngineMachine(RuleBasedStateMachine):
         RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram_counters.hits
 
 
+TIMED_MODULES = (checkpoints, speculator, engine, job, prefix_cache, rollback, blocks, sequence, store)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (checkpoints, speculator, engine, job, prefix_cache, rollback, blocks, sequence, store):
+    for module in TIMED_MODULES:
         monkeypatch.setattr(module, "time", clock)
     return clock
 

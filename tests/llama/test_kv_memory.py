@@ -113,10 +113,27 @@ def test_c11_a_window_cannot_be_truncated_to_a_position_before_it(open_context):
     first, last = context.memory.get_position_range(0)
     assert first > 300
     assert context.memory.can_resume(0, last + 1)
-    assert context.memory.can_resume(0, first + 32)
-    assert not context.memory.can_resume(0, first + 31)
+    assert context.memory.can_resume(0, first + 31)
+    assert not context.memory.can_resume(0, first + 30)
     assert context.memory.remove(0, start=112) is False
     assert context.memory.get_position_range(0) == (first, last)
+    assert context.memory.remove(0, start=first + 31) is True
+    fresh = open_context("window", cells=2048, sequences=1, ubatch=32, batch=32)
+    decode_tokens(fresh, 0, random_tokens(700)[: first + 31])
+    expected = decode_tokens(fresh, 0, [42], first + 31)
+    assert max_difference(decode_tokens(context, 0, [42], first + 31), expected) < LOGIT_TOLERANCE
+
+
+def test_c11_an_idle_window_can_be_resumed_after_others_recycled_its_cells(open_context):
+    """If unified, other sequences take the cells that the next token does not see."""
+    context = open_context("window", kv_unified=True, cells=512, sequences=2, ubatch=32, batch=32)
+    decode_tokens(context, 0, random_tokens(200))
+    decode_tokens(context, 1, random_tokens(250, seed=1))
+    assert context.memory.can_resume(0, 200)
+    fresh = open_context("window", kv_unified=True, cells=512, sequences=2, ubatch=32, batch=32)
+    decode_tokens(fresh, 0, random_tokens(200))
+    expected = decode_tokens(fresh, 0, [42], 200)
+    assert max_difference(decode_tokens(context, 0, [42], 200), expected) < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(("rows", "back", "possible"), [(4, 3, True), (4, 4, False), (1, 1, False), (8, 4, False)])
@@ -290,3 +307,91 @@ def test_c11_every_operation_is_a_method():
         "can_resume",
     ):
         assert hasattr(KVMemory, name)
+
+
+# --- recurrent snapshots
+
+
+SNAPSHOTS = 4
+
+
+def decode_each(context, tokens: dict[int, list[int]], positions: dict[int, int]) -> None:
+    """Decode the rows of several sequences in one batch."""
+    context.batch.clear()
+    for sequence, rows in tokens.items():
+        context.batch.add(rows, position=positions[sequence], sequence=sequence, outputs=1)
+    context.decode()
+
+
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
+def test_a_copy_ends_the_rollback_of_both_sequences(open_context, unified):
+    """If unified, llama.cpp shares the recurrent state, and refuses to roll a shared one back."""
+    context = open_context("hybrid", kv_unified=unified, recurrent_snapshots=SNAPSHOTS)
+    decode_tokens(context, 0, random_tokens(30))
+    assert context.memory.can_resume(0, 28)
+    context.memory.copy(0, 1)
+    for sequence in (0, 1):
+        if context.memory.can_resume(sequence, 28):
+            assert context.memory.remove(sequence, start=28)
+    assert not context.memory.can_resume(1, 28)
+    ends = {sequence: context.memory.get_position_range(sequence)[1] + 1 for sequence in (0, 1)}
+    decode_each(context, {0: random_tokens(4, seed=1), 1: random_tokens(4, seed=2)}, ends)
+    for sequence in (0, 1):  # a decode gives each its own state and snapshots
+        end = context.memory.get_position_range(sequence)[1] + 1
+        assert context.memory.can_resume(sequence, end - 2)
+        assert context.memory.remove(sequence, start=end - 2)
+
+
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
+@pytest.mark.parametrize("how", ["copy", "save", "save partial"])
+def test_a_rolled_back_sequence_is_copied_and_saved_with_its_own_state(open_context, unified, how):
+    """llama.cpp's copy shares the newest state, not the one that the source was rolled back to."""
+    context = open_context("hybrid", kv_unified=unified, recurrent_snapshots=SNAPSHOTS)
+    decode_tokens(context, 0, random_tokens(30))
+    decode_tokens(context, 0, random_tokens(4, seed=1), 30)
+    assert context.memory.remove(0, start=31)
+    if how == "copy":
+        context.memory.copy(0, 1)
+    elif how == "save":
+        context.state.load(1, context.state.save(0))
+    else:
+        saved = context.state.save(0, "partial")
+        decode_tokens(context, 0, random_tokens(4, seed=7), 31)
+        context.memory.copy(0, 1)
+        context.state.load(1, saved)
+    fresh = open_context("hybrid", kv_unified=unified, recurrent_snapshots=SNAPSHOTS)
+    decode_tokens(fresh, 0, random_tokens(30) + random_tokens(4, seed=1)[:1])
+    expected = decode_tokens(fresh, 0, random_tokens(5, seed=2), 31)
+    assert max_difference(decode_tokens(context, 1, random_tokens(5, seed=2), 31), expected) < LOGIT_TOLERANCE
+    if how != "save partial":
+        assert max_difference(decode_tokens(context, 0, random_tokens(5, seed=2), 31), expected) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
+def test_a_decode_of_other_sequences_ends_a_rollback(open_context, unified):
+    """llama.cpp moves the states of idle sequences so that those of a batch are adjacent, without their snapshots."""
+    context = open_context("hybrid", kv_unified=unified, sequences=4, recurrent_snapshots=SNAPSHOTS)
+    for sequence in (0, 1, 2):
+        decode_tokens(context, sequence, random_tokens(20, seed=sequence))
+    decode_tokens(context, 1, random_tokens(4, seed=9), 20)
+    decode_each(context, {0: [42], 2: [43]}, {0: 20, 2: 20})
+    fresh = open_context("hybrid", kv_unified=unified, recurrent_snapshots=SNAPSHOTS)
+    length = 22 if context.memory.can_resume(1, 22) else 24
+    assert context.memory.remove(1, start=length)
+    decode_tokens(fresh, 0, (random_tokens(20, seed=1) + random_tokens(4, seed=9))[:length])
+    expected = decode_tokens(fresh, 0, random_tokens(5, seed=2), length)
+    assert max_difference(decode_tokens(context, 1, random_tokens(5, seed=2), length), expected) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
+def test_a_rollback_survives_a_decode_of_other_sequences(open_context, unified):
+    context = open_context("hybrid", kv_unified=unified, sequences=4, recurrent_snapshots=SNAPSHOTS)
+    for sequence in (0, 1, 2):
+        decode_tokens(context, sequence, random_tokens(20, seed=sequence))
+    decode_tokens(context, 1, random_tokens(4, seed=9), 20)
+    assert context.memory.remove(1, start=22)
+    decode_each(context, {0: [42], 2: [43]}, {0: 20, 2: 20})
+    fresh = open_context("hybrid", kv_unified=unified, recurrent_snapshots=SNAPSHOTS)
+    decode_tokens(fresh, 0, random_tokens(20, seed=1) + random_tokens(4, seed=9)[:2])
+    expected = decode_tokens(fresh, 0, random_tokens(5, seed=2), 22)
+    assert max_difference(decode_tokens(context, 1, random_tokens(5, seed=2), 22), expected) < LOGIT_TOLERANCE

@@ -99,7 +99,8 @@ class Engine:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         token_constraint = token_constraint or self.constraint_factory.build(request)
         if self.settings.pin_system_prompts and request.system_length:
-            self.prefix_cache.store.pin_manager.pin(entries[: request.system_length], request.salt, is_system=True)
+            namespace = self.prefix_cache.build_namespace(request.salt)
+            self.prefix_cache.store.pin_manager.pin(entries[: request.system_length], namespace, is_system=True)
         job = Job(
             request=request,
             prompt=entries,
@@ -113,20 +114,21 @@ class Engine:
         self._waiting.append(job)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request, from any thread. Interrupts a running decode if no other request loses its KV cache."""
+        """Cancel a request, from any thread. Interrupts a running decode if no other sequence loses its KV cache."""
         if request_id not in self._jobs:
             return
         with self._cancel_lock:
             self._cancelled_ids.add(request_id)
             cancelled = [job for job in self._decoding_jobs if job.request.id in self._cancelled_ids]
             capabilities = self.backend.capabilities
-            is_harmless = capabilities.survives_abort or len(cancelled) == len(self._decoding_jobs)
+            is_harmless = capabilities.survives_abort or len(self._decoding_jobs) == 1
             if cancelled and capabilities.interruptible and is_harmless:
                 self.backend.interrupt()
 
     def step(self) -> list[EngineEvent]:
         """Run at most one decode. Return the events since the last step."""
         self._is_consistent = False
+        self.prefix_cache.notice_adapters()
         self._end_cancelled_and_expired()
         self._admit_waiting()
         if batch := self._schedule():
@@ -418,15 +420,31 @@ class Engine:
     def _recover(self, jobs: list[Job], error: AfterglowError) -> None:
         """Make the sequences consistent with the KV cache after a decode that failed or was interrupted."""
         self.counters.interrupted += isinstance(error, Cancelled)
+        is_intact = self.backend.capabilities.survives_abort
+        if not is_intact and len(jobs) > 1:
+            self._clear_bystanders(jobs)
         for job in jobs:
             sequence = job.running_sequence
-            sequence.repair(is_intact=self.backend.capabilities.survives_abort)
+            sequence.repair(is_intact=is_intact)
             if not isinstance(error, Cancelled):
                 job.failed_decodes += 1
             if job.failed_decodes >= MAX_DECODE_ATTEMPTS:
                 self._fail(job, error)
             elif len(sequence) == 0:
                 self._requeue(job)
+
+    def _clear_bystanders(self, jobs: list[Job]) -> None:
+        """Clear the sequences outside of a failed decode of several recurrent ones.
+
+        llama.cpp moves recurrent states so that those of a batch are adjacent. If it stops meanwhile, the others may
+        be lost, too.
+        """
+        for slot in self.prefix_cache.slots:
+            if not slot.busy and len(slot):
+                self.prefix_cache.discard(slot)
+        for job in [job for job in self._running if job not in jobs]:
+            job.running_sequence.clear()
+            self._requeue(job)
 
     def _requeue(self, job: Job) -> None:
         """Queue a job that lost its KV cache; it starts again from its longest cached prefix."""

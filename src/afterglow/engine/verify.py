@@ -13,7 +13,7 @@ from afterglow.engine.scheduling.job import Job
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Backend
 from afterglow.engine.types.request import EngineEvent, FinishReason, Request, Token
-from afterglow.errors import AfterglowError
+from afterglow.errors import AfterglowError, UnsupportedOperation
 
 FinishCause: TypeAlias = tuple[FinishReason, bytes | int | None]
 
@@ -49,9 +49,10 @@ def drop_rejected(job: Job, rollback: Rollback | None = None) -> bool:
     sequence, length = job.sequence, job.known_length - 1
     if len(sequence) <= length:
         return True
-    if sequence.can_resume_at(length):
-        sequence.truncate(length)
-        return True
+    with contextlib.suppress(UnsupportedOperation):  # the KV cache refused
+        if sequence.can_resume_at(length):
+            sequence.truncate(length)
+            return True
     with contextlib.suppress(AfterglowError):  # the saved state does not load
         if rollback is not None and rollback.restore(job):
             return True

@@ -50,6 +50,7 @@ class LlamaContext(Handle):
         self.memory = KVMemory(self)
         self.state = StateSerializer(self)
         self.adapters: dict[LoraAdapter, float] = {}
+        self.adapter_key = _build_adapter_key({})
         self.decode_count = 0
         self._row_count = 0  # of the last decode
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
@@ -230,6 +231,7 @@ class LlamaContext(Handle):
         if code != 0:
             raise InvalidArgument("adapters", f"were rejected by llama.cpp with code {code}")
         self.adapters = dict(adapters)
+        self.adapter_key = _build_adapter_key(adapters)
         for adapter in adapters:
             adapter.users.add(self)
 
@@ -237,11 +239,6 @@ class LlamaContext(Handle):
         """Stop applying an adapter that is being closed."""
         if not self.closed and adapter in self.adapters:
             self.set_adapters({applied: scale for applied, scale in self.adapters.items() if applied is not adapter})
-
-    @property
-    def adapter_key(self) -> str:
-        """The applied adapters and their scales as text, for the keys of saved states."""
-        return repr(sorted((adapter.fingerprint, scale) for adapter, scale in self.adapters.items() if scale))
 
     def set_threads(self, threads: int, batch_threads: int) -> None:
         """Set the threads for decodes of one row, and of several rows."""
@@ -271,6 +268,11 @@ def _create_pointer(model: LlamaModel, settings: ContextSettings, mtp_target: Ll
         reason = library.log_bridge.take_error("llama.cpp created no context and gave no reason")
         raise InvalidModel(str(model.path), reason)
     return pointer
+
+
+def _build_adapter_key(adapters: Mapping[LoraAdapter, float]) -> str:
+    """Return the applied adapters and their scales as text, for the keys of saved states."""
+    return repr(sorted((adapter.fingerprint, scale) for adapter, scale in adapters.items() if scale))
 
 
 def _build_missing_output_error(row: int | None) -> InvalidArgument:

@@ -6,20 +6,20 @@ both. If an operation raises or returns False, nothing was changed.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.errors import InvalidArgument, InvalidState, UnsupportedOperation
 from afterglow.llama.checks import INT32_MAX, check_integer
 from afterglow.llama.library.loader import get_library
-from afterglow.llama.model import LlamaModel
+from afterglow.llama.model import LlamaModel, MemoryKind
 from afterglow.llama.settings import ContextSettings
 
 
 class StateCopier(Protocol):
-    def copy(self, source: int, target: int) -> int: ...
+    def copy(self, source: int, target: int, scope: Literal["full", "partial"] = "full") -> int: ...
 
 
 class MemoryOwner(Protocol):
@@ -50,24 +50,32 @@ class KVMemory:
         self._context = context
         self._symbols = get_library().symbols
         self._pointer = self._symbols.llama_get_memory(context.pointer)
+        # Rows of each sequence in the last decode: they bound how far it can be rolled back.
         self._decoded_rows: NDArray[np.int64] = np.zeros(context.sequences, dtype=np.int64)
+        # Sequences that were rolled back and not decoded since: their state is one of their snapshots.
+        self._rolled_back: NDArray[np.bool_] = np.zeros(context.sequences, dtype=np.bool_)
         self.pending_shift = False  # positions were shifted; the next decode rotates the keys
+        self.is_unknown = False  # it behaves as no known kind: only whole states are trusted
+        self.rejects_shift = False  # shifted positions were found to give wrong results
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> MemoryKind:
         """`attention`, `window`, `recurrent`, `hybrid`, or `none` (an encoder without memory).
 
-        MTP heads use attention even if the model is recurrent or hybrid.
+        MTP heads use attention even if the model is recurrent or hybrid. A memory of unknown behaviour is treated as
+        `recurrent`, the weakest kind: it is continued at its end, copied and restored as a whole.
         """
         if self._pointer == get_library().ffi.NULL:
             return "none"
+        if self.is_unknown:
+            return "recurrent"
         kind = self._context.model.info.memory_kind
         return "attention" if self._context.is_mtp and kind in ("recurrent", "hybrid") else kind
 
     @property
     def can_shift(self) -> bool:
         """Whether positions can be shifted: not with M-RoPE, and not with a sliding window."""
-        if self.kind == "none" or self._context.model.info.uses_mrope:
+        if self.kind == "none" or self._context.model.info.uses_mrope or self.is_unknown or self.rejects_shift:
             return False
         return bool(self._symbols.llama_memory_can_shift(self._get_pointer("can_shift")))
 
@@ -87,7 +95,7 @@ class KVMemory:
 
         Full attention: always. Sliding window: while the whole window before `position` is in memory. Recurrent and
         hybrid: at the end, or r entries before it if the last decode had more than r rows of this sequence and the
-        context has r snapshots; once per decode.
+        context has r snapshots; once per decode, and not after the sequence was copied or others were decoded.
         """
         current = self.get_position_range(sequence)
         position = check_integer("position", position, 0)
@@ -98,9 +106,11 @@ class KVMemory:
         dropped = current[1] + 1 - position
         match self.kind:
             case "window":
-                return current[0] <= max(0, position - self._context.model.info.sliding_window)
+                # llama.cpp recycles what the next token does not see; with shared cells, at any time.
+                return current[0] <= max(0, position - self._context.model.info.sliding_window + 1)
             case "recurrent" | "hybrid":
-                return dropped <= max(0, min(self._context.max_rollback, int(self._decoded_rows[sequence]) - 1))
+                snapshots = 0 if self.is_unknown else self._context.max_rollback
+                return dropped <= max(0, min(snapshots, int(self._decoded_rows[sequence]) - 1))
         return True
 
     def remove(self, sequence: int | None = None, *, start: int | None = None, stop: int | None = None) -> bool:
@@ -119,8 +129,10 @@ class KVMemory:
     def _remove_range(self, memory: Any, sequence: int, first: int, last: int) -> bool:
         before = self.get_position_range(sequence)
         removed = bool(self._symbols.llama_memory_seq_rm(memory, sequence, first, -1 if last == INT32_MAX else last))
-        if removed and self.get_position_range(sequence) != before:
+        after = self.get_position_range(sequence)
+        if removed and after != before:
             self._decoded_rows[sequence] = 0  # a second rollback before the next decode would be wrong
+            self._rolled_back[sequence] = after is not None
         return removed
 
     def _can_remove(self, sequence: int, first: int, last: int) -> bool:
@@ -145,16 +157,24 @@ class KVMemory:
         if source == target or source_range is None or first > source_range[1]:
             return 0
         self._check_copy(source_range, source, target, first, last)
-        if self._context.settings.kv_unified:
-            self._symbols.llama_memory_seq_cp(self._get_pointer("copy"), source, target, first, last)
-            self._decoded_rows[target] = 0
-            return 0
+        if self._context.settings.kv_unified and not self.is_unknown:
+            return self._share_cells(source, target, first, last)
         nbytes = self._context.state.copy(source, target)
-        if last <= source_range[1]:
-            assert self._remove_range(self._get_pointer("copy"), target, last, INT32_MAX)
-        if first > 0:
-            assert self._remove_range(self._get_pointer("copy"), target, 0, first)
+        kept_end = last > source_range[1] or self._remove_range(self._get_pointer("copy"), target, last, INT32_MAX)
+        kept_start = first == 0 or self._remove_range(self._get_pointer("copy"), target, 0, first)
+        if not (kept_end and kept_start):
+            self.remove(target)
+            raise UnsupportedOperation("this copy", f"llama.cpp did not remove what is outside of [{first}, {last})")
         return nbytes
+
+    def _share_cells(self, source: int, target: int, first: int, last: int) -> int:
+        """Let `target` use the cells of `source`. The two also share a recurrent state, until either is decoded."""
+        self._symbols.llama_memory_seq_cp(self._get_pointer("copy"), source, target, first, last)
+        self._decoded_rows[[source, target]] = 0  # llama.cpp rolls no shared state back
+        if self._rolled_back[source] and self.kind in ("recurrent", "hybrid"):
+            # The shared state is the newest one. Give the target the one that the source was rolled back to.
+            return self._context.state.copy(source, target, "partial")
+        return 0
 
     def _check_copy(self, source_range: tuple[int, int], source: int, target: int, first: int, last: int) -> None:
         existing = self.get_position_range(target)
@@ -180,6 +200,7 @@ class KVMemory:
         """Remove all sequences; with `data`, also overwrite the cells."""
         self._symbols.llama_memory_clear(self._get_pointer("clear"), data)
         self._decoded_rows[:] = 0
+        self._rolled_back[:] = False
         self.pending_shift = False
 
     def shift(self, sequence: int, delta: int, *, start: int | None = None, stop: int | None = None) -> None:
@@ -210,15 +231,19 @@ class KVMemory:
         self.pending_shift = True
 
     def record_decode(self, sequences: NDArray[np.int32]) -> None:
-        """Record the sequence of each row of a decode: the row count bounds how far a sequence can be rolled back."""
+        """Record the sequence of each row of a decode: the row count bounds how far a sequence can be rolled back.
+
+        Other sequences cannot be rolled back any more: a decode may move their recurrent states without the snapshots.
+        """
         if not self._context.max_rollback:
             return
-        counts = np.bincount(sequences, minlength=len(self._decoded_rows))
-        np.copyto(self._decoded_rows, counts, where=counts > 0)
+        self._decoded_rows = np.bincount(sequences, minlength=len(self._decoded_rows))
+        self._rolled_back[self._decoded_rows > 0] = False
 
     def record_embedding_decode(self, sequence: int) -> None:
         """Record a decode of media rows: they cannot be rolled back individually."""
-        self._decoded_rows[sequence] = 0
+        self._decoded_rows[:] = 0
+        self._rolled_back[sequence] = False
 
     def record_state_load(self, sequence: int, last: int) -> None:
         """Record that a saved state that ends at position `last` was loaded into the sequence.
@@ -226,8 +251,12 @@ class KVMemory:
         A partial state does not replace attention cells: remove those after its end, which would be visible again.
         """
         self._decoded_rows[sequence] = 0  # no rollback before a decode
-        removed = self._symbols.llama_memory_seq_rm(self._get_pointer("load"), sequence, last + 1, -1)
-        assert removed, "llama.cpp did not remove the cells after a loaded state"
+        self._rolled_back[sequence] = False
+        if self.kind not in ("window", "hybrid"):  # the others were replaced as a whole
+            return
+        if not self._symbols.llama_memory_seq_rm(self._get_pointer("load"), sequence, last + 1, -1):
+            self.remove(sequence)
+            raise InvalidState(f"llama.cpp did not remove the cells after its end, {last}")
 
     def check_sequence(self, sequence: int, name: str = "sequence") -> int:
         return check_integer(name, sequence, 0, self._context.sequences - 1)

@@ -21,7 +21,7 @@ from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 
 StateScope = Literal["full", "partial"]
-SCOPE_FLAGS = {"full": 0, "partial": 1}
+PARTIAL_ONLY = 1  # flag of llama.cpp's state functions
 MAGIC = b"afterglow state\x01"
 ENVELOPE = struct.Struct(f"<{len(MAGIC)}s32s32s?iiQ")  # magic, checksum, key, partial, first and last position, size
 
@@ -71,12 +71,10 @@ class StateOwner(Protocol):
     sequences: int
     cells_per_sequence: int
     is_mtp: bool
+    adapter_key: str  # the applied adapters and their scales
 
     @property
     def pointer(self) -> Any: ...
-
-    @property
-    def adapter_key(self) -> str: ...
 
 
 class StateSerializer:
@@ -115,7 +113,7 @@ class StateSerializer:
         self._context.memory.check_sequence(sequence)
         self._check_scope(scope)
         return int(
-            self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, SCOPE_FLAGS[scope])
+            self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, self._get_flags(scope))
         )
 
     def save(self, sequence: int, scope: StateScope = "full", *, long_lived: bool = False) -> SavedState:
@@ -124,7 +122,7 @@ class StateSerializer:
         size = self.size(sequence, scope)
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted; decode first to apply the shift")
-        symbols, pointer, flags = self._library.symbols, self._context.pointer, SCOPE_FLAGS[scope]
+        symbols, pointer, flags = self._library.symbols, self._context.pointer, self._get_flags(scope)
         data = page_buffers.allocate_zeros(size) if long_lived else np.empty(size, dtype=np.uint8)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
         written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
@@ -150,16 +148,16 @@ class StateSerializer:
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)
         source = self._library.ffi.from_buffer("uint8_t[]", state.data)
         read = self._library.symbols.llama_state_seq_set_data_ext(
-            self._context.pointer, source, state.nbytes, sequence, SCOPE_FLAGS[state.scope]
+            self._context.pointer, source, state.nbytes, sequence, self._get_flags(state.scope)
         )
         if read != state.nbytes:  # the key matches, so cells are missing: other sequences use them
             memory.remove(sequence)
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)
         memory.record_state_load(sequence, last)
 
-    def copy(self, source: int, target: int) -> int:
+    def copy(self, source: int, target: int, scope: StateScope = "full") -> int:
         """Copy `source` to `target` immediately, with streams or unified; return the number of bytes copied."""
-        state = self.save(source)
+        state = self.save(source, scope)
         self.load(target, state)
         return state.nbytes
 
@@ -187,6 +185,10 @@ class StateSerializer:
         for number, state in states.items():
             self.load(number, state)
         return list(states)
+
+    def _get_flags(self, scope: StateScope) -> int:
+        """Return llama.cpp's flags. The partial state of a recurrent memory, known or not, is its whole state."""
+        return PARTIAL_ONLY if scope == "partial" and self._context.memory.kind != "recurrent" else 0
 
     def _check_scope(self, scope: StateScope) -> None:
         kind = self._context.memory.kind

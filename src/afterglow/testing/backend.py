@@ -103,6 +103,7 @@ class FakeBackend:
             can_replay=can_replay,
         )
         self.model_identity = model_identity  # part of `state_key`: states of another model are rejected
+        self.adapter_key = ""  # part of `state_key` and of everything that is computed
         self.projector = projector
         self.eog_tokens = frozenset({0})
         self.token_bytes: TokenBytes = FakeTokenBytes(
@@ -130,6 +131,8 @@ class FakeBackend:
             self._fail(self.injected_errors.pop(0), spans)
         self._check_capacity(spans)
         self.decode_history.append([(span.sequence, len(span.entries)) for span in spans])
+        for kv_cache in self._kv_caches:
+            kv_cache.last_decode_rows = 0  # recurrent states are moved without their snapshots
         shape = hash_integers(*[len(span.entries) for span in spans]) if self.simulate_rounding else 0
         self._logit_seeds = [
             self._compute(span, shape) if span.completes_entry else self._add_partial_media(span) for span in spans
@@ -172,9 +175,12 @@ class FakeBackend:
         """Fail as llama.cpp does.
 
         `KVCacheFull` changes nothing. An aborted decode leaves half of its rows in memory, and corrupts recurrent
-        states.
+        states: those of its sequences and, if it has several, those of all.
         """
         if not isinstance(error, KVCacheFull):
+            if len(spans) > 1 and self.capabilities.memory_kind in ("recurrent", "hybrid"):
+                for kv_cache in self._kv_caches:
+                    kv_cache.recurrent_state ^= 0xF00D * (kv_cache.position > 0)
             for span in spans:
                 if span.embedding is not None:
                     self._add_partial_media(replace(span, embedding=span.embedding.slice_rows(0, span.rows // 2)))
@@ -229,7 +235,7 @@ class FakeBackend:
 
     def _append_entry(self, kv_cache: FakeKVCache, entry: int, embedded: int, batch_shape: int) -> int:
         kind = self.capabilities.memory_kind
-        inputs = [kv_cache.position, embedded, batch_shape]
+        inputs = [kv_cache.position, embedded, batch_shape, *self.adapter_key.encode()]
         if kind != "recurrent":
             inputs += [len(kv_cache.cells), hash_cells(kv_cache.cells)]
         if kind == "window":
@@ -313,6 +319,8 @@ class FakeBackend:
         kv_cache = self._kv_caches[target] = copy_kv_cache(
             self._kv_caches[source], copy_cells=not self.capabilities.kv_unified
         )
+        if self.capabilities.kv_unified:
+            self._kv_caches[source].last_decode_rows = 0  # a shared recurrent state is not rolled back
         if not self.capabilities.kv_unified:  # copied bytes do not include the cells before a window
             kv_cache.window = [cell for cell in kv_cache.window if cell.position >= kv_cache.position - WINDOW_ENTRIES]
         if stop < kv_cache.position:
@@ -345,9 +353,11 @@ class FakeBackend:
 
     @property
     def state_key(self) -> bytes:
-        return f"{self.model_identity} {self.capabilities.memory_kind} {self.capabilities.kv_unified}".encode()
+        capabilities = self.capabilities
+        parts = self.model_identity, capabilities.memory_kind, str(capabilities.kv_unified), self.adapter_key
+        return " ".join(parts).encode()
 
-    def extract_cells(self, state: BackendState, partial: BackendState | None) -> FakeCells:
+    def extract_cells(self, state: BackendState, partial: BackendState | None) -> FakeCells | None:
         assert isinstance(state, FakeState)
         assert state.scope == "full"
         return FakeCells(state.kv_cache.cells)

@@ -9,7 +9,8 @@ import pytest
 import afterglow
 from afterglow.engine.host import build
 from afterglow.engine.kvcache.cost_model import StepCosts
-from afterglow.engine.speculation.calibration import ROW_COUNTS, calibrate
+from afterglow.engine.speculation import calibration
+from afterglow.engine.speculation.calibration import MAX_CALIBRATION_SECONDS, ROW_COUNTS, calibrate
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.testing import FakeBackend, models
 
@@ -38,7 +39,25 @@ def test_calibration_leaves_the_kv_cache_empty():
     assert backend.get_position_range(0) is None
 
 
-def test_calibration_stops_at_its_time_limit():
-    backend, step_costs = FakeBackend("attention"), StepCosts()
-    calibrate(backend, step_costs, max_seconds=0.0)
-    assert step_costs.max_measured_rows == 0
+class SlowBackend(FakeBackend):
+    """Its decodes take longer than the time limit of a calibration, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("attention")
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def decode(self, spans) -> None:
+        super().decode(spans)
+        self.now += 3 * MAX_CALIBRATION_SECONDS
+
+
+def test_calibration_measures_a_model_that_is_slower_than_its_time_limit(monkeypatch):
+    backend, step_costs = SlowBackend(), StepCosts()
+    monkeypatch.setattr(calibration, "time", backend)
+    calibrate(backend, step_costs)
+    assert step_costs.max_measured_rows == 1
+    assert step_costs.estimate_seconds(1, 0.0) == pytest.approx(3 * MAX_CALIBRATION_SECONDS)
+    assert len(backend.decode_history) == 2  # and stops as soon as one row count is measured

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.media import MediaEncoder
-from afterglow.errors import InvalidState
+from afterglow.errors import InvalidState, UnsupportedOperation
 from afterglow.llama import kv_layout as llama_layout
 from afterglow.llama import page_buffers
 from afterglow.llama import state as llama_state
 from afterglow.llama.batch import EmbeddingBatch
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.kv_probe import confirm_memory_kind
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.projector import MediaEmbedding, Projector
 from afterglow.llama.sampler import SamplerChain
@@ -36,11 +37,12 @@ class LlamaBackend:
         self, context: LlamaContext, sequences: int | None = None, *, projector: Projector | None = None
     ) -> None:
         """Use the first `sequences` of the context, or all. With a `projector`, prompts may contain images or audio."""
-        info, settings = context.model.info, context.settings
-        assert info.memory_kind != "none"
+        confirm_memory_kind(context)
+        kind, settings = context.memory.kind, context.settings
+        assert kind != "none"
         self.context = context
         self.capabilities = Capabilities(
-            memory_kind=info.memory_kind,
+            memory_kind=kind,
             sequences=context.sequences if sequences is None else sequences,
             cells_per_sequence=context.cells_per_sequence,
             batch_cells=context.batch.capacity,
@@ -51,7 +53,7 @@ class LlamaBackend:
             or not context.model.settings.gpu_layers,
             media=frozenset() if projector is None else projector.modalities,
             max_rollback=_compute_max_rollback(context),
-            can_replay=info.memory_kind in ("recurrent", "hybrid"),
+            can_replay=kind in ("recurrent", "hybrid"),
         )
         self.vocabulary_size = context.model.vocabulary.size
         self.eog_tokens = context.model.vocabulary.eog_tokens
@@ -131,8 +133,8 @@ class LlamaBackend:
         return self.context.memory.can_resume(sequence, position)
 
     def truncate(self, sequence: int, position: int) -> None:
-        removed = self.context.memory.remove(sequence, start=position)
-        assert removed, f"sequence {sequence} cannot resume at {position}"
+        if not self.context.memory.remove(sequence, start=position):
+            raise UnsupportedOperation("a truncation", f"sequence {sequence} cannot resume at position {position}")
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
         return False  # there is no drafter
@@ -149,6 +151,10 @@ class LlamaBackend:
     def load(self, sequence: int, state: BackendState) -> None:
         assert isinstance(state, llama_state.SavedState)
         self.context.state.load(sequence, state)
+
+    @property
+    def adapter_key(self) -> str:
+        return self.context.adapter_key if any(self.context.adapters.values()) else ""
 
     @property
     def state_key(self) -> bytes:
@@ -196,9 +202,9 @@ class LlamaBackend:
 
 def _compute_max_rollback(context: LlamaContext) -> int:
     """Return the entries that a sequence can drop after a decode. A window keeps the cells of one ubatch more."""
-    match context.model.info.memory_kind:
+    match context.memory.kind:
         case "attention":
             return context.cells_per_sequence
         case "window":
             return context.cells_per_sequence if context.settings.swa_full else context.ubatch
-    return context.max_rollback
+    return 0 if context.memory.is_unknown else context.max_rollback

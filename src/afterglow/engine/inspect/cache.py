@@ -102,7 +102,7 @@ def list_cached(engine: Engine) -> list[CachedPrefix]:
             idle_seconds=now - slot.last_used,
             hits=0,
             compute_seconds=len(slot) * seconds_per_entry,
-            pinned=prefix_cache.store.is_pinned(slot.entries, slot.salt, 0),
+            pinned=prefix_cache.store.is_pinned(slot.entries, slot.namespace, 0),
             first_entries=_get_first_entries(engine.interner.to_portable_entries(slot.entries)),
         )
         for slot in prefix_cache.slots
@@ -181,12 +181,14 @@ def pin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> None:
 
     Raises `InvalidArgument` if pins would take more than half of the budget.
     """
-    engine.prefix_cache.store.pin_manager.pin(engine.interner.intern(entries), salt)
+    namespace = engine.prefix_cache.build_namespace(salt)
+    engine.prefix_cache.store.pin_manager.pin(engine.interner.intern(entries), namespace)
 
 
 def unpin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> bool:
     """Remove a pin; return False if there is none on exactly these entries."""
-    return engine.prefix_cache.store.pin_manager.unpin(engine.interner.intern(entries), salt)
+    namespace = engine.prefix_cache.build_namespace(salt)
+    return engine.prefix_cache.store.pin_manager.unpin(engine.interner.intern(entries), namespace)
 
 
 def clear(engine: Engine) -> None:

@@ -29,7 +29,7 @@ def explain_miss(engine: Engine, request: Request) -> PrefixMiss:
     """Compare a prompt with everything cached or recently evicted under its salt."""
     entries = engine.interner.intern(request.entries)
     nearest, common_length = np.zeros(0, dtype=np.int64), 0
-    for cached in _iter_cached(engine.prefix_cache, entries, request.salt):
+    for cached in _iter_cached(engine.prefix_cache, entries, engine.prefix_cache.build_namespace(request.salt)):
         shared = common_prefix_length(cached, entries)
         if shared > common_length or not len(nearest):
             nearest, common_length = cached, shared
@@ -39,22 +39,22 @@ def explain_miss(engine: Engine, request: Request) -> PrefixMiss:
     )
 
 
-def _iter_cached(prefix_cache: PrefixCache, entries: Entries, salt: str) -> Iterator[Entries]:
+def _iter_cached(prefix_cache: PrefixCache, entries: Entries, namespace: str) -> Iterator[Entries]:
     """Yield the candidates for the nearest cached prefix: sequences (most recently used first), stored, evicted."""
     for slot in sorted(prefix_cache.slots, key=lambda slot: -slot.last_used):
-        if slot.salt == salt and len(slot):
+        if slot.namespace == namespace and len(slot):
             yield slot.entries
-    yield _find_stored(prefix_cache, entries, salt)
+    yield _find_stored(prefix_cache, entries, namespace)
     for checkpoint in prefix_cache.all_checkpoints:
-        if checkpoint.salt == salt:
+        if checkpoint.salt == namespace:
             yield checkpoint.entries
-    yield from prefix_cache.eviction_history.find_by_salt(salt)
+    yield from prefix_cache.eviction_history.find_by_salt(namespace)
 
 
-def _find_stored(prefix_cache: PrefixCache, entries: Entries, salt: str) -> Entries:
+def _find_stored(prefix_cache: PrefixCache, entries: Entries, namespace: str) -> Entries:
     """Return the stored conversation nearest to a prompt: its stored prefix, then the most recently used blocks."""
-    tree, prefix = prefix_cache.store.tree, prefix_cache.store.find_stored_prefix(entries, salt)
-    key = prefix.blocks[-1].key if prefix.blocks else tree.hasher.get_root_key(salt)
+    tree, prefix = prefix_cache.store.tree, prefix_cache.store.find_stored_prefix(entries, namespace)
+    key = prefix.blocks[-1].key if prefix.blocks else tree.hasher.get_root_key(namespace)
     parts = [entries[: prefix.length]]
     if prefix.next_entry is not None:
         parts.append(prefix.blocks[-1].entries[prefix.length - prefix.blocks[-1].start :])

@@ -26,6 +26,8 @@ def save(engine: Engine, sequence: int) -> SavedSequence:
     slot = engine.prefix_cache.slots[sequence]
     if slot.busy or not len(slot):
         raise InvalidArgument("sequence", f"{sequence} is {'in use' if slot.busy else 'empty'}")
+    if not engine.prefix_cache.is_current(slot):
+        raise InvalidArgument("sequence", f"{sequence} was computed with other adapters: apply them to save it")
     return slot.save()
 
 

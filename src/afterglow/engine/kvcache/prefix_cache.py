@@ -60,6 +60,7 @@ class PrefixCache:
         self._unwritten_slots: dict[Sequence, None] = {}  # idle and not on disk yet, the newest last
         self._last_loss_count = 0  # of sequences and blocks, at the last search for orphaned checkpoints
         self.eviction_history = EvictionHistory()
+        self._adapter_key = backend.adapter_key
         self.store = TieredStore(
             backend,
             interner,
@@ -74,17 +75,36 @@ class PrefixCache:
     def all_checkpoints(self) -> list[Checkpoint]:
         return self.checkpoints.all_checkpoints
 
+    def build_namespace(self, salt: str) -> str:
+        """Return the salt together with the adapters that are applied now.
+
+        The stores and trees find only what has the same one: state of other tenants or other weights is never reused.
+        """
+        return f"{salt}\0{self._backend.adapter_key}" if self._backend.adapter_key else salt
+
+    def notice_adapters(self) -> None:
+        """Notice whether the adapters have changed. Busy sequences are then computed with both sets, and not reused."""
+        if self._adapter_key != self._backend.adapter_key:
+            self._adapter_key = self._backend.adapter_key
+            for slot in self.slots:
+                slot.mixes_adapters = slot.busy and len(slot) > 0
+
+    def is_current(self, slot: Sequence) -> bool:
+        """Return whether a sequence was computed with the adapters that are applied now. Only then it can be saved."""
+        return slot.namespace == self.build_namespace(slot.salt) and not slot.mixes_adapters
+
     def plan(
         self, entries: Entries, *, use_prefix_cache: bool = True, slot: int | None = None, salt: str = ""
     ) -> PrefixPlan | None:
         """Return the plan for a prompt; None if every slot that it could use is busy."""
+        namespace = self.build_namespace(salt)
         requested = None if slot is None else self.slots[slot]
         if requested is not None and requested.busy:
             return None
         target, target_eviction_cost = self._choose_target() if requested is None else (requested, 0.0)
         capabilities = self._backend.capabilities
-        checkpoints = self.store.find_checkpoints(entries, salt) if use_prefix_cache else []
-        candidates = list(self._find_candidates(entries, salt)) if use_prefix_cache else []
+        checkpoints = self.store.find_checkpoints(entries, namespace) if use_prefix_cache else []
+        candidates = list(self._find_candidates(entries, namespace)) if use_prefix_cache else []
         if requested is not None:  # only this slot may be modified; busy ones may be copied
             candidates = [candidate for candidate in candidates if candidate.slot is requested or candidate.slot.busy]
         use_store = use_prefix_cache and target is not None
@@ -101,7 +121,7 @@ class PrefixCache:
                 has_copy_cost=not capabilities.kv_unified,
                 cost_model=self.cost_model,
                 round_down=lambda length: self.round_down(length, entries),
-                stored_prefix=self.store.find_stored_prefix(entries, salt) if use_store else StoredPrefix(),
+                stored_prefix=self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix(),
                 estimate_load_seconds=self.store.estimate_load_seconds,
                 estimate_checkpoint_seconds=self.store.estimate_checkpoint_seconds,
                 cells_suffice=not capabilities.has_partial_state,
@@ -142,7 +162,7 @@ class PrefixCache:
         target.busy = True
         self.store.protect(plan.stored_prefix if isinstance(plan, LoadStored) else StoredPrefix())
         self._prepare_eviction(target, plan.reuse_length if isinstance(plan, Continue) else 0)
-        target.salt = salt
+        target.salt, target.namespace, target.mixes_adapters = salt, self.build_namespace(salt), False
         try:
             self._apply_plan(plan)
             if not self._grid:  # deterministic mode does not speculate
@@ -203,8 +223,10 @@ class PrefixCache:
         sequence.busy = False
         sequence.last_used = time.monotonic()
         self._idle_slots[sequence] = None
+        if sequence.mixes_adapters:
+            sequence.clear()
         if len(sequence):
-            self._idle_tree.insert(sequence.entries, sequence, sequence.salt)
+            self._idle_tree.insert(sequence.entries, sequence, sequence.namespace)
             if self.store.disk_tier is not None:
                 self._unwritten_slots[sequence] = None
         self._drop_orphaned_checkpoints()
@@ -225,7 +247,7 @@ class PrefixCache:
         """Clear an idle sequence without storing it."""
         if slot in self._idle_tree:
             self._idle_tree.remove(slot)
-        self.eviction_history.add(slot.entries, slot.salt)
+        self.eviction_history.add(slot.entries, slot.namespace)
         slot.clear()
         self._drop_orphaned_checkpoints()
 
@@ -270,13 +292,13 @@ class PrefixCache:
 
     def checkpoint_positions(self, sequence: Sequence, entries: Entries, boundaries: frozenset[int]) -> list[int]:
         """Return the positions at which the rest of the prefill of a prompt must pause for checkpoints."""
-        start, salt = len(sequence), sequence.salt
+        start, namespace = len(sequence), sequence.namespace
         if not self._backend.capabilities.has_partial_state:
             return []
-        existing = [checkpoint.position for checkpoint in self.checkpoints.find_on_path(entries, salt)]
+        existing = [checkpoint.position for checkpoint in self.checkpoints.find_on_path(entries, namespace)]
         ubatch = self._backend.capabilities.ubatch_cells
         media_ends = (int(index) + 1 for index in (entries < 0).nonzero()[0])
-        boundaries = boundaries.union(media_ends, self.store.pin_manager.pins.find_positions(entries, salt))
+        boundaries = boundaries.union(media_ends, self.store.pin_manager.pins.find_positions(entries, namespace))
         chosen = choose_checkpoint_positions(len(entries), boundaries, existing, ubatch, self._checkpoint_settings)
         rounded = {self.round_down(position, entries) for position in chosen}
         positions = sorted({position for position in rounded if position > start} - set(existing))
@@ -293,7 +315,7 @@ class PrefixCache:
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Add a checkpoint at the current end of a sequence, within the limits."""
-        if self.checkpoints.has_checkpoint_at(sequence.entries, sequence.salt):
+        if sequence.mixes_adapters or self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
             return
         if self.checkpoints.evict_until_fits(
             self._backend.get_state_size(sequence.seq_id, "partial") + sequence.entries.nbytes
@@ -311,7 +333,7 @@ class PrefixCache:
     def _add_checkpoint(self, sequence: Sequence, state: BackendState) -> None:
         """Add a checkpoint with this state at the current end of a sequence."""
         entries = sequence.entries.copy()
-        checkpoint = self.store.build_checkpoint(entries, sequence.salt, state, sequence.aligned)
+        checkpoint = self.store.build_checkpoint(entries, sequence.namespace, state, sequence.aligned)
         if state.nbytes and self.checkpoints.evict_until_fits(checkpoint.nbytes):
             self.checkpoints.add(checkpoint)
             self.store.pin_manager.on_checkpoint_added()
@@ -322,12 +344,12 @@ class PrefixCache:
         """Store a sequence, if it is worth it, before all but its first `remaining` entries are dropped."""
         self._store_if_valuable(slot, remaining)
         if self._count_recoverable(slot) < len(slot) > remaining:
-            self.eviction_history.add(slot.entries, slot.salt)
+            self.eviction_history.add(slot.entries, slot.namespace)
 
     def _store_if_valuable(self, slot: Sequence, remaining: int = 0) -> None:
         """Store a sequence in RAM, and on disk if there is one, if that is worth its cost."""
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
-            if self._can_store and self._is_worth_storing(slot, remaining):
+            if self._can_store and self.is_current(slot) and self._is_worth_storing(slot, remaining):
                 if self._backend.capabilities.has_partial_state:
                     self._store_with_checkpoint(slot)
                 else:
@@ -340,14 +362,14 @@ class PrefixCache:
         if self._backend.capabilities.has_attention_cells and not self.store.store_sequence(slot, state):
             return
         resumable = not self._grid or slot.aligned == len(slot)
-        if resumable and not self.checkpoints.has_checkpoint_at(slot.entries, slot.salt):
+        if resumable and not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
             self._add_checkpoint(slot, state)
-        self.store.write_checkpoints(self.checkpoints.find_on_path(slot.entries, slot.salt))
+        self.store.write_checkpoints(self.checkpoints.find_on_path(slot.entries, slot.namespace))
 
     def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:
         """Return whether storing a sequence costs less than recomputing what would be lost is expected to cost."""
         lost = len(slot) - max(self._count_recoverable(slot), remaining)
-        if lost <= 0 or self.store.is_pinned(slot.entries, slot.salt, 0):
+        if lost <= 0 or self.store.is_pinned(slot.entries, slot.namespace, 0):
             return lost > 0
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
@@ -360,24 +382,26 @@ class PrefixCache:
         capabilities = self._backend.capabilities
         stored_length = len(slot)
         if capabilities.has_attention_cells:
-            stored_length = self.store.find_stored_prefix(slot.entries, slot.salt).length
+            stored_length = self.store.find_stored_prefix(slot.entries, slot.namespace).length
         if not capabilities.has_partial_state:
             return stored_length
-        positions = (checkpoint.position for checkpoint in self.store.find_checkpoints(slot.entries, slot.salt))
+        positions = (checkpoint.position for checkpoint in self.store.find_checkpoints(slot.entries, slot.namespace))
         return next((position for position in positions if position <= stored_length), 0)
 
     def explain(self, entries: Entries, plan: PrefixPlan | None, salt: str = "") -> Explanation:
         """Return how much of a prompt a plan reuses, and why not more."""
-        candidates = self._find_candidates(entries, salt)
+        namespace = self.build_namespace(salt)
+        candidates = self._find_candidates(entries, namespace)
         best = max(candidates, key=lambda candidate: candidate.shared_entries, default=None)
         shared = best.shared_entries if best else 0
         reused = plan.reuse_length if plan else 0
         next_cached = None if best is None or shared >= len(best.slot) else int(best.slot.entries[shared])
-        stored_prefix = self.store.find_stored_prefix(entries, salt)
+        stored_prefix = self.store.find_stored_prefix(entries, namespace)
         if stored_prefix.length > shared:
             shared, next_cached = stored_prefix.length, stored_prefix.next_entry
         evicted = max(
-            (common_prefix_length(prefix, entries) for prefix in self.eviction_history.find_by_salt(salt)), default=0
+            (common_prefix_length(prefix, entries) for prefix in self.eviction_history.find_by_salt(namespace)),
+            default=0,
         )
         cause = find_miss_cause(
             shared=shared,
@@ -399,14 +423,14 @@ class PrefixCache:
 
     # --- candidates and eviction cost
 
-    def _find_candidates(self, entries: Entries, salt: str) -> Iterator[ReuseCandidate]:
+    def _find_candidates(self, entries: Entries, namespace: str) -> Iterator[ReuseCandidate]:
         """Yield the idle sequences with the longest common prefix, and all busy ones with a common prefix."""
         now = time.monotonic()
-        matches = self._idle_tree.find_nearest(self._idle_tree.match(entries, salt), MAX_CANDIDATE_SEQUENCES)
+        matches = self._idle_tree.find_nearest(self._idle_tree.match(entries, namespace), MAX_CANDIDATE_SEQUENCES)
         matches += [
             (slot, common_prefix_length(slot.entries, entries))
             for slot in self.slots
-            if slot.busy and slot.salt == salt
+            if slot.busy and slot.namespace == namespace and not slot.mixes_adapters
         ]
         for slot, shared in matches:
             usable = min(shared, slot.aligned) if self._grid else shared
@@ -454,7 +478,7 @@ class PrefixCache:
         entries, salt = checkpoint.entries, checkpoint.salt
         if self._idle_tree.match(entries, salt).length == checkpoint.position:
             return True
-        busy = [slot for slot in self.slots if slot.busy and slot.salt == salt]
+        busy = [slot for slot in self.slots if slot.busy and slot.namespace == salt and not slot.mixes_adapters]
         if any(common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy):
             return True
         return self.store.has_cells_for(checkpoint)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.entries import Entries, EntryBuffer, EntryInterner
+from afterglow.errors import UnsupportedOperation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,9 @@ class Sequence:
         self.seq_id = seq_id
         self.entry_buffer = EntryBuffer()
         self.aligned = 0  # leading entries that were computed in full chunks of the deterministic grid
-        self.salt = ""  # requests with another salt never reuse its contents
+        self.salt = ""  # of the tenant; requests with another salt never reuse its contents
+        self.namespace = ""  # salt and adapters that its contents were computed with
+        self.mixes_adapters = False  # the adapters changed meanwhile: nothing may reuse its contents
         self.busy = False
         self.last_used = time.monotonic()
         self._backend = backend
@@ -85,13 +89,17 @@ class Sequence:
         The KV cache may hold more than `entries`; if it is not `is_intact`, its contents are undefined.
         """
         if is_intact and self._backend.can_resume_at(self.seq_id, self.position):
-            self._backend.truncate(self.seq_id, self.position)
-            self.partial_media_rows = 0
-        else:
-            self.clear()
+            with contextlib.suppress(UnsupportedOperation):
+                self._backend.truncate(self.seq_id, self.position)
+                self.partial_media_rows = 0
+                return
+        self.clear()
 
     def truncate(self, length: int) -> None:
-        """Drop everything after the first `length` entries. Allowed only if `can_resume_at` is true."""
+        """Drop everything after the first `length` entries. Allowed only if `can_resume_at` is true.
+
+        `UnsupportedOperation`: the KV cache refused and nothing was changed.
+        """
         if length < len(self):
             self._backend.truncate(self.seq_id, self.position_at(length))
             self._set_length(length)

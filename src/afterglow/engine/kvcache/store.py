@@ -51,7 +51,6 @@ class TieredStore:
         self.hasher = BlockHasher(model, interner, settings.block_size)
         self.tree = BlockTree(self.hasher, interner)
         self._backend = backend
-        self._state_key = backend.state_key
         self._interner = interner
         self._cost_model = cost_model
         self._deterministic = bool(grid)
@@ -66,8 +65,6 @@ class TieredStore:
     def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
         """Return the longest prefix of a prompt that is stored."""
         self.refresh()
-        if self._backend.state_key != self._state_key:  # a LoRA adapter changed: what is stored is of another model
-            return StoredPrefix()
         return self.tree.find_stored_prefix(entries, salt, aligned=self._deterministic)
 
     def refresh(self) -> None:
@@ -121,11 +118,9 @@ class TieredStore:
 
         Return False if there is no space or the cells cannot be extracted.
         """
-        if self._backend.state_key != self._state_key:
-            return False
         length = sequence.aligned if self._deterministic else len(sequence)
         entries = sequence.entries[:length].copy()
-        stored_prefix = self.find_stored_prefix(entries, sequence.salt)
+        stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
         self.ram.touch(stored_prefix.blocks, time.monotonic())
         if stored_prefix.length == length:
             return True
@@ -170,7 +165,7 @@ class TieredStore:
         if not self.evict_until_free(needed, {block.key for block in path}):
             self.ram_counters.rejected_saves += 1
             return False
-        parent = path[-1].key if path else self.hasher.get_root_key(sequence.salt)
+        parent = path[-1].key if path else self.hasher.get_root_key(sequence.namespace)
         first_cell = self._interner.count_cells(entries[:start])
         for chunk_start, chunk, count in zip(starts, chunks, cell_counts, strict=True):
             rows = cells.copy_rows(first_cell, first_cell + count)
@@ -198,7 +193,7 @@ class TieredStore:
             nbytes=page_buffers.get_allocated_bytes(rows.nbytes) + portable.nbytes,
             layout=layout,
             rows=rows,
-            pinned=self.is_pinned(sequence.entries, sequence.salt, start),
+            pinned=self.is_pinned(sequence.entries, sequence.namespace, start),
         )
 
     def _add_block(self, block: Block) -> None:

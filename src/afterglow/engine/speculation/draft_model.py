@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, Dra
 from afterglow.engine.types.backend import Backend, BackendState, DecodeSpan
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import AfterglowError, InvalidArgument
+from afterglow.errors import AfterglowError, InvalidArgument, KVCacheFull, UnsupportedOperation
 from afterglow.llama.vocabulary import Vocabulary
 
 MAX_VOCABULARY_SIZE_DIFFERENCE = 128  # some vocabularies are padded
@@ -70,9 +71,10 @@ class DraftModel:
         self._relative_size = relative_size
         self.prefix_cache = PrefixCache(backend, EntryInterner(), settings or EngineSettings(ram_cache_bytes=0))
         self._mirrors: dict[Job, MirrorSequence] = {}
+        self._jobs_without_cells: set[Job] = set()  # their sequences did not fit into the KV cache
 
     def can_draft(self, job: Job) -> bool:
-        return not job.media_indices  # text only
+        return not job.media_indices and job not in self._jobs_without_cells  # text only
 
     def get_draft_kind(self, job: Job) -> str:
         return self.name
@@ -94,6 +96,8 @@ class DraftModel:
         try:
             for job in jobs:
                 self._catch_up(job)
+        except KVCacheFull:
+            self._free_cells(jobs)
         except AfterglowError:
             self._clear_mirrors()
 
@@ -102,10 +106,20 @@ class DraftModel:
         try:
             ready = [index for index, (job, _) in enumerate(draft_requests) if self._catch_up(job)]
             self._draft_tokens(draft_requests, ready, drafts)
+        except KVCacheFull:
+            self._free_cells([job for job, _ in draft_requests])
+            return [[] for _ in draft_requests]
         except AfterglowError:  # a failing draft model must not fail requests: start over
             self._clear_mirrors()
             return [[] for _ in draft_requests]
         return drafts
+
+    def _free_cells(self, jobs: Sequence[Job]) -> None:
+        """Evict an idle sequence or, if there is none, draft no more for the youngest job."""
+        if not self.prefix_cache.evict():
+            youngest = max(jobs, key=lambda job: job.submitted_at)
+            self.release(youngest)
+            self._jobs_without_cells.add(youngest)
 
     def _clear_mirrors(self) -> None:
         for mirror in self._mirrors.values():
@@ -113,11 +127,13 @@ class DraftModel:
 
     def release(self, job: Job) -> None:
         """Return the job's sequence, without draft tokens, to the prefix cache."""
+        self._jobs_without_cells.discard(job)
         mirror = self._mirrors.pop(job, None)
         if mirror is not None:
             common_length = common_prefix_length(mirror.slot.entries, _get_known_entries(job))
-            if mirror.slot.can_resume_at(common_length):
-                mirror.slot.truncate(common_length)
+            with contextlib.suppress(UnsupportedOperation):  # its entries remain those that it computed
+                if mirror.slot.can_resume_at(common_length):
+                    mirror.slot.truncate(common_length)
             self.prefix_cache.release(mirror.slot)
 
     def run_idle_task(self) -> bool:

@@ -71,7 +71,9 @@ class Capabilities:
 
     @property
     def survives_abort(self) -> bool:
-        """A decode that was interrupted leaves the other sequences of its batch intact."""
+        """A decode that was interrupted leaves the sequences of its batch as they were, or with some of its rows.
+
+        Otherwise they are damaged; so are others if the batch had several sequences."""
         return self.memory_kind in ("attention", "window")
 
 
@@ -141,8 +143,12 @@ class Backend(Protocol):
     projector: MediaEncoder | None  # encodes images and audio, on another thread
 
     @property
+    def adapter_key(self) -> str:
+        """The LoRA adapters that are applied now, as text. Empty if there are none. It may change between decodes."""
+
+    @property
     def state_key(self) -> bytes:
-        """Key of model, build and settings. Saved bytes are valid only in a backend with an equal key."""
+        """Key of model, build, settings and adapters. Saved bytes are valid only in a backend with an equal key."""
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         """Compute all spans in one batch.
@@ -163,7 +169,11 @@ class Backend(Protocol):
         """Return whether the sequence can be truncated at `position` and continue there with exact results."""
 
     def truncate(self, sequence: int, position: int) -> None:
-        """Drop everything from `position` on. Allowed only if `can_resume_at` is true."""
+        """Drop everything from `position` on. Allowed only if `can_resume_at` is true.
+
+        `UnsupportedOperation`: the KV cache refused and nothing was changed. The sequence cannot be used before it is
+        cleared or loaded.
+        """
 
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
         """Drop the entry before `position` if the drafter must see it decoded again; return whether it was dropped."""

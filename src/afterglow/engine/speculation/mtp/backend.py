@@ -105,10 +105,13 @@ class MtpBackend(LlamaBackend):
     def copy(self, source: int, target: int, stop: int) -> int:
         nbytes = super().copy(source, target, stop)
         self.session.begin(target)
-        self.session.catch_up([source])
+        catch_up(self.session, [source])
         position_range = self.get_position_range(target)
         end = position_range[1] + 1 if position_range else 0
-        nbytes += self.head_context.memory.copy(source, target, stop=end)
+        try:
+            nbytes += self.head_context.memory.copy(source, target, stop=end)
+        except AfterglowError:  # heads must not fail requests: they start again
+            self.session.begin(target)
         self.session.set_hidden_state(target, end, self.session.get_hidden_state(source, end))
         return nbytes
 
@@ -118,7 +121,7 @@ class MtpBackend(LlamaBackend):
         # The heads' cells stay in their KV cache like attention cells; only a full state, or a window, contains them.
         head_state = None
         if scope == "full" or self._heads_have_window:
-            self.session.catch_up([sequence])
+            catch_up(self.session, [sequence])
             head_state = self.head_context.state.save(sequence, scope, long_lived=long_lived)
         return MtpState(
             key=state.key,
@@ -144,7 +147,7 @@ class MtpBackend(LlamaBackend):
     def _rewind_heads(self, sequence: int, end: int, head_state: llama_state.SavedState | None) -> None:
         """Return the heads to `end`. Their cells are still present; `head_state` restores a sliding window."""
         if head_state is not None:
-            self.session.catch_up([sequence])
+            catch_up(self.session, [sequence])
             position_range = self.head_context.memory.get_position_range(sequence)
             if position_range is not None and position_range[1] + 1 >= end:
                 self._load_heads(sequence, head_state)
@@ -160,7 +163,7 @@ class MtpBackend(LlamaBackend):
     def get_state_size(self, sequence: int, scope: StateScope) -> int:
         head_bytes = 0
         if scope == "full" or self._heads_have_window:
-            self.session.catch_up([sequence])
+            catch_up(self.session, [sequence])
             head_bytes = self.head_context.state.size(sequence, scope)
         return super().get_state_size(sequence, scope) + head_bytes + 4 * self.context.model.embedding_width
 
@@ -257,6 +260,20 @@ class MtpBackend(LlamaBackend):
         self.session.begin(sequence)
 
 
+def catch_up(session: MtpSession, sequences: Sequence[int]) -> bool:
+    """Let the heads compute what they have not yet. Return False if they could not, e.g. because no cells are free.
+
+    They start again then: heads must not fail requests.
+    """
+    try:
+        session.catch_up(sequences)
+        return True
+    except AfterglowError:
+        for sequence in sequences:
+            session.begin(sequence)
+        return False
+
+
 def _strip_head_state(state: llama_state.SavedState) -> llama_state.SavedState:
     """Return the part of a state that the target's context saved."""
     return llama_state.SavedState(key=state.key, scope=state.scope, positions=state.positions, data=state.data)
@@ -293,7 +310,7 @@ class MtpDrafter:
         return backlog * info.mtp_layer_count / max(info.layer_count, 1) if backlog > MAX_FREE_CATCH_UP_ENTRIES else 0.0
 
     def catch_up(self, jobs: Sequence[Job]) -> None:
-        self._session.catch_up([job.sequence.seq_id for job in jobs if job.sequence is not None])
+        catch_up(self._session, [job.sequence.seq_id for job in jobs if job.sequence is not None])
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         n_draft_max = self._session.settings.n_draft_max
@@ -303,7 +320,12 @@ class MtpDrafter:
             assert job.sequence is not None
             last_tokens[job.sequence.seq_id] = job.generated[-1]
             limits[job.sequence.seq_id] = min(limit, n_draft_max)
-        return list(self._session.draft(last_tokens, limits).values())
+        try:
+            return list(self._session.draft(last_tokens, limits).values())
+        except AfterglowError:  # e.g. no cells are free
+            for sequence in last_tokens:
+                self._session.begin(sequence)
+            return [[] for _ in draft_requests]
 
     def release(self, job: Job) -> None:
         """Do nothing: the heads' KV cache belongs to sequences, not to jobs."""
