@@ -11,6 +11,7 @@ from pathlib import Path
 from afterglow.api.served_model import ServedModel, ServedSettings
 from afterglow.closeable import Closeable
 from afterglow.errors import Closed, ModelNotFound
+from afterglow.server.errors import invalid_request_error
 
 
 class ModelSlot:
@@ -67,10 +68,14 @@ class ModelRegistry(Closeable):
 
     def get_slot(self, name: str | None) -> ModelSlot:
         """Return the slot of a model. `None` selects the only served model."""
-        if name is None and len(self.slots) == 1:
+        served = ", ".join(self.slots)
+        if name is None:
+            if len(self.slots) > 1:
+                message = f"`model` is missing, and several models are served: {served}"
+                raise invalid_request_error("model", message, "missing_required_parameter")
             return next(iter(self.slots.values()))
-        if name is None or name not in self.slots:
-            raise ModelNotFound("" if name is None else name[:200], f"served models: {', '.join(self.slots)}")
+        if name not in self.slots:
+            raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]
 
     def load_all(self) -> None:
