@@ -284,11 +284,16 @@ class Model(TextModel):
         )
 
     def _restart_engine(self) -> None:
-        """Replace the crashed engine and its context. The caller holds the transition lock."""
+        """Replace the crashed engine and its context. The caller holds the transition lock.
+
+        Until then, and if it fails, the state stays CRASHED, so that the next request tries again.
+        """
         assert self._engine is not None
         self._engine.close()
-        self._engine = None
-        self._lifecycle.replace_context()
+        if self._lifecycle.state is LoadState.ACTIVE:
+            self._lifecycle.replace_context()
+        else:  # an earlier attempt failed
+            self._lifecycle.activate()
         self._start_engine()
         self.restarts += 1
 

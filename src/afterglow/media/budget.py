@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+MIN_TRIMMED_BYTES = 16 * 1024 * 1024
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def release_free_memory() -> None:
+    """Return freed memory to the operating system. Otherwise glibc keeps up to 64 MiB for each thread."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 class ByteBudget:
@@ -29,6 +40,8 @@ class ByteBudget:
         try:
             yield
         finally:
+            if nbytes >= MIN_TRIMMED_BYTES:
+                release_free_memory()
             with self._condition:
                 self.used_bytes -= nbytes
                 self._condition.notify_all()

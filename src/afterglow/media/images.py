@@ -59,17 +59,21 @@ def decode_image(
     if header.animated:
         raise InvalidMedia(source, "it is animated: send one of its frames")
     with DECODE_BUDGET.reserve(DECODE_BYTES_PER_PIXEL * header.width * header.height, policy.max_decoded_bytes):
-        try:
-            with DECODERS[header.format](io.BytesIO(data)) as file:
-                check_image_size(*file.size, policy, source)
-                image = _to_upright_rgb(file)
-        except InvalidMedia:
-            raise
-        except Exception as error:  # any exception of a decoder is caused by the file
-            raise InvalidMedia(source, f"the {header.format} file is damaged ({error})") from None
-        if detail == "low":
-            image.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
-        return ImageData(width=image.width, height=image.height, pixels=image.tobytes())
+        return _decode_file(data, header.format, policy, source, detail)
+
+
+def _decode_file(data: bytes, format: str, policy: MediaPolicy, source: str, detail: str) -> ImageData:
+    try:
+        with DECODERS[format](io.BytesIO(data)) as file:
+            check_image_size(*file.size, policy, source)
+            image = _to_upright_rgb(file)
+    except InvalidMedia:
+        raise
+    except Exception as error:  # any exception of a decoder is caused by the file
+        raise InvalidMedia(source, f"the {format} file is damaged ({error})") from None
+    if detail == "low":
+        image.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
+    return ImageData(width=image.width, height=image.height, pixels=image.tobytes())
 
 
 def check_image_size(width: int, height: int, policy: MediaPolicy, source: str) -> None:

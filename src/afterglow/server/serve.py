@@ -7,6 +7,8 @@ import contextlib
 import functools
 import signal
 import socket
+import struct
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -20,10 +22,15 @@ from afterglow.server.auth import AuthMiddleware
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
 FINAL_EVENT_SECONDS = 2.0  # time for cancelled requests to send their last event
 DRAIN_POLL_SECONDS = 0.05
 SOCKET_BACKLOG = 1024  # pending connections
 STALL_CHECKS = 8  # within `stall_seconds`
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
 class Connection(HttpToolsProtocol):
@@ -63,28 +70,42 @@ class Connection(HttpToolsProtocol):
 
     def _watch_progress(self) -> None:
         self._stop_watching()
-        self._unsent_bytes, self._last_progress = self.transport.get_write_buffer_size(), self.loop.time()
+        self._unsent_bytes, self._last_progress = count_unsent_bytes(self.transport), self.loop.time()
         self._check_later()
 
     def _check_later(self) -> None:
         self._stall_timer = self.loop.call_later(self._stall_seconds / STALL_CHECKS, self._check_progress)
 
     def _check_progress(self) -> None:
-        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        unsent, now = count_unsent_bytes(self.transport), self.loop.time()
         if unsent < self._unsent_bytes:
             self._unsent_bytes, self._last_progress = unsent, now
         if not unsent:
             self._stop_watching()
         elif now - self._last_progress >= self._stall_seconds:
             self._on_stall()
-            self.transport.abort()
+            self._reset()
         else:
             self._check_later()
+
+    def _reset(self) -> None:
+        """Close the connection and drop what the operating system has buffered for it."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        self.transport.abort()
 
     def _stop_watching(self) -> None:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         self._stall_timer = None
+
+
+def count_unsent_bytes(transport: asyncio.Transport) -> int:
+    """Count the bytes that the client has not received: in the transport and, on Linux, in the operating system."""
+    unsent = transport.get_write_buffer_size()
+    if sys.platform == "linux":
+        descriptor = transport.get_extra_info("socket").fileno()
+        unsent += int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return unsent
 
 
 class Server(uvicorn.Server):
