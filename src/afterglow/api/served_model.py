@@ -279,7 +279,7 @@ class ServedModel(TextModel):
         decode: Callable[[Engine], Future[DecodedMediaInfo]] = functools.partial(
             remote_calls.decode_media, modality=modality, data=data, policy=policy, source=source, detail=detail
         )
-        info: DecodedMediaInfo = self.call(decode)
+        info: DecodedMediaInfo = self.call(decode)  # type: ignore[arg-type]
         return EncodedMedia(
             modality=modality,
             data=data,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import signal
 import socket
 import struct
 import sys
+import termios
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,10 +23,6 @@ from afterglow.server.app import build_application
 from afterglow.server.auth import AuthMiddleware
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
-
-if sys.platform == "linux":
-    import fcntl
-    import termios
 
 FINAL_EVENT_SECONDS = 2.0  # time for cancelled requests to send their last event
 DRAIN_POLL_SECONDS = 0.05
