@@ -205,7 +205,7 @@ def read_to_end(connection: socket.socket, pause_seconds: float = 0.0) -> bytes:
 def test_the_tickets_of_unread_streams_are_free_once_generation_ends() -> None:
     arguments = ("--context", "2048", "--sequences", "2", "--max-queue", "3", "--stall-seconds", "600")
     with run_server_with_long_name(*arguments) as server, contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(open_unread_stream(server, max_tokens=800)) for _ in range(5)]
+        connections = [stack.enter_context(open_unread_stream(server, max_tokens=500)) for _ in range(5)]
         assert wait_until(10, lambda: count_in_flight(server) == 5)
         assert server.chat(model=None)["status"] == 429
         assert wait_until(60, lambda: count_in_flight(server) == 0)
