@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from afterglow.api.served_model import ServedSettings
+from afterglow.errors import ModelNotFound
+from afterglow.server.models import ModelSlot
 from afterglow.testing import models
-from support.server_process import ServerProcess, run_server
+from support.server_process import ServerProcess, run_server, wait_until
 
 pytestmark = pytest.mark.native
 
@@ -39,3 +47,20 @@ def test_the_model_is_required_if_several_models_are_served(server: ServerProces
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, "model", "missing_required_parameter")
     assert "tiny, hybrid" in error["message"]
+
+
+def test_a_model_whose_engine_cannot_be_restarted_has_failed_and_is_loaded_again(tmp_path: Path) -> None:
+    path = Path(shutil.copy(models.get_path("successor-attention"), tmp_path / "model.gguf"))
+    slot = ModelSlot("tiny", path, ServedSettings(context=256, threads=1, disk_cache=False))
+    with closing(slot):
+        process = slot.load()._process
+        assert slot.state == "ready"
+        path.rename(tmp_path / "away")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert wait_until(60, lambda: slot.state == "failed")
+        with pytest.raises(ModelNotFound):
+            slot.load()
+        (tmp_path / "away").rename(path)
+        assert slot.load().complete("abc", max_tokens=3).text == "def"
+        assert slot.state == "ready"

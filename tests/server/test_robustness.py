@@ -118,7 +118,7 @@ def open_request(server: ServerProcess, path: str, body: dict[str, Any]) -> Iter
     host, port = server.url.removeprefix("http://").split(":")
     headers = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         connection.connect((host, int(port)))
         connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + data)
         yield connection
@@ -193,12 +193,13 @@ def count_in_flight(server: ServerProcess) -> float:
     return server.get_metric(f'afterglow_choices_in_flight{{model="{LONG_NAME}"}}')
 
 
-def read_to_end(connection: socket.socket, pause_seconds: float = 0.0) -> bytes:
-    """Read until the connection or the response ends."""
+def read_to_end(connection: socket.socket, slow_reads: int = 0) -> bytes:
+    """Read until the connection or the response ends, the first `slow_reads` times slowly."""
     received = b""
-    while not received.endswith(b"0\r\n\r\n") and (data := connection.recv(1 << 16)):
+    while not received.endswith(b"0\r\n\r\n") and (data := connection.recv(1 << 15)):
         received += data
-        time.sleep(pause_seconds)
+        slow_reads -= 1
+        time.sleep(0.03 if slow_reads > 0 else 0)
     return received
 
 
@@ -218,7 +219,7 @@ def test_a_stream_without_progress_is_ended_and_what_waits_for_it_is_bounded() -
     arguments = ("--context", "8192", "--sequences", "2", "--stall-seconds", "1", "--max-buffered-tokens", "1000")
     with run_server_with_long_name(*arguments) as server, contextlib.ExitStack() as stack:
         slow = stack.enter_context(open_unread_stream(server, max_tokens=600))
-        assert b"[DONE]" in read_to_end(slow, pause_seconds=0.03)  # progress, although it takes longer than a second
+        assert b"[DONE]" in read_to_end(slow, slow_reads=60)  # progress, although it takes longer than a second
         assert server.get_metric("afterglow_stalled_connections_total") == 0
         connections = [stack.enter_context(open_unread_stream(server, max_tokens=8000)) for _ in range(2)]
         assert wait_until(30, lambda: server.get_metric("afterglow_stalled_connections_total") == 2)

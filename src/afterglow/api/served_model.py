@@ -132,6 +132,11 @@ class ServedModel(TextModel):
         """Whether the engine process runs now."""
         return self._process.pid is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine process could not be restarted. The model must be loaded again."""
+        return self._process.has_given_up
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies everything besides the request that determines output: version, native build and weights."""

@@ -27,10 +27,13 @@ class ModelSlot:
         self._lock = threading.Lock()  # a model is loaded once
 
     def load(self) -> ServedModel:
-        """Return the model and load it if necessary."""
+        """Return the model and load it if necessary: on first use, and after its engine could not be restarted."""
         with self._lock:
             if self._closed:
                 raise Closed("server")
+            if self.model is not None and self.model.has_failed:
+                self.model.close()
+                self.model = None
             if self.model is None:
                 self.model = ServedModel(self.name, self.path, self.settings)
             return self.model
@@ -44,10 +47,10 @@ class ModelSlot:
 
     @property
     def state(self) -> str:
-        """`not loaded`, `loading`, `ready`, or `restarting` if the engine process died."""
-        if self.model is None:
+        """`not loaded`, `loading`, `ready`, `restarting` if the engine died, `failed` if restarts failed too."""
+        if (model := self.model) is None:
             return "loading" if self._lock.locked() else "not loaded"
-        return "ready" if self.model.is_alive else "restarting"
+        return "ready" if model.is_alive else "failed" if model.has_failed else "restarting"
 
 
 class ModelRegistry(Closeable):

@@ -51,7 +51,9 @@ class ServerState(Closeable):
     async def get_model(self, name: str | None) -> ServedModel:
         """Return a model by name and load it if necessary."""
         slot = self.models.get_slot(name)
-        model = await self.run_engine_call(slot.load) if slot.model is None else slot.model
+        model = slot.model
+        if model is None or model.has_failed:
+            model = await self.run_engine_call(slot.load)
         model.attach_event_loop(asyncio.get_running_loop())
         return model
 

@@ -224,6 +224,8 @@ def test_restarts_stop_after_repeated_failures(tmp_path, no_restart_delay, on_re
             engine.call(engine_factories.is_busy)
         assert len(file.read_bytes()) == 1 + MAX_FAILED_STARTS
         assert engine.pid is None
+        assert wait_until(lambda: engine.has_given_up)
+    assert not engine.has_given_up  # closed
 
 
 def test_a_child_that_exits_during_the_first_start_is_not_restarted(tmp_path):

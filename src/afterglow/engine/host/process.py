@@ -98,6 +98,11 @@ class EngineProcess(Closeable):
         child = self._child
         return None if child is None else child.process.pid
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the restarts failed, so that every request and call raises `EngineCrashed`."""
+        return not self._supervisor.is_alive() and not self._closing.is_set()
+
     def submit(self, request: Request) -> EventStream:
         """Submit a request without blocking. An invalid request gets its error as its only event."""
         try:
