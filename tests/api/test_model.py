@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from afterglow import Sampling
 from afterglow.errors import (
     Cancelled,
     Closed,
+    EngineCrashed,
     InvalidArgument,
     InvalidState,
     ModelNotFound,
@@ -345,3 +347,53 @@ def test_the_disk_cache_gives_prefix_hits_after_a_restart(name, tmp_path, monkey
     assert other_tenant.usage.cached_tokens == 0
     with afterglow.load(models.get_path(name), context=512, disk_cache=False) as model:
         assert model.complete(prompt, max_tokens=5).usage.cached_tokens == 0
+
+
+# --- crashes
+
+
+def crash_engine(model: afterglow.Model) -> None:
+    """Make the next decode raise an unexpected error, which crashes the engine."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the bug")
+
+    model._get_host().call(lambda engine: setattr(engine.backend, "decode", fail))
+    with pytest.raises(EngineCrashed, match="the bug"):
+        model.complete(CYCLE[:5])
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_c12_a_crashed_engine_is_reported_and_the_next_request_replaces_it(kind):
+    with load(f"successor-{kind}") as model:
+        for crashes in (1, 2):
+            crash_engine(model)
+            assert (model.state, model.is_loaded, model.is_active) == ("crashed", True, False)
+            assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
+            assert (model.state, model.restarts) == ("active", crashes)
+
+
+def test_c12_a_crashed_model_can_change_its_load_state():
+    with load("successor-attention") as model:
+        crash_engine(model)
+        model.activate()
+        assert (model.state, model.restarts) == ("active", 1)
+        crash_engine(model)
+        model.deactivate()
+        assert model.state == "warm"
+        model.activate()
+        assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
+        crash_engine(model)
+        model.unload()
+        assert model.state == "cold"
+    with pytest.raises(InvalidArgument, match="does not start crashed"):
+        load("successor-attention", state="crashed")
+
+
+def test_many_threads_restart_a_crashed_engine_once():
+    with load("successor-attention") as model:
+        crash_engine(model)
+        with ThreadPoolExecutor(4) as pool:
+            texts = list(pool.map(lambda _: model.complete(CYCLE[:5], max_tokens=3).text, range(8)))
+        assert set(texts) == {CYCLE[5:8]}
+        assert model.restarts == 1

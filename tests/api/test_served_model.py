@@ -6,7 +6,11 @@ import psutil
 import pytest
 
 from afterglow.api.served_model import ServedModel, ServedSettings
+from afterglow.engine.host import remote_calls
+from afterglow.errors import EngineError
+from afterglow.llama.handle import list_open_handles
 from afterglow.testing import models
+from support.engine_factories import Raise
 
 pytestmark = pytest.mark.native
 
@@ -24,3 +28,19 @@ def test_a_model_with_an_invalid_chat_template_is_still_served() -> None:
     settings = ServedSettings(context=256, threads=1, disk_cache=False, chat_template="{{ raise_exception('no') }}")
     with ServedModel("tiny", models.get_path("successor-attention"), settings) as model:
         assert model.complete("abc", max_tokens=3, temperature=0).text == "def"
+
+
+@pytest.mark.parametrize("step", ["get_engine_info", "_warm_up"])
+def test_a_model_that_fails_while_it_starts_leaves_nothing_open(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise EngineError("the bug")
+
+    if step == "get_engine_info":
+        monkeypatch.setattr(remote_calls, step, Raise(EngineError("the bug")))
+    else:
+        monkeypatch.setattr(ServedModel, step, fail)
+    processes, handles = psutil.Process().children(recursive=True), list_open_handles()
+    with pytest.raises(EngineError, match="the bug"):
+        ServedModel("tiny", models.get_path("attention"), ServedSettings(context=256, threads=1, disk_cache=False))
+    assert set(psutil.Process().children(recursive=True)) <= set(processes)
+    assert list_open_handles() == handles

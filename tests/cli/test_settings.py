@@ -17,6 +17,7 @@ from afterglow.cli.serve import build_served_settings, parse_drafts
 from afterglow.cli.settings import Settings, load_command_settings, load_settings
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
+from afterglow.server.settings import hash_api_key
 from afterglow.testing import models
 from support.commands import run_command
 
@@ -123,7 +124,15 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
 LOAD_FLAGS = {"context": 512, "threads": 2, "gpu_layers": 1}
 CHAT_FLAGS = {"chat_template": Path("template"), "projector": Path("mmproj"), "strip_media": True}
 GENERATION_FLAGS = {"system": "Be brief.", "max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": "low"}
-SERVER_FLAGS = {"max_queue": 2, "lazy_load": True, "shutdown_seconds": 1.0, "host": "::1", "port": 0}
+SERVER_FLAGS = {
+    "stall_seconds": 3.0,
+    "max_buffered_tokens": 5,
+    "max_queue": 2,
+    "lazy_load": True,
+    "shutdown_seconds": 1.0,
+    "host": "::1",
+    "port": 0,
+}
 MEDIA_FLAGS = {"media_directory": Path("media"), "max_media_bytes": 7, "max_image_pixels": 8}
 
 
@@ -154,7 +163,7 @@ def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
     (tmp_path / "keys").write_text("c\n\nd\n")
     repeated = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
-    repeated += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys")]
+    repeated += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys"), "--allow-host", "n"]
     flags = (
         LOAD_FLAGS
         | CHAT_FLAGS
@@ -169,8 +178,9 @@ def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     assert {name: getattr(settings, name) for name in flags} == flags
     assert {name: getattr(settings.server, name) for name in server_flags} == server_flags
     assert settings.draft == "mtp,big=small"
-    assert settings.server.api_keys == ("a", "b", "c", "d")
-    assert (settings.server.allow_origins, settings.server.media_hosts) == (("o",), ("h",))
+    assert settings.server.api_keys == tuple(map(hash_api_key, "abcd"))
+    server = settings.server
+    assert (server.allow_hosts, server.allow_origins, server.media_hosts) == (("n",), ("o",), ("h",))
 
 
 def test_absent_flags_do_not_override_the_file(file, monkeypatch):
@@ -180,7 +190,8 @@ def test_absent_flags_do_not_override_the_file(file, monkeypatch):
     CliRunner().invoke(app, ["serve"])
     served_models, settings = served[0]
     assert (served_models, settings.draft) == ({"small": "small"}, "mtp")
-    assert (settings.server.port, settings.server.api_keys, settings.server.media_hosts) == (9, ("a",), ("h",))
+    keys = (hash_api_key("a"),)
+    assert (settings.server.port, settings.server.api_keys, settings.server.media_hosts) == (9, keys, ("h",))
 
 
 @pytest.mark.native

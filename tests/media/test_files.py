@@ -128,3 +128,16 @@ def test_without_an_allowed_directory_no_file_is_opened(directory):
     for name in (f"{directory}/a b.png", f"file://{directory}/a%20b.png"):
         with pytest.raises(MediaRefused, match="send the data inline"):
             load_media_bytes("image", name)
+
+
+@pytest.mark.parametrize("has_dir_fd", [True, False])
+def test_a_link_that_replaces_a_part_of_a_resolved_path_is_not_followed(directory, monkeypatch, has_dir_fd):
+    if not has_dir_fd:
+        monkeypatch.setattr(os, "supports_dir_fd", set())
+    root = directory.resolve()
+    os.close(files._open_inside(root, ("below", "c.png")))
+    (directory / "link.png").symlink_to(directory.parent / "secret.png")
+    (directory / "door").symlink_to(directory.parent)
+    for parts in (("link.png",), ("door", "secret.png")):
+        with pytest.raises(OSError, match=r"symbolic link|replaced by a link|Not a directory"):
+            files._open_inside(root, parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import threading
 import urllib.parse
 
 import pytest
@@ -125,31 +124,6 @@ def test_any_source_loads_or_raises_a_request_error(text, start):
 def test_any_bytes_survive_a_data_uri(data):
     assert load_media_bytes("image", "data:x/y;base64," + base64.b64encode(data).decode()) == data
     assert load_media_bytes("image", "data:x/y," + urllib.parse.quote_from_bytes(data)) == data
-
-
-def test_at_most_two_images_are_decoded_at_once(monkeypatch):
-    running, max_running, lock = 0, 0, threading.Lock()
-    real = load.decode_image
-
-    def count_concurrent(*args, **kwargs):
-        nonlocal running, max_running
-        with lock:
-            running += 1
-            max_running = max(max_running, running)
-        try:
-            threading.Event().wait(0.02)
-            return real(*args, **kwargs)
-        finally:
-            with lock:
-                running -= 1
-
-    monkeypatch.setattr(load, "decode_image", count_concurrent)
-    threads = [threading.Thread(target=load_media, args=("image", URI)) for _ in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max_running == 2
 
 
 def test_c6_an_id_is_accepted_only_if_it_matches_the_bytes():

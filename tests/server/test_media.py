@@ -6,9 +6,11 @@ import asyncio
 import base64
 import contextlib
 import http.server
+import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from afterglow.cli.serve import build_served_settings
 from afterglow.cli.settings import load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
 from afterglow.media.policy import MediaPolicy
+from afterglow.server.admission import MediaBudget
 from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.media import count_media, load_media
 from afterglow.server.models import ModelRegistry
@@ -316,6 +319,41 @@ def test_cache_model_and_metrics_routes_show_images(vision_server: ServerProcess
     (card,) = vision_server.http.get("/v1/models").json()["data"]
     assert "image" in card["capabilities"]
     assert 'counter="encoded_media"' in vision_server.http.get("/metrics").text
+
+
+def read_memory(pid: int, field: str) -> int:
+    """Return a field of /proc/PID/status in bytes, for example VmRSS or VmHWM (the peak)."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", text)[1])  # type: ignore[index]
+
+
+@pytest.mark.native
+def test_images_are_decoded_in_the_engine_process_and_released(vision_server: ServerProcess) -> None:
+    """Six small files decode to 288 MB."""
+    (engine,) = vision_server.list_engines()
+    parts = [build_image_part(encode_data_uri(encode_image(Image.new("RGB", (4000, 4000), "red")))) for _ in range(6)]
+    vision_server.chat(model="colors", messages=build_messages(build_colour_part("R")))
+    server_pid, sent = vision_server.process.pid, sum(len(part["image_url"]["url"]) for part in parts)
+    Path(f"/proc/{server_pid}/clear_refs").write_text("5")  # resets VmHWM
+    before, engine_before = read_memory(server_pid, "VmRSS"), read_memory(engine.pid, "VmRSS")
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda part: vision_server.chat(model="colors", messages=build_messages(part)), parts)
+        assert {get_text(answer) for answer in answers} == {"R"}
+    assert read_memory(server_pid, "VmHWM") - before < 20 * sent + 20_000_000
+    assert read_memory(engine.pid, "VmRSS") - engine_before < 100_000_000
+
+
+def test_the_media_files_of_all_requests_share_one_budget() -> None:
+    budget = MediaBudget(max_bytes=100)
+    first, second = budget.reserve(60), budget.reserve(40)
+    with pytest.raises(APIError, match="`max_decoded_media_bytes`") as error:
+        budget.reserve(1)
+    assert (error.value.status, error.value.code) == (429, "media_memory_full")
+    first()
+    first()
+    assert budget.used_bytes == 40
+    second()
+    budget.reserve(500)  # one request is always admitted: its size has limits of its own
 
 
 # --- sources of images

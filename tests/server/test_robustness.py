@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -110,13 +111,22 @@ def test_a_hostile_request_gets_200_or_400_and_does_not_crash_the_engine(server:
 # --- disconnecting clients
 
 
-def send_and_disconnect(server: ServerProcess, path: str, body: dict[str, Any], after_seconds: float) -> None:
-    """Send a request and close the connection after some seconds."""
+@contextlib.contextmanager
+def open_request(server: ServerProcess, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """Send a request, and yield the connection without reading from it. Its receive buffer is small."""
     data = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + data)
+    headers = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.connect((host, int(port)))
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + data)
+        yield connection
+
+
+def send_and_disconnect(server: ServerProcess, path: str, body: dict[str, Any], after_seconds: float) -> None:
+    """Send a request and close the connection after some seconds."""
+    with open_request(server, path, body):
         time.sleep(after_seconds)
 
 
@@ -162,6 +172,63 @@ def test_a_disconnect_frees_the_engine(single_sequence_server: ServerProcess) ->
 @pytest.mark.full
 def test_two_hundred_disconnects_free_the_engine(single_sequence_server: ServerProcess) -> None:
     check_disconnects(single_sequence_server, 200)
+
+
+# --- clients that do not read
+
+# Every event repeats the name of the model, so that a short response does not fit into the buffers of the system.
+LONG_NAME = "x" * 8000
+UNREAD_REQUEST = {"messages": MESSAGES, "temperature": 0, "stream": True}
+
+
+def open_unread_stream(server: ServerProcess, max_tokens: int) -> contextlib.AbstractContextManager[socket.socket]:
+    return open_request(server, "/v1/chat/completions", {**UNREAD_REQUEST, "max_tokens": max_tokens})
+
+
+def run_server_with_long_name(*arguments: str) -> contextlib.AbstractContextManager[ServerProcess]:
+    return run_server(f"{LONG_NAME}={models.get_path('successor-attention')}", *arguments)
+
+
+def count_in_flight(server: ServerProcess) -> float:
+    return server.get_metric(f'afterglow_choices_in_flight{{model="{LONG_NAME}"}}')
+
+
+def read_to_end(connection: socket.socket, slow_reads: int = 0) -> bytes:
+    """Read until the connection or the response ends, the first `slow_reads` times slowly."""
+    received = b""
+    while not received.endswith(b"0\r\n\r\n") and (data := connection.recv(1 << 15)):
+        received += data
+        slow_reads -= 1
+        time.sleep(0.03 if slow_reads > 0 else 0)
+    return received
+
+
+def test_the_tickets_of_unread_streams_are_free_once_generation_ends() -> None:
+    arguments = ("--context", "2048", "--sequences", "2", "--max-queue", "3", "--stall-seconds", "600")
+    with run_server_with_long_name(*arguments) as server, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(open_unread_stream(server, max_tokens=500)) for _ in range(5)]
+        assert wait_until(10, lambda: count_in_flight(server) == 5)
+        assert server.chat(model=None)["status"] == 429
+        assert wait_until(60, lambda: count_in_flight(server) == 0)
+        assert get_text(server.chat(model=None)) == CYCLE[:8]
+        assert server.get_metric("afterglow_stalled_connections_total") == 0
+        assert b"[DONE]" in read_to_end(connections[0])  # the rest of the response was not lost
+
+
+def test_a_stream_without_progress_is_ended_and_what_waits_for_it_is_bounded() -> None:
+    arguments = ("--context", "8192", "--sequences", "2", "--stall-seconds", "1", "--max-buffered-tokens", "1000")
+    with run_server_with_long_name(*arguments) as server, contextlib.ExitStack() as stack:
+        slow = stack.enter_context(open_unread_stream(server, max_tokens=600))
+        assert b"[DONE]" in read_to_end(slow, slow_reads=60)  # progress, although it takes longer than a second
+        assert server.get_metric("afterglow_stalled_connections_total") == 0
+        connections = [stack.enter_context(open_unread_stream(server, max_tokens=8000)) for _ in range(2)]
+        assert wait_until(30, lambda: server.get_metric("afterglow_stalled_connections_total") == 2)
+        assert wait_until(10, lambda: count_in_flight(server) == 0)
+        assert server.get_counters(LONG_NAME)["decodes"] < 6000  # not 8,000: the requests were cancelled
+        for connection in connections:
+            with pytest.raises(ConnectionError):
+                read_to_end(connection)
+        assert get_text(server.chat(model=None)) == CYCLE[:8]
 
 
 # --- overload
@@ -260,12 +327,16 @@ def test_a_killed_engine_ends_its_own_streams_only_and_is_restarted() -> None:
                 stream.result(10)
             assert get_text(server.chat()) == CYCLE[:8]
             assert time.monotonic() - killed < 5
+            for number in range(2):  # requests sent right after a death wait for the next engine
+                victim = next(one for one in server.list_engines() if _maps_file(one.pid, "successor-attention"))
+                os.kill(victim.pid, signal.SIGKILL)
+                assert get_text(server.chat(f"after death {number}")) == CYCLE[:8]
             assert other.result() == (CYCLE * 60)[:1500]
         for text in received:
             last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
             assert last["error"]["code"] == "engine_crashed"
             assert "[DONE]" not in text
-        assert server.get_metric('afterglow_engine_restarts{model="tiny"}') == 1
+        assert server.get_metric('afterglow_engine_restarts{model="tiny"}') == 3
         assert server.get_metric('afterglow_engine_restarts{model="other"}') == 0
 
 

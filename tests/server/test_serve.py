@@ -1,14 +1,18 @@
-"""Shutdown of the server."""
+"""Listening and shutdown of the server."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from afterglow.errors import InvalidArgument
+from afterglow.server.serve import bind
+from afterglow.server.settings import ServerSettings
 from afterglow.testing import models
 from support.server_process import run_server, wait_until
 
@@ -50,6 +54,18 @@ def test_running_requests_end_with_an_error_after_shutdown_seconds() -> None:
         assert server.stop() == 0
         assert time.monotonic() - started < 8
         assert stream.result()[-1]["error"]["code"] == "shutting_down"
+
+
+def test_an_address_that_cannot_be_used_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bind(ServerSettings(port=0)) as listener, pytest.raises(InvalidArgument, match="cannot listen on"):
+        bind(ServerSettings(port=listener.getsockname()[1]))
+
+    def refuse(*_: object) -> None:
+        raise OSError("no more sockets")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(InvalidArgument, match="no more sockets"):
+        bind(ServerSettings(port=0))
 
 
 def test_a_killed_server_leaves_no_engine_process() -> None:

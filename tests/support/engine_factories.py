@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,45 @@ class FakeEngineFactory:
         if isinstance(backend, SlowBackend):
             backend.pause = self.pause
         return Engine(backend)
+
+
+@dataclass(frozen=True)
+class SlowOnce:
+    """Builds an engine whose decodes hang, and after that engines that work. A file tells which is built."""
+
+    file: Path
+
+    def __call__(self) -> Engine:
+        pause = 0.0 if self.file.exists() else 600.0
+        self.file.touch()
+        return FakeEngineFactory(pause=pause)()
+
+
+class ExitingBackend(FakeBackend):
+    """Ends its process in the first decode."""
+
+    def decode(self, spans: Sequence[DecodeSpan]) -> None:
+        os._exit(7)
+
+
+class Unreadable:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+UNREADABLE = {"sampling": Unreadable()}
+LATER: Future[int] = Future()
+
+
+def compute_later(engine: Engine) -> Future[int]:
+    """Return a future that `complete_later` completes."""
+    return LATER
+
+
+def complete_later(engine: Engine) -> None:
+    LATER.set_result(42)
 
 
 @dataclass(frozen=True)

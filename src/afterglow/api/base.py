@@ -7,6 +7,7 @@ import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
@@ -52,7 +53,7 @@ class Host(Protocol):
 
     def submit(self, request: Request) -> EventStream: ...
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]: ...
-    def call(self, function: Callable[[Engine], ResultT]) -> ResultT: ...
+    def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT: ...
 
 
 class TextModel(Closeable):

@@ -15,6 +15,7 @@ from afterglow.api.model import Model
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState
 from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_integer
 from afterglow.llama.gguf.footprint import count_layers_that_fit
 from afterglow.llama.gguf.header import read_header
@@ -267,3 +268,5 @@ def advance_to(state: LoadState, lifecycle: Lifecycle, progress: ProgressCallbac
             lifecycle.warm(progress)
         case LoadState.ACTIVE:
             lifecycle.activate(progress)
+        case LoadState.CRASHED:
+            raise InvalidArgument("state", "must be `active`, `warm` or `cold`: a model does not start crashed")

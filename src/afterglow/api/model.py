@@ -60,6 +60,7 @@ class Model(TextModel):
         self._draft = draft
         self._media_policy = media_policy
         self._strip_media = strip_media
+        self.restarts = 0  # engines started after a crash
         self._engine: EngineThread | None = None
         self._transition_lock = threading.Lock()
         self._scoring_lock = threading.Lock()  # there is one sequence for scoring
@@ -73,8 +74,12 @@ class Model(TextModel):
 
     @property
     def state(self) -> LoadState:
-        """Current load state. Reading it never blocks."""
-        return self._lifecycle.state
+        """Current load state. Reading it never blocks.
+
+        It is `CRASHED` after the engine crashed. The next request starts a new engine; `restarts` counts them.
+        """
+        engine = self._engine
+        return LoadState.CRASHED if engine is not None and engine.has_crashed else self._lifecycle.state
 
     @property
     def is_loaded(self) -> bool:
@@ -239,8 +244,10 @@ class Model(TextModel):
             self._lifecycle.warm()
 
     def activate(self) -> None:
-        """COLD or WARM → ACTIVE: load the weights onto the device and start the engine."""
+        """COLD, WARM or CRASHED → ACTIVE: load the weights onto the device and start the engine."""
         with self._transition_lock:
+            if self.state is LoadState.CRASHED:
+                return self._restart_engine()
             self._lifecycle.activate()
             self._start_engine()
 
@@ -276,6 +283,20 @@ class Model(TextModel):
             lambda: build_engine(context, settings, draft=draft, sequences=sequences, projector=projector)
         )
 
+    def _restart_engine(self) -> None:
+        """Replace the crashed engine and its context. The caller holds the transition lock.
+
+        Until then, and if it fails, the state stays CRASHED, so that the next request tries again.
+        """
+        assert self._engine is not None
+        self._engine.close()
+        if self._lifecycle.state is LoadState.ACTIVE:
+            self._lifecycle.replace_context()
+        else:  # an earlier attempt failed
+            self._lifecycle.activate()
+        self._start_engine()
+        self.restarts += 1
+
     def _stop_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -284,6 +305,10 @@ class Model(TextModel):
             self._close_chat()
 
     def _get_host(self) -> EngineThread:
+        if self.state is LoadState.CRASHED:
+            with self._transition_lock:
+                if self.state is LoadState.CRASHED:  # otherwise another thread restarted it
+                    self._restart_engine()
         assert self._lifecycle.context  # raises WrongState or Closed if there is none
         if self._engine is None:
             raise InvalidArgument("prompt", "cannot be continued: this model only computes embeddings")

@@ -12,7 +12,7 @@ from afterglow.engine.host import remote_calls
 from afterglow.engine.host.remote_calls import MediaMeasurement
 from afterglow.engine.multimodal.encoder_cache import MediaEntry, build_media_entries
 from afterglow.engine.types.entries import Entry, Media
-from afterglow.engine.types.media import MediaPart
+from afterglow.engine.types.media import EncodedMedia, MediaContent, MediaPart
 from afterglow.errors import InvalidArgument
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, get_media_size
 from afterglow.llama.vocabulary import Vocabulary
@@ -29,7 +29,7 @@ class MediaMeasurer:
         self._call = call
         self._cache: OrderedDict[MediaSize, tuple[bytes, MediaPlaceholder]] = OrderedDict()
 
-    def __call__(self, media: Sequence[MediaData]) -> list[list[MediaEntry]]:
+    def __call__(self, media: Sequence[MediaContent]) -> list[list[MediaEntry]]:
         """Return the prompt entries of each image or audio clip."""
         return [
             build_media_entries(content, placeholder, projector_key)
@@ -37,8 +37,8 @@ class MediaMeasurer:
             for projector_key, placeholder in [self._measure(content)]
         ]
 
-    def _measure(self, content: MediaData) -> tuple[bytes, MediaPlaceholder]:
-        size = get_media_size(content)
+    def _measure(self, content: MediaContent) -> tuple[bytes, MediaPlaceholder]:
+        size = content.size if isinstance(content, EncodedMedia) else get_media_size(content)
         if (cached := self._cache.get(size)) is not None:
             return cached
         measurement = self._call(functools.partial(remote_calls.measure_media, media=[size]))

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -22,17 +23,18 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import DraftSource, EngineSpec
 from afterglow.engine.host.process import EngineProcess
-from afterglow.engine.host.remote_calls import CacheContents, EngineInfo, EngineStats
+from afterglow.engine.host.remote_calls import CacheContents, DecodedMediaInfo, EngineInfo, EngineStats
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.inspect.difference import PrefixMiss, explain_miss
 from afterglow.engine.sampling.logprobs import TokenLogprob
+from afterglow.engine.types.media import EncodedMedia
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError, InvalidArgument, PromptTooLong, UnsupportedOption
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel, ModelInfo, ModelSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.media.policy import INLINE_ONLY, MediaPolicy
+from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
 from afterglow.version import __version__
 
 ResultT = TypeVar("ResultT")
@@ -80,18 +82,17 @@ class ServedModel(TextModel):
         super().__init__()
         self.name = name
         self.settings = settings or ServedSettings()
-        self._model = LlamaModel.load(path, ModelSettings(vocab_only=True))
         self._scoring_lock = threading.Lock()  # there is one sequence for scoring
         self._chat_lock = threading.Lock()
         self._chat: Chat | None = None
-        try:
-            self._process = EngineProcess(self.settings.build_spec(path))
-        except BaseException:
-            self._model.close()
-            raise
-        self.engine_info: EngineInfo = self.call(remote_calls.get_engine_info)
-        if self.can_generate:
-            self._warm_up()
+        with contextlib.ExitStack() as stack:
+            self._model = stack.enter_context(LlamaModel.load(path, ModelSettings(vocab_only=True)))
+            self._process = stack.enter_context(EngineProcess(self.settings.build_spec(path)))
+            self.engine_info: EngineInfo = self.call(remote_calls.get_engine_info)
+            if self.can_generate:
+                stack.callback(self._close_chat)
+                self._warm_up()
+            stack.pop_all()
 
     def _warm_up(self) -> None:
         """Do slow one-time work now, so that the first request does not wait for it."""
@@ -131,6 +132,11 @@ class ServedModel(TextModel):
         """Whether the engine process runs now."""
         return self._process.pid is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine process could not be restarted. The model must be loaded again."""
+        return self._process.has_given_up
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies everything besides the request that determines output: version, native build and weights."""
@@ -160,7 +166,7 @@ class ServedModel(TextModel):
         """Read engine events in this event loop."""
         self._process.attach_event_loop(loop)
 
-    def call(self, function: Callable[[Engine], ResultT]) -> ResultT:
+    def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
         """Run a function of a module on the engine and return its result."""
         return self._process.call(function)
 
@@ -232,11 +238,14 @@ class ServedModel(TextModel):
     def close(self) -> None:
         """Release everything. Running requests end with `Closed`. May be called twice."""
         self._process.close()
+        self._close_chat()
+        self._model.close()
+
+    def _close_chat(self) -> None:
         with self._chat_lock:
             if self._chat is not None:
                 self._chat.close()
             self._chat = None
-        self._model.close()
 
     # --- methods of `TextModel`
 
@@ -263,6 +272,25 @@ class ServedModel(TextModel):
         return MediaSupport(
             kinds=self.engine_info.media,
             measure=self._media_measurer,
+            decode=self._decode_media,
             unsupported_reason=self.engine_info.media_error,
             strip_unsupported=self.settings.strip_media,
+        )
+
+    def _decode_media(
+        self, modality: Modality, data: bytes, policy: MediaPolicy, *, source: str, detail: str
+    ) -> EncodedMedia:
+        """Have the engine process decode a file: decoded media never enters this process."""
+        decode: Callable[[Engine], Future[DecodedMediaInfo]] = functools.partial(
+            remote_calls.decode_media, modality=modality, data=data, policy=policy, source=source, detail=detail
+        )
+        info: DecodedMediaInfo = self.call(decode)  # type: ignore[arg-type]
+        return EncodedMedia(
+            modality=modality,
+            data=data,
+            detail=detail,
+            policy=policy,
+            size=info.size,
+            digest=info.digest,
+            nbytes=info.nbytes,
         )

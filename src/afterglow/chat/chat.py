@@ -131,9 +131,10 @@ class Chat(Closeable):
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
         """Return the messages with their media loaded, as the media policy allows."""
-        filtered = filter_media(parse_messages(messages), self._media_support())
+        media_support = self._media_support()
+        filtered = filter_media(parse_messages(messages), media_support)
         attachments = [attachment for message in filtered for attachment in message.attachments]
-        media = iter(load_attachments(attachments, self.media_policy))
+        media = iter(load_attachments(attachments, self.media_policy, media_support.decode))
         return [
             replace(
                 message,

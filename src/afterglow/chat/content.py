@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
+from afterglow.engine.types.media import EncodedMedia, MediaContent
 from afterglow.errors import InvalidArgument, InvalidMedia, UnsupportedOption
 from afterglow.media import identity
 from afterglow.media.data_uri import to_data_uri
-from afterglow.media.load import load_media, load_media_bytes
+from afterglow.media.load import decode_media, load_media_bytes
 from afterglow.media.policy import MediaPolicy, Modality, abbreviate_source
 from afterglow.media.types import AudioData, ImageData, MediaData
 
@@ -34,30 +35,41 @@ AUDIO_DATA_URI = re.compile(r"data:audio/(wav|mp3);base64,(.*)", re.DOTALL)
 AttachmentSource: TypeAlias = str | Path | bytes
 
 
+class DecodeMedia(Protocol):
+    """Decodes an image or audio file: here, or in the process of the engine."""
+
+    def __call__(
+        self, modality: Modality, data: bytes, policy: MediaPolicy, *, source: str, detail: str
+    ) -> MediaContent: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
     """An image or audio file in a message. `source` is a URL, a data URI or base64 text as given by the client, or the
     decoded media."""
 
     kind: Modality
-    source: str | MediaData
+    source: str | MediaContent
     offset: int  # position in the text of the message, in characters
     id: str | None = None  # FNV-1a hash of its bytes, if the caller gave one
     detail: ImageDetail = "auto"  # "low": at most 512 by 512 pixels
 
-    def load(self, policy: MediaPolicy) -> MediaData:
+    def load(self, policy: MediaPolicy, decode: DecodeMedia = decode_media) -> MediaContent:
         """Load and decode the media. May block on the network and on decoding."""
         if not isinstance(self.source, str):
             return self.source
-        return load_media(self.kind, self.source, policy, id=self.id, detail=self.detail)
+        data = load_media_bytes(self.kind, self.source, policy, id=self.id)
+        return decode(self.kind, data, policy, source=abbreviate_source(self.source), detail=self.detail)
 
 
-def load_attachments(attachments: Iterable[Attachment], policy: MediaPolicy) -> list[MediaData]:
+def load_attachments(
+    attachments: Iterable[Attachment], policy: MediaPolicy, decode: DecodeMedia = decode_media
+) -> list[MediaContent]:
     """Load all attachments of a conversation. The decoded size is limited in total: small files can decode to much."""
-    loaded: list[MediaData] = []
+    loaded: list[MediaContent] = []
     bytes_left = policy.max_decoded_bytes
     for attachment in attachments:
-        media = attachment.load(policy)
+        media = attachment.load(policy, decode)
         loaded.append(media)
         if isinstance(attachment.source, str):  # media that was already decoded is not counted
             bytes_left -= media.nbytes
@@ -129,8 +141,8 @@ def _parse_attachment(part: Mapping[str, Any], where: str, offset: int) -> Attac
     )
 
 
-def _check_media_type(value: Any, media_type: type[MediaData], where: str) -> MediaData:
-    if not isinstance(value, media_type):
+def _check_media_type(value: Any, media_type: type[MediaData], where: str) -> MediaContent:
+    if not isinstance(value, media_type | EncodedMedia) or value.modality != media_type.modality:
         raise InvalidArgument(where, f"must be {media_type.__name__}, not {type(value).__name__}")
     return value
 
@@ -201,7 +213,9 @@ def to_openai_content(
 
 def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
     id = {} if attachment.id is None else {"id": attachment.id}
-    source = attachment.source if isinstance(attachment.source, str) else to_data_uri(attachment.source)
+    source = attachment.source
+    if not isinstance(source, str):
+        source = to_data_uri(source.decode() if isinstance(source, EncodedMedia) else source)
     if attachment.kind == "image":
         detail = {} if attachment.detail == "auto" else {"detail": attachment.detail}
         return {"type": "image_url", "image_url": {"url": source, **detail}, **id}

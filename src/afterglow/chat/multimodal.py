@@ -12,18 +12,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from afterglow.chat.content import load_attachments
+from afterglow.chat.content import DecodeMedia, load_attachments
 from afterglow.chat.messages import Message
 from afterglow.engine.multimodal.encoder_cache import MediaEntry
 from afterglow.engine.types.entries import Entry, Media
-from afterglow.engine.types.media import MediaPart
+from afterglow.engine.types.media import MediaContent, MediaPart
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia
+from afterglow.media.load import decode_media
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
-from afterglow.media.types import AudioData, MediaData
 
 PRIVATE_USE_CODE_POINTS = (*range(0xE000, 0xF900), *range(0xF0000, 0xF4000))
 MEDIA_LABELS: dict[Modality, str] = {"image": "[image]", "audio": "[audio]"}  # in displayed text
-MeasureMedia: TypeAlias = Callable[[Sequence[MediaData]], list[list[MediaEntry]]]
+MeasureMedia: TypeAlias = Callable[[Sequence[MediaContent]], list[list[MediaEntry]]]
 logger = logging.getLogger("afterglow")
 
 
@@ -33,6 +33,7 @@ class MediaSupport:
 
     kinds: frozenset[Modality] = frozenset()
     measure: MeasureMedia = lambda media: []
+    decode: DecodeMedia = decode_media
     unsupported_reason: str = ""  # replaces the default error text
     strip_unsupported: bool = False  # drop unsupported media with a warning instead of an error
 
@@ -61,7 +62,7 @@ class MediaPlaceholders:
 
     def _get_label(self, match: re.Match[str]) -> str:
         parts = [part for _, part in self.media[int(match[1])] if part is not None]
-        return MEDIA_LABELS["audio" if any(isinstance(part.content, AudioData) for part in parts) else "image"]
+        return MEDIA_LABELS["audio" if any(part.content.modality == "audio" for part in parts) else "image"]
 
 
 NO_MEDIA = MediaPlaceholders()
@@ -88,7 +89,7 @@ def extract_media(
     if not attachments:
         return filtered, NO_MEDIA
     delimiter = find_unused_character(messages)
-    media = media_support.measure(load_attachments(attachments, policy))
+    media = media_support.measure(load_attachments(attachments, policy, media_support.decode))
     first_number = 0
     for index, message in enumerate(filtered):
         filtered[index] = _insert_placeholders(message, delimiter, first_number)

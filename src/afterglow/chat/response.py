@@ -109,6 +109,11 @@ class ChatStream:
         assert self._response is not None, "the stream has not ended"
         return self._response
 
+    @property
+    def events(self) -> EventStream:
+        """Engine events that the parts are made of."""
+        return self._stream
+
     def cancel(self) -> None:
         """Cancel the request. Iterating then raises `Cancelled`."""
         self._stream.cancel()

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from afterglow.chat.content import build_attachments
 from afterglow.errors import InvalidMedia
 from afterglow.media.policy import INLINE_ONLY, Modality
-from afterglow.media.types import ImageData
+from afterglow.media.types import AudioData, ImageData
 
 MODALITY_BY_SUFFIX: dict[str, Modality] = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"), "image"),
@@ -96,4 +96,5 @@ def describe_media(kind: Modality, path: Path) -> str:
         raise InvalidMedia(str(path), error.reason) from None
     if isinstance(media, ImageData):
         return f"image: {path.name}, {media.width:,} by {media.height:,} pixels"
+    assert isinstance(media, AudioData)
     return f"audio: {path.name}, {media.seconds:,.1f} seconds"

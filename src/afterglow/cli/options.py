@@ -98,10 +98,20 @@ PortOption = Annotated[
 ]
 ApiKeyOption = Annotated[
     list[str] | None,
-    typer.Option("--api-key", help="API key that clients must send. Repeatable.", show_default=False),
+    typer.Option(
+        "--api-key", help="API key that clients must send, or its digest `sha256:…`. Repeatable.", show_default=False
+    ),
 ]
 ApiKeyFileOption = Annotated[
-    Path | None, typer.Option("--api-key-file", help="File with one API key per line.", show_default=False)
+    Path | None, typer.Option("--api-key-file", help="File with one API key or digest per line.", show_default=False)
+]
+AllowHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        help="Host name by which clients may address the server, beside loopback; `*`: all. Repeatable.",
+        show_default=False,
+    ),
 ]
 AllowOriginOption = Annotated[
     list[str] | None,
@@ -115,6 +125,12 @@ LazyLoadOption = Annotated[
 ]
 ShutdownSecondsOption = Annotated[
     float | None, typer.Option(min=0, help="Time for running requests after a signal, in seconds.")
+]
+StallSecondsOption = Annotated[
+    float | None, typer.Option(help="Close a connection whose client accepts no data for this time. Default: 30.")
+]
+MaxBufferedTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a choice that may wait for a slow client. Default: 4096.")
 ]
 MediaHostOption = Annotated[
     list[str] | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -31,11 +32,14 @@ def serve(
     port: options.PortOption = None,
     api_key: options.ApiKeyOption = None,
     api_key_file: options.ApiKeyFileOption = None,
+    allow_host: options.AllowHostOption = None,
     allow_origin: options.AllowOriginOption = None,
     sequences: options.SequencesOption = None,
     max_queue: options.MaxQueueOption = None,
     lazy_load: options.LazyLoadOption = None,
     shutdown_seconds: options.ShutdownSecondsOption = None,
+    stall_seconds: options.StallSecondsOption = None,
+    max_buffered_tokens: options.MaxBufferedTokensOption = None,
     media_host: options.MediaHostOption = None,
     media_directory: options.MediaDirectoryOption = None,
     max_media_bytes: options.MaxMediaBytesOption = None,
@@ -62,10 +66,12 @@ def serve(
     settings = load_command_settings(
         command,
         draft=",".join(draft or ()) or None,
-        api_keys=(*(api_key or ()), *read_api_keys(api_key_file)) or None,
+        api_keys=api_key or None,
+        allow_hosts=allow_host or None,
         allow_origins=allow_origin or None,
         media_hosts=media_host or None,
     )
+    os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
     serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
 
@@ -145,20 +151,6 @@ def parse_model_argument(model: str) -> tuple[str, str]:
     if equals and name and "/" not in name:
         return name, source
     return (Path(model).stem, model) if model.endswith(".gguf") and ":" not in model else (model, model)
-
-
-def read_api_keys(path: Path | None) -> list[str]:
-    """Read API keys from a file with one key per line."""
-    if path is None:
-        return []
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("--api-key-file", f"{path} cannot be read: {error}") from None
-    keys = [line.strip() for line in lines if line.strip()]
-    if not keys:
-        raise InvalidArgument("--api-key-file", f"{path} has no keys")
-    return keys
 
 
 def format_server_url(listener: socket) -> str:

@@ -10,7 +10,7 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import platformdirs
 import pydantic
@@ -154,7 +154,7 @@ def _read_environment() -> dict[str, Any]:
             if name.startswith(SERVER_VARIABLE_PREFIX):
                 name = name.removeprefix(SERVER_VARIABLE_PREFIX)
                 _check_key(name, variable, ServerSettings)
-                is_list = ServerSettings.model_fields[name].annotation == tuple[str, ...]
+                is_list = get_origin(ServerSettings.model_fields[name].annotation) is tuple
                 values["server"][name] = tuple(value.split(",")) if is_list else value
             else:
                 _check_key(name, variable)

@@ -9,6 +9,7 @@ import soundfile  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidMedia
+from afterglow.media.budget import DECODE_BUDGET
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.media.resampling import SUPPORTED_SAMPLE_RATES
 from afterglow.media.types import AudioData
@@ -22,6 +23,7 @@ SUPPORTED_ENCODINGS = {
 }
 MAX_CHANNELS = 8
 BLOCK_FRAMES = 1 << 16
+DECODE_BYTES_PER_FRAME = 12  # at the peak: three copies of a 32-bit sample
 
 
 def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str = "the audio") -> AudioData:
@@ -37,7 +39,8 @@ def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str 
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_header(file, policy, source)
-            samples = _read_mono(file, policy, source)
+            with DECODE_BUDGET.reserve(DECODE_BYTES_PER_FRAME * file.frames, policy.max_decoded_bytes):
+                samples = _read_mono(file, policy, source)
     except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
         raise InvalidMedia(source, f"the audio file is damaged ({error})") from None
     if not len(samples):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -63,7 +64,7 @@ def _open_inside(root: Path, parts: tuple[str, ...]) -> int:
     if not parts:
         raise IsADirectoryError(0, "it is a directory")
     if os.open not in os.supports_dir_fd:
-        return os.open(root.joinpath(*parts), READ_FLAGS)
+        return _open_without_dir_fd(root.joinpath(*parts))
     parent = os.open(root, READ_FLAGS | DIRECTORY_FLAG)
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
@@ -74,6 +75,18 @@ def _open_inside(root: Path, parts: tuple[str, ...]) -> int:
             os.close(parent)
         parent = child
     return parent
+
+
+def _open_without_dir_fd(path: Path) -> int:
+    """Open a resolved path on systems without `dir_fd`, then check that no link was created on the way to it."""
+    descriptor = os.open(path, READ_FLAGS | NOFOLLOW_FLAG | NONBLOCK_FLAG)
+    try:
+        if Path(os.path.realpath(path)) != path or not os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            raise OSError(errno.ELOOP, "it was replaced by a link")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _read_regular_file(descriptor: int, source: str, max_bytes: int) -> bytes:

@@ -14,6 +14,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from afterglow.errors import InvalidMedia
+from afterglow.media.budget import DECODE_BUDGET
 from afterglow.media.image_header import InvalidImageHeader, read_image_header
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.media.types import ImageData
@@ -37,6 +38,7 @@ EXIF_TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 LOW_DETAIL_SIDE_PIXELS = 512
+DECODE_BYTES_PER_PIXEL = 16  # at the peak: four images of four bytes per pixel, if the file has transparency
 
 
 def decode_image(
@@ -56,14 +58,19 @@ def decode_image(
     check_image_size(header.width, header.height, policy, source)
     if header.animated:
         raise InvalidMedia(source, "it is animated: send one of its frames")
+    with DECODE_BUDGET.reserve(DECODE_BYTES_PER_PIXEL * header.width * header.height, policy.max_decoded_bytes):
+        return _decode_file(data, header.format, policy, source, detail)
+
+
+def _decode_file(data: bytes, format: str, policy: MediaPolicy, source: str, detail: str) -> ImageData:
     try:
-        with DECODERS[header.format](io.BytesIO(data)) as file:
+        with DECODERS[format](io.BytesIO(data)) as file:
             check_image_size(*file.size, policy, source)
             image = _to_upright_rgb(file)
     except InvalidMedia:
         raise
     except Exception as error:  # any exception of a decoder is caused by the file
-        raise InvalidMedia(source, f"the {header.format} file is damaged ({error})") from None
+        raise InvalidMedia(source, f"the {format} file is damaged ({error})") from None
     if detail == "low":
         image.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
     return ImageData(width=image.width, height=image.height, pixels=image.tobytes())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import threading
 from urllib.parse import unquote_to_bytes
 
 from afterglow.errors import InvalidMedia, MediaRefused
@@ -24,7 +23,6 @@ BASE64_PREFIXES = {  # magic bytes of the supported formats in base64
     "audio": ("UklGR", "SUQz", "//", "ZkxhQ"),
 }
 URL_SAFE_TRANSLATION = str.maketrans("-_", "+/")
-DECODE_SEMAPHORE = threading.BoundedSemaphore(2)  # decoding an image takes a few hundred MiB
 
 
 def load_media(
@@ -38,17 +36,35 @@ def load_media(
     >>> load_media("image", "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw==").width
     1
     """
-    data = load_media_bytes(modality, source, policy)
+    data = load_media_bytes(modality, source, policy, id=id)
+    return decode_media(modality, data, policy, source=abbreviate_source(source), detail=detail)
+
+
+def decode_media(
+    modality: Modality,
+    data: bytes,
+    policy: MediaPolicy = INLINE_ONLY,
+    *,
+    source: str = "the file",
+    detail: str = "auto",
+) -> MediaData:
+    """Decode an image or audio file. `source` names it in errors. Waits while other decoders use the memory budget."""
+    if modality == "image":
+        return decode_image(data, policy, source=source, detail=detail)
+    return decode_audio(data, policy, source=source)
+
+
+def load_media_bytes(
+    modality: Modality, source: str, policy: MediaPolicy = INLINE_ONLY, *, id: str | None = None
+) -> bytes:
+    """Return the encoded bytes of a source; raise `MediaRefused` if the policy does not allow it. Checks the `id`."""
+    data = _load_source(modality, source, policy)
     if id is not None:
         identity.check_id(id, data)
-    with DECODE_SEMAPHORE:
-        if modality == "image":
-            return decode_image(data, policy, source=abbreviate_source(source), detail=detail)
-        return decode_audio(data, policy, source=abbreviate_source(source))
+    return data
 
 
-def load_media_bytes(modality: Modality, source: str, policy: MediaPolicy = INLINE_ONLY) -> bytes:
-    """Return the encoded bytes of a source; raise `MediaRefused` if the policy does not allow it."""
+def _load_source(modality: Modality, source: str, policy: MediaPolicy) -> bytes:
     scheme = match[1].lower() if (match := SCHEME_PATTERN.match(source)) else ""
     match scheme:
         case "data":

@@ -31,7 +31,7 @@ class MediaPolicy:
     max_pixels: int = 32_000_000
     max_side_pixels: int = 16_384
     max_audio_seconds: float = 30 * 60
-    max_decoded_bytes: int = 384 * 1024 * 1024  # of all media in one conversation
+    max_decoded_bytes: int = 384 * 1024 * 1024  # of all media in one conversation; also the memory of all decoders
     max_redirects: int = 3
     fetch_timeout_seconds: float = 10.0  # for one URL, including redirects
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from afterglow.errors import InvalidArgument
+from afterglow.media.policy import Modality
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ImageData:
     False
     """
 
+    modality: ClassVar[Modality] = "image"
     width: int
     height: int
     pixels: bytes
@@ -37,7 +39,9 @@ class ImageData:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the size and the pixels."""
-        return hashlib.sha256(b"picture %d %d " % (self.width, self.height) + self.pixels).digest()
+        digest = hashlib.sha256(b"picture %d %d " % (self.width, self.height))
+        digest.update(self.pixels)  # no copy: an image can have 100 MB
+        return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class AudioData:
     1.0
     """
 
+    modality: ClassVar[Modality] = "audio"
     sample_rate: int
     samples: bytes
 
@@ -68,7 +73,9 @@ class AudioData:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the sample rate and the samples."""
-        return hashlib.sha256(b"sound %d " % self.sample_rate + self.samples).digest()
+        digest = hashlib.sha256(b"sound %d " % self.sample_rate)
+        digest.update(self.samples)
+        return digest.digest()
 
 
 MediaData: TypeAlias = ImageData | AudioData

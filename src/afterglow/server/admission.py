@@ -1,9 +1,11 @@
-"""Admission control: bounds the choices that run or wait for a model and rejects the rest with 429."""
+"""Admission control: bounds the choices of a model and the media files of all requests; rejects the rest with 429."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Callable
 
 from afterglow.server.errors import APIError
 
@@ -12,18 +14,28 @@ MAX_RETRY_AFTER_SECONDS = 60
 
 
 class Ticket:
-    """Admission of a number of choices. `release` takes effect once."""
+    """Admission of a number of choices. Each place is released once. All methods may be called from any thread."""
 
     def __init__(self, queue: AdmissionQueue, count: int) -> None:
-        self._queue: AdmissionQueue | None = queue
+        self._queue = queue
         self._count = count
+        self._lock = threading.Lock()
         self._started = time.monotonic()
 
     def release(self) -> None:
-        """Return the places to the queue."""
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.release(self._count, time.monotonic() - self._started)
+        """Return all places that are left to the queue."""
+        self._release(self._count)
+
+    def release_one(self) -> None:
+        """Return the place of one choice, whose generation has ended."""
+        self._release(1)
+
+    def _release(self, count: int) -> None:
+        with self._lock:
+            count = min(count, self._count)
+            self._count -= count
+        if count:
+            self._queue.release(count, time.monotonic() - self._started)
 
 
 class AdmissionQueue:
@@ -38,6 +50,7 @@ class AdmissionQueue:
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self.in_flight = 0
+        self._lock = threading.Lock()
         self._max_running = max_running
         self._max_in_flight = max_running + max_waiting
         self._mean_seconds = 1.0  # moving average of the duration of a request
@@ -49,23 +62,60 @@ class AdmissionQueue:
 
     def admit(self, count: int) -> Ticket:
         """Admit `count` choices or raise a 429 error. An idle model admits any number."""
-        if self.in_flight and self.in_flight + count > self._max_in_flight:
-            raise APIError(
-                429,
-                f"the queue is full: {self.in_flight} choices are running or waiting, the limit is "
-                f"{self._max_in_flight}; retry later",
-                error_type="rate_limit_error",
-                code="queue_full",
-                retry_after=self._estimate_wait_seconds(),
-            )
-        self.in_flight += count
+        with self._lock:
+            if self.in_flight and self.in_flight + count > self._max_in_flight:
+                raise APIError(
+                    429,
+                    f"the queue is full: {self.in_flight} choices are running or waiting, the limit is "
+                    f"{self._max_in_flight}; retry later",
+                    error_type="rate_limit_error",
+                    code="queue_full",
+                    retry_after=self._estimate_wait_seconds(),
+                )
+            self.in_flight += count
         return Ticket(self, count)
 
     def release(self, count: int, seconds: float) -> None:
         """Remove `count` choices that took `seconds`."""
-        self.in_flight -= count
-        self._mean_seconds += DURATION_SMOOTHING * (seconds - self._mean_seconds)
+        with self._lock:
+            self.in_flight -= count
+            self._mean_seconds += DURATION_SMOOTHING * (seconds - self._mean_seconds)
 
     def _estimate_wait_seconds(self) -> int:
         """Estimate the seconds until a sequence becomes free."""
         return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(self._mean_seconds / self._max_running)))
+
+
+class MediaBudget:
+    """Bytes of the media files of all running requests. Used by the event loop only.
+
+    >>> budget = MediaBudget(max_bytes=100)
+    >>> release = budget.reserve(60)
+    >>> release()
+    >>> budget.used_bytes
+    0
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.used_bytes = 0
+        self._max_bytes = max_bytes
+
+    def reserve(self, nbytes: int) -> Callable[[], None]:
+        """Reserve the bytes of a request, or raise a 429 error. Returns the function that releases them, once."""
+        if self.used_bytes and self.used_bytes + nbytes > self._max_bytes:
+            raise APIError(
+                429,
+                f"the media of running requests takes {self.used_bytes:,} bytes and this request has {nbytes:,}; "
+                f"the limit is {self._max_bytes:,} (server setting `max_decoded_media_bytes`); retry later",
+                error_type="rate_limit_error",
+                code="media_memory_full",
+                retry_after=1,
+            )
+        self.used_bytes += nbytes
+        reserved = [nbytes]
+
+        def release() -> None:
+            while reserved:
+                self.used_bytes -= reserved.pop()
+
+        return release

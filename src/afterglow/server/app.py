@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from afterglow.server import admin, errors
-from afterglow.server.auth import APIKeys, AuthMiddleware
+from afterglow.server.auth import AuthMiddleware
 from afterglow.server.openai import chat, completions, embeddings, responses
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
@@ -27,12 +27,7 @@ def build_routed_app(state: ServerState) -> FastAPI:
 def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     """Return the complete application, and its authentication middleware, which controls shutdown."""
     settings = state.settings
-    middleware = AuthMiddleware(
-        build_routed_app(state),
-        keys=APIKeys(settings.api_keys),
-        max_body_bytes=settings.max_body_bytes,
-        metrics=state.metrics,
-    )
+    middleware = AuthMiddleware(build_routed_app(state), settings, state.metrics)
     if not settings.allow_origins:
         return middleware, middleware
     origins = list(settings.allow_origins)

@@ -1,54 +1,121 @@
-"""Middleware in front of all routes: API keys, body size limit, shutdown, and request counting.
+"""Middleware in front of all routes: API keys, `Host` and `Origin`, body size limit, shutdown, and request counting.
 
 Plain ASGI, so that it neither buffers streams nor hides disconnects.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import ipaddress
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError
+from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ReceiveError
 from afterglow.server.metrics import Metrics
+from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # need no key and respond during shutdown
 
 
 class APIKeys:
-    """Set of API keys. Stores hashes only.
+    """Set of API keys. Stores digests only.
 
-    >>> keys = APIKeys(["secret"])
+    >>> keys = APIKeys([hash_api_key("secret")])
     >>> keys.is_valid("secret"), keys.is_valid("wrong")
     (True, False)
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [self._hash_key(key) for key in keys]
+    def __init__(self, digests: Iterable[str]) -> None:
+        """`digests` are results of `hash_api_key`."""
+        self._digests = list(digests)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def is_valid(self, key: str) -> bool:
         """Whether `key` is one of the keys. Takes the same time for every input."""
-        digest = self._hash_key(key)
+        digest = self._hash_sent_key(key)
         return sum([hmac.compare_digest(digest, known) for known in self._digests]) > 0
 
     def get_salt(self, key: str) -> str:
         """Return the cache salt of the tenant with this key. Without keys, all clients are one tenant.
 
-        >>> APIKeys([]).get_salt("any"), APIKeys(["secret"]).get_salt("secret")[:8]
+        >>> APIKeys([]).get_salt("any"), APIKeys([hash_api_key("secret")]).get_salt("secret")[:8]
         ('', '2bb80d53')
         """
-        return self._hash_key(key).hex() if self else ""
+        return self._hash_sent_key(key).removeprefix(KEY_DIGEST_PREFIX) if self else ""
 
-    def _hash_key(self, key: str) -> bytes:
-        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    def _hash_sent_key(self, key: str) -> str:
+        """Return the digest of a key that a client sent. A client must not send a digest instead of the key."""
+        return "" if not key.strip() or key.startswith(KEY_DIGEST_PREFIX) else hash_api_key(key)
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a host name always means this machine.
+
+    >>> is_loopback_name("127.0.0.1"), is_loopback_name("::1"), is_loopback_name("127.0.0.1.example.com")
+    (True, True, False)
+    """
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class BrowserPolicy:
+    """Decides which web pages may use the server: a page must not reach it by a name that it controls.
+
+    >>> policy = BrowserPolicy(ServerSettings(allow_hosts=("box.example",)))
+    >>> policy.is_host_allowed("localhost:8080"), policy.is_host_allowed("evil.example")
+    (True, False)
+    >>> policy.is_origin_allowed("http://evil.example", host="localhost:8080")
+    False
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._hosts = {normalize_host(host) for host in (settings.host, *settings.allow_hosts)}
+        self._allows_all_hosts = bool(settings.api_keys) or "*" in settings.allow_hosts
+        self._origins = set(settings.allow_origins)
+
+    def check(self, headers: Headers) -> APIError | None:
+        """Return the error of a request whose `Host` or `Origin` is not allowed."""
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        host = hosts[0] if len(hosts) == 1 else ""
+        if not self.is_host_allowed(host):
+            advice = "add it to the server setting `allow_hosts`, or set `api_keys`"
+            return APIError(403, f"the host name {host[:200]!r} is not allowed: {advice}", code="host_not_allowed")
+        for origin in origins:
+            if not self.is_origin_allowed(origin, host):
+                advice = "add it to the server setting `allow_origins`"
+                return APIError(403, f"the origin {origin[:200]!r} is not allowed: {advice}", code="origin_not_allowed")
+        return None
+
+    def is_host_allowed(self, host: str) -> bool:
+        """Whether a `Host` header is a loopback name or configured. Every name is if there are API keys."""
+        name = normalize_host(host)
+        return self._allows_all_hosts or is_loopback_name(name) or (bool(name) and name in self._hosts)
+
+    def is_origin_allowed(self, origin: str, host: str) -> bool:
+        """Whether an `Origin` header is configured or is the server itself."""
+        return bool(self._origins & {"*", origin}) or urlsplit(origin).netloc.lower() == (host.lower() or None)
+
+
+def normalize_host(host: str) -> str:
+    """Return the name of a `Host` header without its port; empty if it is malformed.
+
+    >>> normalize_host("[::1]:8080"), normalize_host("::1"), normalize_host("Box.example.:80")
+    ('::1', '::1', 'box.example')
+    """
+    if host.count(":") > 1 and not host.startswith("["):
+        return host.lower()  # an IPv6 address from the settings
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def get_tenant_salt(request: Request) -> str:
@@ -60,12 +127,13 @@ def get_tenant_salt(request: Request) -> str:
 class AuthMiddleware:
     """Passes valid requests to the application and responds to all others itself."""
 
-    def __init__(self, app: ASGIApp, *, keys: APIKeys, max_body_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self.app = app
         self.is_shutting_down = False  # if true, new requests get 503
         self.active_requests = 0
-        self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._keys = APIKeys(settings.api_keys)
+        self._browser_policy = BrowserPolicy(settings)
+        self._max_body_bytes = settings.max_body_bytes
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,13 +160,15 @@ class AuthMiddleware:
             self._metrics.requests.labels(route, str(status)).inc()
 
     def _check_request(self, scope: Scope) -> APIError | None:
+        headers = Headers(scope=scope)
+        if (error := self._browser_policy.check(headers)) is not None:
+            return error
         if scope["path"] in UNAUTHENTICATED_PATHS:
             return None
         if self.is_shutting_down:
             return APIError(
                 503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5
             )
-        headers = Headers(scope=scope)
         key = headers.get("authorization", "").removeprefix("Bearer ")
         scope.setdefault("state", {})["salt"] = self._keys.get_salt(key)
         if self._keys and not self._keys.is_valid(key):
@@ -121,7 +191,7 @@ class AuthMiddleware:
             message = await receive()
             received_bytes += len(message.get("body", b""))
             if received_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._build_too_large_error().message)
+                raise ReceiveError(self._build_too_large_error())
             return message
 
         return receive_limited

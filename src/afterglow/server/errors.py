@@ -74,6 +74,14 @@ class APIError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+class ReceiveError(HTTPException):
+    """An `APIError` that occurs while the body is received. FastAPI converts all other exceptions there."""
+
+    def __init__(self, error: APIError) -> None:
+        super().__init__(error.status, error.message)
+        self.api_error = error
+
+
 def invalid_request_error(param: str, message: str, code: str = "invalid_value") -> APIError:
     """Return a 400 error for one field of the request."""
     return APIError(400, message, param=param, code=code)
@@ -178,7 +186,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def handle_http_error(_: Request, error: HTTPException) -> JSONResponse:
-        return APIError(error.status_code, str(error.detail)).to_response()
+        api_error = error.api_error if isinstance(error, ReceiveError) else None
+        return (api_error or APIError(error.status_code, str(error.detail))).to_response()
 
     async def handle_error(_: Request, error: Exception) -> JSONResponse:
         return to_api_error(error).to_response()

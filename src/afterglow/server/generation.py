@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,12 @@ from afterglow.api.served_model import ServedModel
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.output.parts import ReasoningDelta
 from afterglow.chat.response import ChatResponse, ChatStream, Delta
+from afterglow.engine.host.stream import EventStream
 from afterglow.engine.types.request import Token, Usage
 from afterglow.server import limits
 from afterglow.server.admission import Ticket
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.media import load_media
+from afterglow.server.media import count_media_bytes, load_media
 from afterglow.server.schema.chat import MessageDict
 from afterglow.server.schema.sampling import SamplingFields, TruncationPolicy, build_sampling
 from afterglow.server.state import ServerState, merge_streams
@@ -106,16 +108,17 @@ class Generation:
         self,
         state: ServerState,
         model: ServedModel,
-        ticket: Ticket,
+        resources: contextlib.ExitStack,
         streams: list[ChatStream],
         truncation: Truncation | None,
     ) -> None:
+        """`resources` releases the admission ticket and the media budget."""
         self.model = model
         self.truncation = truncation
         self.created = int(time.time())
         self.reasoning_counters = [ReasoningTokenCounter() for _ in streams]
         self._state = state
-        self._ticket = ticket
+        self._resources = resources
         self._streams = streams
         self._latency_recorders = [state.metrics.build_latency_recorder(model.name) for _ in streams]
         self._eog_tokens = model.vocabulary.eog_tokens
@@ -148,22 +151,25 @@ class Generation:
         return token.token not in self._eog_tokens
 
     def close(self) -> None:
-        """Cancel running choices and release the admission ticket."""
+        """Cancel running choices and release the resources of the request."""
         for stream in self._streams:
             stream.cancel()
-        self._ticket.release()
+        self._resources.close()
 
 
-async def start_generation(state: ServerState, model_name: str, request: GenerationRequest) -> Generation:
+async def start_generation(state: ServerState, model_name: str | None, request: GenerationRequest) -> Generation:
     """Admit a request, load its media and submit it to the engine."""
     model = await state.get_model(model_name)
     if not model.can_generate:
-        raise invalid_request_error("model", f"the model {model_name!r} supports embeddings only", "unsupported_model")
+        raise invalid_request_error("model", f"the model {model.name!r} supports embeddings only", "unsupported_model")
     request.check_limits(state)
     ticket = state.get_admission_queue(model).admit(request.n)
+    resources = contextlib.ExitStack()
+    resources.callback(ticket.release)
     truncations: list[Truncation | None] = []
     try:
         loaded_request = replace(request, messages=await load_media(state, model, request.messages))
+        resources.callback(state.media_budget.reserve(count_media_bytes(loaded_request.messages)))
         withdraw_announcement = model.announce_request()
 
         def submit() -> list[ChatStream]:
@@ -177,9 +183,17 @@ async def start_generation(state: ServerState, model_name: str, request: Generat
 
         streams = await state.start_streams(submit)
     except BaseException:
-        ticket.release()
+        resources.close()
         raise
-    return Generation(state, model, ticket, list(streams), truncations[0])
+    bind_streams([stream.events for stream in streams], ticket, state)
+    return Generation(state, model, resources, list(streams), truncations[0])
+
+
+def bind_streams(streams: Iterable[EventStream], ticket: Ticket, state: ServerState) -> None:
+    """Free the place of each choice when its generation ends, and bound what waits for a slow client."""
+    for stream in streams:
+        stream.limit_buffer(state.settings.max_buffered_tokens)
+        stream.call_at_end(ticket.release_one)
 
 
 def resolve_deadline(fields: SamplingFields, state: ServerState) -> float | None:

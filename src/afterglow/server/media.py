@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.content import to_openai_content
+from afterglow.engine.types.media import EncodedMedia
 from afterglow.server import limits
 from afterglow.server.schema.chat import MessageDict
 from afterglow.server.state import ServerState
@@ -19,8 +20,15 @@ def count_media(messages: list[MessageDict]) -> int:
     return sum(part["type"] != "text" for content in contents for part in content)
 
 
+def count_media_bytes(messages: list[MessageDict]) -> int:
+    """Count the bytes of the media files that loaded messages keep in this process."""
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    media = [part.get(part["type"]) for content in contents for part in content]
+    return sum(len(file.data) for file in media if isinstance(file, EncodedMedia))
+
+
 async def load_media(state: ServerState, model: ServedModel, messages: list[MessageDict]) -> list[MessageDict]:
-    """Return the messages with all media fetched and decoded."""
+    """Return the messages with all media fetched, and decoded once in the process of the engine."""
     count = count_media(messages)
     if not count:
         return messages

@@ -31,6 +31,9 @@ class Metrics:
         self.requests = Counter(
             "afterglow_requests", "Requests by route and status", ["route", "status"], registry=registry
         )
+        self.stalled_connections = Counter(
+            "afterglow_stalled_connections", "Connections closed because the client read nothing", registry=registry
+        )
         self.tokens = Counter(
             "afterglow_tokens",
             "Prompt, cached, media, generated and draft tokens",

@@ -11,6 +11,7 @@ from pathlib import Path
 from afterglow.api.served_model import ServedModel, ServedSettings
 from afterglow.closeable import Closeable
 from afterglow.errors import Closed, ModelNotFound
+from afterglow.server.errors import invalid_request_error
 
 
 class ModelSlot:
@@ -26,10 +27,13 @@ class ModelSlot:
         self._lock = threading.Lock()  # a model is loaded once
 
     def load(self) -> ServedModel:
-        """Return the model and load it if necessary."""
+        """Return the model and load it if necessary: on first use, and after its engine could not be restarted."""
         with self._lock:
             if self._closed:
                 raise Closed("server")
+            if self.model is not None and self.model.has_failed:
+                self.model.close()
+                self.model = None
             if self.model is None:
                 self.model = ServedModel(self.name, self.path, self.settings)
             return self.model
@@ -43,10 +47,10 @@ class ModelSlot:
 
     @property
     def state(self) -> str:
-        """`not loaded`, `loading`, `ready`, or `restarting` if the engine process died."""
-        if self.model is None:
+        """`not loaded`, `loading`, `ready`, `restarting` if the engine died, `failed` if restarts failed too."""
+        if (model := self.model) is None:
             return "loading" if self._lock.locked() else "not loaded"
-        return "ready" if self.model.is_alive else "restarting"
+        return "ready" if model.is_alive else "failed" if model.has_failed else "restarting"
 
 
 class ModelRegistry(Closeable):
@@ -67,10 +71,14 @@ class ModelRegistry(Closeable):
 
     def get_slot(self, name: str | None) -> ModelSlot:
         """Return the slot of a model. `None` selects the only served model."""
-        if name is None and len(self.slots) == 1:
+        served = ", ".join(self.slots)
+        if name is None:
+            if len(self.slots) > 1:
+                message = f"`model` is missing, and several models are served: {served}"
+                raise invalid_request_error("model", message, "missing_required_parameter")
             return next(iter(self.slots.values()))
-        if name is None or name not in self.slots:
-            raise ModelNotFound("" if name is None else name[:200], f"served models: {', '.join(self.slots)}")
+        if name not in self.slots:
+            raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]
 
     def load_all(self) -> None:

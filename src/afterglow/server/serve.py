@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import functools
 import signal
 import socket
+import struct
+import sys
+import termios
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from afterglow.errors import InvalidArgument
 from afterglow.server.app import build_application
@@ -19,6 +27,83 @@ from afterglow.server.state import ServerState
 FINAL_EVENT_SECONDS = 2.0  # time for cancelled requests to send their last event
 DRAIN_POLL_SECONDS = 0.05
 SOCKET_BACKLOG = 1024  # pending connections
+STALL_CHECKS = 8  # within `stall_seconds`
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
+
+
+class Connection(HttpToolsProtocol):
+    """HTTP connection that is aborted if its client accepts no data for `stall_seconds`.
+
+    uvicorn stops writing while a client does not read, but it waits without limit. Aborting looks like a disconnect to
+    the routes, so the request is cancelled.
+    """
+
+    def __init__(self, *, stall_seconds: float, on_stall: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._stall_seconds = stall_seconds
+        self._on_stall = on_stall
+        self._unsent_bytes = 0  # at the last progress
+        self._last_progress = 0.0
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """Called when too many bytes wait for the client."""
+        super().pause_writing()
+        self._watch_progress()
+
+    def resume_writing(self) -> None:
+        """Called when the client has read enough."""
+        super().resume_writing()
+        self._stop_watching()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; the rest of its last response must make progress."""
+        super().timeout_keep_alive_handler()
+        self._watch_progress()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called when the connection is closed."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch_progress(self) -> None:
+        self._stop_watching()
+        self._unsent_bytes, self._last_progress = count_unsent_bytes(self.transport), self.loop.time()
+        self._check_later()
+
+    def _check_later(self) -> None:
+        self._stall_timer = self.loop.call_later(self._stall_seconds / STALL_CHECKS, self._check_progress)
+
+    def _check_progress(self) -> None:
+        unsent, now = count_unsent_bytes(self.transport), self.loop.time()
+        if unsent < self._unsent_bytes:
+            self._unsent_bytes, self._last_progress = unsent, now
+        if not unsent:
+            self._stop_watching()
+        elif now - self._last_progress >= self._stall_seconds:
+            self._on_stall()
+            self._reset()
+        else:
+            self._check_later()
+
+    def _reset(self) -> None:
+        """Close the connection and drop what the operating system has buffered for it."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        self._stall_timer = None
+
+
+def count_unsent_bytes(transport: asyncio.Transport) -> int:
+    """Count the bytes that the client has not received: in the transport and, on Linux, in the operating system."""
+    unsent = transport.get_write_buffer_size()
+    if sys.platform == "linux":
+        descriptor = transport.get_extra_info("socket").fileno()
+        unsent += int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return unsent
 
 
 class Server(uvicorn.Server):
@@ -67,16 +152,17 @@ class Server(uvicorn.Server):
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a listening socket. Raises `InvalidArgument` if the address is not available."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((settings.host, settings.port))
+            listener.listen(SOCKET_BACKLOG)
+            stack.pop_all()
+            return listener
     except OSError as error:
-        listener.close()
         raise InvalidArgument("port", f"cannot listen on {settings.host}:{settings.port}: {error}") from None
-    listener.listen(SOCKET_BACKLOG)
-    return listener
 
 
 def serve(state: ServerState, listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -90,6 +176,11 @@ def serve(state: ServerState, listener: socket.socket, on_ready: Callable[[], No
         server_header=False,
         timeout_graceful_shutdown=int(FINAL_EVENT_SECONDS),
         backlog=SOCKET_BACKLOG,
+        http=functools.partial(  # type: ignore[arg-type]
+            Connection,
+            stall_seconds=state.settings.stall_seconds,
+            on_stall=state.metrics.stalled_connections.inc,
+        ),
     )
     try:
         Server(config, state, middleware, on_ready).run(sockets=[listener])

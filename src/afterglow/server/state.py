@@ -13,7 +13,7 @@ from afterglow.api.served_model import ServedModel
 from afterglow.closeable import Closeable
 from afterglow.engine.host.remote_calls import EngineStats
 from afterglow.errors import AfterglowError, Cancelled, RequestError
-from afterglow.server.admission import AdmissionQueue
+from afterglow.server.admission import AdmissionQueue, MediaBudget
 from afterglow.server.errors import to_api_error
 from afterglow.server.metrics import Metrics
 from afterglow.server.models import ModelRegistry
@@ -25,6 +25,7 @@ TEXT_THREADS = 8  # templates and tokenization
 MEDIA_THREADS = 4  # media, which may come from slow hosts
 ENGINE_CALL_THREADS = 16  # calls to engines, which may be starting
 STATS_TIMEOUT_SECONDS = 0.5
+MERGE_BUFFER_ITEMS = 64  # further items stay in the streams, which bound them
 
 
 class Cancellable(Protocol):
@@ -40,6 +41,7 @@ class ServerState(Closeable):
         self.models = models
         self.settings = settings
         self.metrics = Metrics()
+        self.media_budget = MediaBudget(settings.max_decoded_media_bytes)
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")
@@ -49,7 +51,9 @@ class ServerState(Closeable):
     async def get_model(self, name: str | None) -> ServedModel:
         """Return a model by name and load it if necessary."""
         slot = self.models.get_slot(name)
-        model = await self.run_engine_call(slot.load) if slot.model is None else slot.model
+        model = slot.model
+        if model is None or model.has_failed:
+            model = await self.run_engine_call(slot.load)
         model.attach_event_loop(asyncio.get_running_loop())
         return model
 
@@ -163,15 +167,15 @@ async def merge_streams(streams: Sequence[AsyncIterator[ItemT]]) -> AsyncIterato
         async for item in streams[0]:
             yield 0, item
         return
-    arrivals: asyncio.Queue[tuple[int, ItemT | None, BaseException | None]] = asyncio.Queue()
+    arrivals: asyncio.Queue[tuple[int, ItemT | None, BaseException | None]] = asyncio.Queue(MERGE_BUFFER_ITEMS)
 
     async def read(index: int, stream: AsyncIterator[ItemT]) -> None:
         try:
             async for item in stream:
-                arrivals.put_nowait((index, item, None))
-            arrivals.put_nowait((index, None, None))
+                await arrivals.put((index, item, None))
+            await arrivals.put((index, None, None))
         except AfterglowError as error:
-            arrivals.put_nowait((index, None, error))
+            await arrivals.put((index, None, error))
 
     readers = [asyncio.ensure_future(read(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 from afterglow.engine.host import child_process, process
-from afterglow.engine.host.process import MAX_FAILED_STARTS, EngineProcess
+from afterglow.engine.host.process import MAX_FAILED_STARTS, EngineProcess, Submission
 from afterglow.errors import Cancelled, Closed, EngineCrashed, EngineError, InvalidArgument
 from support import engine_factories, hosts
 from support.engine_factories import (
@@ -24,6 +25,7 @@ from support.engine_factories import (
     Raise,
     RestartFactory,
     Sleep,
+    SlowOnce,
     StartGrandchild,
 )
 from support.hosts import (
@@ -98,19 +100,70 @@ def test_a_killed_child_fails_its_requests_and_a_new_child_serves():
         assert is_gone(first)
 
 
-def test_a_crash_fails_the_call_in_flight():
-    with EngineProcess(FakeEngineFactory()) as engine:
-        threading.Timer(0.2, kill, [engine]).start()
+def test_a_call_in_flight_is_repeated_once():
+    with EngineProcess(FakeEngineFactory()) as engine, ThreadPoolExecutor(2) as pool:
+        short, hanging = pool.submit(engine.call, Sleep(0.5)), pool.submit(engine.call, Sleep())
+        time.sleep(0.2)
+        kill(engine)
+        assert short.result(10) is None
+        kill(engine)
         with pytest.raises(EngineCrashed, match="SIGKILL"):
-            engine.call(Sleep())
+            hanging.result(10)
         assert engine.call(engine_factories.is_busy) is False
 
 
 def test_the_crash_reason_names_the_signal():
-    with EngineProcess(FakeEngineFactory(pause=60)) as engine:
-        stream = engine.submit(build_long_request("one"))
+    with EngineProcess(FakeEngineFactory(pause=0.01)) as engine:
+        events = skip_to_first_token(engine.submit(build_long_request("one")))
         kill(engine, signal.SIGABRT)
-        assert read_error(stream).reason == "process exited (signal SIGABRT)"
+        *_, end = events
+        assert end.error.reason == "process exited (signal SIGABRT)"
+
+
+# --- requests without a token
+
+
+def test_a_request_sent_right_after_the_death_of_the_child_waits_for_the_next_one():
+    with EngineProcess(FakeEngineFactory()) as engine:
+        for number in range(1, 4):
+            kill(engine)
+            assert get_tokens(read_events(engine.submit(request(str(number), prompt(9))))) == EXPECTED
+            assert engine.restarts == number
+
+
+def test_requests_without_a_token_are_repeated_on_the_next_child(tmp_path):
+    """Choices submitted together stay together; one that was cancelled is not repeated."""
+    with EngineProcess(SlowOnce(tmp_path / "slow")) as engine:
+        streams = engine.submit_together([request(str(number), prompt(9)) for number in range(3)])
+        cancelled = engine.submit(build_long_request("cancelled"))
+        cancelled.cancel()
+        kill(engine)
+        for stream in streams:
+            assert get_tokens(read_events(stream)) == EXPECTED
+        assert isinstance(read_error(cancelled), Cancelled | EngineCrashed)
+        assert engine.restarts == 1
+
+
+def test_a_request_that_crashes_the_child_is_repeated_once_only():
+    with EngineProcess(FakeEngineFactory(engine_factories.ExitingBackend)) as engine:
+        assert read_error(engine.submit(request("poison", prompt(9)))).reason == "process exited (exit code 7)"
+        assert engine.restarts <= 2
+        assert wait_until(lambda: engine.restarts == 2)
+
+
+def test_a_repeated_request_keeps_its_deadline():
+    requests = (request("one", prompt(9), deadline=100.0), request("two", prompt(9)), request("three", prompt(9)))
+    submission = Submission(requests, time.monotonic() - 30)
+    first, second = submission.build_repeat({"one", "two"})
+    assert 69 < first.deadline <= 70
+    assert second is requests[1]
+
+
+def test_a_request_that_waits_for_a_stopped_child_is_repeated():
+    with EngineProcess(FakeEngineFactory(), silence_timeout=1.0) as engine:
+        kill(engine, signal.SIGSTOP)
+        assert get_tokens(read_events(engine.submit(request("patient", prompt(9))))) == EXPECTED
+        assert engine.restarts == 1
 
 
 def test_repeated_crashes_leak_no_descriptors_or_threads(no_restart_delay):
@@ -171,6 +224,8 @@ def test_restarts_stop_after_repeated_failures(tmp_path, no_restart_delay, on_re
             engine.call(engine_factories.is_busy)
         assert len(file.read_bytes()) == 1 + MAX_FAILED_STARTS
         assert engine.pid is None
+        assert wait_until(lambda: engine.has_given_up)
+    assert not engine.has_given_up  # closed
 
 
 def test_a_child_that_exits_during_the_first_start_is_not_restarted(tmp_path):
@@ -257,6 +312,9 @@ def test_unpicklable_functions_and_requests_are_rejected():
             engine.call(engine_factories.raise_unpicklable)
         error = read_error(engine.submit(request("one", prompt(5), sampling=threading.Lock())))
         assert isinstance(error, InvalidArgument)
+        fields = dict(engine_factories.UNREADABLE)
+        for stream in engine.submit_together([request("two", prompt(5), **fields), request("three", prompt(5))]):
+            assert isinstance(read_error(stream), InvalidArgument)
         assert engine.restarts == 0
         assert can_serve(engine)
 
@@ -274,7 +332,7 @@ def test_an_unreadable_event_is_a_crash():
         crash = read_error(engine.submit(request("one", prompt(5))))
         assert isinstance(crash, EngineCrashed)
         assert "LookupError: another process" in crash.reason
-        assert wait_until(lambda: engine.restarts == 1)
+        assert wait_until(lambda: engine.restarts == 2)  # the request was repeated once
         assert engine.call(engine_factories.is_busy) is False
 
 

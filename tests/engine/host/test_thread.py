@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -65,6 +66,28 @@ def slow(request) -> Iterator[Host]:
 
 
 # --- events
+
+
+def test_the_end_of_a_request_is_reported_even_if_nobody_reads_its_events(engine):
+    ended = threading.Semaphore(0)
+    stream = engine.submit(request("unread", prompt(9)))
+    stream.call_at_end(ended.release)
+    assert ended.acquire(timeout=10)
+    stream.call_at_end(ended.release)  # after the end: at once
+    assert ended.acquire(timeout=0)
+    assert get_tokens(read_events(stream)) == EXPECTED
+    assert not ended.acquire(timeout=0)
+
+
+def test_a_request_is_cancelled_if_too_many_events_wait_for_its_reader(engine):
+    stream, ended = engine.submit(build_long_request("slow reader")), threading.Event()
+    stream.limit_buffer(50)
+    stream.call_at_end(ended.set)
+    assert ended.wait(30)
+    events = read_events(stream)
+    assert 50 < len(events) < 500
+    assert isinstance(events[-1].error, Cancelled)
+    assert "more than 50 tokens were waiting" in str(events[-1].error)
 
 
 def test_the_events_of_a_request_arrive_in_order(engine):
@@ -353,6 +376,17 @@ def test_calls_run_between_the_steps_of_running_requests(engine):
     events = skip_to_first_token(engine.submit(build_long_request("one")))
     assert engine.call(engine_factories.is_busy) is True
     assert isinstance(next(events), Token)
+
+
+@both_hosts
+def test_the_engine_continues_while_a_call_waits_for_its_future(host, monkeypatch):
+    monkeypatch.setattr(engine_factories, "LATER", Future())
+    with host(FakeEngineFactory()) as engine, ThreadPoolExecutor(1) as pool:
+        result = pool.submit(engine.call, engine_factories.compute_later)
+        assert get_tokens(read_events(engine.submit(request("one", prompt(9))))) == EXPECTED
+        assert not result.done()
+        engine.call(engine_factories.complete_later)
+        assert result.result(10) == 42
 
 
 def test_a_call_within_a_call_runs_directly():

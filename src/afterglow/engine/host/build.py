@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
+from afterglow.engine.kvcache.cost_model import StepCosts
 from afterglow.engine.speculation.calibration import calibrate
 from afterglow.engine.speculation.draft_model import DraftModel, check_vocabularies
 from afterglow.engine.speculation.mtp.backend import MtpBackend, MtpDrafter
@@ -39,14 +40,18 @@ class EngineSpec:
     draft: DraftSource | None = None
     projector_path: Path | None = None
     projector_settings: ProjectorSettings = field(default_factory=ProjectorSettings)
+    trust: bool = False  # the files were loaded before: load them without a trial
+    step_costs: StepCosts | None = None  # of an earlier engine; None: calibrate
 
     def __call__(self) -> Engine:
         settings = replace(self.model_settings, mtp=True) if self.draft == "mtp" else self.model_settings
-        model = LlamaModel.load(self.path, settings)
+        model = LlamaModel.load(self.path, settings, trust=self.trust)
         try:
             context = LlamaContext(model, self.context_settings)
             sequences = context.sequences - self.reserved_sequences
-            projector, projector_error = open_projector(model, self.projector_path, self.projector_settings)
+            projector, projector_error = open_projector(
+                model, self.projector_path, self.projector_settings, trust=self.trust
+            )
             engine = build_engine(
                 context,
                 self.engine_settings,
@@ -54,12 +59,18 @@ class EngineSpec:
                 sequences=sequences,
                 projector=projector,
                 owns_model=True,
+                trust=self.trust,
+                step_costs=self.step_costs,
             )
             engine.media_scheduler.projector_error = projector_error
             return engine
         except BaseException:
             model.close()
             raise
+
+    def build_restart_spec(self, engine: Engine) -> EngineSpec:
+        """Return the spec for a restart after `engine`, which skips what is known by now: trials and calibration."""
+        return replace(self, trust=True, step_costs=engine.prefix_cache.cost_model.step_costs)
 
 
 def build_engine(
@@ -70,10 +81,13 @@ def build_engine(
     sequences: int | None = None,
     projector: Projector | None = None,
     owns_model: bool = False,
+    trust: bool = False,
+    step_costs: StepCosts | None = None,
 ) -> Engine:
     """Build an engine on the first `sequences` sequences of a context (None: all).
 
-    With `owns_model`, closing the engine closes the model.
+    With `owns_model`, closing the engine closes the model. `trust` loads a draft model without a trial. `step_costs`
+    are known decode times; None calibrates.
     """
     drafters: list[Drafter] = []
     backend: LlamaBackend
@@ -84,11 +98,13 @@ def build_engine(
         backend = LlamaBackend(context, sequences, projector=projector)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
             settings, draft_settings = _split_ram_budget(settings, draft)
-            drafters.append(_load_draft_model(draft, context, backend.capabilities.sequences, draft_settings))
+            drafters.append(_load_draft_model(draft, context, backend.capabilities.sequences, draft_settings, trust))
     backend.owns_model = owns_model
     try:
         engine = Engine(backend, settings, drafters)
-        if engine.speculator.drafter_names and context.model.info.is_causal:
+        if step_costs is not None:
+            engine.prefix_cache.cost_model.step_costs = step_costs
+        elif engine.speculator.drafter_names and context.model.info.is_causal:
             calibrate(backend, engine.prefix_cache.cost_model.step_costs)
         return engine
     except BaseException:
@@ -98,13 +114,13 @@ def build_engine(
 
 
 def open_projector(
-    model: LlamaModel, path: Path | None, settings: ProjectorSettings | None = None
+    model: LlamaModel, path: Path | None, settings: ProjectorSettings | None = None, *, trust: bool = False
 ) -> tuple[Projector | None, str]:
     """Load the projector, or return why it cannot be used. That is only a warning, because text works without it."""
     if path is None:
         return None, ""
     try:
-        return Projector.load(model, path, settings), ""
+        return Projector.load(model, path, settings, trust=trust), ""
     except AfterglowError as error:
         reason = f"{error}; text works, images and audio are rejected"
         logger.warning("the projector %s cannot be used: %s", path, reason)
@@ -145,9 +161,11 @@ def _split_ram_budget(settings: EngineSettings, draft: Path) -> tuple[EngineSett
     )
 
 
-def _load_draft_model(path: Path, target: LlamaContext, sequences: int, settings: EngineSettings) -> DraftModel:
+def _load_draft_model(
+    path: Path, target: LlamaContext, sequences: int, settings: EngineSettings, trust: bool
+) -> DraftModel:
     """Load the draft model with the same number of sequences. Raises `InvalidArgument` if its vocabulary differs."""
-    model = LlamaModel.load(path, replace(target.model.settings, mtp=False))
+    model = LlamaModel.load(path, replace(target.model.settings, mtp=False), trust=trust)
     try:
         check_vocabularies(target.model.vocabulary, model.vocabulary)
         backend = LlamaBackend(LlamaContext(model, replace(target.settings, recurrent_snapshots=0)), sequences)

@@ -17,10 +17,13 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.loop import CallResult, EngineLoop, close_engine, describe_error, try_call
 from afterglow.engine.host.pipe import MessagePipe, Outbox
 from afterglow.engine.types.request import EngineEvent, Failed, Usage
@@ -67,8 +70,6 @@ class ChildHost:
                 self._factory.put(content)
             case "submit":
                 self._submit(key, content)
-            case "submit_together":
-                self._loop.submit(*unpack("requests", content))
             case "expect":
                 self._loop.expect_requests(key)
             case "cancel":
@@ -84,11 +85,12 @@ class ChildHost:
         Return False if it crashed. A crashed engine is not closed, because its native state is unknown.
         """
         try:
-            engine: Engine = unpack("factory", self._factory.get())()
+            factory = unpack("factory", self._factory.get())
+            engine: Engine = factory()
         except BaseException as error:
             self._send("failed", content=to_portable_error(error))
             return True
-        self._send("ready")
+        self._send("ready", content=pack_restart_factory(factory, engine))
         try:
             self._loop.run(engine)
         except BaseException as error:
@@ -97,14 +99,20 @@ class ChildHost:
         close_engine(engine)
         return True
 
-    def _submit(self, id: str, content: bytes) -> None:
+    def _submit(self, ids: Sequence[str], content: bytes) -> None:
         try:
-            self._loop.submit(unpack("request", content))
+            self._loop.submit(*unpack("request", content))
         except InvalidArgument as error:
-            self._deliver([Failed(id, error, Usage())])
+            self._deliver([Failed(id, error, Usage()) for id in ids])
 
     def _call(self, number: int, content: bytes, engine: Engine) -> None:
         result: CallResult = try_call(lambda engine: unpack("function", content)(engine), engine)
+        if isinstance(result[0], Future):
+            result[0].add_done_callback(lambda future: self._answer(number, try_call(Future.result, future)))
+        else:
+            self._answer(number, result)
+
+    def _answer(self, number: int, result: CallResult) -> None:
         try:
             packed = pack("function", (result[0], None if result[1] is None else to_portable_error(result[1])))
         except InvalidArgument as error:
@@ -132,6 +140,11 @@ def unpack(name: str, content: bytes) -> Any:
         return pickle.loads(content)
     except Exception as error:
         raise InvalidArgument(name, f"cannot be sent to another process: {describe_error(error)}") from error
+
+
+def pack_restart_factory(factory: object, engine: Engine) -> bytes | None:
+    """Return the factory for a restart, which skips what this start has found out; None: the same factory."""
+    return pack("factory", factory.build_restart_spec(engine)) if isinstance(factory, EngineSpec) else None
 
 
 def to_portable_error(error: BaseException) -> BaseException:

@@ -24,7 +24,8 @@ class LoadState(StrEnum):
     """Load state of a model. `load(…, state=…)` chooses the first one; `Model.state` returns the current one.
 
     `COLD`: nothing is loaded. `WARM`: the weights are in RAM; tokenizing works. `ACTIVE`: the weights are on the device
-    and the model can generate. Members compare equal to their strings.
+    and the model can generate. `CRASHED`: the engine of an active model crashed; the next request starts a new one.
+    Members compare equal to their strings.
 
     >>> model.state is LoadState.ACTIVE, model.state == "active"
     (True, True)
@@ -33,6 +34,7 @@ class LoadState(StrEnum):
     COLD = "cold"
     WARM = "warm"
     ACTIVE = "active"
+    CRASHED = "crashed"
 
 
 LoadHook = Callable[[Path, LoadState], str | None]
@@ -115,6 +117,15 @@ class Lifecycle(Closeable):
             self._model, self._state = model, LoadState.ACTIVE
             if old is not None and old is not model:
                 old.close()
+
+    def replace_context(self) -> None:
+        """ACTIVE → ACTIVE with a new context: after a crash of the engine, the state of the old one is unknown."""
+        with self._lock:
+            self.require("replace_context", LoadState.ACTIVE)
+            self.context.close()
+            self._context, self._state = None, LoadState.WARM  # stays so if the next line raises
+            self._context = LlamaContext(self.model, self.context_settings)
+            self._state = LoadState.ACTIVE
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: release the context and GPU memory; the weights stay in RAM."""

@@ -1,4 +1,4 @@
-"""Process host: an engine in a child process. A crash costs the requests in flight, not the calling program.
+"""Process host: an engine in a child process. A crash costs the requests that have streamed tokens, nothing else.
 
 It has the same interface as `EngineThread`. It also keeps busy Python threads of the caller from slowing down native
 calls through the GIL.
@@ -10,9 +10,10 @@ import asyncio
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
@@ -20,22 +21,42 @@ from afterglow.engine.host.child_main import pack, unpack
 from afterglow.engine.host.child_process import ChildProcess
 from afterglow.engine.host.loop import describe_error, logger
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
-from afterglow.engine.types.request import Failed, Request, Usage
+from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
 from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
 
 ResultT = TypeVar("ResultT")
 START_TIMEOUT_SECONDS = 600.0  # a large model loads slowly
 MAX_SILENCE_SECONDS = 10.0  # a child without a response for this long counts as dead
 MAX_FAILED_STARTS = 3  # consecutive restarts that do not become ready
-EARLY_EXIT_SECONDS = 10.0  # a child that exits before this age is restarted after a delay
-MAX_RESTART_DELAY_SECONDS = 5.0
+MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that do not become ready
 HEARTBEAT_SECONDS = 1.0
+
+
+MessageKey: TypeAlias = str | int | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submission:
+    """Requests that were submitted together, and when."""
+
+    requests: tuple[Request, ...]
+    submitted: float
+
+    def build_repeat(self, ids: Container[str]) -> tuple[Request, ...]:
+        """Return the requests with these ids, for another child. Their deadlines stay the same moments."""
+        elapsed = time.monotonic() - self.submitted
+        return tuple(
+            request if request.deadline is None else replace(request, deadline=max(0.0, request.deadline - elapsed))
+            for request in self.requests
+            if request.id in ids
+        )
 
 
 class EngineProcess(Closeable):
     """Owns a child process with an engine and restarts it after a crash.
 
-    While a child restarts, new requests wait for it. They fail only if the restarts fail.
+    While a child restarts, new requests wait for it. They fail only if the restarts fail. Requests in flight that have
+    no token yet, and calls, are repeated once on the new child.
     """
 
     def __init__(
@@ -56,7 +77,9 @@ class EngineProcess(Closeable):
         self._heartbeat_seconds = min(HEARTBEAT_SECONDS, silence_timeout / 4)
         self._pending = PendingRequests(self.cancel)  # its lock also guards the fields below; nothing blocks under it
         self._child: ChildProcess | None = None
-        self._unsent: dict[tuple[str, str | int], bytes] = {}  # messages for the next ready child, by kind and key
+        self._unsent: dict[tuple[str, MessageKey], bytes] = {}  # messages for the next ready child, by kind and key
+        self._repeatable_requests: dict[str, Submission] = {}  # requests without a token, not yet repeated, by id
+        self._repeatable_calls: dict[int, bytes] = {}  # calls in flight, not yet repeated, by number
         self._event_loop: asyncio.AbstractEventLoop | None = None  # reads the messages of the child
         self._closing = threading.Event()
         self._started: Future[None] = Future()
@@ -75,23 +98,26 @@ class EngineProcess(Closeable):
         child = self._child
         return None if child is None else child.process.pid
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the restarts failed, so that every request and call raises `EngineCrashed`."""
+        return not self._supervisor.is_alive() and not self._closing.is_set()
+
     def submit(self, request: Request) -> EventStream:
         """Submit a request without blocking. An invalid request gets its error as its only event."""
         try:
-            content = pack("request", request)
-            with self._pending.lock:
-                stream = self._pending.add_stream(request.id)
-                self._post("submit", request.id, content)
+            return self.submit_together([request])[0]
         except InvalidArgument as error:
             return build_failed_stream(request.id, error)
-        return stream
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests at once, so that a common prefix is prefilled once."""
         content = pack("request", tuple(requests))
+        submission = Submission(tuple(requests), time.monotonic())
         with self._pending.lock:
             streams = [self._pending.add_stream(request.id) for request in requests]
-            self._post("submit_together", requests[0].id, content)
+            self._repeatable_requests.update((request.id, submission) for request in requests)
+            self._post("submit", tuple(request.id for request in requests), content)
         return streams
 
     def expect_requests(self, change: int) -> None:
@@ -103,16 +129,22 @@ class EngineProcess(Closeable):
     def cancel(self, id: str) -> None:
         """Cancel a request, even during a decode. An unknown id is ignored."""
         with self._pending.lock:
-            if self._unsent.pop(("submit", id), None) is not None:
+            self._repeatable_requests.pop(id, None)
+            if self._unsent.pop(("submit", (id,)), None) is not None:
                 self._pending.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage())])
             else:
                 self._post("cancel", id, b"")
 
-    def call(self, function: Callable[[Engine], ResultT]) -> ResultT:
-        """Run a function of a module on the engine in the child and return its pickled result."""
+    def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
+        """Run a function of a module on the engine in the child and return its pickled result.
+
+        If it returns a future, the engine continues and the caller waits for the result of the future.
+        It must be safe to run twice: if the child dies during the call, the call is repeated once on the next child.
+        """
         content = pack("function", function)
         with self._pending.lock:
             number, future = self._pending.add_call()
+            self._repeatable_calls[number] = content
             self._post("call", number, content)
         value, error = unpack("function", future.result())
         if error is not None:
@@ -142,7 +174,7 @@ class EngineProcess(Closeable):
         if self._child is not None:
             self._child.listener.attach_event_loop(loop)
 
-    def _post(self, kind: str, key: str | int, content: bytes) -> None:
+    def _post(self, kind: str, key: MessageKey, content: bytes) -> None:
         """Send a message to the child, or store it until a child is ready."""
         if self._child is not None and self._child.is_ready:
             self._child.send(kind, key, content)
@@ -167,7 +199,6 @@ class EngineProcess(Closeable):
         """Run one child after another; return the reason for the end."""
         failures, delay = 0, 0.0
         while not self._closing.wait(delay):
-            started = time.monotonic()
             error, was_ready = self._run_child()
             if not self._started.done():
                 return error  # the constructor raises it
@@ -176,11 +207,7 @@ class EngineProcess(Closeable):
                 reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
                 return EngineCrashed(f"process could not be restarted: {reason}")
             self.restarts += 1
-            delay = (
-                min(2 * delay + 0.25, MAX_RESTART_DELAY_SECONDS)
-                if time.monotonic() - started < EARLY_EXIT_SECONDS
-                else 0.0
-            )
+            delay = 0.0 if was_ready else min(2 * delay + 0.25, MAX_RESTART_DELAY_SECONDS)
         return Closed("engine")
 
     def _run_child(self) -> tuple[BaseException, bool]:
@@ -202,8 +229,22 @@ class EngineProcess(Closeable):
         with self._pending.lock:
             self._child = None
             if child.is_ready and not self._closing.is_set():  # if it was never ready, requests wait for the next child
-                self._pending.fail_all(crash)
+                ids, numbers = self._repeat_work()
+                self._pending.fail_all(crash, except_requests=ids, except_calls=numbers)
         return child.start_error or crash, child.is_ready
+
+    def _repeat_work(self) -> tuple[set[str], set[int]]:
+        """Queue the requests without a token and the calls of a dead child for the next one.
+
+        Each is repeated once, because it may be what crashed the child. Returns the ids and call numbers.
+        """
+        requests, self._repeatable_requests = self._repeatable_requests, {}
+        calls, self._repeatable_calls = self._repeatable_calls, {}
+        for submission in dict.fromkeys(requests.values()):
+            remaining = submission.build_repeat(requests)
+            self._unsent["submit", tuple(request.id for request in remaining)] = pack("request", remaining)
+        self._unsent.update((("call", number), content) for number, content in calls.items())
+        return set(requests), set(calls)
 
     def _monitor_child(self, child: ChildProcess) -> str:
         """Receive messages until the child exits or must be killed; return the reason.
@@ -233,10 +274,15 @@ class EngineProcess(Closeable):
         child.has_responded = True
         match kind:
             case "events":
+                for event in content:
+                    if not isinstance(event, PrefillProgress):
+                        self._repeatable_requests.pop(event.request_id, None)
                 self._pending.deliver(content)
             case "answer":
+                self._repeatable_calls.pop(key, None)
                 self._pending.resolve_call(key, content)
             case "ready":
+                self._factory = content or self._factory
                 self._mark_ready(child)
             case "failed":
                 child.start_error = content

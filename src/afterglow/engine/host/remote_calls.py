@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -20,9 +21,10 @@ from afterglow.engine.sampling.logprobs import TokenLogprob, score_tokens
 from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.model import LlamaModel, ModelInfo
-from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector
+from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector, get_media_size
 from afterglow.llama.settings import ContextSettings
-from afterglow.media.policy import Modality
+from afterglow.media import load
+from afterglow.media.policy import MediaPolicy, Modality
 
 PREVIEW_ENTRIES = 48  # at either end of a sequence
 POOLING_NONE, POOLING_RANK = 0, 4  # values of llama.cpp
@@ -125,6 +127,30 @@ def measure_media(engine: Engine, media: Sequence[MediaSize]) -> MediaMeasuremen
     if not isinstance(projector, Projector):
         raise UnsupportedMedia("content", engine.media_scheduler.projector_error or "this model accepts only text")
     return MediaMeasurement(projector.key, tuple(projector.measure(size) for size in media))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedMediaInfo:
+    """Properties of decoded media, without its content."""
+
+    size: MediaSize
+    digest: bytes
+    nbytes: int
+
+
+_decoder_threads = ThreadPoolExecutor(2, thread_name_prefix="afterglow-decoder")  # starts threads on demand
+
+
+def decode_media(
+    engine: Engine, *, modality: Modality, data: bytes, policy: MediaPolicy, source: str, detail: str
+) -> Future[DecodedMediaInfo]:
+    """Decode an image or audio file to learn its size and digest, in a thread: the engine continues. Keeps nothing."""
+
+    def decode() -> DecodedMediaInfo:
+        media = load.decode_media(modality, data, policy, source=source, detail=detail)
+        return DecodedMediaInfo(get_media_size(media), media.digest, media.nbytes)
+
+    return _decoder_threads.submit(decode)
 
 
 def get_counters(engine: Engine) -> dict[str, int]:

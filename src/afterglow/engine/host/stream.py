@@ -6,16 +6,18 @@ Knows threads and asyncio, but not whether the engine runs in a thread or a proc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from concurrent.futures import Future
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from afterglow.engine.types.request import EndEvent, EngineEvent, Failed, Finished, Usage
-from afterglow.errors import AfterglowError, Closed, InvalidArgument
+from afterglow.errors import AfterglowError, Cancelled, Closed, InvalidArgument
 
 CANCEL_POLL_SECONDS = 0.02  # interval between checks of a cancel event
 
@@ -23,7 +25,8 @@ CANCEL_POLL_SECONDS = 0.02  # interval between checks of a cancel event
 class EventStream:
     """Events of one request. Iterate with `for` or `async for` until the request ends; leaving early cancels it.
 
-    A stream has one reader at a time. Its queue is unbounded, so a slow reader never blocks the engine.
+    A stream has one reader at a time. A slow reader never blocks the engine: its events wait in a queue, which is
+    unbounded unless `limit_buffer` is called.
 
     >>> for event in engine_thread.submit(request):
     ...     print(event)
@@ -34,13 +37,48 @@ class EventStream:
         self.end_event: EndEvent | None = None  # set once it has been read
         self._cancel = cancel
         self._queue: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
+        self._max_buffered_events: int | None = None
+        self._is_overfull = False  # the request was cancelled because too many events waited for the reader
+        self._has_ended = False  # the last event is in the queue
+        self._end_callbacks: list[Callable[[], None]] = []
         self._event_arrived: asyncio.Event | None = None  # wakes an asyncio reader
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, event: EngineEvent) -> asyncio.AbstractEventLoop | None:
         """Add an event, from the thread of the host. Return the event loop of an asyncio reader that must be woken."""
-        self._queue.put(event)
+        if isinstance(event, Finished | Failed):
+            self._queue.put(self._explain_overflow(event))
+            self._has_ended = True
+            self._run_end_callbacks()
+        else:
+            self._queue.put(event)
+            limit = self._max_buffered_events
+            if limit is not None and self._queue.qsize() > limit and not self._is_overfull:
+                self._is_overfull = True
+                self.cancel()
         return self._event_loop
+
+    def limit_buffer(self, max_events: int) -> None:
+        """Cancel the request if more than `max_events` events wait for the reader."""
+        self._max_buffered_events = max_events
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the request ends, even if nobody reads the events. May run in any thread."""
+        self._end_callbacks.append(callback)
+        if self._has_ended:
+            self._run_end_callbacks()
+
+    def _run_end_callbacks(self) -> None:
+        while self._end_callbacks:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                self._end_callbacks.pop()()
+
+    def _explain_overflow(self, event: EndEvent) -> EndEvent:
+        """Replace the error of a request that was cancelled because its reader is too slow."""
+        if not self._is_overfull or not isinstance(event, Failed):
+            return event
+        reason = f"the client read too slowly: more than {self._max_buffered_events} tokens were waiting"
+        return replace(event, error=Cancelled(reason))
 
     def wake_reader(self) -> None:
         """Wake the asyncio reader. Must be called in its event loop."""
@@ -156,13 +194,15 @@ class PendingRequests:
             if not isinstance(self._close_reason, Closed):
                 self._close_reason = error
 
-    def fail_all(self, error: AfterglowError) -> None:
-        """Fail all pending requests and calls with this error."""
+    def fail_all(
+        self, error: AfterglowError, *, except_requests: Container[str] = (), except_calls: Container[int] = ()
+    ) -> None:
+        """Fail the pending requests and calls with this error, except those with these ids and numbers."""
         with self.lock:
-            streams, self._streams = self._streams, {}
-            calls, self._calls = self._calls, {}
-        deliver_events([(stream, Failed(stream.id, copy(error), Usage())) for stream in streams.values()])
-        for future in calls.values():
+            streams = [self._streams.pop(id) for id in list(self._streams) if id not in except_requests]
+            futures = [self._calls.pop(number) for number in list(self._calls) if number not in except_calls]
+        deliver_events([(stream, Failed(stream.id, copy(error), Usage())) for stream in streams])
+        for future in futures:
             future.set_exception(copy(error))
 
     def _check_open(self) -> None:

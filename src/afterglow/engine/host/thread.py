@@ -29,6 +29,7 @@ class EngineThread(Closeable):
         """Start the thread and wait until `factory` has built the engine. Raises what `factory` raises."""
         self._pending = PendingRequests(self.cancel)
         self._loop = EngineLoop(self._pending.deliver)
+        self.has_crashed = False  # if true, every request and call raises `EngineCrashed`
         self._engine: Engine | None = None
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(factory,), name="afterglow-engine", daemon=True)
@@ -59,17 +60,20 @@ class EngineThread(Closeable):
         """Cancel a request, even during a decode. An unknown id is ignored."""
         self._loop.cancel(id)
 
-    def call(self, function: Callable[[Engine], ResultT]) -> ResultT:
-        """Run a function on the engine thread, between two steps, and return its result."""
+    def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
+        """Run a function on the engine thread, between two steps, and return its result.
+
+        If it returns a future, the engine continues and the caller waits for the result of the future.
+        """
         if threading.current_thread() is self._thread:  # a call inside a call: waiting would deadlock
             assert self._engine is not None
-            return function(self._engine)
+            return _resolve(function(self._engine))
         number, future = self._pending.add_call()
         self._loop.enqueue(lambda engine: self._pending.resolve_call(number, try_call(function, engine)))
         value, error = future.result()
         if error is not None:
             raise error
-        return value  # type: ignore[no-any-return]
+        return _resolve(value)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End every request with `Closed` and stop the thread. May be called twice."""
@@ -92,6 +96,11 @@ class EngineThread(Closeable):
         except BaseException as error:  # an engine bug must not leave a client waiting
             logger.exception("the engine crashed")
             reason = EngineCrashed(describe_error(error))
+            self.has_crashed = True
         self._pending.close(reason)
         self._pending.fail_all(reason)
         close_engine(engine)
+
+
+def _resolve(value: ResultT | Future[ResultT]) -> ResultT:
+    return value.result() if isinstance(value, Future) else value

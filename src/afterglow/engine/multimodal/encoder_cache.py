@@ -14,18 +14,18 @@ from typing import TypeAlias
 
 from afterglow.engine.multimodal.embedding_files import EmbeddingFiles
 from afterglow.engine.types.entries import Entry, Media
-from afterglow.engine.types.media import MediaEncoder, MediaPart
+from afterglow.engine.types.media import MediaContent, MediaEncoder, MediaPart
 from afterglow.errors import AfterglowError, Closed, EngineError
 from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder
-from afterglow.media.types import MediaData
 
 MAX_ENCODE_BATCH = 8  # contents encoded in one projector call
+MAX_BATCH_BYTES = 64 * 1024 * 1024  # no content is added to a batch that decodes to more
 
 MediaEntry: TypeAlias = tuple[Entry, MediaPart | None]
 """An entry, and its content if it is a media entry."""
 
 
-def build_media_entries(content: MediaData, measured: MediaPlaceholder, projector_key: bytes) -> list[MediaEntry]:
+def build_media_entries(content: MediaContent, measured: MediaPlaceholder, projector_key: bytes) -> list[MediaEntry]:
     """Return the prompt entries of a content: its pieces as media entries, and the tokens around them."""
     entries: list[MediaEntry] = []
     pieces = 0
@@ -142,9 +142,11 @@ class EncoderCache:
         """Take the next contents from the queue. If it is empty, this thread exits; the next request starts another."""
         batch: dict[bytes, MediaPart] = {}
         with self._condition:
-            while self._queue and not self._closed and len(batch) < MAX_ENCODE_BATCH:
+            nbytes = 0
+            while self._queue and not self._closed and len(batch) < MAX_ENCODE_BATCH and nbytes < MAX_BATCH_BYTES:
                 source_key, part = self._queue.popitem(last=False)
                 batch[source_key] = part
+                nbytes += part.content.nbytes
             if not batch:
                 self._thread = None
         return batch
@@ -155,7 +157,7 @@ class EncoderCache:
         if not batch:
             return
         try:
-            results = self.projector.encode([part.content for part in batch.values()])
+            results = self.projector.encode([part.decode_content() for part in batch.values()])
         except Exception as error:
             if len(batch) > 1:
                 for source_key, part in batch.items():

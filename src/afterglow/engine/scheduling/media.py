@@ -13,7 +13,6 @@ from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError
-from afterglow.media.types import AudioData
 
 MAX_MEDIA_ENCODED_AHEAD = 2  # media of one prompt that are encoded before they are due
 DISK_CACHE_DIVISOR = 10  # embedding files may take this fraction of the disk cache size, in addition to the blocks
@@ -41,7 +40,7 @@ class MediaScheduler:
             job.media_cells += media.cells
             if media.digest in job.request.media:
                 part = job.media_parts[index] = job.request.media[media.digest]
-                job.audio_cells += media.cells if isinstance(part.content, AudioData) else 0
+                job.audio_cells += media.cells if part.content.modality == "audio" else 0
 
     def record_reuse(self, job: Job, reuse_length: int) -> None:
         """Record that the first `reuse_length` entries of a job's prompt were a prefix hit."""

@@ -118,7 +118,7 @@ class ChatFormatter:
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": generation.created,
-            "model": body.model,
+            "model": generation.model.name,
             "system_fingerprint": generation.model.fingerprint,
             "service_tier": "default",
         }

@@ -20,7 +20,7 @@ from afterglow.server import limits
 from afterglow.server.admission import Ticket
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import build_prediction_details, resolve_deadline
+from afterglow.server.generation import bind_streams, build_prediction_details, resolve_deadline
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.schema.completions import CompletionRequest, list_prompts
 from afterglow.server.schema.sampling import build_sampling
@@ -49,7 +49,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
     stops = check_request(state, body)
     model = await state.get_model(body.model)
     if not model.can_generate:
-        raise invalid_request_error("model", f"the model {body.model!r} supports embeddings only", "unsupported_model")
+        raise invalid_request_error("model", f"the model {model.name!r} supports embeddings only", "unsupported_model")
     prompts = await state.run_text_work(lambda: [tokenize_prompt(model, body, prompt) for prompt in list_prompts(body)])
     ticket = state.get_admission_queue(model).admit(len(prompts) * count_generated_choices(body))
     try:
@@ -58,6 +58,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
     except BaseException:
         ticket.release()
         raise
+    bind_streams(streams, ticket, state)
     generation = CompletionGeneration(
         state, model, body, prompts, ticket, [CompletionStream(stream, model, stops) for stream in streams]
     )
@@ -80,11 +81,12 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
 
 def check_request(state: ServerState, body: CompletionRequest) -> list[str]:
     """Check limits and combinations of fields, and return the stop strings."""
-    settings, prompts, count = state.settings, list_prompts(body), count_generated_choices(body)
+    settings, prompts = state.settings, list_prompts(body)
     if not prompts or not all(prompts):
         raise invalid_request_error("prompt", "`prompt` must not be empty")
     limits.check_limit(settings, "max_prompts", "prompt", len(prompts))
-    limits.check_limit(settings, "max_choices", "best_of" if body.best_of else "n", count)
+    limits.check_limit(settings, "max_choices", "n", body.n or 1)
+    limits.check_limit(settings, "max_choices", "best_of", body.best_of or 1)
     limits.check_limit(settings, "max_logit_bias", "logit_bias", len(body.logit_bias or {}))
     if body.best_of is not None and (body.best_of < (body.n or 1) or (body.stream and body.best_of > (body.n or 1))):
         raise invalid_request_error("best_of", "`best_of` must be at least `n`, and equal to `n` in a stream")
@@ -298,7 +300,7 @@ class CompletionFormatter:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": body.model,
+            "model": generation.model.name,
             "system_fingerprint": generation.model.fingerprint,
         }
         self._chunk_template = EventTemplate(self._head)

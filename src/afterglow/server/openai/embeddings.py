@@ -39,7 +39,7 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest) -> Respo
     width = model.engine_info.embedding_width
     if body.dimensions is not None and body.dimensions != width:
         raise invalid_request_error(
-            "dimensions", f"the embeddings of {body.model!r} have {width} dimensions", "unsupported_value"
+            "dimensions", f"the embeddings of {model.name!r} have {width} dimensions", "unsupported_value"
         )
     ticket = state.get_admission_queue(model).admit(1)
     try:
@@ -53,7 +53,7 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest) -> Respo
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return JSONResponse({"object": "list", "model": body.model, "data": data, "usage": usage})
+    return JSONResponse({"object": "list", "model": model.name, "data": data, "usage": usage})
 
 
 def list_inputs(body: EmbeddingRequest) -> list[Any]:

@@ -245,7 +245,7 @@ def build_response_head(body: ResponseRequest, generation: Generation) -> dict[s
         "id": generate_id("resp"),
         "object": "response",
         "created_at": generation.created,
-        "model": body.model,
+        "model": generation.model.name,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import pydantic
 
-from afterglow.server.schema.base import NameField, StrictModel
+from afterglow.server.schema.base import OptionalModel, StrictModel
 from afterglow.server.schema.chat import ChatFields, ChatMessage
-
-OptionalModel: TypeAlias = Annotated[NameField | None, pydantic.Field(description="Default: the only served model.")]
 
 
 class TokenizeRequest(StrictModel):

@@ -58,6 +58,7 @@ def _check_finite(value: Any) -> Any:
 
 JsonObject: TypeAlias = Annotated[dict[str, Any], pydantic.AfterValidator(_check_finite)]
 NameField: TypeAlias = Annotated[str, pydantic.Field(max_length=256)]
+OptionalModel: TypeAlias = Annotated[NameField | None, pydantic.Field(description="Default: the only served model.")]
 Label: TypeAlias = Annotated[
     str | None, pydantic.Field(max_length=512, description="Label of the client; has no effect.")
 ]

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
-from afterglow.server.schema.base import JsonObject, Label, Metadata, NameField, StrictModel, supports_only, unsupported
+from afterglow.server.schema.base import (
+    JsonObject,
+    Label,
+    Metadata,
+    NameField,
+    OptionalModel,
+    StrictModel,
+    supports_only,
+    unsupported,
+)
 from afterglow.server.schema.sampling import SamplingFields
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -183,7 +192,7 @@ class PromptCacheOptions(StrictModel):
 class ChatFields(SamplingFields):
     """Fields that determine the prompt."""
 
-    model: NameField
+    model: OptionalModel = None
     messages: list[ChatMessage] = pydantic.Field(min_length=1)
     tools: list[ChatTool] | None = None
     tool_choice: ToolChoice | None = None

@@ -6,7 +6,7 @@ from typing import TypeAlias, cast
 
 import pydantic
 
-from afterglow.server.schema.base import Label, NameField
+from afterglow.server.schema.base import Label, OptionalModel
 from afterglow.server.schema.chat import StreamOptions
 from afterglow.server.schema.sampling import SamplingFields
 
@@ -16,7 +16,7 @@ CompletionPrompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
 class PromptFields(SamplingFields):
     """Fields that determine the prompts."""
 
-    model: NameField
+    model: OptionalModel = None
     prompt: CompletionPrompt = pydantic.Field(description="Text or tokens, or a list of either.")
     suffix: str | None = pydantic.Field(None, description="Text after the completion, for models with infill tokens.")
 

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
-from afterglow.server.schema.base import JsonObject, Label, Metadata, NameField, StrictModel, supports_only, unsupported
+from afterglow.server.schema.base import (
+    JsonObject,
+    Label,
+    Metadata,
+    NameField,
+    OptionalModel,
+    StrictModel,
+    supports_only,
+    unsupported,
+)
 from afterglow.server.schema.chat import PromptCacheOptions, ReasoningEffort
 from afterglow.server.schema.sampling import SamplingFields
 
@@ -154,7 +163,7 @@ class StreamSettings(StrictModel):
 class ResponseRequest(SamplingFields):
     """Input to respond to, optionally after a previous response."""
 
-    model: NameField
+    model: OptionalModel = None
     input: str | list[InputItem] = pydantic.Field(description="Text, or items of a conversation.")
     instructions: str | None = None
     previous_response_id: str | None = None
