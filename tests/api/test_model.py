@@ -98,7 +98,7 @@ def test_c17_a_model_reports_its_info_and_capabilities():
         assert "partial_state" in model.capabilities
         assert model.context_length == 256
         assert model.backend.startswith("llama.cpp b11549")
-        assert model.settings[1].cells == 5 * 256  # four sequences, plus one for scoring
+        assert model.settings[1].cells == 4 * 256
     with load("recurrent") as model:
         assert not model.supports("kv_cache")
         assert model.supports("hidden_state")
@@ -326,7 +326,7 @@ def test_stop_tokens_end_a_completion():
 def test_load_passes_its_context_settings():
     with afterglow.load(models.get_path("attention"), context=512, sequences=3, threads=1, kv_unified=True) as model:
         context = model.settings[1]
-        assert (context.sequences, context.threads, context.kv_unified) == (4, 1, True)  # plus one for scoring
+        assert (context.sequences, context.threads, context.kv_unified) == (3, 1, True)
         assert model.context_length >= 512
 
 

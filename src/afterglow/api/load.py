@@ -26,7 +26,6 @@ from afterglow.llama.settings import CacheType, ContextSettings
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
-SCORING_SEQUENCES = 1  # reserved for scoring texts while requests run
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
 
@@ -159,16 +158,15 @@ def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[F
 
 
 def build_context_settings(context: int, sequences: int, threads: int | None) -> ContextSettings:
-    """Return context settings for `sequences` requests of `context` tokens each, plus the scoring sequence.
+    """Return context settings for `sequences` requests of `context` tokens each.
 
     >>> build_context_settings(1024, sequences=3, threads=1).cells
-    4096
+    3072
     """
-    total = check_integer("sequences", sequences, 1, 255) + SCORING_SEQUENCES
     return ContextSettings(
-        cells=total * check_integer("context", context, 1, 2**31 // 256),
-        sequences=total,
-        outputs=max(64, total),
+        cells=check_integer("sequences", sequences, 1, 255) * check_integer("context", context, 1, 2**31 // 256),
+        sequences=sequences,
+        outputs=max(64, sequences),
         threads=count_usable_cores() if threads is None else threads,
     )
 
@@ -194,7 +192,6 @@ def build_engine_spec(
         model_settings=replace(model_settings, gpu_layers=layers, mtp=draft == "mtp"),
         context_settings=context_settings,
         engine_settings=engine_settings,
-        reserved_sequences=SCORING_SEQUENCES,
         draft=draft,
         projector_path=resolve_projector(path, projector),
         projector_settings=projector_settings

@@ -62,7 +62,7 @@ class Model(TextModel):
         self._strip_media = strip_media
         self._engine: EngineThread | None = None
         self._transition_lock = threading.Lock()
-        self._scoring_lock = threading.Lock()  # there is one sequence for scoring
+        self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
         self._chat_lock = threading.Lock()
         self._chat: tuple[object, Chat] | None = None
@@ -171,11 +171,8 @@ class Model(TextModel):
         """
         tokens = self._tokenize_prompt(text)
         engine, context = self._get_host(), self._lifecycle.context
-        sequence = context.sequences - 1  # reserved for scoring
         with self._scoring_lock:
-            values, windows = scoring.compute_logprobs(
-                context, sequence, tokens, run=lambda work: engine.call(lambda _: work())
-            )
+            values, windows = scoring.compute_logprobs(context, tokens, run=lambda task: engine.call(lambda _: task()))
         return Score(tokens=tuple(int(token) for token in tokens), logprobs=tuple(values), windows=windows)
 
     def perplexity(self, text: str | Sequence[int]) -> float:
@@ -271,10 +268,7 @@ class Model(TextModel):
             return
         context, projector = self._lifecycle.context, self._lifecycle.projector
         settings, draft = self._engine_settings, self._draft
-        sequences = context.sequences - 1  # the last one is reserved for scoring
-        self._engine = EngineThread(
-            lambda: build_engine(context, settings, draft=draft, sequences=sequences, projector=projector)
-        )
+        self._engine = EngineThread(lambda: build_engine(context, settings, draft=draft, projector=projector))
 
     def _stop_engine(self) -> None:
         engine, self._engine = self._engine, None

@@ -81,7 +81,7 @@ class ServedModel(TextModel):
         self.name = name
         self.settings = settings or ServedSettings()
         self._model = LlamaModel.load(path, ModelSettings(vocab_only=True))
-        self._scoring_lock = threading.Lock()  # there is one sequence for scoring
+        self._scoring_lock = threading.Lock()  # there is one scoring context
         self._chat_lock = threading.Lock()
         self._chat: Chat | None = None
         try:
@@ -199,9 +199,9 @@ class ServedModel(TextModel):
                         position=start,
                         count=len(rows) - 1,
                         alternatives=alternatives,
+                        text_length=len(tokens),
                     )
                 )
-            self.call(remote_calls.clear_scoring_sequence)
         return scored
 
     @property
