@@ -222,7 +222,7 @@ def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.fl
 
 def _get_embedding_context(target: LlamaContext, limit: int) -> LlamaContext:
     context = _embedding_contexts.get(target)
-    if context is None:
+    if context is None or context.closed:
         context = _embedding_contexts[target] = _create_embedding_context(target, limit)
     if context.adapters != target.adapters:
         context.set_adapters(target.adapters)

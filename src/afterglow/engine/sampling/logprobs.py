@@ -58,7 +58,7 @@ def get_scoring_context(target: LlamaContext, token_count: int) -> LlamaContext:
     the adapters of `target`, and is closed with it.
     """
     context = _scoring_contexts.get(target)
-    if context is not None and context.cells_per_sequence < token_count:
+    if context is not None and (context.closed or context.cells_per_sequence < token_count):
         _scoring_contexts.pop(target).close()
         context = None
     if context is None:
