@@ -61,6 +61,7 @@ ORDERS = {
         constraints
         tools
         chat
+        truncation
         response
         miss_reasons
     """,
@@ -69,7 +70,7 @@ ORDERS = {
         metrics schema sse limits admission
         models
         state auth
-        media truncation
+        media
         generation
         openai
         admin

@@ -15,6 +15,7 @@ from afterglow.api.base import TextModel
 from afterglow.api.conversation import Conversation
 from afterglow.chat.constraints.grammar import RESPONSE_FORMAT_FIELDS
 from afterglow.cli.chat import chat
+from afterglow.cli.options import LOAD_OPTIONS
 from afterglow.cli.settings import Settings
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Request
@@ -30,7 +31,8 @@ CHAT = {
     "messages": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",
     "stream": "test_stream_and_response_have_the_same_text",
     "n": "test_a_chat_can_have_several_responses",
-    "cancel": "test_a_chat_can_be_cancelled",
+    "on_token": "test_c14_on_token_is_called_once_for_each_token_of_a_chat",
+    "cancel": "test_c14_a_cancel_event_ends_a_chat_and_its_stream",
     "options": "test_an_unknown_option_is_rejected",
 }
 PLAN = {
@@ -56,6 +58,7 @@ REQUEST = {
     "deadline": "test_a_deadline_ends_generation_early",
     "use_prefix_cache": "test_a_request_can_bypass_the_prefix_cache",
     "ignore_eos": "test_boundaries_priority_and_ignore_eos_reach_the_engine",
+    "overflow": "test_shift_keeps_the_bos_token_and_the_end_of_a_prompt",
     "salt": "test_the_disk_cache_gives_prefix_hits_after_a_restart",
 }
 COMPLETE = {
@@ -146,6 +149,16 @@ LOAD = {
     "kv_unified": "test_c19_an_option_of_load_reaches_llama_cpp",
     "mmap": "test_c19_an_option_of_load_reaches_llama_cpp",
     "mlock": "test_c19_an_option_of_load_reaches_llama_cpp",
+    **dict.fromkeys(("batch", "ubatch", "swa_full"), "test_batch_sizes_and_the_full_window_are_those_of_the_context"),
+    **dict.fromkeys(
+        ("split_mode", "tensor_split", "main_gpu"),
+        "test_every_option_of_the_weights_is_a_parameter_of_llama_cpp",
+    ),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor"),
+        "test_rope_and_yarn_options_change_the_logits",
+    ),
+    **dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow"), "test_rope_and_yarn_options_change_the_logits"),
     "chat_template": "test_chat_template_kwargs_reach_the_template",
     "disk_cache": "test_the_disk_cache_gives_prefix_hits_after_a_restart",
     "draft": "test_c14_mtp_heads_and_draft_models_draft_if_given",
@@ -183,7 +196,9 @@ SERVER_MEDIA = {
 }
 SETTINGS = {
     **{name: "test_every_setting_is_passed_on" for name in Settings.model_fields},
+    **dict.fromkeys(LOAD_OPTIONS, "test_the_commands_have_the_same_flags_for_the_model"),
     "model": "test_a_command_uses_the_file",
+    "overflow": "test_the_chat_continues_after_the_context_is_full",
     "max_tokens": "test_a_command_uses_the_file",
     "stats": "test_statistics_can_be_hidden",
 }

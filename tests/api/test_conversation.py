@@ -1,4 +1,4 @@
-"""Conversation: the number of tool rounds is limited."""
+"""Conversation: tool rounds are limited, and a history may exceed the context."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+import afterglow
 from afterglow import ChatResponse, Conversation, TextDelta, ToolCall
 from afterglow.api.conversation import MAX_TOOL_ROUNDS
 from afterglow.chat.response import Delta
 from afterglow.engine.types.request import Usage
+from afterglow.errors import PromptTooLong
+from afterglow.testing import models
 
 
 class ToolCallingModel:
@@ -70,3 +73,21 @@ def test_the_model_must_answer_after_the_last_tool_round(ask: Callable[[Conversa
     assert chat.messages[-1].content == "There it is."
     assert chat.last_response is not None
     assert chat.last_response.finish_reason == "stop"
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_conversation_continues_after_its_history_exceeds_the_context(kind: str) -> None:
+    with afterglow.load(models.get_path(f"successor-{kind}"), context=512, threads=1) as model:
+        chat = Conversation(model, max_tokens=8)
+        responses = [chat.ask(f"{number} {'x' * 10}") for number in range(30)]
+        assert len(chat.messages) == 60
+        truncated = [response for response in responses if response.truncation is not None]
+        assert len(truncated) > 5
+        assert truncated[-1].truncation.dropped_messages >= 20
+        hits = [response for response in truncated if response.usage.cached_tokens > response.usage.prompt_tokens // 2]
+        assert len(hits) >= len(truncated) // 2  # dropping in steps keeps later turns prefix hits
+        strict = Conversation(model, messages=chat.messages, overflow="refuse")
+        with pytest.raises(PromptTooLong):
+            strict.ask("one more")
+        assert len(strict.messages) == 60

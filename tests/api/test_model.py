@@ -7,10 +7,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import afterglow
-from afterglow import Sampling
+from afterglow import Conversation, Sampling
+from afterglow.api.model import CAPABILITIES
+from afterglow.api.served_model import ServedModel, ServedSettings
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import (
     Cancelled,
     Closed,
@@ -100,10 +104,49 @@ def test_c17_a_model_reports_its_info_and_capabilities():
         assert "partial_state" in model.capabilities
         assert model.context_length == 256
         assert model.backend.startswith("llama.cpp b11549")
-        assert model.settings[1].cells == 5 * 256  # four sequences, plus one for scoring
-    with load("recurrent") as model:
+        assert model.settings[1].cells == 4 * 256
+    with load("recurrent", sequences=1, engine=EngineSettings(speculation="off")) as model:
         assert not model.supports("kv_cache")
         assert model.supports("hidden_state")
+        assert not model.supports("multi_sequence")
+        assert not model.supports("speculative_decoding")
+
+
+CAPABILITIES_OF_OTHER_ENGINES = (
+    *("kv_cache", "hidden_state", "streaming", "raw_completion", "grammar", "lora_adapters", "multi_sequence"),
+    *("tokenizer", "log_probs", "vision", "audio", "speculative_decoding", "prompt_caching"),
+)
+
+
+def test_c17_the_capability_names_of_other_engines_are_known_and_unknown_names_are_errors():
+    with load("attention") as model:
+        supported = {name for name in CAPABILITIES_OF_OTHER_ENGINES if model.supports(name)}
+        assert set(CAPABILITIES_OF_OTHER_ENGINES) - supported == {"hidden_state", "lora_adapters", "vision", "audio"}
+        assert model.capabilities < CAPABILITIES
+        with pytest.raises(InvalidArgument, match=r"kv_cache.*not 'kvcache'"):
+            model.supports("kvcache")
+    with load("embedding") as model:
+        assert model.capabilities - {"gpu"} == {"embeddings", "tokenizer"}
+
+
+@pytest.mark.parametrize("name", ["embedding", *MEMORY_KINDS])
+def test_embeddings_are_normalized_and_depend_on_the_text(name, list_own_handles):
+    with load(name) as model:
+        assert model.supports("embeddings")
+        cat = model.embed("the cat sat")
+        assert cat.shape == (model.info.embedding_length,)
+        assert np.linalg.norm(cat) == pytest.approx(1.0, abs=1e-4)
+        assert np.array_equal(model.embed(model.tokenize("the cat sat", bos=True)), cat)
+        assert not np.allclose(model.embed("a heron on the river"), cat, atol=1e-3)
+        with pytest.raises(InvalidArgument, match="text"):
+            model.embed([])
+        with pytest.raises(PromptTooLong):
+            model.embed([30] * (model.max_embedding_tokens + 1))
+        if name == "attention":  # the vectors of the server
+            with ServedModel("tiny", models.get_path(name), ServedSettings(context=256, threads=1)) as served:
+                assert np.allclose(served.embed(served.tokenize("the cat sat", bos=True)), cat, atol=1e-5)
+        model.deactivate()
+        assert len(list_own_handles()) == 1  # the weights
 
 
 def test_a_model_can_be_unloaded_and_activated_again(list_own_handles):
@@ -179,6 +222,78 @@ def test_c14_a_cancel_event_ends_the_request():
         with pytest.raises(Cancelled):
             model.complete(CYCLE[:5], max_tokens=4000, cancel=cancel_event)
         assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
+
+
+def test_c14_a_cancel_event_ends_a_chat_and_its_stream():
+    with load("successor-attention", context=4096) as model:
+        cancel_event = threading.Event()
+
+        def read() -> None:
+            for _ in model.chat("hi", stream=True, cancel=cancel_event):
+                cancel_event.set()
+
+        async def read_async() -> None:
+            async for _ in model.chat("hi", stream=True, cancel=cancel_event):
+                cancel_event.set()
+
+        with pytest.raises(Cancelled):
+            read()
+        cancel_event.clear()
+        with pytest.raises(Cancelled):
+            asyncio.run(read_async())
+        with pytest.raises(Cancelled):
+            asyncio.run(model.chat_async("hi", cancel=cancel_event))
+        with pytest.raises(Cancelled):
+            model.chat("hi", cancel=cancel_event)
+        chat = Conversation(model)
+        with pytest.raises(Cancelled):
+            list(chat.stream("hi", cancel=cancel_event))
+        assert chat.messages == []
+
+
+def test_c14_on_token_is_called_once_for_each_token_of_a_chat():
+    with load("successor-attention") as model:
+        tokens: list[int] = []
+        response = model.chat("hi", max_tokens=9, n=2, on_token=tokens.append)
+        assert tokens == [token.token for token in response.tokens]
+        tokens.clear()
+        stream = model.chat("hi", max_tokens=9, stream=True, on_token=tokens.append)
+        assert tokens == []
+        assert tokens == [token.token for token in stream.result().tokens] != []
+        asyncio.run(model.chat_async("hi", max_tokens=3, on_token=tokens.append))
+        assert len(tokens) == 12
+
+
+def test_temperature_beside_sampling_is_rejected():
+    with load("attention") as model:
+        for generate in (model.complete, model.chat, model.stream):
+            with pytest.raises(InvalidArgument, match="temperature"):
+                generate("the rain", sampling=Sampling(temperature=0.5), temperature=0.5)
+        assert model.build_request("the rain", sampling=Sampling(temperature=0.5), seed=3).sampling.seed == 3
+
+
+def test_a_drafter_without_speculation_is_rejected():
+    with pytest.raises(InvalidArgument, match=r'draft.*speculation is "off"'):
+        load("successor-attention", draft="mtp", engine=EngineSettings(speculation="off"))
+    with pytest.raises(InvalidArgument, match=r"draft.*deterministic"):
+        load("successor-attention", draft="mtp", engine=EngineSettings(deterministic=True))
+    with pytest.raises(InvalidArgument, match="draft"):
+        ServedSettings(draft="mtp", engine=EngineSettings(speculation="off")).build_spec(models.get_path("attention"))
+
+
+def test_clearing_an_unknown_or_busy_sequence_is_an_error():
+    with load("successor-attention", context=4096) as model:
+        for sequence in (-1, 4):
+            with pytest.raises(InvalidArgument, match="from 0 to 3"):
+                model.clear_cache(sequence)
+        stream = model.stream(CYCLE[:5], max_tokens=4000, sequence=2)
+        next(stream)
+        with pytest.raises(InvalidArgument, match="2 is in use"):
+            model.clear_cache(2)
+        stream.close()
+        model.complete(CYCLE[:9], max_tokens=4, sequence=1)
+        model.clear_cache(1)
+        assert model.complete(CYCLE[:9], max_tokens=1, sequence=1).usage.cached_tokens == 0
 
 
 def test_c14_an_explicit_sequence_is_used():
@@ -328,7 +443,7 @@ def test_stop_tokens_end_a_completion():
 def test_load_passes_its_context_settings():
     with afterglow.load(models.get_path("attention"), context=512, sequences=3, threads=1, kv_unified=True) as model:
         context = model.settings[1]
-        assert (context.sequences, context.threads, context.kv_unified) == (4, 1, True)  # plus one for scoring
+        assert (context.sequences, context.threads, context.kv_unified) == (3, 1, True)
         assert model.context_length >= 512
 
 
@@ -397,3 +512,43 @@ def test_many_threads_restart_a_crashed_engine_once():
             texts = list(pool.map(lambda _: model.complete(CYCLE[:5], max_tokens=3).text, range(8)))
         assert set(texts) == {CYCLE[5:8]}
         assert model.restarts == 1
+
+
+# --- prompts that exceed the context
+
+
+def test_shift_keeps_the_bos_token_and_the_end_of_a_prompt():
+    with load("successor-attention") as model:
+        bos = model.vocabulary.special_tokens["bos"]
+        prompt = [bos, *model.tokenize(CYCLE * 30)]
+        completion = model.complete(prompt, max_tokens=16, overflow="shift")
+        assert completion.usage.prompt_tokens == 240
+        assert completion.text == CYCLE[:16]
+        assert completion.truncation.dropped_tokens == len(prompt) - 240
+        request = model.build_request(prompt, max_tokens=16, overflow="shift")
+        assert request.entries[0] == bos
+        assert len("".join(model.stream(prompt, max_tokens=16, overflow="truncate_middle"))) == 16
+        with pytest.raises(PromptTooLong):
+            model.complete(prompt, max_tokens=16)
+
+
+def test_overflow_of_a_rendered_conversation_or_an_unknown_policy_is_refused():
+    with load("successor-attention") as model:
+        with pytest.raises(InvalidArgument, match="chat"):
+            model.complete(model.apply_chat_template("hi"), overflow="shift")
+        for generate in (model.complete, model.chat, model.stream):
+            with pytest.raises(InvalidArgument, match="overflow"):
+                generate("hi", overflow="drop")
+
+
+def test_a_chat_drops_its_oldest_turns_on_request():
+    messages = [(role, f"{number} " + "x" * 20) for number in range(10) for role in ("user", "assistant")][:-1]
+    with load("successor-attention") as model:
+        with pytest.raises(PromptTooLong):
+            model.chat(messages)
+        response = model.chat(messages, overflow="shift")
+        assert response.truncation.dropped_messages > 4
+        assert response.truncation.dropped_messages % 2 == 0
+        assert response.usage.prompt_tokens <= 192  # a quarter of the context is for the response
+        assert response.usage.generated_tokens >= 64
+        assert model.chat("hi", max_tokens=4, overflow="shift").truncation is None

@@ -119,3 +119,19 @@ def test_a_dumb_terminal_is_supported() -> None:
     assert "12 tokens at" in terminal.send_line("hello")
     terminal.child.send("/exit\n")
     terminal.child.expect(pexpect.EOF)
+
+
+def test_the_chat_continues_after_the_context_is_full() -> None:
+    terminal = ChatTerminal("--context", "256")
+    screens = [terminal.send_line_unwrapped(f"{number} {'x' * 60}") for number in range(4)]
+    assert "the context is full" not in screens[0]
+    assert "the context is full: the prompt leaves out" in screens[-1]
+    assert "12 tokens at" in screens[-1]
+    assert terminal.exit() == 0
+
+
+def test_the_chat_can_refuse_a_conversation_over_the_context() -> None:
+    terminal = ChatTerminal("--context", "256", "--overflow", "refuse")
+    screens = [terminal.send_line_unwrapped(f"{number} {'x' * 60}") for number in range(4)]
+    assert "PromptTooLong" in screens[-1]
+    assert terminal.exit() == 0

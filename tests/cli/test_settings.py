@@ -100,7 +100,6 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
         ram_cache_bytes="5MiB",
         max_token_gap=0.5,
         speculation=4,
-        deterministic=True,
         projector=tmp_path / "mmproj.gguf",
         strip_media=True,
     )
@@ -113,11 +112,12 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
     assert {name: load_options[name] for name in expected} == expected
     assert load_options["chat_template"] == "{{ messages[0].content }}"
     sizes = {"disk_cache_bytes": 3 * 1024**3, "ram_cache_bytes": 5 * 1024**2}
-    engine = EngineSettings(pin_system_prompts=True, max_token_gap=0.5, speculation=4, deterministic=True, **sizes)
+    engine = EngineSettings(pin_system_prompts=True, max_token_gap=0.5, speculation=4, **sizes)
     assert load_options["engine"] == build_served_settings(settings).engine == engine
     assert build_served_settings(settings).projector == tmp_path / "mmproj.gguf"
     assert build_served_settings(settings).strip_media
     assert build_served_settings(load_settings()).engine == EngineSettings()
+    assert build_served_settings(load_settings(deterministic=True)).engine == EngineSettings(deterministic=True)
     assert build_generation_options(settings) == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False}
 
 

@@ -222,7 +222,7 @@ def test_a_grammar_holds_and_forbidden_draft_tokens_are_not_computed(kind, kv_un
 
 def test_deterministic_mode_does_not_speculate(kind, kv_unified):
     prompts = build_prompts(2)
-    settings = EngineSettings(deterministic=True, grid=8, speculation=4, drafters=("oracle",))
+    settings = EngineSettings(deterministic=True, grid=8, drafters=("oracle",))
     engine, expected, oracle = speculating(kind, prompts, settings=settings, kv_unified=kv_unified)
     answers = play(engine, *build_requests(prompts))
     assert {id: answer.tokens for id, answer in answers.items()} == expected

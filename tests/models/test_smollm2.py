@@ -9,8 +9,10 @@ import pytest
 
 import afterglow
 from afterglow.llama import sampler
+from afterglow.llama.context import LlamaContext
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
+from afterglow.llama.settings import ContextSettings
 
 pytestmark = pytest.mark.model
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
@@ -33,28 +35,28 @@ def test_smollm2_reports_its_info(model: afterglow.Model) -> None:
 
 
 @pytest.mark.parametrize("length", [700, pytest.param(2000, marks=pytest.mark.full)])
-def test_c16_perplexity_equals_that_of_the_raw_logits_in_float64(model: afterglow.Model, length: int) -> None:
-    tokens = model.tokenize(RIVER.read_text())[:length]
-    assert len(tokens) == length
-    perplexity = model.perplexity(tokens)
-    assert perplexity == pytest.approx(compute_perplexity(model, tokens), rel=1e-3)
+def test_c16_perplexity_equals_that_of_the_raw_logits_in_float64(smollm2: Path, length: int) -> None:
+    with afterglow.load(smollm2, context=2048, sequences=1) as model:
+        tokens = model.tokenize(RIVER.read_text())[:length]
+        assert len(tokens) == length
+        perplexity = model.perplexity(tokens)
+        assert perplexity == pytest.approx(compute_perplexity(model, tokens), rel=1e-3)
     assert 5 < perplexity < 60
 
 
 def compute_perplexity(model: afterglow.Model, tokens: list[int]) -> float:
     """Compute perplexity from raw logits in float64, in the batches of scoring: other batches change it by 0.13 %."""
-    context = model._lifecycle.context
-    sequence, total = context.sequences - 1, 0.0  # the sequence reserved for scoring
-    for start in range(0, len(tokens) - 1, context.max_outputs):
-        chunk = tokens[start : min(start + context.max_outputs, len(tokens) - 1)]
-        context.batch.clear()
-        context.batch.add(chunk, position=start, sequence=sequence, outputs=len(chunk))
-        context.decode()
-        rows = np.stack([context.get_logits(row) for row in range(len(chunk))]).astype(np.float64)
-        rows -= rows.max(axis=1, keepdims=True)
-        targets = tokens[start + 1 : start + 1 + len(chunk)]
-        total += float((rows[np.arange(len(chunk)), targets] - np.log(np.exp(rows).sum(axis=1))).sum())
-    context.memory.remove(sequence)
+    total = 0.0
+    with LlamaContext(model._lifecycle.model, ContextSettings(cells=2048)) as context:
+        for start in range(0, len(tokens) - 1, context.max_outputs):
+            chunk = tokens[start : min(start + context.max_outputs, len(tokens) - 1)]
+            context.batch.clear()
+            context.batch.add(chunk, position=start, sequence=0, outputs=len(chunk))
+            context.decode()
+            rows = np.stack([context.get_logits(row) for row in range(len(chunk))]).astype(np.float64)
+            rows -= rows.max(axis=1, keepdims=True)
+            targets = tokens[start + 1 : start + 1 + len(chunk)]
+            total += float((rows[np.arange(len(chunk)), targets] - np.log(np.exp(rows).sum(axis=1))).sum())
     return float(np.exp(-total / (len(tokens) - 1)))
 
 

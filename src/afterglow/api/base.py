@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from afterglow.api.generate import collect_choice, stream_text, stream_text_async
 from afterglow.api.outputs import Completion
-from afterglow.api.prompts import MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
+from afterglow.api.prompts import FittedPrompt, MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
 from afterglow.chat.messages import Message, MessageLike
-from afterglow.chat.prompt import ChatPrompt
+from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
 from afterglow.chat.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import ToolLike
+from afterglow.chat.truncation import check_policy, count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.stream import EventStream
@@ -39,6 +40,7 @@ GREEDY = Sampling(temperature=0)
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
+DEFAULT_MAX_TOKENS = 128  # of a completion
 CHAT_OPTION_NAMES = frozenset(ChatOptions.__dataclass_fields__)
 ResultT = TypeVar("ResultT")
 
@@ -67,6 +69,11 @@ class TextModel(Closeable):
     @abstractmethod
     def vocabulary(self) -> Vocabulary:
         """Vocabulary of the model."""
+
+    @property
+    @abstractmethod
+    def context_length(self) -> int:
+        """Maximum number of tokens of one request, prompt and completion together."""
 
     @abstractmethod
     def _get_host(self) -> Host:
@@ -117,6 +124,7 @@ class TextModel(Closeable):
         *,
         stream: bool = False,
         n: int = 1,
+        on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> ChatResponse | ChatStream:
@@ -127,7 +135,8 @@ class TextModel(Closeable):
                 dictionaries.
             stream: Return a `ChatStream` that yields parts of the response as they are generated.
             n: Number of responses. They share one prefill; all but the first are in `ChatResponse.alternatives`.
-            cancel: Setting this event stops the request and raises `Cancelled`.
+            on_token: Called with each token of the first response; for a stream, when it is read.
+            cancel: Setting this event stops the request and raises `Cancelled`, for a stream in its reader.
             options: Options of `plan_chat` (`tools`, `tool_choice`, `response_format`, `reasoning`, …) and of
                 `build_request` (`max_tokens`, `temperature`, `stop`, …). `max_tokens` has no limit by default.
 
@@ -140,11 +149,11 @@ class TextModel(Closeable):
         """
         if stream and n != 1:
             raise InvalidArgument("n", f"must be 1 for a stream, not {n}")
-        streams = self.submit_chat(messages, n=n, **options)
+        streams = self.submit_chat(messages, n=n, on_token=on_token, cancel=cancel, **options)
         if stream:
             return streams[0]
         try:
-            first, *others = [chat_stream.result(cancel) for chat_stream in streams]
+            first, *others = [chat_stream.result() for chat_stream in streams]
         except BaseException:
             for chat_stream in streams:
                 chat_stream.cancel()
@@ -166,17 +175,38 @@ class TextModel(Closeable):
             raise
         return replace(first, alternatives=tuple(others))
 
-    def submit_chat(self, messages: ChatInput, *, n: int = 1, **options: Any) -> list[ChatStream]:
+    def submit_chat(
+        self,
+        messages: ChatInput,
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> list[ChatStream]:
         """Start `n` responses that share one prefill and return their streams. Options as for `chat`."""
         chat_options = {name: options.pop(name) for name in CHAT_OPTION_NAMES & options.keys()}
-        return self.submit_plan(self.plan_chat(messages, **chat_options), n=n, **options)
+        overflow = check_policy(options.pop("overflow", "refuse"))
+        plan = self._plan_fitted_chat(messages, overflow, options.get("max_tokens"), chat_options)
+        return self.submit_plan(plan, n=n, on_token=on_token, cancel=cancel, **options)
 
-    def submit_plan(self, plan: ChatPlan, *, n: int = 1, **options: Any) -> list[ChatStream]:
-        """Start `n` responses to a chat plan and return their streams. Options as for `build_request`."""
+    def submit_plan(
+        self,
+        plan: ChatPlan,
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> list[ChatStream]:
+        """Start `n` responses to a chat plan and return their streams. Options as for `chat` and `build_request`."""
         options.setdefault("max_tokens", None)
         request = plan.apply_to(self.build_request(plan.prompt, **options))
         streams = self._submit_choices(request, n)
-        return [ChatStream(stream, plan, options.get("stop", ())) for stream in streams]
+        return [
+            ChatStream(stream, plan, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel)
+            for index, stream in enumerate(streams)
+        ]
 
     def plan_chat(
         self,
@@ -212,6 +242,20 @@ class TextModel(Closeable):
             chat_template_kwargs=chat_template_kwargs or {},
         )
         return self._get_chat().plan(parsed, chat_options)
+
+    def _plan_fitted_chat(
+        self, messages: ChatInput, overflow: TruncationPolicy, max_tokens: int | None, options: Mapping[str, Any]
+    ) -> ChatPlan:
+        """Plan a chat and drop turns by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
+        if overflow == "refuse":
+            return self.plan_chat(messages, **options)
+        return fit_plan(
+            self.load_media([("user", messages)] if isinstance(messages, str) else messages),
+            lambda remaining: self.plan_chat(remaining, **options),
+            overflow,
+            context=self.context_length,
+            max_tokens=max_tokens,
+        )
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
         """Return the messages with their images and audio fetched and decoded."""
@@ -254,7 +298,9 @@ class TextModel(Closeable):
         >>> [len(choice.tokens) for choice in completion.choices]
         [5, 5]
         """
-        streams = self._submit_choices(self.build_request(prompt, **options), n)
+        overflow = check_policy(options.pop("overflow", "refuse"))
+        fitted = self._fit_prompt(prompt, overflow, options.get("max_tokens", DEFAULT_MAX_TOKENS))
+        streams = self._submit_choices(self.build_request(fitted, **options), n)
         stops = options.get("stop", ())
         try:
             first = collect_choice(streams[0], self._token_to_piece, stops, on_token, cancel)
@@ -264,7 +310,8 @@ class TextModel(Closeable):
                 stream.cancel()
             raise
         choices, usages = zip(first, *others, strict=True)
-        return Completion(choices=choices, usages=usages)
+        truncation = fitted.truncation if isinstance(fitted, FittedPrompt) else None
+        return Completion(choices=choices, usages=usages, truncation=truncation)
 
     def stream(self, prompt: PromptInput, **options: Any) -> Iterator[str]:
         """Continue a prompt like `complete`, and yield text as it is generated. Closing the iterator cancels it.
@@ -291,10 +338,10 @@ class TextModel(Closeable):
 
     def build_request(
         self,
-        prompt: PromptInput,
+        prompt: PromptInput | FittedPrompt,
         *,
-        max_tokens: int | None = 128,
-        temperature: float = 0.0,
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        temperature: float | None = None,
         seed: int | None = None,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -305,6 +352,7 @@ class TextModel(Closeable):
         deadline: float | None = None,
         use_prefix_cache: bool = True,
         ignore_eos: bool = False,
+        overflow: TruncationPolicy = "refuse",
         salt: str = "",
     ) -> Request:
         """Build the engine request for a prompt. The options are also those of `complete`, `stream` and `chat`.
@@ -312,9 +360,10 @@ class TextModel(Closeable):
         Args:
             prompt: As for `complete`.
             max_tokens: Maximum number of generated tokens. None: until an end token or until the context is full.
-            temperature: 0 always chooses the most likely token. Ignored if `sampling` is given.
+            temperature: Sampling temperature. 0, the default, always chooses the most likely token.
             seed: Makes sampling repeatable. None: a new random seed for each request.
-            sampling: All other sampling parameters.
+            sampling: All sampling parameters, including the temperature: `temperature` must not be given beside it.
+                `seed` replaces its seed.
             stop: Strings that end the text. They are not part of the result.
             logprobs: Number of alternatives to return with the logprob of each token. None: no logprobs.
             sequence: Number of the KV cache sequence to use. None: the engine chooses.
@@ -324,8 +373,12 @@ class TextModel(Closeable):
             deadline: Seconds after which generation ends with what there is, with finish reason `deadline`.
             use_prefix_cache: Whether cached prefixes may be used.
             ignore_eos: Continue after end tokens.
+            overflow: Policy for a prompt that exceeds the context: `refuse` (`PromptTooLong`), `shift` (drop the oldest
+                turns of a chat, or the start of a prompt) or `truncate_middle`. The latter two also leave space for the
+                response: `max_tokens`, or a quarter of the context. `truncation` of the result says what was dropped.
             salt: Cache salt, e.g. of a tenant. Requests with different salts never share cached state.
         """
+        prompt = self._fit_prompt(prompt, check_policy(overflow), max_tokens)
         entries, media = self._build_entries(prompt)
         return Request(
             id=str(next(self._request_ids)),
@@ -371,11 +424,29 @@ class TextModel(Closeable):
     def _token_to_piece(self, token: int) -> bytes:
         return self.vocabulary.token_to_piece(token, special=False)
 
-    def _build_entries(self, prompt: PromptInput) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
+    def _fit_prompt(
+        self, prompt: PromptInput | FittedPrompt, overflow: TruncationPolicy, max_tokens: int | None
+    ) -> PromptInput | FittedPrompt:
+        """Truncate a prompt by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
+        if overflow == "refuse" or isinstance(prompt, FittedPrompt):
+            return prompt
+        if isinstance(prompt, ChatPrompt):
+            raise InvalidArgument("overflow", "cannot shorten a rendered conversation: pass its messages to `chat`")
+        entries, media = self._build_entries(prompt)
+        fitted, truncation = fit_entries(
+            list(entries),
+            overflow,
+            context=self.context_length,
+            max_tokens=max_tokens,
+            keep_start=count_bos(list(entries[:1]), self.vocabulary),
+        )
+        return FittedPrompt(fitted, media, truncation)
+
+    def _build_entries(self, prompt: PromptInput | FittedPrompt) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
         """Return the entries of a prompt, and its media by digest."""
         entries: EntrySequence
         media: Mapping[bytes, MediaPart] = {}
-        if isinstance(prompt, ChatPrompt) and prompt.media:
+        if isinstance(prompt, FittedPrompt) or (isinstance(prompt, ChatPrompt) and prompt.media):
             entries, media = prompt.entries, prompt.media
         elif is_mixed_prompt(prompt):
             entries, media = build_mixed_entries(prompt, self.vocabulary, self._media_measurer)  # type: ignore[arg-type]
@@ -393,12 +464,16 @@ class TextModel(Closeable):
         return self.vocabulary.check_tokens(tokens)  # type: ignore[arg-type]
 
 
-def resolve_sampling(sampling: Sampling | None, temperature: float, seed: int | None) -> Sampling:
+def resolve_sampling(sampling: Sampling | None, temperature: float | None, seed: int | None) -> Sampling:
     """Return `sampling`, or sampling with only a temperature if it is None; a given seed replaces its seed.
 
     >>> resolve_sampling(None, temperature=0.5, seed=3).seed
     3
     """
+    if sampling is not None and temperature is not None:
+        raise InvalidArgument(
+            "temperature", f"must not be given beside `sampling`, whose temperature is {sampling.temperature}"
+        )
     resolved = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
     return resolved if seed is None else replace(resolved, seed=seed)
 

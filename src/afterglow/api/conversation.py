@@ -30,7 +30,9 @@ class Conversation:
         messages: Earlier messages, as for `Model.chat`.
         tools: Python functions are called if the model calls them, and the model continues with their results. Tools
             given as dictionaries are not called: their calls are in `ChatResponse.tool_calls`.
-        options: Options of `Model.chat` for every response, e.g. `max_tokens=200`.
+        options: Options of `Model.chat` for every response, e.g. `max_tokens=200`. `overflow` is `shift` by default: if
+            the history exceeds the context, its oldest turns are left out of the prompt. `messages` keeps them, and
+            `ChatResponse.truncation` reports them.
 
     `messages` is the history and may be changed. `last_response` is the newest response.
 
@@ -54,7 +56,7 @@ class Conversation:
         self.messages: list[Message] = [Message(role="system", content=system)] if system else []
         self.messages += parse_messages(messages) if messages else []
         self.tools = parse_tools(tools)
-        self.options = options
+        self.options = {"overflow": "shift", **options}
         self.last_response: ChatResponse | None = None
 
     def ask(

@@ -8,26 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from afterglow import registry
 from afterglow.api.model import Model
+from afterglow.api.options import LoadOptions
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
-from afterglow.llama.checks import check_integer
 from afterglow.llama.gguf.footprint import count_layers_that_fit
 from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import ensure_safe
 from afterglow.llama.library.devices import get_free_memory
-from afterglow.llama.model import ModelSettings, ProgressCallback
+from afterglow.llama.model import ProgressCallback, SplitMode
 from afterglow.llama.projector import ProjectorSettings
-from afterglow.llama.settings import CacheType, ContextSettings
+from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
-SCORING_SEQUENCES = 1  # reserved for scoring texts while requests run
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
 
@@ -37,14 +34,28 @@ def load(
     *,
     context: int = 4096,
     sequences: int = 4,
-    gpu_layers: int | None = None,
     threads: int | None = None,
+    gpu_layers: int | None = None,
+    split_mode: SplitMode = "layer",
+    tensor_split: Sequence[float] = (),
+    main_gpu: int = 0,
+    mmap: bool = True,
+    mlock: bool = False,
+    batch: int | None = None,
+    ubatch: int | None = None,
     cache_type_k: CacheType = "f16",
     cache_type_v: CacheType = "f16",
     flash_attention: bool | None = None,
     kv_unified: bool = False,
-    mmap: bool = True,
-    mlock: bool = False,
+    swa_full: bool = False,
+    rope_scaling: RopeScaling = "model",
+    rope_freq_base: float = 0.0,
+    rope_freq_scale: float = 0.0,
+    yarn_orig_ctx: int = 0,
+    yarn_ext_factor: float | None = None,
+    yarn_attn_factor: float | None = None,
+    yarn_beta_fast: float | None = None,
+    yarn_beta_slow: float | None = None,
     chat_template: str | None = None,
     disk_cache: bool | None = None,
     draft: str | os.PathLike[str] | None = None,
@@ -66,14 +77,30 @@ def load(
         model: Name of a known model, or path of a GGUF file.
         context: Maximum number of tokens of one request, prompt and completion together.
         sequences: Number of requests that run at the same time, and of conversations that stay in the KV cache.
-        gpu_layers: Number of layers on the GPU. None: as many as fit, if there is a GPU.
         threads: Number of CPU threads. None: one per physical core.
+        gpu_layers: Number of layers on the GPU; -1 is all. None: as many as fit, if there is a GPU.
+        split_mode: How several GPUs share the model: "layer", "row" or "none" (only `main_gpu` is used).
+        tensor_split: Share of each GPU, e.g. (3, 1). Empty: by free memory.
+        main_gpu: Number of the GPU that computes what is not split.
+        mmap: Map the model file into memory instead of reading it.
+        mlock: Keep the model in RAM; it is never swapped out.
+        batch: Maximum rows of one decode: tokens of all requests together. None: 512, or 16,384 on a GPU.
+        ubatch: Maximum rows computed at once, at most `batch`. None: 512. An image of a model with non-causal image
+            attention must fit into it.
         cache_type_k: Data type of the keys in the KV cache.
         cache_type_v: Data type of the values in the KV cache.
         flash_attention: Whether to use flash attention. None: if the model and the device support it.
         kv_unified: Share the cells of the KV cache among all sequences, instead of a fixed number for each.
-        mmap: Map the model file into memory instead of reading it.
-        mlock: Keep the model in RAM; it is never swapped out.
+        swa_full: Keep all cells of sliding-window layers instead of only the window. It takes more memory, and prompts
+            can continue from any position without a checkpoint.
+        rope_scaling: RoPE scaling: "none", "linear", "yarn" or "longrope". "model": as in the model file.
+        rope_freq_base: RoPE base frequency. 0: from the model file.
+        rope_freq_scale: RoPE frequency scale, e.g. 0.25 for 4 times the trained context. 0: from the model file.
+        yarn_orig_ctx: Trained context length for YaRN. 0: from the model file.
+        yarn_ext_factor: YaRN extrapolation mix; 0 is full interpolation. None: from the model file.
+        yarn_attn_factor: YaRN scale of the attention; needs `yarn_ext_factor=0`. None: from the model file.
+        yarn_beta_fast: YaRN correction limit for high frequencies. None: from the model file.
+        yarn_beta_slow: YaRN correction limit for low frequencies. None: from the model file.
         chat_template: Jinja chat template that replaces the one of the model.
         disk_cache: Store computed prefixes on disk, so that they outlive the process. None: yes, unless the environment
             variable AFTERGLOW_DISK_CACHE is `off`.
@@ -98,19 +125,36 @@ def load(
     6
     """
     path, draft_source = resolve_model_path(model, fetch=fetch), _resolve_draft(draft, fetch=fetch)
-    context_settings = replace(
-        build_context_settings(context, sequences, threads),
+    options = LoadOptions(
+        context=context,
+        sequences=sequences,
+        threads=threads,
+        gpu_layers=gpu_layers,
+        split_mode=split_mode,
+        tensor_split=tuple(tensor_split),
+        main_gpu=main_gpu,
+        mmap=mmap,
+        mlock=mlock,
+        batch=batch,
+        ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         flash_attention=flash_attention,
         kv_unified=kv_unified,
+        swa_full=swa_full,
+        rope_scaling=rope_scaling,
+        rope_freq_base=rope_freq_base,
+        rope_freq_scale=rope_freq_scale,
+        yarn_orig_ctx=yarn_orig_ctx,
+        yarn_ext_factor=yarn_ext_factor,
+        yarn_attn_factor=yarn_attn_factor,
+        yarn_beta_fast=yarn_beta_fast,
+        yarn_beta_slow=yarn_beta_slow,
     )
     spec = build_engine_spec(
         path,
-        ModelSettings(mmap=mmap, mlock=mlock),
-        context_settings,
+        options,
         apply_disk_cache(engine or EngineSettings(), str(path), disk_cache),
-        gpu_layers=gpu_layers,
         draft=draft_source,
         projector=projector,
         projector_settings=projector_settings,
@@ -159,43 +203,30 @@ def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[F
 # --- settings
 
 
-def build_context_settings(context: int, sequences: int, threads: int | None) -> ContextSettings:
-    """Return context settings for `sequences` requests of `context` tokens each, plus the scoring sequence.
-
-    >>> build_context_settings(1024, sequences=3, threads=1).cells
-    4096
-    """
-    total = check_integer("sequences", sequences, 1, 255) + SCORING_SEQUENCES
-    return ContextSettings(
-        cells=total * check_integer("context", context, 1, 2**31 // 256),
-        sequences=total,
-        outputs=max(64, total),
-        threads=count_usable_cores() if threads is None else threads,
-    )
-
-
 def build_engine_spec(
     path: Path,
-    model_settings: ModelSettings,
-    context_settings: ContextSettings,
+    options: LoadOptions,
     engine_settings: EngineSettings,
     *,
-    gpu_layers: int | None,
     draft: DraftSource | None,
     projector: str | os.PathLike[str] | Literal[False] | None,
     projector_settings: ProjectorSettings | None = None,
 ) -> EngineSpec:
     """Return the spec of an engine, with all unset values chosen."""
-    context_settings = replace(context_settings, recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings))
-    layers = count_fitting_layers(path, context_settings) if gpu_layers is None else gpu_layers
-    if layers and draft != "mtp":  # MTP heads need a hidden state per row, which would double the batch memory
+    if draft is not None and (engine_settings.speculation == "off" or engine_settings.deterministic):
+        reason = "deterministic mode does not speculate" if engine_settings.deterministic else 'speculation is "off"'
+        raise InvalidArgument("draft", f"has no effect: {reason}")
+    context_settings = replace(
+        options.build_context_settings(), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
+    )
+    layers = count_fitting_layers(path, context_settings) if options.gpu_layers is None else options.gpu_layers
+    if layers and options.batch is None and draft != "mtp":  # with MTP heads every row has a hidden state in memory
         context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,
-        model_settings=replace(model_settings, gpu_layers=layers, mtp=draft == "mtp"),
+        model_settings=replace(options.build_model_settings(), gpu_layers=layers, mtp=draft == "mtp"),
         context_settings=context_settings,
         engine_settings=engine_settings,
-        reserved_sequences=SCORING_SEQUENCES,
         draft=draft,
         projector_path=resolve_projector(path, projector),
         projector_settings=projector_settings
@@ -232,12 +263,6 @@ def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | No
     if not enabled or settings.disk_cache_directory is not None:
         return settings
     return replace(settings, disk_cache_directory=get_cache_directory("prefix"), disk_cache_label=label)
-
-
-def count_usable_cores() -> int:
-    """Return the number of physical cores this process may use. Hyper-threads would slow matrix products down."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def count_fitting_layers(path: Path, settings: ContextSettings) -> int:

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from afterglow.api.base import TextModel, needs_boundaries
 from afterglow.api.outputs import Score
 from afterglow.chat.chat import Chat
 from afterglow.chat.multimodal import MediaSupport
+from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import DraftSource, build_engine
 from afterglow.engine.host.lifecycle import Lifecycle, LoadState
+from afterglow.engine.host.remote_calls import MAX_EMBEDDING_TOKENS
 from afterglow.engine.host.thread import EngineThread
 from afterglow.engine.inspect import snapshots
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling import logprobs as scoring
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import InvalidArgument
+from afterglow.errors import InvalidArgument, PromptTooLong
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import ModelInfo, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
+
+RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
+CAPABILITIES = frozenset(
+    {
+        *("audio", "chat_template", "embeddings", "generation", "gpu", "grammar", "hidden_state", "image", "infill"),
+        *(
+            "kv_cache",
+            "log_probs",
+            "lora_adapters",
+            "mtp",
+            "multi_sequence",
+            "partial_state",
+            "prompt_caching",
+            "raw_completion",
+        ),
+        *("sliding_window", "speculative_decoding", "streaming", "tokenizer", "trim", "vision"),
+    }
+)
+"""All names of capabilities. `kv_cache` and `hidden_state` are the kinds of memory: hybrid models have both. `trim` is
+whether a sequence can be cut at any position, `partial_state` whether checkpoints are needed for that. `vision` is what
+other engines call `image`."""
 
 
 class Model(TextModel):
@@ -33,7 +60,8 @@ class Model(TextModel):
     Any number of threads and asyncio tasks may use a model at the same time. Their requests are batched, and every
     prompt starts from the longest cached prefix.
 
-    `chat` answers conversations, `complete` and `stream` continue prompts, `logprobs` scores text.
+    `chat` answers conversations, `complete` and `stream` continue prompts, `logprobs` scores text, `embed` returns a
+    vector.
 
     >>> model.complete("The capital of France is", max_tokens=2).text
     ' Paris.'
@@ -63,7 +91,7 @@ class Model(TextModel):
         self.restarts = 0  # engines started after a crash
         self._engine: EngineThread | None = None
         self._transition_lock = threading.Lock()
-        self._scoring_lock = threading.Lock()  # there is one sequence for scoring
+        self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
         self._chat_lock = threading.Lock()
         self._chat: tuple[object, Chat] | None = None
@@ -117,27 +145,36 @@ class Model(TextModel):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Names of the capabilities of this model on this machine.
-
-        The names are `generation`, `embeddings`, `kv_cache`, `hidden_state`, `trim`, `partial_state`, `sliding_window`,
-        `mtp`, `chat_template`, `infill`, `image`, `audio` and `gpu`.
-        """
-        model, info = self._lifecycle.model, self.info
+        """Names of the capabilities of this model with its settings on this machine; `CAPABILITIES` lists all names."""
+        model, info, projector = self._lifecycle.model, self.info, self._lifecycle.projector
+        modalities = frozenset[str]() if projector is None else projector.modalities
+        settings, generates = self._engine_settings, info.is_causal
         supported = {
-            "generation": info.is_causal,
-            "embeddings": True,
-            "kv_cache": info.memory_kind != "recurrent",
-            "hidden_state": info.memory_kind in ("recurrent", "hybrid"),
-            "trim": info.memory_kind == "attention",
-            "partial_state": info.memory_kind != "attention",
-            "sliding_window": info.sliding_window > 0,
-            "mtp": info.mtp_layer_count > 0 and get_library().supports_mtp,
+            "audio": "audio" in modalities,
             "chat_template": model.get_chat_template() is not None,
-            "infill": "fim_pre" in model.vocabulary.special_tokens,
-            "image": self._lifecycle.projector is not None and "image" in self._lifecycle.projector.modalities,
-            "audio": self._lifecycle.projector is not None and "audio" in self._lifecycle.projector.modalities,
+            "embeddings": model.metadata.get(f"{info.architecture}.pooling_type") != RANK_POOLING,
+            "generation": generates,
             "gpu": any("gpu" in device.kind for device in list_devices()),
+            "grammar": generates,
+            "hidden_state": info.memory_kind in ("recurrent", "hybrid"),
+            "image": "image" in modalities,
+            "infill": "fim_pre" in model.vocabulary.special_tokens,
+            "kv_cache": generates and info.memory_kind != "recurrent",
+            "log_probs": generates,
+            "lora_adapters": False,  # only contexts of the low-level API apply adapters
+            "mtp": info.mtp_layer_count > 0 and get_library().supports_mtp,
+            "multi_sequence": generates and self._lifecycle.context_settings.sequences > 1,
+            "partial_state": info.memory_kind != "attention",
+            "prompt_caching": generates,
+            "raw_completion": generates,
+            "sliding_window": info.sliding_window > 0,
+            "speculative_decoding": generates and settings.speculation != "off" and not settings.deterministic,
+            "streaming": generates,
+            "tokenizer": info.vocabulary_size > 0,
+            "trim": generates and info.memory_kind == "attention",
+            "vision": "image" in modalities,
         }
+        assert supported.keys() == CAPABILITIES
         return frozenset(name for name, is_supported in supported.items() if is_supported)
 
     @property
@@ -156,11 +193,13 @@ class Model(TextModel):
         return self._lifecycle.model.vocabulary
 
     def supports(self, capability: str) -> bool:
-        """Return whether `capability` is one of `capabilities`.
+        """Return whether `capability` is one of `capabilities`. An unknown name raises `InvalidArgument`.
 
-        >>> model.supports("kv_cache")
-        True
+        >>> model.supports("kv_cache"), model.supports("vision")
+        (True, False)
         """
+        if capability not in CAPABILITIES:
+            raise InvalidArgument("capability", f"must be one of {', '.join(sorted(CAPABILITIES))}, not {capability!r}")
         return capability in self.capabilities
 
     # --- scoring
@@ -176,11 +215,8 @@ class Model(TextModel):
         """
         tokens = self._tokenize_prompt(text)
         engine, context = self._get_host(), self._lifecycle.context
-        sequence = context.sequences - 1  # reserved for scoring
         with self._scoring_lock:
-            values, windows = scoring.compute_logprobs(
-                context, sequence, tokens, run=lambda work: engine.call(lambda _: work())
-            )
+            values, windows = scoring.compute_logprobs(context, tokens, run=lambda task: engine.call(lambda _: task()))
         return Score(tokens=tuple(int(token) for token in tokens), logprobs=tuple(values), windows=windows)
 
     def perplexity(self, text: str | Sequence[int]) -> float:
@@ -190,6 +226,31 @@ class Model(TextModel):
         True
         """
         return self.logprobs(text).perplexity
+
+    # --- embeddings
+
+    @property
+    def max_embedding_tokens(self) -> int:
+        """Maximum number of tokens of a text for `embed`."""
+        settings = self._lifecycle.context_settings
+        return min(settings.cells // settings.sequences, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
+
+    def embed(self, text: str | Sequence[int]) -> NDArray[np.float32]:
+        """Return the embedding of a text or of tokens, normalized to length 1.
+
+        Models that generate text are pooled by the mean of their tokens. Raises `PromptTooLong` for a text of more than
+        `max_embedding_tokens`.
+
+        >>> cat, dog, car = (model.embed(text) for text in ("a cat", "a dog", "the engine of a car"))
+        >>> bool(cat @ dog > cat @ car)
+        True
+        """
+        tokens = [int(token) for token in self._tokenize_prompt(text)]
+        if not tokens:
+            raise InvalidArgument("text", "must have at least one token")
+        if len(tokens) > (limit := self.max_embedding_tokens):
+            raise PromptTooLong(len(tokens), limit)
+        return self._get_engine().call(functools.partial(remote_calls.embed, tokens=tokens, limit=limit))
 
     # --- snapshots
 
@@ -274,14 +335,9 @@ class Model(TextModel):
     # --- engine
 
     def _start_engine(self) -> None:
-        if not self.info.is_causal:
-            return
         context, projector = self._lifecycle.context, self._lifecycle.projector
         settings, draft = self._engine_settings, self._draft
-        sequences = context.sequences - 1  # the last one is reserved for scoring
-        self._engine = EngineThread(
-            lambda: build_engine(context, settings, draft=draft, sequences=sequences, projector=projector)
-        )
+        self._engine = EngineThread(lambda: build_engine(context, settings, draft=draft, projector=projector))
 
     def _restart_engine(self) -> None:
         """Replace the crashed engine and its context. The caller holds the transition lock.
@@ -304,15 +360,20 @@ class Model(TextModel):
         with self._chat_lock:
             self._close_chat()
 
-    def _get_host(self) -> EngineThread:
+    def _get_engine(self) -> EngineThread:
         if self.state is LoadState.CRASHED:
             with self._transition_lock:
                 if self.state is LoadState.CRASHED:  # otherwise another thread restarted it
                     self._restart_engine()
         assert self._lifecycle.context  # raises WrongState or Closed if there is none
-        if self._engine is None:
-            raise InvalidArgument("prompt", "cannot be continued: this model only computes embeddings")
+        assert self._engine is not None
         return self._engine
+
+    def _get_host(self) -> EngineThread:
+        engine = self._get_engine()
+        if not self.info.is_causal:
+            raise InvalidArgument("prompt", "cannot be continued: this model only computes embeddings")
+        return engine
 
     def _get_chat(self) -> Chat:
         """Return the chat of the loaded weights; a reload creates a new one."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from afterglow.chat.prompt import Truncation
 from afterglow.engine.types.request import Finished, FinishReason, Token, Usage
 
 
@@ -57,6 +58,7 @@ class Completion:
 
     choices: tuple[Choice, ...]
     usages: tuple[Usage, ...]
+    truncation: Truncation | None = None  # what was dropped from the prompt by the overflow policy
 
     @property
     def text(self) -> str:

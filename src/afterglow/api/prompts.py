@@ -1,12 +1,14 @@
-"""Mixed prompts: builds engine entries from a list of text, tokens, images and audio."""
+"""Prompts as engine entries: mixed prompts of text, tokens, images and audio, and prompts that were truncated."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from afterglow.chat.prompt import Truncation
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.remote_calls import MediaMeasurement
@@ -20,6 +22,15 @@ from afterglow.media.types import AudioData, ImageData, MediaData
 
 PromptPart: TypeAlias = str | int | MediaData
 MAX_CACHED_MEASUREMENTS = 256  # distinct image sizes and audio lengths
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    """Entries and media of a prompt after truncation, and what was dropped."""
+
+    entries: Sequence[Entry]
+    media: Mapping[bytes, MediaPart]
+    truncation: Truncation | None
 
 
 class MediaMeasurer:

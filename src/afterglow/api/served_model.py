@@ -16,14 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.api.base import PromptInput, TextModel, needs_boundaries
-from afterglow.api.load import apply_disk_cache, build_context_settings, build_engine_spec
+from afterglow.api.load import apply_disk_cache, build_engine_spec
+from afterglow.api.options import LoadOptions
 from afterglow.chat.chat import Chat
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import DraftSource, EngineSpec
 from afterglow.engine.host.process import EngineProcess
-from afterglow.engine.host.remote_calls import CacheContents, DecodedMediaInfo, EngineInfo, EngineStats
+from afterglow.engine.host.remote_calls import (
+    MAX_EMBEDDING_TOKENS,
+    CacheContents,
+    DecodedMediaInfo,
+    EngineInfo,
+    EngineStats,
+)
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.inspect.difference import PrefixMiss, explain_miss
 from afterglow.engine.sampling.logprobs import TokenLogprob
@@ -38,17 +45,12 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
 from afterglow.version import __version__
 
 ResultT = TypeVar("ResultT")
-MAX_EMBEDDING_TOKENS = 2048  # of one text: all of them are in one decode, which needs memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedSettings:
+class ServedSettings(LoadOptions):
     """Settings of a served model. They mean the same as the arguments of `afterglow.load`."""
 
-    context: int = 4096
-    sequences: int = 4
-    gpu_layers: int | None = None  # None: as many as fit
-    threads: int | None = None  # None: one per physical core
     disk_cache: bool | None = None  # None: on, unless AFTERGLOW_DISK_CACHE is `off`
     chat_template: str | None = None  # None: the template of the model
     projector: Path | Literal[False] | None = None  # None: the only one next to the model file
@@ -61,10 +63,8 @@ class ServedSettings:
         """Return the spec from which the child process builds the engine."""
         return build_engine_spec(
             path,
-            ModelSettings(),
-            build_context_settings(self.context, self.sequences, self.threads),
+            self,
             apply_disk_cache(self.engine, str(path), self.disk_cache),
-            gpu_layers=self.gpu_layers,
             draft=self.draft,
             projector=self.projector,
         )
@@ -82,7 +82,7 @@ class ServedModel(TextModel):
         super().__init__()
         self.name = name
         self.settings = settings or ServedSettings()
-        self._scoring_lock = threading.Lock()  # there is one sequence for scoring
+        self._scoring_lock = threading.Lock()  # there is one scoring context
         self._chat_lock = threading.Lock()
         self._chat: Chat | None = None
         with contextlib.ExitStack() as stack:
@@ -205,9 +205,9 @@ class ServedModel(TextModel):
                         position=start,
                         count=len(rows) - 1,
                         alternatives=alternatives,
+                        text_length=len(tokens),
                     )
                 )
-            self.call(remote_calls.clear_scoring_sequence)
         return scored
 
     @property

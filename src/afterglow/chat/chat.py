@@ -17,7 +17,7 @@ from afterglow.chat.messages import Message, MessageLike, parse_messages
 from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputParser, PlainTextParser
 from afterglow.chat.output.reasoning import HARMONY_REASONING, ReasoningParser, detect_reasoning_format
-from afterglow.chat.prompt import ChatPrompt, PromptBuilder
+from afterglow.chat.prompt import ChatPrompt, PromptBuilder, Truncation
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.chat.tools.detection import detect_family
 from afterglow.chat.tools.families.hermes import GENERIC
@@ -56,6 +56,7 @@ class ChatPlan:
     constraint: GrammarConstraint | None
     reasoning_budget: ReasoningBudget | None
     parse: Callable[[str], Any] | None  # parses the text of a complete answer
+    truncation: Truncation | None = None  # what was dropped from the conversation
 
     def apply_to(self, request: Request) -> Request:
         """Return the engine request with the token constraints and stop tokens of this plan."""

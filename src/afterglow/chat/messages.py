@@ -72,6 +72,10 @@ def _parse_message(value: MessageLike, where: str) -> Message:
         raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of a message")
     calls = value.get("tool_calls") or ()
     content, attachments = parse_content(value.get("content"), f"{where}.content")
+    if refusal := _check_optional_text(value.get("refusal"), f"{where}.refusal"):  # the text of a refused answer
+        if content or value.get("role") != "assistant":
+            raise InvalidArgument(f"{where}.refusal", "is the text of an assistant message without `content`")
+        content = refusal
     return Message(
         role=check_text(value.get("role"), f"{where}.role"),
         content=content,

@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character
@@ -22,6 +22,7 @@ from afterglow.errors import InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 
 MAX_CACHED_SPANS = 8192
+TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle"]
 BOUNDARY_MESSAGES = 3  # the ends of the last messages are boundaries; earlier prompts had those of older messages
 
 
@@ -43,7 +44,26 @@ class ChatPrompt:
     @property
     def cells(self) -> int:
         """Number of KV cache cells."""
-        return sum(entry.cells if isinstance(entry, Media) else 1 for entry in self.entries)
+        return count_cells(self.entries)
+
+
+def count_cells(entries: Sequence[Entry]) -> int:
+    """Return the number of KV cache cells of entries."""
+    return sum(entry.cells if isinstance(entry, Media) else 1 for entry in entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """What was dropped from a prompt, by its overflow policy."""
+
+    policy: TruncationPolicy
+    dropped_messages: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Value of the response field `overflow`."""
+        return {"policy": self.policy, "dropped_messages": self.dropped_messages, "dropped_tokens": self.dropped_tokens}
 
 
 class PromptBuilder:

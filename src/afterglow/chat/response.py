@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -11,7 +12,8 @@ from afterglow.chat.chat import ChatPlan
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.detokenizer import Detokenizer
 from afterglow.chat.output.parts import OutputPart, join_parts
-from afterglow.engine.host.stream import EventStream
+from afterglow.chat.prompt import Truncation
+from afterglow.engine.host.stream import CANCEL_POLL_SECONDS, EventStream
 from afterglow.engine.types.request import EngineEvent, Failed, Finished, PrefillProgress, Token, Usage
 
 ChatFinishReason: TypeAlias = Literal["stop", "length", "deadline", "tool_calls"]
@@ -35,6 +37,7 @@ class ChatResponse:
     usage: Usage
     parsed: Any = None  # the text parsed by the response format, if the response is complete
     alternatives: tuple[ChatResponse, ...] = ()  # the other responses of a request with n > 1
+    truncation: Truncation | None = None  # what was dropped from the conversation by the overflow policy
 
     @property
     def message(self) -> Message:
@@ -61,8 +64,19 @@ class ChatStream:
     The| answer| to| this| classic| math| problem| is| |4|.|
     """
 
-    def __init__(self, stream: EventStream, plan: ChatPlan, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        stream: EventStream,
+        plan: ChatPlan,
+        stops: Sequence[str],
+        *,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """`on_token` is called with each token that is read. Setting `cancel` makes the reader raise `Cancelled`."""
         self._stream = stream
+        self._on_token = on_token
+        self._cancel_event = cancel
         self._plan = plan
         self._parser = plan.create_parser()
         self._detokenizer = Detokenizer(stops)
@@ -79,21 +93,32 @@ class ChatStream:
             for part in delta.parts:
                 yield part
 
-    def deltas(self, cancel: threading.Event | None = None) -> Iterator[Delta]:
+    def deltas(self) -> Iterator[Delta]:
         """Yield parts with their tokens and progress. Raises the error of a failed request."""
-        for event in self._stream.iterate_until(cancel):
+        for event in self._stream.iterate_until(self._cancel_event):
             if (delta := self._handle_event(event)) is not None:
                 yield delta
 
     async def deltas_async(self) -> AsyncIterator[Delta]:
         """Asyncio version of `deltas`."""
-        async for event in self._stream:
-            if (delta := self._handle_event(event)) is not None:
-                yield delta
+        watcher = None if self._cancel_event is None else asyncio.create_task(self._watch(self._cancel_event))
+        try:
+            async for event in self._stream:
+                if (delta := self._handle_event(event)) is not None:
+                    yield delta
+        finally:
+            if watcher is not None:
+                watcher.cancel()
 
-    def result(self, cancel: threading.Event | None = None) -> ChatResponse:
+    async def _watch(self, cancel: threading.Event) -> None:
+        """Cancel the request once the event is set. It is polled, because another thread may set it."""
+        while not cancel.is_set():
+            await asyncio.sleep(CANCEL_POLL_SECONDS)
+        self.cancel()
+
+    def result(self) -> ChatResponse:
         """Wait for the end and return the complete response."""
-        for _ in self.deltas(cancel):
+        for _ in self.deltas():
             pass
         return self.response
 
@@ -122,6 +147,8 @@ class ChatStream:
         match event:
             case Token():
                 self._tokens.append(event)
+                if self._on_token is not None:
+                    self._on_token(event.token)
                 text = self._detokenizer.feed(self._plan.chat.piece(event.token))
                 return Delta(self._record_parts(self._parser.feed(text)), event)
             case PrefillProgress():
@@ -146,6 +173,7 @@ class ChatStream:
             tokens=tuple(self._tokens),
             usage=finished.usage,
             parsed=None if parse is None else parse(output.text),
+            truncation=self._plan.truncation,
         )
         return delta
 

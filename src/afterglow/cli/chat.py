@@ -17,6 +17,7 @@ from afterglow.cli.repl import Repl
 from afterglow.cli.settings import Settings, load_command_settings
 
 
+@options.accept_options(options.MODEL_OPTIONS)
 def chat(
     command: typer.Context,
     model: options.ModelArgument = None,
@@ -25,12 +26,7 @@ def chat(
     temperature: options.TemperatureOption = None,
     seed: options.SeedOption = None,
     reasoning: options.ReasoningOption = None,
-    context: options.ContextOption = None,
-    threads: options.ThreadsOption = None,
-    gpu_layers: options.GpuLayersOption = None,
-    chat_template: options.ChatTemplateOption = None,
-    projector: options.ProjectorOption = None,
-    strip_media: options.StripMediaOption = None,
+    overflow: options.OverflowOption = None,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
     markdown: options.MarkdownOption = None,
@@ -46,7 +42,9 @@ def chat(
     if question == "":
         return
     with open_model(settings, console) as loaded:
-        conversation = Conversation(loaded, system=settings.system, **build_generation_options(settings))
+        conversation = Conversation(
+            loaded, system=settings.system, overflow=settings.overflow, **build_generation_options(settings)
+        )
         if question is None:
             console.print(f"[bold]{settings.model}[/]  [dim]/help lists the commands, Ctrl-D exits[/]", highlight=False)
             files: list[MediaFile] = [("image", path) for path in image or ()]

@@ -12,6 +12,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
+from afterglow.chat.prompt import Truncation
 from afterglow.chat.response import ChatResponse, Delta
 
 
@@ -148,4 +149,12 @@ def format_statistics(response: ChatResponse) -> str:
     return (
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, "
         f"first token after {first_token_seconds:.2f} s, {usage.generated_tokens} tokens at {speed}{drafts}"
+    )
+
+
+def format_truncation(truncation: Truncation) -> str:
+    """Format what was dropped from a prompt as one line."""
+    return (
+        f"the context is full: the prompt leaves out {truncation.dropped_messages} earlier messages "
+        f"({truncation.dropped_tokens} tokens); --context sets its length"
     )

@@ -29,10 +29,7 @@ def open_model(settings: Settings, console: Console) -> Model:
 
         return load(
             path,
-            context=settings.context,
-            sequences=settings.sequences,
-            threads=settings.threads,
-            gpu_layers=settings.gpu_layers,
+            **settings.load_options,
             disk_cache=settings.disk_cache,
             chat_template=read_template(settings.chat_template),
             draft=settings.draft,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,49 +25,129 @@ ModelsArgument = Annotated[
     ),
 ]
 
-# --- loading
+# --- loading: the same flags for every command that loads a model
 
-ContextOption = Annotated[int | None, typer.Option(min=64, help="Context length of a conversation, in tokens.")]
-SequencesOption = Annotated[int | None, typer.Option(min=1, max=255, help="Maximum number of concurrent requests.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: one per physical core.")]
-GpuLayersOption = Annotated[int | None, typer.Option(min=0, help="Layers on the GPU. Default: as many as fit.")]
 ChatTemplateOption = Annotated[
     Path | None, typer.Option(help="File with a chat template that replaces the model's own.")
 ]
-ProjectorOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Multimodal projector file. Default: the only one in the directory of the model.", show_default=False
-    ),
-]
-StripMediaOption = Annotated[
-    bool | None, typer.Option("--strip-media", help="Drop media that the model does not support, with a warning.")
-]
-DraftOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--draft",
-        help="Drafter: `mtp` or a smaller model; NAME=DRAFT for one served model. Repeatable.",
-        show_default=False,
-    ),
-]
-SpeculationOption = Annotated[
-    str | None, typer.Option(help="Draft length: `auto`, `off`, or a fixed number of tokens.")
-]
-PinSystemPromptsOption = Annotated[
-    bool | None, typer.Option("--pin-system-prompts", help="Never evict system prompts from the prefix cache.")
-]
-RamCacheBytesOption = Annotated[str | None, typer.Option(help="Size of the RAM prefix cache, e.g. 4GiB.")]
-DiskCacheBytesOption = Annotated[
-    str | None, typer.Option(help="Size of the disk prefix cache of all models, e.g. 20GiB.")
-]
-MaxTokenGapOption = Annotated[
-    float | None, typer.Option(help="Target for the time between tokens while other prompts prefill, in seconds.")
-]
-DeterministicOption = Annotated[
-    bool | None,
-    typer.Option("--deterministic", help="Bit-identical output regardless of load; slower with concurrent requests."),
-]
+LOAD_OPTIONS: dict[str, Any] = {
+    "context": Annotated[int | None, typer.Option(min=64, help="Context length of a conversation, in tokens.")],
+    "sequences": Annotated[
+        int | None, typer.Option(min=1, max=255, help="Maximum number of concurrent requests and cached conversations.")
+    ],
+    "threads": Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: one per physical core.")],
+    "gpu_layers": Annotated[
+        int | None, typer.Option(min=-1, help="Layers on the GPU; -1: all. Default: as many as fit.")
+    ],
+    "split_mode": Annotated[
+        str | None, typer.Option(help="How several GPUs share the model: `layer`, `row` or `none`.")
+    ],
+    "tensor_split": Annotated[
+        str | None, typer.Option(help="Share of each GPU, e.g. `3,1`. Default: by free memory.", show_default=False)
+    ],
+    "main_gpu": Annotated[int | None, typer.Option(min=0, help="GPU that computes what is not split.")],
+    "mmap": Annotated[bool | None, typer.Option(help="Map the model file into memory. Default: on.")],
+    "mlock": Annotated[bool | None, typer.Option("--mlock", help="Keep the model in RAM; it is never swapped out.")],
+    "batch": Annotated[
+        int | None, typer.Option(min=1, help="Maximum rows of one decode. Default: 512, or 16,384 on a GPU.")
+    ],
+    "ubatch": Annotated[int | None, typer.Option(min=1, help="Maximum rows computed at once. Default: 512.")],
+    "cache_type_k": Annotated[
+        str | None, typer.Option(help="Data type of keys in the KV cache: `f16`, `bf16`, `f32`, `q8_0`, `q4_0`, …")
+    ],
+    "cache_type_v": Annotated[
+        str | None, typer.Option(help="Data type of values in the KV cache. Quantized types need flash attention.")
+    ],
+    "flash_attention": Annotated[
+        bool | None, typer.Option(help="Flash attention. Default: if the model and the device support it.")
+    ],
+    "kv_unified": Annotated[
+        bool | None, typer.Option("--kv-unified", help="Share the cells of the KV cache among all sequences.")
+    ],
+    "swa_full": Annotated[
+        bool | None, typer.Option("--swa-full", help="Keep all cells of sliding-window layers, not only the window.")
+    ],
+    "rope_scaling": Annotated[
+        str | None, typer.Option(help="RoPE scaling: `model`, `none`, `linear`, `yarn` or `longrope`.")
+    ],
+    "rope_freq_base": Annotated[float | None, typer.Option(min=0, help="RoPE base frequency. 0: from the model.")],
+    "rope_freq_scale": Annotated[
+        float | None, typer.Option(min=0, help="RoPE frequency scale, e.g. 0.25 for 4 times the trained context.")
+    ],
+    "yarn_orig_ctx": Annotated[
+        int | None, typer.Option(min=0, help="Trained context length for YaRN. 0: from the model.")
+    ],
+    "yarn_ext_factor": Annotated[float | None, typer.Option(min=0, help="YaRN extrapolation mix.")],
+    "yarn_attn_factor": Annotated[
+        float | None, typer.Option(min=0, help="YaRN attention scale; needs --yarn-ext-factor 0.")
+    ],
+    "yarn_beta_fast": Annotated[float | None, typer.Option(min=0, help="YaRN correction limit, high frequencies.")],
+    "yarn_beta_slow": Annotated[float | None, typer.Option(min=0, help="YaRN correction limit, low frequencies.")],
+}
+GENERATION_OPTIONS: dict[str, Any] = {
+    "chat_template": ChatTemplateOption,
+    "projector": Annotated[
+        Path | None,
+        typer.Option(
+            help="Multimodal projector file. Default: the only one in the directory of the model.", show_default=False
+        ),
+    ],
+    "strip_media": Annotated[
+        bool | None, typer.Option("--strip-media", help="Drop media that the model does not support, with a warning.")
+    ],
+    "draft": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            help="Drafter: `mtp` or a smaller model. `serve` also takes NAME=DRAFT for one model, repeatable.",
+            show_default=False,
+        ),
+    ],
+    "speculation": Annotated[
+        str | None, typer.Option(help="Draft length: `auto`, `off`, or a fixed number of tokens.")
+    ],
+    "pin_system_prompts": Annotated[
+        bool | None, typer.Option("--pin-system-prompts", help="Never evict system prompts from the prefix cache.")
+    ],
+    "ram_cache_bytes": Annotated[str | None, typer.Option(help="Size of the RAM prefix cache, e.g. 4GiB.")],
+    "disk_cache_bytes": Annotated[
+        str | None, typer.Option(help="Size of the disk prefix cache of all models, e.g. 20GiB.")
+    ],
+    "max_token_gap": Annotated[
+        float | None, typer.Option(help="Target for the time between tokens while other prompts prefill, in seconds.")
+    ],
+    "deterministic": Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic", help="Bit-identical output regardless of load; slower with concurrent requests."
+        ),
+    ],
+}
+MODEL_OPTIONS = LOAD_OPTIONS | GENERATION_OPTIONS
+
+
+def accept_options(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds flags to a command. Their values are read from the settings of the command."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(*positional: Any, **parameters: Any) -> None:
+            own = {name: value for name, value in parameters.items() if name not in options}
+            function(*positional, **own)
+
+        signature = inspect.signature(function, eval_str=True)
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        flags = [
+            inspect.Parameter(name, keyword_only, default=None, annotation=annotation)
+            for name, annotation in options.items()
+        ]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), *flags]
+        )
+        return command
+
+    return decorate
+
 
 # --- request
 
@@ -83,6 +166,13 @@ SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
 MaxTokensOption = Annotated[int | None, typer.Option(min=1, help="Maximum length of a response, in tokens.")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")]
 SeedOption = Annotated[int | None, typer.Option(help="Sampling seed; the same seed gives the same response.")]
+OverflowOption = Annotated[
+    str | None,
+    typer.Option(
+        help="If the conversation exceeds the context: `shift` leaves its oldest turns out of the prompt, "
+        "`truncate_middle` those in the middle, `refuse` is an error."
+    ),
+]
 ReasoningOption = Annotated[str | None, typer.Option(help="`on`, `off`, a number of tokens, or an effort, e.g. `low`.")]
 
 # --- output

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from afterglow.api.conversation import Conversation
 from afterglow.chat.response import Delta
-from afterglow.cli.display import choose_display, format_statistics, show_response
+from afterglow.cli.display import choose_display, format_statistics, format_truncation, show_response
 from afterglow.cli.media import (
     MediaFile,
     describe_media,
@@ -132,8 +132,13 @@ class Repl:
 
     def _show_response(self, deltas: Iterator[Delta]) -> None:
         show_response(deltas, choose_display(self._console, markdown=self._markdown))
-        if self._stats_shown and self._conversation.last_response is not None:
-            self._print_note(format_statistics(self._conversation.last_response))
+        response = self._conversation.last_response
+        if response is None:
+            return
+        if response.truncation is not None:
+            self._print_note(format_truncation(response.truncation))
+        if self._stats_shown:
+            self._print_note(format_statistics(response))
 
     def _print_note(self, text: str) -> None:
         self._console.print(text, style="dim", highlight=False, markup=False)

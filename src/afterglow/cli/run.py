@@ -32,6 +32,7 @@ CHAT_ONLY_PARAMETERS = (
 )
 
 
+@options.accept_options(options.MODEL_OPTIONS)
 def run(
     command: typer.Context,
     prompt: options.PromptArgument,
@@ -43,12 +44,6 @@ def run(
     temperature: options.TemperatureOption = None,
     seed: options.SeedOption = None,
     reasoning: options.ReasoningOption = None,
-    context: options.ContextOption = None,
-    threads: options.ThreadsOption = None,
-    gpu_layers: options.GpuLayersOption = None,
-    chat_template: options.ChatTemplateOption = None,
-    projector: options.ProjectorOption = None,
-    strip_media: options.StripMediaOption = None,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print statistics to standard error.")] = False,
@@ -98,13 +93,11 @@ def read_response_format(path: Path) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
+@options.accept_options(options.LOAD_OPTIONS)
 def perplexity(
     command: typer.Context,
     file: Annotated[Path, typer.Argument(help="Text file. `-` reads standard input.")],
     model: options.ModelOption = None,
-    context: options.ContextOption = None,
-    threads: options.ThreadsOption = None,
-    gpu_layers: options.GpuLayersOption = None,
 ) -> None:
     """Print the perplexity of a text: 1 is certainty, the vocabulary size is chance."""
     try:

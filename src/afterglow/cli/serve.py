@@ -25,6 +25,7 @@ from afterglow.server.serve import serve as run_server
 from afterglow.server.state import ServerState
 
 
+@options.accept_options(options.MODEL_OPTIONS)
 def serve(
     command: typer.Context,
     models: options.ModelsArgument = None,
@@ -34,7 +35,6 @@ def serve(
     api_key_file: options.ApiKeyFileOption = None,
     allow_host: options.AllowHostOption = None,
     allow_origin: options.AllowOriginOption = None,
-    sequences: options.SequencesOption = None,
     max_queue: options.MaxQueueOption = None,
     lazy_load: options.LazyLoadOption = None,
     shutdown_seconds: options.ShutdownSecondsOption = None,
@@ -44,19 +44,6 @@ def serve(
     media_directory: options.MediaDirectoryOption = None,
     max_media_bytes: options.MaxMediaBytesOption = None,
     max_image_pixels: options.MaxImagePixelsOption = None,
-    context: options.ContextOption = None,
-    threads: options.ThreadsOption = None,
-    gpu_layers: options.GpuLayersOption = None,
-    chat_template: options.ChatTemplateOption = None,
-    draft: options.DraftOption = None,
-    speculation: options.SpeculationOption = None,
-    projector: options.ProjectorOption = None,
-    strip_media: options.StripMediaOption = None,
-    pin_system_prompts: options.PinSystemPromptsOption = None,
-    ram_cache_bytes: options.RamCacheBytesOption = None,
-    disk_cache_bytes: options.DiskCacheBytesOption = None,
-    max_token_gap: options.MaxTokenGapOption = None,
-    deterministic: options.DeterministicOption = None,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
@@ -65,7 +52,6 @@ def serve(
     """
     settings = load_command_settings(
         command,
-        draft=",".join(draft or ()) or None,
         api_keys=api_key or None,
         allow_hosts=allow_host or None,
         allow_origins=allow_origin or None,
@@ -109,11 +95,8 @@ def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> Model
 def build_served_settings(settings: Settings) -> ServedSettings:
     """Build the load settings of the served models."""
     return ServedSettings(
+        **settings.load_options,
         disk_cache=settings.disk_cache,
-        context=settings.context,
-        sequences=settings.sequences,
-        gpu_layers=settings.gpu_layers,
-        threads=settings.threads,
         chat_template=read_template(settings.chat_template),
         projector=settings.projector,
         media_policy=settings.server.media_policy,

@@ -6,6 +6,7 @@ file, the file overrides the defaults. An unknown key is an error in all of them
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import tomllib
@@ -17,8 +18,12 @@ import pydantic
 import typer
 
 from afterglow import registry
+from afterglow.api.options import LoadOptions
+from afterglow.chat.prompt import TruncationPolicy
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
+from afterglow.llama.model import SplitMode
+from afterglow.llama.settings import CacheType, RopeScaling
 from afterglow.server.settings import ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
@@ -40,7 +45,27 @@ class Settings(pydantic.BaseModel):
     context: int = pydantic.Field(4096, ge=64, description="Context length of a conversation, in tokens.")
     sequences: int = pydantic.Field(4, ge=1, le=255, description="Maximum number of concurrent requests.")
     threads: int | None = pydantic.Field(None, ge=1, description="None: one per physical core.")
-    gpu_layers: int | None = pydantic.Field(None, ge=0, description="None: as many as fit.")
+    gpu_layers: int | None = pydantic.Field(None, ge=-1, description="-1: all. None: as many as fit.")
+    split_mode: SplitMode = pydantic.Field("layer", description="How several GPUs share the model.")
+    tensor_split: tuple[float, ...] = pydantic.Field((), description="Share of each GPU. Empty: by free memory.")
+    main_gpu: int = pydantic.Field(0, ge=0, description="GPU that computes what is not split.")
+    mmap: bool = pydantic.Field(True, description="Map the model file into memory.")
+    mlock: bool = pydantic.Field(False, description="Keep the model in RAM.")
+    batch: int | None = pydantic.Field(None, ge=1, description="Rows of a decode. None: 512, or 16,384 on a GPU.")
+    ubatch: int | None = pydantic.Field(None, ge=1, description="Rows computed at once. None: 512.")
+    cache_type_k: CacheType = pydantic.Field("f16", description="Data type of keys in the KV cache.")
+    cache_type_v: CacheType = pydantic.Field("f16", description="Data type of values in the KV cache.")
+    flash_attention: bool | None = pydantic.Field(None, description="None: if model and device support it.")
+    kv_unified: bool = pydantic.Field(False, description="Share the cells of the KV cache among all sequences.")
+    swa_full: bool = pydantic.Field(False, description="Keep all cells of sliding-window layers.")
+    rope_scaling: RopeScaling = pydantic.Field("model", description="RoPE scaling.")
+    rope_freq_base: float = pydantic.Field(0.0, ge=0, description="0: from the model.")
+    rope_freq_scale: float = pydantic.Field(0.0, ge=0, description="0: from the model.")
+    yarn_orig_ctx: int = pydantic.Field(0, ge=0, description="0: from the model.")
+    yarn_ext_factor: float | None = pydantic.Field(None, ge=0, description="None: from the model.")
+    yarn_attn_factor: float | None = pydantic.Field(None, ge=0, description="None: from the model.")
+    yarn_beta_fast: float | None = pydantic.Field(None, ge=0, description="None: from the model.")
+    yarn_beta_slow: float | None = pydantic.Field(None, ge=0, description="None: from the model.")
     disk_cache: bool = pydantic.Field(True, description="Store computed prefixes on disk.")
     disk_cache_bytes: pydantic.ByteSize = pydantic.Field(
         pydantic.ByteSize(10 * 1024**3), description="Size of the disk prefix cache of all models, e.g. 20GiB."
@@ -69,9 +94,23 @@ class Settings(pydantic.BaseModel):
     temperature: float = pydantic.Field(0.0, ge=0, le=100)
     seed: int | None = None
     reasoning: bool | int | str | None = None
+    overflow: TruncationPolicy = pydantic.Field(
+        "shift", description="Policy of `chat` if the conversation exceeds the context."
+    )
     markdown: bool = True
     stats: bool = True
     server: ServerSettings = pydantic.Field(default_factory=lambda: ServerSettings())  # type: ignore[call-arg]
+
+    @pydantic.field_validator("tensor_split", mode="before")
+    @classmethod
+    def _split_shares(cls, value: Any) -> Any:
+        """Accept `3,1` from flags and environment variables."""
+        return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Options of `LoadOptions`, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(LoadOptions)}
 
     @property
     def engine(self) -> EngineSettings:
@@ -98,6 +137,8 @@ def load_command_settings(command: typer.Context, **overrides: Any) -> Settings:
     `overrides` are the settings whose flags have another name or form.
     """
     flags = command.params | overrides
+    if isinstance(flags.get("draft"), list | tuple):  # a repeatable flag
+        flags["draft"] = ",".join(flags["draft"]) or None
     server = {name: value for name, value in flags.items() if name in ServerSettings.model_fields}
     common = {name: value for name, value in flags.items() if name in Settings.model_fields}
     return load_settings(server=server, **common)

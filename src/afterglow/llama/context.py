@@ -31,12 +31,20 @@ class LlamaContext(Handle):
     ...     int(context.get_logits(len(tokens) - 1).argmax())
     """
 
-    def __init__(self, model: LlamaModel, settings: ContextSettings, *, mtp_target: LlamaContext | None = None) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        settings: ContextSettings,
+        *,
+        mtp_target: LlamaContext | None = None,
+        owner: LlamaContext | None = None,
+    ) -> None:
+        """`owner` is a context of the same model that closes this one when it is closed."""
         self._library = get_library()
         self.model = model
         self.settings = settings
         pointer = _create_pointer(model, settings, mtp_target)
-        super().__init__("context", pointer, parent=mtp_target or model)
+        super().__init__("context", pointer, parent=mtp_target or owner or model)
         symbols = self._library.symbols
         self.cells: int = symbols.llama_n_ctx(pointer)
         self.cells_per_sequence: int = symbols.llama_n_ctx_seq(pointer)

@@ -21,6 +21,7 @@ from afterglow.llama.vocabulary import Vocabulary
 
 ProgressCallback = Callable[[float], bool | None]
 MemoryKind = Literal["attention", "window", "recurrent", "hybrid", "none"]
+SplitMode = Literal["none", "layer", "row"]
 SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
 
@@ -31,7 +32,7 @@ class ModelSettings:
 
     gpu_layers: int = 0  # layers on the GPU; -1: all
     main_gpu: int = 0
-    split_mode: Literal["none", "layer", "row"] = "layer"
+    split_mode: SplitMode = "layer"
     tensor_split: tuple[float, ...] = ()  # proportions over the GPUs; empty: by free memory
     mmap: bool = True
     mlock: bool = False

@@ -15,6 +15,9 @@ CACHE_TYPES: dict[str, int] = {
 }  # fmt: skip
 UNQUANTIZED_CACHE_TYPES = ("f32", "f16", "bf16")
 PoolingType = Literal["model", "none", "mean", "cls", "last", "rank"]
+RopeScaling = Literal["model", "none", "linear", "yarn", "longrope"]
+ROPE_SCALING_TYPES = {"model": -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+YARN_FACTORS = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 POOLING_TYPES = {"model": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 MAX_SEQUENCES = 256
 
@@ -41,8 +44,14 @@ class ContextSettings:
     recurrent_snapshots: int = 0  # rollback depth of recurrent and hybrid models, if the architecture supports it
     embeddings: bool = False
     pooling: PoolingType = "model"
+    rope_scaling: RopeScaling = "model"  # "model": as in the model file
     rope_freq_base: float = 0.0  # 0: from the model
     rope_freq_scale: float = 0.0  # 0: from the model
+    yarn_orig_ctx: int = 0  # context length of the training; 0: from the model
+    yarn_ext_factor: float | None = None  # None: from the model, as for the three below
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
 
     def __post_init__(self) -> None:
         check_integer("cells", self.cells, 1, INT32_MAX - 256)
@@ -54,6 +63,15 @@ class ContextSettings:
         check_integer("recurrent_snapshots", self.recurrent_snapshots, 0, 64)
         check_float("rope_freq_base", self.rope_freq_base, 0)
         check_float("rope_freq_scale", self.rope_freq_scale, 0)
+        check_integer("yarn_orig_ctx", self.yarn_orig_ctx, 0)
+        for name in YARN_FACTORS:
+            if getattr(self, name) is not None:
+                check_float(name, getattr(self, name), 0)
+        if self.yarn_attn_factor is not None and self.yarn_ext_factor != 0:
+            raise UnsupportedOption("yarn_attn_factor", "llama.cpp uses it only with yarn_ext_factor=0")
+        if self.rope_scaling not in ROPE_SCALING_TYPES:
+            names = ", ".join(ROPE_SCALING_TYPES)
+            raise InvalidArgument("rope_scaling", f"must be one of {names}, not {self.rope_scaling!r}")
         for name in ("cache_type_k", "cache_type_v"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise InvalidArgument(name, f"must be one of {', '.join(CACHE_TYPES)}, not {getattr(self, name)!r}")
@@ -81,8 +99,13 @@ class ContextSettings:
         parameters.swa_full = self.swa_full
         parameters.embeddings = self.embeddings
         parameters.pooling_type = POOLING_TYPES[self.pooling]
+        parameters.rope_scaling_type = ROPE_SCALING_TYPES[self.rope_scaling]
         parameters.rope_freq_base = self.rope_freq_base
         parameters.rope_freq_scale = self.rope_freq_scale
+        parameters.yarn_orig_ctx = self.yarn_orig_ctx
+        for name in YARN_FACTORS:
+            if getattr(self, name) is not None:
+                setattr(parameters, name, getattr(self, name))
         if self.threads:
             parameters.n_threads = parameters.n_threads_batch = self.threads
         return parameters

@@ -18,7 +18,7 @@ from afterglow.llama.checks import check_integer
 from afterglow.llama.kv_memory import KVMemory
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
-from afterglow.llama.settings import ContextSettings
+from afterglow.llama.settings import YARN_FACTORS, ContextSettings
 
 StateScope = Literal["full", "partial"]
 PARTIAL_ONLY = 1  # flag of llama.cpp's state functions
@@ -101,8 +101,11 @@ class StateSerializer:
             1 if settings.kv_unified else settings.sequences,
             settings.swa_full,
             settings.recurrent_snapshots,
+            settings.rope_scaling,
             settings.rope_freq_base,
             settings.rope_freq_scale,
+            settings.yarn_orig_ctx,
+            *(getattr(settings, name) for name in YARN_FACTORS),
             self._context.is_mtp,
             self._context.adapter_key,
         )

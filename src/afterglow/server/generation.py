@@ -11,7 +11,9 @@ from typing import Any
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.output.parts import ReasoningDelta
+from afterglow.chat.prompt import Truncation, TruncationPolicy
 from afterglow.chat.response import ChatResponse, ChatStream, Delta
+from afterglow.chat.truncation import fit_plan
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.types.request import Token, Usage
 from afterglow.server import limits
@@ -19,9 +21,8 @@ from afterglow.server.admission import Ticket
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.media import count_media_bytes, load_media
 from afterglow.server.schema.chat import MessageDict
-from afterglow.server.schema.sampling import SamplingFields, TruncationPolicy, build_sampling
+from afterglow.server.schema.sampling import SamplingFields, build_sampling
 from afterglow.server.state import ServerState, merge_streams
-from afterglow.server.truncation import Truncation, fit_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class GenerationRequest:
         limits.check_grammar_size("tools", self.chat_options.get("tools"), settings)
         limits.check_grammar_size("response_format", self.chat_options.get("response_format"), settings)
 
-    def plan_chat(self, model: ServedModel) -> tuple[ChatPlan, Truncation | None]:
+    def plan_chat(self, model: ServedModel) -> ChatPlan:
         """Render a prompt that fits the context. Blocking."""
         return fit_plan(
             self.messages,
@@ -62,7 +63,7 @@ class GenerationRequest:
         self, model: ServedModel, deadline: float | None, before_submit: Callable[[], None]
     ) -> tuple[list[ChatStream], Truncation | None]:
         """Plan the prompt and submit it to the engine. Calls `before_submit` between the two. Blocking."""
-        plan, truncation = self.plan_chat(model)
+        plan = self.plan_chat(model)
         sampling = build_sampling(
             self.sampling_fields, context_length=model.context_length, vocabulary_size=model.vocabulary.size
         )
@@ -77,7 +78,7 @@ class GenerationRequest:
             deadline=deadline,
             salt=self.salt,
         )
-        return streams, truncation
+        return streams, plan.truncation
 
 
 class ReasoningTokenCounter:

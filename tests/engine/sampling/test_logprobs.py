@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import afterglow
-from afterglow.engine.sampling.logprobs import plan_windows
+from afterglow.engine.sampling.logprobs import get_scoring_context, plan_windows
 from afterglow.errors import InvalidArgument
 from afterglow.testing import models
 
@@ -95,3 +95,29 @@ def test_c16_scoring_does_not_affect_running_requests(kind, list_own_handles):
         assert all(values == before for values in concurrent)
         assert streamed_meanwhile < 400 or len(concurrent) == 5
     assert not list_own_handles()
+
+
+@pytest.mark.native
+def test_c16_no_cells_are_reserved_for_scoring(list_own_handles):
+    with load("attention", context=4096, sequences=1) as model:
+        context = model._lifecycle.context
+        assert (context.cells, context.sequences) == (4096, 1)
+        handles = len(list_own_handles())
+        expected = model.logprobs(TEXT).logprobs
+        assert len(list_own_handles()) == handles + 1  # the scoring context, created on first use
+        scoring = get_scoring_context(context, 2)
+        assert (scoring.cells, scoring.sequences) == (512, 1)
+        assert model.logprobs(TEXT * 20).windows == 1
+        assert model.logprobs(TEXT).logprobs == expected
+        assert get_scoring_context(context, 2).cells == 1024  # replaced for the longer text
+        model.deactivate()
+        assert len(list_own_handles()) == 1  # the weights
+
+
+@pytest.mark.native
+def test_c16_scoring_keeps_the_conversation_of_the_only_sequence():
+    with load("attention", context=512, sequences=1) as model:
+        first = model.complete(TEXT, max_tokens=4)
+        model.logprobs(TEXT * 4)
+        again = model.complete([*model.tokenize(TEXT), *first.tokens], max_tokens=1)
+        assert again.usage.cached_tokens == again.usage.prompt_tokens - 1

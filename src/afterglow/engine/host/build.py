@@ -36,7 +36,6 @@ class EngineSpec:
     model_settings: ModelSettings = field(default_factory=ModelSettings)
     context_settings: ContextSettings = field(default_factory=ContextSettings)
     engine_settings: EngineSettings = field(default_factory=EngineSettings)
-    reserved_sequences: int = 0  # sequences of the context that the engine does not use, e.g. for scoring
     draft: DraftSource | None = None
     projector_path: Path | None = None
     projector_settings: ProjectorSettings = field(default_factory=ProjectorSettings)
@@ -48,7 +47,6 @@ class EngineSpec:
         model = LlamaModel.load(self.path, settings, trust=self.trust)
         try:
             context = LlamaContext(model, self.context_settings)
-            sequences = context.sequences - self.reserved_sequences
             projector, projector_error = open_projector(
                 model, self.projector_path, self.projector_settings, trust=self.trust
             )
@@ -56,7 +54,6 @@ class EngineSpec:
                 context,
                 self.engine_settings,
                 draft=self.draft,
-                sequences=sequences,
                 projector=projector,
                 owns_model=True,
                 trust=self.trust,
@@ -78,27 +75,25 @@ def build_engine(
     settings: EngineSettings,
     *,
     draft: DraftSource | None = None,
-    sequences: int | None = None,
     projector: Projector | None = None,
     owns_model: bool = False,
     trust: bool = False,
     step_costs: StepCosts | None = None,
 ) -> Engine:
-    """Build an engine on the first `sequences` sequences of a context (None: all).
+    """Build an engine on a context. With `owns_model`, closing the engine closes the model.
 
-    With `owns_model`, closing the engine closes the model. `trust` loads a draft model without a trial. `step_costs`
-    are known decode times; None calibrates.
+    `trust` loads a draft model without a trial. `step_costs` are known decode times; None calibrates.
     """
     drafters: list[Drafter] = []
     backend: LlamaBackend
     if draft == "mtp" and settings.speculation != "off":
-        backend = mtp_backend = _build_mtp_backend(context, sequences, projector)
+        backend = mtp_backend = _build_mtp_backend(context, projector)
         drafters.append(MtpDrafter(mtp_backend.session))
     else:
-        backend = LlamaBackend(context, sequences, projector=projector)
+        backend = LlamaBackend(context, projector=projector)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
             settings, draft_settings = _split_ram_budget(settings, draft)
-            drafters.append(_load_draft_model(draft, context, backend.capabilities.sequences, draft_settings, trust))
+            drafters.append(_load_draft_model(draft, context, draft_settings, trust))
     backend.owns_model = owns_model
     try:
         engine = Engine(backend, settings, drafters)
@@ -135,14 +130,13 @@ def find_projector(path: Path) -> Path | None:
     return projectors[0] if len(projectors) == 1 and models == {SPLIT_FILE_NAME.sub("", path.name)} else None
 
 
-def _build_mtp_backend(context: LlamaContext, sequences: int | None, projector: Projector | None) -> MtpBackend:
+def _build_mtp_backend(context: LlamaContext, projector: Projector | None) -> MtpBackend:
     heads = LlamaContext(context.model, replace(context.settings, recurrent_snapshots=0), mtp_target=context)
     snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else MAX_DRAFT_TOKENS
     try:  # without snapshots, rejected draft tokens are undone by replay, which has no limit
         return MtpBackend(
             context,
             heads,
-            sequences,
             n_draft_max=min(MAX_DRAFT_TOKENS, snapshots or MAX_DRAFT_TOKENS),
             projector=projector,
         )
@@ -161,14 +155,12 @@ def _split_ram_budget(settings: EngineSettings, draft: Path) -> tuple[EngineSett
     )
 
 
-def _load_draft_model(
-    path: Path, target: LlamaContext, sequences: int, settings: EngineSettings, trust: bool
-) -> DraftModel:
+def _load_draft_model(path: Path, target: LlamaContext, settings: EngineSettings, trust: bool) -> DraftModel:
     """Load the draft model with the same number of sequences. Raises `InvalidArgument` if its vocabulary differs."""
     model = LlamaModel.load(path, replace(target.model.settings, mtp=False), trust=trust)
     try:
         check_vocabularies(target.model.vocabulary, model.vocabulary)
-        backend = LlamaBackend(LlamaContext(model, replace(target.settings, recurrent_snapshots=0)), sequences)
+        backend = LlamaBackend(LlamaContext(model, replace(target.settings, recurrent_snapshots=0)))
         backend.owns_model = True
         return DraftModel(backend, settings, model.info.nbytes / max(target.model.info.nbytes, 1))
     except BaseException:

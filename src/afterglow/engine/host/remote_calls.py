@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
-from afterglow.engine.sampling.logprobs import TokenLogprob, score_tokens
+from afterglow.engine.sampling.logprobs import SCORING_SEQUENCE, TokenLogprob, get_scoring_context, score_tokens
 from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.model import LlamaModel, ModelInfo
@@ -26,6 +26,7 @@ from afterglow.llama.settings import ContextSettings
 from afterglow.media import load
 from afterglow.media.policy import MediaPolicy, Modality
 
+MAX_EMBEDDING_TOKENS = 2048  # of one text: all of them are in one decode, which needs memory
 PREVIEW_ENTRIES = 48  # at either end of a sequence
 POOLING_NONE, POOLING_RANK = 0, 4  # values of llama.cpp
 
@@ -207,35 +208,25 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
 
 
 def run_scoring(
-    engine: Engine, *, tokens: Sequence[int], position: int, count: int, alternatives: int
+    engine: Engine, *, tokens: Sequence[int], position: int, count: int, alternatives: int, text_length: int
 ) -> list[TokenLogprob]:
-    """Return the logprobs of the last `count` tokens of a text, in one pass on the reserved sequence.
+    """Return the logprobs of the last `count` tokens of a part of a text, in one pass on the scoring context.
 
-    `position` is the start of the pass; 0 starts a new text. The last token is scored but not decoded.
+    `position` is the start of the part in a text of `text_length` tokens; 0 starts a new text. The last token is scored
+    but not decoded.
     """
-    context = _get_llama_context(engine)
-    sequence = context.sequences - 1
-    if engine.backend.capabilities.sequences > sequence:
-        raise UnsupportedOperation("scoring", "the engine was built without a sequence for it")
+    context = get_scoring_context(_get_llama_context(engine), text_length)
     if position == 0:
-        context.memory.remove(sequence)
-    span = context.memory.get_position_range(sequence)
+        context.memory.remove(SCORING_SEQUENCE)
+    span = context.memory.get_position_range(SCORING_SEQUENCE)
     if (0 if span is None else span[1] + 1) != position:
         raise EngineCrashed("process restarted while it scored a text")
-    return score_tokens(
-        context, sequence, np.asarray(tokens, dtype=np.int32), position, count, alternatives=alternatives
-    )
-
-
-def clear_scoring_sequence(engine: Engine) -> None:
-    """Clear the sequence that is reserved for scoring."""
-    context = _get_llama_context(engine)
-    context.memory.remove(context.sequences - 1)
+    return score_tokens(context, np.asarray(tokens, dtype=np.int32), position, count, alternatives=alternatives)
 
 
 # --- embeddings
 
-_embedding_contexts: weakref.WeakKeyDictionary[LlamaModel, LlamaContext] = weakref.WeakKeyDictionary()
+_embedding_contexts: weakref.WeakKeyDictionary[LlamaContext, LlamaContext] = weakref.WeakKeyDictionary()
 
 
 def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.float32]:
@@ -243,7 +234,7 @@ def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.fl
 
     The whole text is one decode, because pooling over several would keep only the last.
     """
-    context = _get_embedding_context(_get_llama_context(engine).model, limit)
+    context = _get_embedding_context(_get_llama_context(engine), limit)
     if len(tokens) > (max_tokens := min(context.cells_per_sequence, context.batch.capacity)):
         raise PromptTooLong(len(tokens), max_tokens)
     if context.model.info.is_causal:  # other models have no KV cache
@@ -256,21 +247,31 @@ def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.fl
     return vector / np.float32(norm) if norm else vector
 
 
-def _get_embedding_context(model: LlamaModel, limit: int) -> LlamaContext:
-    context = _embedding_contexts.get(model)
-    if context is None:
-        context = _create_embedding_context(model, limit)
-        _embedding_contexts[model] = context
+def _get_embedding_context(target: LlamaContext, limit: int) -> LlamaContext:
+    context = _embedding_contexts.get(target)
+    if context is None or context.closed:
+        context = _embedding_contexts[target] = _create_embedding_context(target, limit)
+    if context.adapters != target.adapters:
+        context.set_adapters(target.adapters)
     return context
 
 
-def _create_embedding_context(model: LlamaModel, limit: int) -> LlamaContext:
+def _create_embedding_context(target: LlamaContext, limit: int) -> LlamaContext:
     """Create a context with the pooling of the model, or mean pooling if the model defines none."""
-    settings = {"cells": limit, "batch": limit, "ubatch": limit, "embeddings": True}
-    context = LlamaContext(model, ContextSettings(**settings))  # type: ignore[arg-type]
+    settings = replace(
+        target.settings,
+        cells=limit,
+        sequences=1,
+        batch=limit,
+        ubatch=limit,
+        kv_unified=False,
+        recurrent_snapshots=0,
+        embeddings=True,
+    )
+    context = LlamaContext(target.model, settings, owner=target)
     if context.pooling == POOLING_NONE:
         context.close()
-        context = LlamaContext(model, ContextSettings(**settings, pooling="mean"))  # type: ignore[arg-type]
+        context = LlamaContext(target.model, replace(settings, pooling="mean"), owner=target)
     if context.pooling == POOLING_RANK:
         context.close()
         raise UnsupportedOperation("embedding", "the model is a reranker and returns no vectors")

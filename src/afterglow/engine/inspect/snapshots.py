@@ -11,9 +11,11 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import cache
 from afterglow.engine.kvcache.planner import Fresh
 from afterglow.engine.kvcache.sequence import SavedSequence
+from afterglow.engine.kvcache.sequence import Sequence as Slot
 from afterglow.errors import EngineError, InvalidArgument, InvalidState, KVCacheFull, UnsupportedOperation
 from afterglow.llama import state as llama_state
 from afterglow.llama.atomic_write import write_atomically
+from afterglow.llama.checks import check_integer
 
 MAGIC = b"afterglow snapshot\x02"
 HEADER = struct.Struct("<QQQQ")  # number of entries, of those on the deterministic grid, bytes of salt, bytes of state
@@ -21,14 +23,22 @@ HEADER = struct.Struct("<QQQQ")  # number of entries, of those on the determinis
 
 def save(engine: Engine, sequence: int) -> SavedSequence:
     """Return a copy of an idle sequence."""
-    if not 0 <= sequence < len(engine.prefix_cache.slots):
-        raise InvalidArgument("sequence", f"must be from 0 to {len(engine.prefix_cache.slots) - 1}")
-    slot = engine.prefix_cache.slots[sequence]
-    if slot.busy or not len(slot):
-        raise InvalidArgument("sequence", f"{sequence} is {'in use' if slot.busy else 'empty'}")
+    slot = get_idle_slot(engine, sequence)
+    if not len(slot):
+        raise InvalidArgument("sequence", f"{sequence} is empty")
     if not engine.prefix_cache.is_current(slot):
         raise InvalidArgument("sequence", f"{sequence} was computed with other adapters: apply them to save it")
     return slot.save()
+
+
+def get_idle_slot(engine: Engine, sequence: int) -> Slot:
+    """Return an idle sequence by its number. Raises `InvalidArgument` if there is none, or if a request uses it."""
+    slots = engine.prefix_cache.slots
+    if not 0 <= check_integer("sequence", sequence) < len(slots):
+        raise InvalidArgument("sequence", f"must be from 0 to {len(slots) - 1}, not {sequence}")
+    if slots[sequence].busy:
+        raise InvalidArgument("sequence", f"{sequence} is in use by a request: wait for its end, or cancel it")
+    return slots[sequence]
 
 
 def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -> int:
@@ -64,9 +74,7 @@ def clear(engine: Engine, sequence: int | None = None) -> None:
     """Clear an idle sequence, or all cached state in all tiers if `sequence` is None."""
     if sequence is None:
         return cache.clear(engine)
-    for slot in engine.prefix_cache.slots:
-        if slot.seq_id == sequence and not slot.busy:
-            engine.prefix_cache.discard(slot)
+    engine.prefix_cache.discard(get_idle_slot(engine, sequence))
 
 
 def write_file(snapshot: SavedSequence, path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Log-probabilities of given tokens. Scoring uses a sequence of its own and leaves it empty."""
+"""Log-probabilities of given tokens. Scoring uses a context of its own, so that it disturbs no conversation."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,17 @@ from numpy.typing import NDArray
 from afterglow.errors import InvalidArgument
 from afterglow.llama.context import LlamaContext
 
-ScoringTask = Callable[[], list[float]]
-TaskRunner = Callable[[ScoringTask], list[float]]
+ResultT = TypeVar("ResultT")
+MIN_SCORING_CELLS = 512
+SCORING_SEQUENCE = 0  # the only one of a scoring context
 TokenLogprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 """Log-probability of a token, and those of the most likely tokens at its position."""
+
+
+class TaskRunner(Protocol):
+    """Runs a task in the thread of the engine and returns its result."""
+
+    def __call__(self, task: Callable[[], ResultT], /) -> ResultT: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,49 +48,76 @@ def plan_windows(token_count: int, window_size: int) -> list[ScoringWindow]:
     return windows
 
 
-def compute_logprobs(
-    context: LlamaContext, sequence: int, tokens: NDArray[np.int32], run: TaskRunner
-) -> tuple[list[float], int]:
+_scoring_contexts: weakref.WeakKeyDictionary[LlamaContext, LlamaContext] = weakref.WeakKeyDictionary()
+
+
+def get_scoring_context(target: LlamaContext, token_count: int) -> LlamaContext:
+    """Return the context that scores texts of `token_count` tokens beside `target`.
+
+    It is created on first use, with cells for the text only, and replaced when a text is longer. It has one sequence,
+    the adapters of `target`, and is closed with it.
+    """
+    context = _scoring_contexts.get(target)
+    if context is not None and (context.closed or context.cells_per_sequence < token_count):
+        _scoring_contexts.pop(target).close()
+        context = None
+    if context is None:
+        context = _scoring_contexts[target] = _create_scoring_context(target, token_count)
+    if context.adapters != target.adapters:
+        context.set_adapters(target.adapters)
+    return context
+
+
+def _create_scoring_context(target: LlamaContext, token_count: int) -> LlamaContext:
+    cells = max(MIN_SCORING_CELLS, 1 << (token_count - 1).bit_length())
+    settings = replace(
+        target.settings,
+        cells=min(cells, target.cells_per_sequence),
+        sequences=1,
+        kv_unified=False,
+        recurrent_snapshots=0,
+        batch=min(target.batch.capacity, target.max_outputs),  # every row has an output
+    )
+    return LlamaContext(target.model, settings, owner=target)
+
+
+def compute_logprobs(target: LlamaContext, tokens: NDArray[np.int32], run: TaskRunner) -> tuple[list[float], int]:
     """Return the log-probability of each token but the first, and the number of windows.
 
-    Each decode goes through `run`, so that other work can use the context between two of them.
+    Each decode goes through `run`, so that other requests run between two of them.
     """
     if len(tokens) < 2:
         raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
-    windows = plan_windows(len(tokens), context.cells_per_sequence)
+    windows = plan_windows(len(tokens), target.cells_per_sequence)
+    context = run(lambda: get_scoring_context(target, min(len(tokens), target.cells_per_sequence)))
     logprobs: list[float] = []
-    try:
-        for window in windows:
-            run(lambda: [float(context.memory.remove(sequence))])
-            logprobs += _score_window(
-                context, sequence, tokens[window.start : window.stop], window.score_start - window.start, run
-            )
-    finally:
-        run(lambda: [float(context.memory.remove(sequence))])
+    for window in windows:
+        run(lambda: context.memory.remove(SCORING_SEQUENCE))
+        logprobs += _score_window(context, tokens[window.start : window.stop], window.score_start - window.start, run)
     return logprobs, len(windows)
 
 
 def _score_window(
-    context: LlamaContext, sequence: int, tokens: NDArray[np.int32], score_start: int, run: TaskRunner
+    context: LlamaContext, tokens: NDArray[np.int32], score_start: int, run: TaskRunner
 ) -> Iterator[float]:
-    step = min(context.max_outputs, context.batch.capacity)
+    step = context.batch.capacity
     for start in range(0, len(tokens) - 1, step):  # the logits after the last token are not needed
         stop = min(start + step, len(tokens) - 1)
         scored = range(max(start, score_start - 1), stop)
 
         def score_step(start: int = start, stop: int = stop, scored: range = scored) -> list[float]:
-            rows = score_tokens(context, sequence, tokens[start : stop + 1], start, len(scored), alternatives=0)
+            rows = score_tokens(context, tokens[start : stop + 1], start, len(scored), alternatives=0)
             return [logprob for logprob, _ in rows]
 
         yield from run(score_step)
 
 
 def score_tokens(
-    context: LlamaContext, sequence: int, tokens: NDArray[np.int32], position: int, count: int, *, alternatives: int
+    context: LlamaContext, tokens: NDArray[np.int32], position: int, count: int, *, alternatives: int
 ) -> list[TokenLogprob]:
     """Decode all tokens but the last. Return the log-probabilities of the last `count`, with the top alternatives."""
     context.batch.clear()
-    context.batch.add(tokens[:-1], position=position, sequence=sequence, outputs=count)
+    context.batch.add(tokens[:-1], position=position, sequence=SCORING_SEQUENCE, outputs=count)
     context.decode()
     scored = []
     for row in range(len(tokens) - 1 - count, len(tokens) - 1):

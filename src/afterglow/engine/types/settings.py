@@ -73,7 +73,8 @@ class EngineSettings:
     """Never evict the system prompts of requests, up to half of the budget of each tier."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     speculation: Literal["auto", "off"] | int = "auto"
-    """Speculative decoding: "auto" drafts as many tokens as pays off, a number always drafts that many."""
+    """Speculative decoding: "auto" drafts as many tokens as pays off, a number always drafts that many. Deterministic
+    mode does not speculate."""
     drafters: tuple[str, ...] | None = None
     """Names of the drafters to use. None: all available ones."""
 
@@ -94,6 +95,11 @@ class EngineSettings:
             if isinstance(self.speculation, str | bool):
                 raise InvalidArgument("speculation", f'must be "auto", "off" or a number, not {self.speculation!r}')
             check_integer("speculation", self.speculation, 1, MAX_DRAFT_TOKENS)
+            if self.deterministic:
+                raise InvalidArgument(
+                    "speculation",
+                    f'is {self.speculation}, but deterministic mode does not speculate: use "auto" or "off"',
+                )
         if self.drafters is not None and not isinstance(self.drafters, tuple):
             raise InvalidArgument("drafters", f"must be a tuple of names, not {self.drafters!r}")
 

@@ -13,6 +13,8 @@ from fastapi.responses import JSONResponse
 
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.output.detokenizer import Detokenizer
+from afterglow.chat.prompt import Truncation
+from afterglow.chat.truncation import count_bos, fit_entries
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.sampling.logprobs import TokenLogprob
 from afterglow.engine.types.request import Failed, Finished, Token
@@ -26,7 +28,6 @@ from afterglow.server.schema.completions import CompletionRequest, list_prompts
 from afterglow.server.schema.sampling import build_sampling
 from afterglow.server.sse import DONE_EVENT, EventTemplate, stream_response
 from afterglow.server.state import ServerState, merge_streams
-from afterglow.server.truncation import Truncation, fit_tokens
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
@@ -114,15 +115,25 @@ class TokenizedPrompt:
 
 def tokenize_prompt(model: ServedModel, body: CompletionRequest, prompt: str | list[int]) -> TokenizedPrompt:
     """Tokenize a prompt and truncate it to the context."""
+    keep_end = 0
     if body.suffix is not None:
         assert isinstance(prompt, str)
-        tokens: Sequence[int] = model.build_infill_prompt(prompt, body.suffix)
+        tokens = model.build_infill_prompt(prompt, body.suffix)
+        special = model.vocabulary.special_tokens
+        keep_start = tokens.index(special["fim_pre"]) + 1  # only the text before the gap may lose its start
+        keep_end = len(tokens) - tokens.index(special["fim_suf"])
     else:
         tokens = [int(token) for token in model.build_request(prompt).entries]  # type: ignore[arg-type]
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return TokenizedPrompt(
-        *fit_tokens(tokens, body.overflow or "refuse", context=model.context_length, max_tokens=max_tokens)
+        keep_start = count_bos(tokens, model.vocabulary)
+    fitted, truncation = fit_entries(
+        tokens,
+        body.overflow or "refuse",
+        context=model.context_length,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        keep_start=keep_start,
+        keep_end=keep_end,
     )
+    return TokenizedPrompt(fitted, truncation)  # type: ignore[arg-type]
 
 
 async def score_prompt(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import pydantic
 
+from afterglow.chat.prompt import TruncationPolicy
 from afterglow.llama.sampling import Sampling
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.schema.base import StrictModel
 
 FORBIDDEN_BIAS = -100.0  # forbids the token
-TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle"]
 
 
 class SamplingFields(StrictModel):
@@ -52,7 +52,7 @@ class SamplingFields(StrictModel):
         None, gt=0, le=1e6, description="Seconds until generation stops with what has been generated."
     )
     overflow: TruncationPolicy | None = pydantic.Field(
-        None, description="Policy for prompts that exceed the context; default: refuse."
+        None, description="Policy for prompts that leave no space for the response; default: refuse."
     )
 
 

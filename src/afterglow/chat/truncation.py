@@ -1,0 +1,159 @@
+"""Truncation of prompts that leave no space for the response, by an overflow policy. Responses report it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
+
+from afterglow.chat.chat import ChatPlan
+from afterglow.chat.messages import MessageLike
+from afterglow.chat.prompt import Truncation, TruncationPolicy, count_cells
+from afterglow.engine.types.entries import Entry
+from afterglow.errors import InvalidArgument, PromptTooLong
+from afterglow.llama.vocabulary import Vocabulary
+
+MessageT = TypeVar("MessageT", bound=MessageLike)
+MAX_RESERVED_TOKENS = 4096  # for a response without a limit: a quarter of the context, at most this
+SYSTEM_ROLES = ("system", "developer")
+
+
+def check_policy(policy: Any) -> TruncationPolicy:
+    """Return the overflow policy. Raises `InvalidArgument` for an unknown one."""
+    policies = get_args(TruncationPolicy)
+    if policy not in policies:
+        raise InvalidArgument("overflow", f"must be one of {', '.join(policies)}, not {policy!r}")
+    return policy  # type: ignore[no-any-return]
+
+
+def compute_prompt_limit(context: int, max_tokens: int | None) -> int:
+    """Return the maximum cells of a truncated prompt.
+
+    The rest of the context is for the response: `max_tokens`, at most half of the context; without a limit a quarter of
+    the context, at most 4,096 tokens.
+
+    >>> compute_prompt_limit(4096, max_tokens=100), compute_prompt_limit(4096, max_tokens=None)
+    (3996, 3072)
+    """
+    reserved = min(context // 4, MAX_RESERVED_TOKENS) if max_tokens is None else min(max_tokens, context // 2)
+    return context - max(reserved, 1)
+
+
+# --- conversations
+
+
+def fit_plan(
+    messages: Sequence[MessageT],
+    build_plan: Callable[[list[MessageT]], ChatPlan],
+    policy: TruncationPolicy,
+    *,
+    context: int,
+    max_tokens: int | None,
+) -> ChatPlan:
+    """Return a plan that leaves space for the response. `ChatPlan.truncation` says what was dropped for it.
+
+    Raises `PromptTooLong` if the prompt exceeds the context and the policy forbids truncation, or if the system
+    messages and the last turn alone exceed it.
+    """
+    plan = build_plan(list(messages))
+    length, limit = plan.prompt.cells, compute_prompt_limit(context, max_tokens)
+    if policy == "refuse" or length <= limit:
+        return check_length(plan, length, context)
+    system, turns = group_turns(messages)
+    # Dropping in steps keeps the prompt of the following turns a continuation of this one, which is a prefix hit.
+    step = max(1, context // 4)
+    target = length - step * -((limit - length) // step)
+    low, high = 1, len(turns) - 1  # the last turn always stays
+    best: tuple[ChatPlan, int] | None = None
+    while low <= high:  # binary search for the smallest number of dropped turns
+        dropped = (low + high) // 2
+        remaining = drop_turns(turns, dropped, policy)
+        candidate = build_plan([*system, *(message for turn in remaining for message in turn)])
+        fits = candidate.prompt.cells <= target
+        if fits or dropped == len(turns) - 1:
+            best = candidate, len(messages) - len(system) - sum(map(len, remaining))
+        low, high = (low, dropped - 1) if fits else (dropped + 1, high)
+    if best is None:  # there is only one turn
+        return check_length(plan, length, context)
+    plan, dropped_messages = best
+    truncation = Truncation(policy=policy, dropped_messages=dropped_messages, dropped_tokens=length - plan.prompt.cells)
+    return check_length(replace(plan, truncation=truncation), length, context)
+
+
+def check_length(plan: ChatPlan, length: int, context: int) -> ChatPlan:
+    """Return the plan if its prompt fits the context. `length` is that of the whole prompt, for the error."""
+    if plan.prompt.cells > context:
+        raise PromptTooLong(length, context)
+    return plan
+
+
+def group_turns(messages: Sequence[MessageT]) -> tuple[list[MessageT], list[list[MessageT]]]:
+    """Split messages into the leading system messages and the turns.
+
+    A turn is a user message with all messages that follow it. Turns are dropped as a whole.
+    """
+    start = next((i for i, message in enumerate(messages) if get_role(message) not in SYSTEM_ROLES), len(messages))
+    turns: list[list[MessageT]] = []
+    for message in messages[start:]:
+        if get_role(message) == "user" or not turns:
+            turns.append([])
+        turns[-1].append(message)
+    return list(messages[:start]), turns
+
+
+def get_role(message: MessageLike) -> str:
+    """Return the role of a message of any form."""
+    if isinstance(message, tuple):
+        return message[0]
+    return str(message["role"]) if isinstance(message, dict) else message.role  # type: ignore[union-attr]
+
+
+def drop_turns(turns: Sequence[list[MessageT]], count: int, policy: TruncationPolicy) -> list[list[MessageT]]:
+    """Return the turns without `count` of them: the oldest, or those in the middle.
+
+    >>> drop_turns([[1], [2], [3], [4]], 2, "truncate_middle")
+    [[1], [4]]
+    """
+    first = 0 if policy == "shift" else min(len(turns) - 1 - count, (len(turns) - count) // 2)
+    return [*turns[:first], *turns[first + count :]]
+
+
+# --- prompts without messages
+
+
+def count_bos(entries: Sequence[Entry], vocabulary: Vocabulary) -> int:
+    """Return 1 if the entries start with the BOS token, else 0."""
+    return int(len(entries) > 0 and entries[0] == vocabulary.special_tokens.get("bos"))
+
+
+def fit_entries(
+    entries: Sequence[Entry],
+    policy: TruncationPolicy,
+    *,
+    context: int,
+    max_tokens: int | None,
+    keep_start: int = 0,
+    keep_end: int = 0,
+) -> tuple[Sequence[Entry], Truncation | None]:
+    """Return entries that leave space for the completion, and what was dropped: from the start or the middle.
+
+    The first `keep_start` entries (e.g. the BOS token) and the last `keep_end` are never dropped. Raises
+    `PromptTooLong` if the prompt exceeds the context and the policy forbids truncation, or if these entries exceed it.
+    """
+    length, limit = count_cells(entries), compute_prompt_limit(context, max_tokens)
+    if policy == "refuse" or length <= limit:
+        if length > context:
+            raise PromptTooLong(length, context)
+        return entries, None
+    first, front = keep_start, count_cells(entries[:keep_start])
+    while policy == "truncate_middle" and front < limit // 2:
+        front += count_cells(entries[first : first + 1])
+        first += 1
+    stop, remaining = first, length
+    while remaining > limit and stop < len(entries) - keep_end:
+        remaining -= count_cells(entries[stop : stop + 1])
+        stop += 1
+    if remaining > context:
+        raise PromptTooLong(length, context)
+    truncation = Truncation(policy=policy, dropped_tokens=length - remaining)
+    return [*entries[:first], *entries[stop:]], truncation

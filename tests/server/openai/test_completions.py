@@ -1,0 +1,45 @@
+"""Route /v1/completions: how prompts are shortened to the context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from afterglow.api.served_model import ServedModel, ServedSettings
+from afterglow.errors import PromptTooLong
+from afterglow.server.openai.completions import tokenize_prompt
+from afterglow.server.schema.completions import CompletionRequest
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module")
+def model(reasoning_model: Path) -> Iterator[ServedModel]:
+    with ServedModel("tiny", reasoning_model, ServedSettings(context=256, sequences=1, threads=1)) as model:
+        yield model
+
+
+def build_body(**fields: object) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "tiny", "prompt": "x", "overflow": "shift", **fields})
+
+
+def test_shift_keeps_the_bos_token(model: ServedModel) -> None:
+    bos = model.vocabulary.special_tokens["bos"]
+    text = [30 + n % 200 for n in range(300)]
+    prompt = tokenize_prompt(model, build_body(max_tokens=16), [bos, *text])
+    assert list(prompt.tokens) == [bos, *text[61:]]
+    assert prompt.truncation is not None
+    assert prompt.truncation.dropped_tokens == 61
+
+
+def test_shift_of_an_infill_prompt_drops_only_the_start_of_the_text_before_the_gap(model: ServedModel) -> None:
+    special = model.vocabulary.special_tokens
+    prompt = tokenize_prompt(model, build_body(max_tokens=16, suffix="y" * 20), "ab" * 200)
+    tokens = list(prompt.tokens)
+    assert tokens[0] == special["fim_pre"]
+    assert tokens[-22:] == [special["fim_suf"], *model.tokenize("y" * 20), special["fim_mid"]]
+    assert len(tokens) == 240
+    with pytest.raises(PromptTooLong):
+        tokenize_prompt(model, build_body(max_tokens=16, suffix="y" * 300), "ab")
