@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from afterglow.chat.template.capabilities import reads_variable
 from afterglow.chat.tools.families.deepseek_kimi import DEEPSEEK, DEEPSEEK_NAMED, KIMI
 from afterglow.chat.tools.families.gemma import FUNCTION_GEMMA, GEMMA
 from afterglow.chat.tools.families.harmony import HARMONY
@@ -44,10 +43,6 @@ TEMPLATE_MARKERS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
 )
 TOOL_FAMILIES = {family.name: family for family in (GENERIC, *(family for _, family in TEMPLATE_MARKERS))}
 
-JINJA_TAG_PATTERN = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-STRING_LITERAL_PATTERN = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-TOOLS_VARIABLE_PATTERN = re.compile(r"\btools\b")
-
 
 def detect_family(template: str | None) -> ToolFamily:
     """Return the family of a template; `generic` if it has no tools or an unsupported call format.
@@ -57,21 +52,10 @@ def detect_family(template: str | None) -> ToolFamily:
     >>> detect_family("{{ messages[0].content }}").name
     'generic'
     """
-    if template is None or not has_tools_variable(template):
+    # Some templates write calls but never list the tools.
+    if template is None or not (reads_variable(template, "tools") or reads_variable(template, "functions")):
         return GENERIC
     for texts, family in TEMPLATE_MARKERS:
         if all(text in template for text in texts):
             return family
     return GENERIC
-
-
-def has_tools_variable(template: str) -> bool:
-    """Return whether the template reads the variable `tools`. Some templates write calls but never list the tools.
-
-    >>> has_tools_variable("{% if tools %}"), has_tools_variable("{{ 'no tools' }}")
-    (True, False)
-    """
-    return any(
-        TOOLS_VARIABLE_PATTERN.search(STRING_LITERAL_PATTERN.sub("", tag))
-        for tag in JINJA_TAG_PATTERN.findall(template)
-    )
