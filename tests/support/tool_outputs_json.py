@@ -343,6 +343,35 @@ HARMONY = [
     ),
     RecordedOutput("harmony", "truncated in the header", "<|channel|>commentary to=fun"),
     RecordedOutput(
+        "harmony",
+        "recipient before the analysis channel",
+        ' to=functions.get_weather<|channel|>analysis<|message|>{"city": "Paris"}<|call|>',
+        calls=(PARIS,),
+    ),
+    RecordedOutput(
+        "harmony",
+        "built-in tool",
+        f"{REASONING_MESSAGE}<|start|>assistant<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        reasoning="Hm, <b>.\n\nprint(1)",
+    ),
+    RecordedOutput(
+        "harmony",
+        "addressed to itself",
+        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=assistant<|channel|>final<|message|>Hi.",
+        text="Hi.",
+        reasoning="Hm.",
+    ),
+    RecordedOutput(
+        "harmony",
+        "space after markers",
+        "<|channel|> analysis<|message|> Hm.<|end|><|start|> assistant to=functions.get_weather<|channel|> commentary "
+        '<|constrain|>  json<|message|> {"city": "Paris"}<|end|><|start|> assistant<|channel|> final<|message|> Hi.',
+        text="Hi.",
+        reasoning="Hm.",
+        calls=(PARIS,),
+    ),
+    RecordedOutput(
         "harmony", "prompt ends inside the message", "Just words to=functions.x <", text="Just words to=functions.x <"
     ),
 ]

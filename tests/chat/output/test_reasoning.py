@@ -26,7 +26,7 @@ for_each_tag_format = pytest.mark.parametrize(
 
 
 def parse(text: str, positions: list[int] | None = None, *, format=THINK, open: bool = False):
-    parser = ReasoningParser(PlainTextParser(), format, starts_in_reasoning=open)
+    parser = ReasoningParser(PlainTextParser, format, starts_in="reasoning" if open else "turn")
     pieces = [text[a:b] for a, b in zip([0, *(positions or [])], [*(positions or []), len(text)], strict=True)]
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return join_parts(parts + parser.finish())
@@ -61,7 +61,7 @@ def test_empty_reasoning_is_dropped():
 
 
 def test_reasoning_is_streamed():
-    parser = ReasoningParser(PlainTextParser(), THINK, starts_in_reasoning=True)
+    parser = ReasoningParser(PlainTextParser, THINK, starts_in="reasoning")
     assert parser.feed("Hm,") == [ReasoningDelta("Hm,")]
     assert parser.feed(" so </") == [ReasoningDelta(" so")]
     assert parser.feed("b> it is </think> Y") == [ReasoningDelta(" </b> it is"), TextDelta("Y")]
@@ -88,6 +88,17 @@ def test_the_reasoning_format_is_detected_from_the_template():
     assert detect_reasoning_format("[THINK]").end_tag == "[/THINK]"
     assert detect_reasoning_format("<|im_start|>{{ role }}") is None
     assert detect_reasoning_format(None) is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n",  # Phi
+        "<|begin|>user<|content|>{{ messages[0].content }}<|end|><|begin|>assistant",  # Solar-Open
+    ],
+)
+def test_a_template_whose_turns_end_with_end_is_not_harmony(template):
+    assert detect_reasoning_format(template) is None
 
 
 def test_a_prompt_that_ends_inside_reasoning_is_detected():

@@ -134,7 +134,8 @@ class XmlToolParser(ToolParser):
 
 
 class NewlineTrimmer:
-    """Collects and streams the text of a value; with `strip`, without its first and last newline."""
+    """Collects and streams the text of a value; with `strip`, without the newlines of a value on its own lines. The
+    last newline of a value that begins on the line of its tag belongs to it."""
 
     def __init__(self, sink: TextSink | None, *, strip: bool) -> None:
         self._sink, self._strip = sink, strip
@@ -147,9 +148,10 @@ class NewlineTrimmer:
         return "".join(self._pieces)
 
     def feed(self, piece: str) -> None:
+        if self._strip and not self._started:
+            self._started, self._strip = True, piece.startswith("\n")
+            piece = piece.removeprefix("\n")
         if self._strip:
-            piece = piece if self._started else piece.removeprefix("\n")
-            self._started = True
             piece = self._pending_newline + piece
             self._pending_newline = "\n" if piece.endswith("\n") else ""
             piece = piece.removesuffix("\n")
