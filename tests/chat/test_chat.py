@@ -51,7 +51,7 @@ def parse(plan, text: str) -> ParsedOutput:
 @pytest.mark.parametrize("name", END_TEMPLATES)
 def test_a_response_format_is_enforced_if_turns_end_with_end(name):
     with load(END_TEMPLATES[name]) as model:
-        response = model.chat("Where?", response_format=RESPONSE_FORMAT, max_tokens=100)
+        response = model.chat("Where?", response_format=RESPONSE_FORMAT, reasoning=False, max_tokens=100)
     assert response.parsed == json.loads(response.text)
     assert response.parsed["city"] in ("Bern", "Rome")
 

@@ -28,7 +28,7 @@ from afterglow.chat.tools.detection import detect_family
 from afterglow.chat.tools.families.harmony import HARMONY
 from afterglow.chat.tools.families.hermes import GENERIC
 from afterglow.chat.tools.family import ToolFamily
-from afterglow.chat.tools.text_tools import render_tools_as_text
+from afterglow.chat.tools.text_tools import add_tool_instructions, render_tools_as_text
 from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
@@ -82,11 +82,15 @@ class ChatPlan:
             if self.starts_in == "reasoning":
                 parser.feed(reasoning_format.start_tag)  # of which the rest follows
             return parser
-        create_parser = functools.partial(family.create_parser, tools) if tools else PlainTextParser
+        parses_calls = tools or family.text_start
+        create_parser = functools.partial(family.create_parser, tools) if parses_calls else PlainTextParser
         if reasoning_format is None:
             return create_parser()
         return ReasoningParser(
-            create_parser, reasoning_format, starts_in=self.starts_in, call_starts=family.triggers if tools else ()
+            create_parser,
+            reasoning_format,
+            starts_in=self.starts_in,
+            call_starts=(*family.triggers, *family.other_starts) if tools else (),
         )
 
 
@@ -161,9 +165,19 @@ class Chat(Closeable):
 
     @functools.cached_property
     def tool_family(self) -> ToolFamily:
-        """Tool call format of the model; the generic one if its template does not render tools."""
+        """Tool call format of the model; the generic one if its template does not render tools, unless the family has
+        instructions that describe them."""
         family = detect_family(self._template_source)
-        return family if family is GENERIC or self._template.get_capabilities().supports_tools else GENERIC
+        return family if family is GENERIC or family.instructions or self._renders_tools else GENERIC
+
+    @property
+    def _renders_tools(self) -> bool:
+        return self._template.get_capabilities().supports_tools
+
+    @property
+    def _text_start(self) -> str:
+        """Text before the visible text of every answer."""
+        return (self.reasoning_format.text_start if self.reasoning_format else "") or self.tool_family.text_start
 
     @functools.cached_property
     def stop_tokens(self) -> frozenset[int]:
@@ -195,6 +209,8 @@ class Chat(Closeable):
         definitions = [tool.definition for tool in tools]
         if uses_tools and self.tool_family is GENERIC:
             messages, definitions = render_tools_as_text(messages, tools), []
+        elif tools and not self._renders_tools:
+            messages, definitions = add_tool_instructions(messages, tools, self.tool_family.instructions), []
         return self._prompt_builder.build(
             messages,
             tools=definitions,
@@ -206,9 +222,9 @@ class Chat(Closeable):
     def _write_continuation(self, prefill: Message, prompt: str, escape: Callable[[str], str]) -> str:
         """Write the beginning of the answer after the rendered prompt. Only the tags may be control tokens."""
         reasoning, text = escape(prefill.reasoning or ""), escape(prefill.content)
-        return (
-            text if self.reasoning_format is None else self.reasoning_format.write_continuation(prompt, reasoning, text)
-        )
+        if self.reasoning_format is None:
+            return text and self.tool_family.text_start + text
+        return self.reasoning_format.write_continuation(prompt, reasoning, text)
 
     def _find_output_position(self, prompt: ChatPrompt, prefill: Message | None) -> OutputPosition:
         if prefill is not None and prefill.content:
@@ -298,15 +314,14 @@ class Chat(Closeable):
 
     def _wrap_text(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
         """Put the text that begins visible text before a spec, if the format has one (the final channel of harmony)."""
-        if self.reasoning_format is None or not self.reasoning_format.text_start:
+        if not self._text_start:
             return spec
         first, *others = grammar.flatten_spec(spec)
-        lark = f"start: {self._write_literal(self.reasoning_format.text_start)} @text"
+        lark = f"start: {self._write_literal(self._text_start)} @text"
         return {"lark_grammar": lark, "others": [{"name": "text", **first}, *others]}
 
     def _ends_with_text_start(self, prompt: str) -> bool:
-        text_start = "" if self.reasoning_format is None else self.reasoning_format.text_start
-        return bool(text_start) and prompt.rstrip().endswith(text_start)
+        return bool(self._text_start) and prompt.rstrip().endswith(self._text_start)
 
     def _write_literal(self, text: str) -> str:
         """Format a text as grammar literals, with control tokens by number."""
