@@ -98,6 +98,13 @@ QWEN_CODER = [
 SEED = [
     RecordedOutput(
         "seed",
+        "last newline of a value",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Bern\nRome\n</parameter>\n</function>\n</seed:tool_call>",
+        calls=(("get_weather", '{"city": "Bern\\nRome\\n"}'),),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "seed",
         "one call",
         xml_call("get_weather", city="Paris").replace("tool_call>", "seed:tool_call>"),
         calls=(PARIS,),
@@ -313,6 +320,7 @@ GEMMA = [
     RecordedOutput(
         "gemma", "truncated", '<|tool_call>call:get_weather{city:<|"|>Par', calls=(("get_weather", '{"city": "Par'),)
     ),
+    RecordedOutput("gemma", "quoted keys", gemma_call('get_weather{"city":<|"|>Paris<|"|>}'), calls=(PARIS,)),
     RecordedOutput("gemma", "prose", "a <|tool_call> b", text="a <|tool_call> b"),
     RecordedOutput(
         "function-gemma",

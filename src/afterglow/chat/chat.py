@@ -59,6 +59,7 @@ class ChatPlan:
     tools: tuple[Tool, ...]
     tool_choice: ResolvedToolChoice
     starts_in: OutputPosition  # where the prompt ends
+    prefill: Message | None  # beginning of the answer, which the prompt contains
     constraint: GrammarConstraint | None
     reasoning_budget: ReasoningBudget | None
     parse: Callable[[str], Any] | None  # parses the text of a complete answer
@@ -90,6 +91,7 @@ class ChatPlan:
             create_parser,
             reasoning_format,
             starts_in=self.starts_in,
+            is_continued=self.prefill is not None,
             call_starts=(*family.triggers, *family.other_starts) if tools else (),
         )
 
@@ -140,6 +142,7 @@ class Chat(Closeable):
             tools=tools,
             tool_choice=tool_choice,
             starts_in=starts_in,
+            prefill=prefill,
             constraint=self._build_constraint(
                 tool_choice, options.parallel_tool_calls, response_format.spec, reasoning, prompt, starts_in, prefill
             ),

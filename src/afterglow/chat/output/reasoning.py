@@ -160,15 +160,17 @@ class ReasoningParser:
         reasoning_format: ReasoningFormat,
         *,
         starts_in: OutputPosition = "turn",
+        is_continued: bool = False,
         call_starts: Sequence[str] = (),
     ) -> None:
+        """`is_continued`: whether the prompt contains a part of the reasoning, so that whitespace belongs to it."""
         self._create_answer_parser = create_answer_parser
         self._answer_parser = create_answer_parser()
         self._format = reasoning_format
         self._position = starts_in
         self._call_starts = tuple(call_starts)
         self._answer_tags = self._list_answer_tags()
-        self._has_emitted_reasoning = False
+        self._has_emitted_reasoning = is_continued
         self._needs_separator = False  # reasoning that follows an answer is a new paragraph
         self._is_trimming = False  # dropping whitespace between reasoning and answer
         self._pending_text = ""
@@ -199,7 +201,8 @@ class ReasoningParser:
         rest, self._pending_text = self._pending_text, ""
         if self._position == "reasoning":
             return self._finish_reasoning(rest)
-        return (self._answer_parser.feed(rest) if rest else []) + self._answer_parser.finish()
+        is_text = rest and not (self._position == "answer" and rest in self._answer_tags)
+        return (self._answer_parser.feed(rest) if is_text else []) + self._answer_parser.finish()
 
     def _detect_start(self) -> None:
         """Decide whether the output begins with reasoning, once enough text is there."""
@@ -259,10 +262,11 @@ class ReasoningParser:
         while self._position == "answer":
             if self._is_trimming:
                 self._pending_text = self._pending_text.lstrip()
+            # Hold back what may begin a tag; also a tag that may become a longer one.
+            overlaps = (find_overlap(self._pending_text, tag) for tag in self._answer_tags)
+            end = len(self._pending_text) - max(overlaps, default=0)
             found = find_first(self._pending_text, self._answer_tags)
-            end = len(self._pending_text) - max(
-                (find_overlap(self._pending_text, tag) for tag in self._answer_tags), default=0
-            )
+            found = found if found is not None and found[0] < end else None
             text = self._pending_text[: end if found is None else found[0]]
             parts += self._answer_parser.feed(text) if text else []
             self._is_trimming = self._is_trimming and not text
