@@ -11,7 +11,7 @@ from afterglow.chat.output.parts import OutputParser, OutputPart, ReasoningDelta
 OutputPosition: TypeAlias = Literal["turn", "reasoning", "answer"]  # where the output begins: at the start of a turn, …
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """Tags around reasoning and around the visible text.
 
