@@ -119,7 +119,7 @@ def test_a_continued_message_is_the_beginning_of_the_response_format():
 
 def test_a_continued_message_can_end_with_a_call():
     with load(None) as model:
-        options = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+        options = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
         response = model.chat(prefill("Let me see. "), **options)
     assert response.text == ""
     assert {call.name for call in response.tool_calls} == {"weather"}

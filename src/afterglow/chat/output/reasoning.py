@@ -232,15 +232,17 @@ class ReasoningParser:
     def _find_call(self, text: str) -> int | None:
         """Return the position of the first text that may be a call."""
         position = 0 if self._call is None else text.index(self._call.start)
-        while self._call is not None or (found := find_first(text, self._call_starts, position)) is not None:
+        while True:
             if self._call is None:
+                found = find_first(text, self._call_starts, position)
+                if found is None:
+                    return None
                 position, start = found
                 self._call = _HeldCall(start, self._create_answer_parser())
             self._call.feed(text[position:])
             if not self._call.is_rejected:
                 return position
             self._call, position = None, position + 1
-        return None
 
     def _finish_reasoning(self, rest: str) -> list[OutputPart]:
         call, self._call = self._call, None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
+import pydantic
+
 from afterglow.errors import InvalidArgument
 
 SCALAR_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
@@ -159,8 +161,6 @@ def convert_value(value: Any, hint: Any, where: str) -> Any:
 
 def _check_limits(value: Any, hint: Any, where: str) -> Any:
     """Raise `InvalidArgument` if a value does not fit the annotations of its hint."""
-    import pydantic  # only needed for annotated hints
-
     try:
         pydantic.TypeAdapter(hint, config={"arbitrary_types_allowed": True}).validate_python(value)
     except pydantic.ValidationError as error:
@@ -238,7 +238,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_pydantic(hint: Any) -> bool:
-    """Return whether this is a pydantic model, without importing pydantic, which is optional."""
+    """Return whether this is a pydantic model or a class like one."""
     return hasattr(hint, "model_json_schema") and hasattr(hint, "model_validate")
 
 
