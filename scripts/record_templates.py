@@ -47,7 +47,9 @@ NOTES = {
     "google-gemma-2-2b-it": "system text, calls and results are kept; llama.cpp joins with one line break, or refuses",
     "upstage-Solar-Open-100B": "reads `reasoning`; llama.cpp gives `reasoning_content` only",
     "meetkai-functionary-medium-v3.1": "adds to text marked safe, which Jinja escapes, in transformers too",
-    "fireworks-ai-llama-3-firefunction-v2": "wants the variable `functions`; Jinja refuses to add what is undefined",
+    "fireworks-ai-llama-3-firefunction-v2": (
+        "wants the variable `functions`, which llama.cpp does not pass; it gets the tools as JSON"
+    ),
     "google-translategemma-4b-it": "wants language codes in every message; llama.cpp makes them up",
 }
 

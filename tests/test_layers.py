@@ -55,6 +55,7 @@ ORDERS = {
         messages
         template
         multimodal
+        control_tokens
         prompt
         output
         tools.tool tools.function_schema

@@ -129,6 +129,7 @@ CONSTRAINT = {
     "grammar": "test_every_completion_matches_its_grammar",
     "triggers": "test_a_triggered_grammar_does_not_constrain_tokens_before_its_trigger",
     "stop_after_first": "test_stop_after_first_ends_the_completion_with_the_grammar",
+    "prefix": "test_a_continued_message_is_the_beginning_of_the_response_format",
 }
 REASONING_BUDGET = {
     **dict.fromkeys(

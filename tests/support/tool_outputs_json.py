@@ -219,6 +219,106 @@ GRANITE = [
         "apriel", "one call", f"<tool_calls>[{json_call(PARIS)}]</tool_calls>", calls=(PARIS,), enforced=True
     ),
 ]
+COHERE_CALL = '{{"tool_call_id": "{}", "tool_name": "{}", "parameters": {}}}'
+COHERE = [
+    RecordedOutput(
+        "cohere",
+        "one call",
+        f"<|START_ACTION|>[\n    {COHERE_CALL.format(0, *PARIS)}\n]<|END_ACTION|>",
+        calls=(PARIS,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "cohere",
+        "several calls",
+        f"<|START_ACTION|>[\n    {COHERE_CALL.format(0, *PARIS)},\n    {COHERE_CALL.format(1, *NESTED)}\n]"
+        "<|END_ACTION|>",
+        calls=(PARIS, NESTED),
+    ),
+    RecordedOutput(
+        "cohere",
+        "truncated",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {"a',
+        calls=(("now", '{"a'),),
+    ),
+    RecordedOutput("cohere", "prose", "I act: [1].", text="I act: [1]."),
+]
+FUNCTION_CALL_ROLE = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+GIGACHAT = [
+    RecordedOutput("gigachat", "one call", f"<|function_call|>{json_call(PARIS)}", calls=(PARIS,), enforced=True),
+    RecordedOutput("gigachat", "text before", f"Hm.<|function_call|>{json_call(NOW)}", text="Hm.", calls=(NOW,)),
+    RecordedOutput(
+        "gigachat-role", "one call", f"{FUNCTION_CALL_ROLE}{json_call(NESTED)}", calls=(NESTED,), enforced=True
+    ),
+    RecordedOutput(
+        "gigachat-role", "text before", f"Hm.{FUNCTION_CALL_ROLE}{json_call(ZURICH)}", text="Hm.", calls=(ZURICH,)
+    ),
+    RecordedOutput("gigachat-role", "prose", "a function call\n{}", text="a function call\n{}"),
+]
+FIREFUNCTION = [
+    RecordedOutput("firefunction", "one call", f" functools[{json_call(PARIS)}]", calls=(PARIS,), enforced=True),
+    RecordedOutput(
+        "firefunction", "several calls", f"functools[{json_call(PARIS)}, {json_call(NESTED)}]", calls=(PARIS, NESTED)
+    ),
+    RecordedOutput("firefunction", "text before", f"Ok. functools[{json_call(NOW)}]", text="Ok.", calls=(NOW,)),
+    RecordedOutput(
+        "firefunction",
+        "prose",
+        "import functools\nfunctools.cache()",
+        text="import functools\nfunctools.cache()",
+    ),
+]
+FUNCTIONARY = [
+    RecordedOutput(
+        "functionary-tags",
+        "one call",
+        '<function=get_weather>{"city": "Paris"}</function>',
+        calls=(PARIS,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "functionary-tags",
+        "several calls",
+        f"Ok.<function=get_weather>{PARIS[1]}</function>\n<function=search>{NESTED[1]}</function>",
+        text="Ok.",
+        calls=(PARIS, NESTED),
+    ),
+    RecordedOutput("functionary-tags", "no arguments", "<function=now></function>", calls=(NOW,)),
+    RecordedOutput("functionary-tags", "truncated", '<function=now>{"a', calls=(("now", '{"a'),)),
+    RecordedOutput("functionary-tags", "prose", "a <function= b> <function>", text="a <function= b> <function>"),
+    RecordedOutput("functionary", "one call", f"get_weather\n{PARIS[1]}", calls=(PARIS,), enforced=True),
+    RecordedOutput(
+        "functionary",
+        "several calls",
+        f"all\nLet me see.\n>>>get_weather\n{PARIS[1]}>>>search\n{NESTED[1]}",
+        text="Let me see.",
+        calls=(PARIS, NESTED),
+    ),
+    RecordedOutput("functionary", "only text", "all\nHello.\nAll is well.", text="Hello.\nAll is well."),
+    RecordedOutput("functionary", "console", "all\n>>> print(1)\n1\n>>>x\n", text=">>> print(1)\n1\n>>>x\n"),
+    RecordedOutput("functionary", "continued text", "and so on", text="and so on"),
+    RecordedOutput("functionary", "truncated", 'get_weather\n{"ci', calls=(("get_weather", '{"ci'),)),
+]
+APERTUS = [
+    RecordedOutput(
+        "apertus",
+        "one call",
+        '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}]<|tools_suffix|>',
+        calls=(PARIS,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "apertus",
+        "several calls",
+        f'Ok.<|tools_prefix|>[{{"get_weather": {PARIS[1]}}}, {{"search": {NESTED[1]}}}]<|tools_suffix|>',
+        text="Ok.",
+        calls=(PARIS, NESTED),
+    ),
+    RecordedOutput("apertus", "no arguments", '<|tools_prefix|>[{"now": {}}]<|tools_suffix|>', calls=(NOW,)),
+    RecordedOutput("apertus", "truncated", '<|tools_prefix|>[{"now": {"a', calls=(("now", '{"a'),)),
+    RecordedOutput("apertus", "truncated in the name", 'Ok.<|tools_prefix|>[{"no', text="Ok."),
+    RecordedOutput("apertus", "prose", "<|tools_prefix|> is [1]", text="<|tools_prefix|> is [1]"),
+]
 BEGIN, CALL, SEPARATOR, CALL_END, END = (
     "<｜tool▁calls▁begin｜>",  # noqa: RUF001
     "<｜tool▁call▁begin｜>",  # noqa: RUF001
@@ -276,6 +376,21 @@ KIMI = [
     ),
     RecordedOutput(
         "kimi", "text before", f"Hm.{SECTION[0]}{kimi_call(ZURICH)}{SECTION[1]}", text="Hm.", calls=(ZURICH,)
+    ),
+    RecordedOutput(
+        "kimi",
+        "without section and end markers",
+        "".join(
+            kimi_call(call, number).removesuffix("<|tool_call_end|>") for number, call in enumerate((PARIS, NESTED))
+        ),
+        calls=(PARIS, NESTED),
+    ),
+    RecordedOutput(
+        "kimi",
+        "whitespace between the markers",
+        f"{SECTION[0]}\n<|tool_call_begin|> functions.now:0 <|tool_call_argument_begin|> {{}} <|tool_call_end|>\n"
+        f"{SECTION[1]}",
+        calls=(NOW,),
     ),
     RecordedOutput(
         "kimi", "truncated", f"{SECTION[0]}{kimi_call(PARIS)[:-21]}", calls=(("get_weather", '{"city": "Par'),)
@@ -343,12 +458,46 @@ HARMONY = [
     ),
     RecordedOutput("harmony", "truncated in the header", "<|channel|>commentary to=fun"),
     RecordedOutput(
+        "harmony",
+        "recipient before the analysis channel",
+        ' to=functions.get_weather<|channel|>analysis<|message|>{"city": "Paris"}<|call|>',
+        calls=(PARIS,),
+    ),
+    RecordedOutput(
+        "harmony",
+        "built-in tool",
+        f"{REASONING_MESSAGE}<|start|>assistant<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        reasoning="Hm, <b>.\n\nprint(1)",
+    ),
+    RecordedOutput(
+        "harmony",
+        "addressed to itself",
+        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=assistant<|channel|>final<|message|>Hi.",
+        text="Hi.",
+        reasoning="Hm.",
+    ),
+    RecordedOutput(
+        "harmony",
+        "space after markers",
+        "<|channel|> analysis<|message|> Hm.<|end|><|start|> assistant to=functions.get_weather<|channel|> commentary "
+        '<|constrain|>  json<|message|> {"city": "Paris"}<|end|><|start|> assistant<|channel|> final<|message|> Hi.',
+        text="Hi.",
+        reasoning="Hm.",
+        calls=(PARIS,),
+    ),
+    RecordedOutput(
         "harmony", "prompt ends inside the message", "Just words to=functions.x <", text="Just words to=functions.x <"
     ),
 ]
 JSON_OUTPUTS: list[RecordedOutput] = [
     *hermes("hermes"),
     *hermes("generic"),
+    *COHERE,
+    *GIGACHAT,
+    *FIREFUNCTION,
+    *FUNCTIONARY,
+    *APERTUS,
     *LLAMA,
     *MISTRAL,
     *NAMED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.tool_records import NESTED_PLAIN, NOW, PARIS, PARIS_2, ZURICH, RecordedOutput
+from support.tool_records import NESTED, NESTED_PLAIN, NOW, PARIS, PARIS_2, ZURICH, RecordedOutput
 
 
 def xml_call(name: str, **arguments: str) -> str:
@@ -96,6 +96,13 @@ QWEN_CODER = [
     ),
 ]
 SEED = [
+    RecordedOutput(
+        "seed",
+        "last newline of a value",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Bern\nRome\n</parameter>\n</function>\n</seed:tool_call>",
+        calls=(("get_weather", '{"city": "Bern\\nRome\\n"}'),),
+        enforced=True,
+    ),
     RecordedOutput(
         "seed",
         "one call",
@@ -313,6 +320,7 @@ GEMMA = [
     RecordedOutput(
         "gemma", "truncated", '<|tool_call>call:get_weather{city:<|"|>Par', calls=(("get_weather", '{"city": "Par'),)
     ),
+    RecordedOutput("gemma", "quoted keys", gemma_call('get_weather{"city":<|"|>Paris<|"|>}'), calls=(PARIS,)),
     RecordedOutput("gemma", "prose", "a <|tool_call> b", text="a <|tool_call> b"),
     RecordedOutput(
         "function-gemma",
@@ -336,4 +344,217 @@ GEMMA = [
     ),
     RecordedOutput("function-gemma", "prose", "<start_of <escape>", text="<start_of <escape>"),
 ]
-TEXT_OUTPUTS: list[RecordedOutput] = [*QWEN_CODER, *SEED, *MINIMAX, *GLM, *PYTHONIC, *LFM, *TOOL_CODE, *GEMMA]
+DSML = "｜DSML｜"  # noqa: RUF001
+
+
+def dsml_call(name: str, *arguments: tuple[str, str, str]) -> str:
+    """Write a call; arguments are (name, whether it is a string, value)."""
+    written = "".join(
+        f'<{DSML}parameter name="{key}" string="{is_string}">{value}</{DSML}parameter>\n'
+        for key, is_string, value in arguments
+    )
+    return f'<{DSML}invoke name="{name}">\n{written}</{DSML}invoke>\n'
+
+
+def dsml_block(*calls: str, block: str = "function_calls") -> str:
+    return f"<{DSML}{block}>\n{''.join(calls)}</{DSML}{block}>"
+
+
+NESTED_FILTERS = '{"limit": 3, "tags": ["a", "b\\"c"]}'
+DEEPSEEK_DSML = [
+    RecordedOutput(
+        "deepseek-dsml",
+        "one call",
+        dsml_block(dsml_call("get_weather", ("city", "true", "Paris"), ("days", "false", "2"))),
+        calls=(PARIS_2,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "deepseek-dsml",
+        "several calls",
+        "Ok.\n\n"
+        + dsml_block(
+            dsml_call("get_weather", ("city", "true", "Paris")),
+            dsml_call("search", ("filters", "false", NESTED_FILTERS), ("query", "true", "x")),
+        ),
+        text="Ok.",
+        calls=(PARIS, NESTED),
+    ),
+    RecordedOutput(
+        "deepseek-dsml",
+        "number as a string",
+        dsml_block(dsml_call("get_weather", ("city", "true", "12"), ("days", "true", "2"))),
+        calls=(("get_weather", '{"city": "12", "days": 2}'),),
+    ),
+    RecordedOutput("deepseek-dsml", "no arguments", dsml_block(dsml_call("now")), calls=(NOW,), enforced=True),
+    RecordedOutput(
+        "deepseek-dsml",
+        "truncated",
+        f'<{DSML}function_calls>\n<{DSML}invoke name="get_weather">\n<{DSML}parameter name="city" string="true">Par',
+        calls=(("get_weather", '{"city": "Par'),),
+    ),
+    RecordedOutput("deepseek-dsml", "prose", f"<{DSML} is a token", text=f"<{DSML} is a token"),
+    RecordedOutput(
+        "deepseek-dsml-calls",
+        "one call",
+        "\n\n" + dsml_block(dsml_call("get_weather", ("city", "true", "Zürich ☀️")), block="tool_calls"),
+        calls=(ZURICH,),
+    ),
+    RecordedOutput(
+        "deepseek-dsml-calls",
+        "call of another type",
+        dsml_block(
+            dsml_call("get_weather", ("city", "true", "Paris"), ("detailed", "false", "true")), block="tool_calls"
+        ),
+        calls=(("get_weather", '{"city": "Paris", "detailed": true}'),),
+        enforced=True,
+    ),
+]
+
+
+def kimi_k3_call(name: str, *arguments: tuple[str, str, str], index: int = 1) -> str:
+    """Write a call; arguments are (name, type, value)."""
+    written = "".join(
+        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+        for key, kind, value in arguments
+    )
+    return f'<|open|>call tool="{name}" index="{index}"<|sep|>{written}<|close|>call<|sep|>'
+
+
+def kimi_k3_block(*calls: str) -> str:
+    return f"<|open|>tools<|sep|>{''.join(calls)}<|close|>tools<|sep|>"
+
+
+KIMI_K3 = [
+    RecordedOutput(
+        "kimi-k3",
+        "one call",
+        kimi_k3_block(kimi_k3_call("get_weather", ("city", "string", "Paris"), ("days", "number", "2"))),
+        calls=(PARIS_2,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "kimi-k3",
+        "several calls",
+        "Ok."
+        + kimi_k3_block(
+            kimi_k3_call("now"),
+            kimi_k3_call("search", ("filters", "object", NESTED_FILTERS), ("query", "string", "x"), index=2),
+        ),
+        text="Ok.",
+        calls=(NOW, NESTED),
+    ),
+    RecordedOutput(
+        "kimi-k3",
+        "truncated",
+        kimi_k3_block(kimi_k3_call("get_weather", ("city", "string", "Par"))).partition("<|close|>")[0],
+        calls=(("get_weather", '{"city": "Par'),),
+    ),
+    RecordedOutput("kimi-k3", "prose", "an <|open|> call", text="an <|open|> call"),
+]
+
+
+def minicpm_call(name: str, **arguments: str) -> str:
+    written = "".join(f'<param name="{key}">{value}</param>' for key, value in arguments.items())
+    return f'<function name="{name}">{written}</function>'
+
+
+MINICPM = [
+    RecordedOutput(
+        "minicpm", "one call", minicpm_call("get_weather", city="Paris", days="2"), calls=(PARIS_2,), enforced=True
+    ),
+    RecordedOutput(
+        "minicpm",
+        "several calls",
+        f"Ok.\n{minicpm_call('get_weather', city='Paris')}\n{minicpm_call('now')}",
+        text="Ok.",
+        calls=(PARIS, NOW),
+    ),
+    RecordedOutput(
+        "minicpm",
+        "CDATA section",
+        minicpm_call("get_weather", city="<![CDATA[<b>Paris</param>\n]]>", days="<![CDATA[2]]>"),
+        calls=(("get_weather", '{"city": "<b>Paris</param>\\n", "days": 2}'),),
+    ),
+    RecordedOutput("minicpm", "truncated", '<function name="now"><param name="a">b', calls=(("now", '{"a": b'),)),
+    RecordedOutput("minicpm", "prose", 'a <function name="b"c>', text='a <function name="b"c>'),
+]
+MM = "]<]minimax[>["
+
+
+def minimax_m3_block(*calls: str) -> str:
+    return f"{MM}<tool_call>\n{''.join(calls)}{MM}</tool_call>"
+
+
+def element(key: str, value: str) -> str:
+    return f"{MM}<{key}>{value}{MM}</{key}>"
+
+
+def minimax_m3_call(name: str, *elements: str) -> str:
+    return f'{MM}<invoke name="{name}">{"".join(elements)}{MM}</invoke>\n'
+
+
+MINIMAX_M3 = [
+    RecordedOutput(
+        "minimax-m3",
+        "one call",
+        minimax_m3_block(minimax_m3_call("get_weather", element("city", "Paris"), element("days", "2"))),
+        calls=(PARIS_2,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "minimax-m3",
+        "nested",
+        minimax_m3_block(
+            minimax_m3_call(
+                "search",
+                element(
+                    "filters", element("limit", "3") + element("tags", element("item", "a") + element("item", 'b"c'))
+                ),
+                element("query", "x"),
+            )
+        ),
+        calls=(NESTED,),
+        enforced=True,
+    ),
+    RecordedOutput(
+        "minimax-m3",
+        "several calls",
+        "Ok." + minimax_m3_block(minimax_m3_call("get_weather", element("city", "Zürich ☀️")), minimax_m3_call("now")),
+        text="Ok.",
+        calls=(ZURICH, NOW),
+    ),
+    RecordedOutput(
+        "minimax-m3",
+        "elements in a string",
+        minimax_m3_block(minimax_m3_call("get_weather", element("city", element("b", "Paris")))),
+        calls=(("get_weather", f'{{"city": "{element("b", "Paris")}"}}'),),
+    ),
+    RecordedOutput(
+        "minimax-m3",
+        "unknown tool",
+        minimax_m3_block(minimax_m3_call("dance", element("steps", element("item", "1") + element("item", "b")))),
+        calls=(("dance", '{"steps": [1, "b"]}'),),
+    ),
+    RecordedOutput(
+        "minimax-m3",
+        "truncated",
+        minimax_m3_block(minimax_m3_call("get_weather", f"{MM}<city>Par")).partition("Par")[0] + "Par",
+        calls=(("get_weather", '{"city": "Par'),),
+    ),
+    RecordedOutput("minimax-m3", "prose", f"{MM} is a token", text=f"{MM} is a token"),
+]
+TEXT_OUTPUTS: list[RecordedOutput] = [
+    *QWEN_CODER,
+    *SEED,
+    *MINIMAX,
+    *GLM,
+    *PYTHONIC,
+    *LFM,
+    *TOOL_CODE,
+    *GEMMA,
+    *DEEPSEEK_DSML,
+    *KIMI_K3,
+    *MINICPM,
+    *MINIMAX_M3,
+]

@@ -132,7 +132,7 @@ class TextModel(Closeable):
 
         Args:
             messages: The question as text, or a list of (role, text) pairs, `Message` objects or OpenAI message
-                dictionaries.
+                dictionaries. The response continues a last message of the assistant.
             stream: Return a `ChatStream` that yields parts of the response as they are generated.
             n: Number of responses. They share one prefill; all but the first are in `ChatResponse.alternatives`.
             on_token: Called with each token of the first response; for a stream, when it is read.

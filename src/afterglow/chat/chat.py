@@ -16,13 +16,19 @@ from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Message, MessageLike, parse_messages
 from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputParser, PlainTextParser
-from afterglow.chat.output.reasoning import HARMONY_REASONING, ReasoningParser, detect_reasoning_format
+from afterglow.chat.output.reasoning import (
+    HARMONY_REASONING,
+    OutputPosition,
+    ReasoningParser,
+    detect_reasoning_format,
+)
 from afterglow.chat.prompt import ChatPrompt, PromptBuilder, Truncation
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.chat.tools.detection import detect_family
+from afterglow.chat.tools.families.harmony import HARMONY
 from afterglow.chat.tools.families.hermes import GENERIC
 from afterglow.chat.tools.family import ToolFamily
-from afterglow.chat.tools.text_tools import render_tools_as_text
+from afterglow.chat.tools.text_tools import add_tool_instructions, render_tools_as_text
 from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
@@ -52,7 +58,8 @@ class ChatPlan:
     prompt: ChatPrompt
     tools: tuple[Tool, ...]
     tool_choice: ResolvedToolChoice
-    starts_in_reasoning: bool  # the prompt ends inside reasoning
+    starts_in: OutputPosition  # where the prompt ends
+    prefill: Message | None  # beginning of the answer, which the prompt contains
     constraint: GrammarConstraint | None
     reasoning_budget: ReasoningBudget | None
     parse: Callable[[str], Any] | None  # parses the text of a complete answer
@@ -70,15 +77,24 @@ class ChatPlan:
     def create_parser(self) -> OutputParser:
         """Create the parser that splits one answer into text, reasoning and tool calls."""
         chat = self.chat
-        may_call = bool(self.tools) and self.tool_choice.mode != "none"
-        parser = (
-            chat.tool_family.create_parser(self.tools)
-            if may_call or chat.reasoning_format is HARMONY_REASONING
-            else PlainTextParser()
-        )
-        if chat.reasoning_format is None or chat.reasoning_format is HARMONY_REASONING:
+        tools = () if self.tool_choice.mode == "none" else self.tools
+        reasoning_format, family = chat.reasoning_format, chat.tool_family
+        if reasoning_format is HARMONY_REASONING:
+            parser = HARMONY.create_parser(tools)
+            if self.starts_in == "reasoning":
+                parser.feed(reasoning_format.start_tag)  # of which the rest follows
             return parser
-        return ReasoningParser(parser, chat.reasoning_format, starts_in_reasoning=self.starts_in_reasoning)
+        parses_calls = tools or family.text_start
+        create_parser = functools.partial(family.create_parser, tools) if parses_calls else PlainTextParser
+        if reasoning_format is None:
+            return create_parser()
+        return ReasoningParser(
+            create_parser,
+            reasoning_format,
+            starts_in=self.starts_in,
+            is_continued=self.prefill is not None,
+            call_starts=(*family.triggers, *family.other_starts) if tools else (),
+        )
 
 
 class Chat(Closeable):
@@ -113,21 +129,26 @@ class Chat(Closeable):
         tool_choice = parse_tool_choice(options.tool_choice, tools)
         reasoning = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
         response_format = parse_response_format(options.response_format)
-        parsed, placeholders = extract_media(parse_messages(messages), self._media_support(), self.media_policy)
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
-        prompt = self._build_prompt(parsed, tools, chat_template_kwargs, placeholders)
-        starts_in_reasoning = self.reasoning_format is not None and self.reasoning_format.is_open(prompt.text)
+        other_text = [tool.definition for tool in tools], chat_template_kwargs
+        parsed, placeholders = extract_media(
+            parse_messages(messages), self._media_support(), self.media_policy, *other_text
+        )
+        parsed, prefill = split_prefill(parsed)
+        prompt = self._build_prompt(parsed, prefill, tools, chat_template_kwargs, placeholders)
+        starts_in = self._find_output_position(prompt, prefill)
         return ChatPlan(
             chat=self,
             prompt=prompt,
             tools=tools,
             tool_choice=tool_choice,
-            starts_in_reasoning=starts_in_reasoning,
+            starts_in=starts_in,
+            prefill=prefill,
             constraint=self._build_constraint(
-                tool_choice, options.parallel_tool_calls, response_format.spec, reasoning, starts_in_reasoning
+                tool_choice, options.parallel_tool_calls, response_format.spec, reasoning, prompt, starts_in, prefill
             ),
-            reasoning_budget=self._build_reasoning_budget(reasoning, starts_in_reasoning),
-            parse=response_format.parse,
+            reasoning_budget=self._build_reasoning_budget(reasoning, starts_in),
+            parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
         )
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
@@ -149,9 +170,19 @@ class Chat(Closeable):
 
     @functools.cached_property
     def tool_family(self) -> ToolFamily:
-        """Tool call format of the model; the generic one if its template does not render tools."""
+        """Tool call format of the model; the generic one if its template does not render tools, unless the family has
+        instructions that describe them."""
         family = detect_family(self._template_source)
-        return family if family is GENERIC or self._template.get_capabilities().supports_tools else GENERIC
+        return family if family is GENERIC or family.instructions or self._renders_tools else GENERIC
+
+    @property
+    def _renders_tools(self) -> bool:
+        return self._template.get_capabilities().supports_tools
+
+    @property
+    def _text_start(self) -> str:
+        """Text before the visible text of every answer."""
+        return (self.reasoning_format.text_start if self.reasoning_format else "") or self.tool_family.text_start
 
     @functools.cached_property
     def stop_tokens(self) -> frozenset[int]:
@@ -162,9 +193,9 @@ class Chat(Closeable):
     @functools.cached_property
     def _visible_control_tokens(self) -> frozenset[int]:
         """Control tokens whose text the parsers need."""
-        reasoning_format = self.reasoning_format
-        tags = () if reasoning_format is None else (reasoning_format.start_tag, reasoning_format.end_tag)
-        markers = " ".join((*self.tool_family.markers, *tags))
+        reasoning_format, family = self.reasoning_format, self.tool_family
+        tags = () if reasoning_format is None else reasoning_format.tags
+        markers = " ".join((*(HARMONY if reasoning_format is HARMONY_REASONING else family).markers, *tags))
         return frozenset(token for text, token in self._vocabulary.control_tokens_by_text.items() if text in markers)
 
     def piece(self, token: int) -> bytes:
@@ -174,6 +205,7 @@ class Chat(Closeable):
     def _build_prompt(
         self,
         messages: list[Message],
+        prefill: Message | None,
         tools: tuple[Tool, ...],
         chat_template_kwargs: Mapping[str, Any],
         placeholders: MediaPlaceholders,
@@ -182,9 +214,28 @@ class Chat(Closeable):
         definitions = [tool.definition for tool in tools]
         if uses_tools and self.tool_family is GENERIC:
             messages, definitions = render_tools_as_text(messages, tools), []
+        elif tools and not self._renders_tools:
+            messages, definitions = add_tool_instructions(messages, tools, self.tool_family.instructions), []
         return self._prompt_builder.build(
-            messages, tools=definitions, chat_template_kwargs=chat_template_kwargs, placeholders=placeholders
+            messages,
+            tools=definitions,
+            chat_template_kwargs=chat_template_kwargs,
+            placeholders=placeholders,
+            continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
         )
+
+    def _write_continuation(self, prefill: Message, prompt: str, escape: Callable[[str], str]) -> str:
+        """Write the beginning of the answer after the rendered prompt. Only the tags may be control tokens."""
+        reasoning, text = escape(prefill.reasoning or ""), escape(prefill.content)
+        if self.reasoning_format is None:
+            return text and self.tool_family.text_start + text
+        return self.reasoning_format.write_continuation(prompt, reasoning, text)
+
+    def _find_output_position(self, prompt: ChatPrompt, prefill: Message | None) -> OutputPosition:
+        if prefill is not None and prefill.content:
+            return "answer"
+        is_open = self.reasoning_format is not None and self.reasoning_format.is_open(prompt.text)
+        return "reasoning" if is_open or (prefill is not None and prefill.reasoning) else "turn"
 
     # --- output constraints
 
@@ -194,24 +245,38 @@ class Chat(Closeable):
         parallel: bool,
         spec: grammar.GrammarSpec | None,
         reasoning: ReasoningOptions,
-        starts_in_reasoning: bool,
+        prompt: ChatPrompt,
+        starts_in: OutputPosition,
+        prefill: Message | None,
     ) -> GrammarConstraint | None:
         if tool_choice.mode == "auto" and tool_choice.tools and spec is None and self.tool_family.triggers:
             return self._build_triggered_constraint(tool_choice, parallel)
-        final_spec = None if spec is None else self._wrap_final_channel(spec)
-        output_spec = self._build_output_spec(tool_choice, parallel, final_spec)
+        has_text_start = starts_in == "answer" or self._ends_with_text_start(prompt.text)
+        wrap_text = (lambda text_spec: text_spec) if has_text_start else self._wrap_text
+        final_spec = None if spec is None else wrap_text(spec)
+        output_spec = self._build_output_spec(tool_choice, parallel, final_spec, wrap_text)
         if output_spec is None:
             return None
-        if self.reasoning_format is not None and (reasoning.allowed or starts_in_reasoning):
+        if starts_in == "answer":
+            prefix = prefill.content.encode() if spec is not None and prefill is not None else b""
+            return GrammarConstraint(grammar=grammar.build_grammar(output_spec), prefix=prefix)
+        if self.reasoning_format is not None and (reasoning.allowed or starts_in == "reasoning"):
             return GrammarConstraint(
                 grammar=grammar.build_reasoning_grammar(
-                    output_spec, self.reasoning_format, self._write_literal, starts_in_reasoning=starts_in_reasoning
+                    output_spec,
+                    self.reasoning_format,
+                    self._write_literal,
+                    starts_in_reasoning=starts_in == "reasoning",
                 )
             )
         return GrammarConstraint(grammar=grammar.build_grammar(output_spec))
 
     def _build_output_spec(
-        self, tool_choice: ResolvedToolChoice, parallel: bool, spec: grammar.GrammarSpec | None
+        self,
+        tool_choice: ResolvedToolChoice,
+        parallel: bool,
+        spec: grammar.GrammarSpec | None,
+        wrap_text: Callable[[grammar.GrammarSpec], grammar.GrammarSpec],
     ) -> grammar.GrammarSpec | None:
         """Build the grammar of the answer after reasoning: tool calls, text that fits `spec`, or either."""
         if not tool_choice.tools:
@@ -219,11 +284,7 @@ class Chat(Closeable):
         if tool_choice.mode == "none":
             control = self._vocabulary.control_tokens_by_text  # a grammar cannot exclude control tokens as text
             forbidden = [text for text in self.tool_family.triggers if text not in control]
-            return (
-                self._wrap_final_channel(grammar.build_exclusion_spec(forbidden))
-                if spec is None and forbidden
-                else spec
-            )
+            return wrap_text(grammar.build_exclusion_spec(forbidden)) if spec is None and forbidden else spec
         try:
             calls = {
                 "lark_grammar": self.tool_family.build_calls_grammar(tool_choice.tools, parallel, self._write_literal)
@@ -234,9 +295,7 @@ class Chat(Closeable):
             return None
         if tool_choice.mode == "required":
             return calls
-        return grammar.build_alternatives_spec(
-            calls, self._wrap_final_channel(grammar.build_prose_spec()) if spec is None else spec
-        )
+        return grammar.build_alternatives_spec(calls, wrap_text(grammar.build_prose_spec()) if spec is None else spec)
 
     def _build_triggered_constraint(self, tool_choice: ResolvedToolChoice, parallel: bool) -> GrammarConstraint | None:
         """Build a constraint that leaves text free and enforces the schema of a tool call once one begins.
@@ -258,13 +317,16 @@ class Chat(Closeable):
             return None
         return GrammarConstraint(triggers=triggers, stop_after_first=not parallel)
 
-    def _wrap_final_channel(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
-        """Wrap a spec of visible text in harmony's final channel, if the model uses that format."""
-        if self.reasoning_format is not HARMONY_REASONING:
+    def _wrap_text(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
+        """Put the text that begins visible text before a spec, if the format has one (the final channel of harmony)."""
+        if not self._text_start:
             return spec
         first, *others = grammar.flatten_spec(spec)
-        lark = f"start: {self._write_literal('<|channel|>final<|message|>')} @text"
+        lark = f"start: {self._write_literal(self._text_start)} @text"
         return {"lark_grammar": lark, "others": [{"name": "text", **first}, *others]}
+
+    def _ends_with_text_start(self, prompt: str) -> bool:
+        return bool(self._text_start) and prompt.rstrip().endswith(self._text_start)
 
     def _write_literal(self, text: str) -> str:
         """Format a text as grammar literals, with control tokens by number."""
@@ -277,13 +339,25 @@ class Chat(Closeable):
             f"<[{control[piece]}]>" if piece in control else grammar.quote_literal(piece) for piece in pieces
         )
 
-    def _build_reasoning_budget(self, reasoning: ReasoningOptions, starts_in_reasoning: bool) -> ReasoningBudget | None:
-        if self.reasoning_format is None or reasoning.budget_tokens is None:
+    def _build_reasoning_budget(self, reasoning: ReasoningOptions, starts_in: OutputPosition) -> ReasoningBudget | None:
+        if self.reasoning_format is None or reasoning.budget_tokens is None or starts_in == "answer":
             return None
         return ReasoningBudget(
             max_tokens=reasoning.budget_tokens,
             start_marker=self.reasoning_format.start_tag.encode(),
             end_marker=self.reasoning_format.end_tag.encode(),
             closing_tokens=tuple(self._vocabulary.tokenize(self.reasoning_format.forced_ending, parse_special=True)),
-            starts_open=starts_in_reasoning,
+            starts_open=starts_in == "reasoning",
         )
+
+
+def split_prefill(messages: list[Message]) -> tuple[list[Message], Message | None]:
+    """Split off a last message of the assistant, which the answer continues. Tool calls are complete."""
+    if len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls:
+        return messages[:-1], messages[-1]
+    return messages, None
+
+
+def parse_with_prefix(parse: Callable[[str], Any] | None, prefix: str) -> Callable[[str], Any] | None:
+    """Return a function that parses an answer without its prefix, which the client has."""
+    return parse if parse is None or not prefix else lambda text: parse(prefix + text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -129,6 +129,19 @@ def to_template_message(message: Message, capabilities: TemplateCapabilities = D
     if capabilities.requires_reasoning and message.role == "assistant":
         return add_reasoning(fields, capabilities.reasoning_field, "")
     return fields
+
+
+def map_strings(value: Any, convert: Callable[[str], str]) -> Any:
+    """Return a JSON value with every string in it converted, keys included.
+
+    >>> map_strings({"a": ["b", 1]}, str.upper)
+    {'A': ['B', 1]}
+    """
+    if isinstance(value, str):
+        return convert(value)
+    if isinstance(value, Mapping):
+        return {map_strings(key, convert): map_strings(item, convert) for key, item in value.items()}
+    return [map_strings(item, convert) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_openai_message(message: Message) -> dict[str, Any]:

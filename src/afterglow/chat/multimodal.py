@@ -10,10 +10,10 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from afterglow.chat.content import DecodeMedia, load_attachments
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import Message, to_template_message
 from afterglow.engine.multimodal.encoder_cache import MediaEntry
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.engine.types.media import MediaContent, MediaPart
@@ -78,9 +78,11 @@ def get_media_label(kinds: Collection[Modality]) -> str:
 
 
 def extract_media(
-    messages: Sequence[Message], media_support: MediaSupport, policy: MediaPolicy = INLINE_ONLY
+    messages: Sequence[Message], media_support: MediaSupport, policy: MediaPolicy = INLINE_ONLY, *other_text: Any
 ) -> tuple[list[Message], MediaPlaceholders]:
     """Replace attachments by placeholders. Return the messages and the loaded and measured media.
+
+    `other_text` is rendered beside the messages, e.g. tools.
 
     Raises `UnsupportedMedia` for the first attachment that the model does not support, unless such are stripped.
     """
@@ -88,7 +90,7 @@ def extract_media(
     attachments = [attachment for message in filtered for attachment in message.attachments]
     if not attachments:
         return filtered, NO_MEDIA
-    delimiter = find_unused_character(messages)
+    delimiter = find_unused_character(messages, *other_text)
     media = media_support.measure(load_attachments(attachments, policy, media_support.decode))
     first_number = 0
     for index, message in enumerate(filtered):
@@ -157,13 +159,21 @@ def expand_placeholders(
     return tuple(entries), [*positions, len(entries)], media_parts
 
 
-def find_unused_character(messages: Sequence[Message]) -> str:
-    """Return a private-use character that occurs nowhere in the messages."""
-    used = set().union(*(message.content + (message.reasoning or "") for message in messages)) if messages else set()
-    used |= set().union(*(call.arguments for message in messages for call in message.tool_calls), set())
+def find_unused_character(messages: Sequence[Message], *values: Any) -> str:
+    """Return a private-use character that occurs nowhere in the messages and the values."""
+    used = _collect_characters([*map(to_template_message, messages), *values])
     for code in PRIVATE_USE_CODE_POINTS:
         if chr(code) not in used:
             return chr(code)
     raise InvalidArgument(
         "messages", f"contain all {len(PRIVATE_USE_CODE_POINTS):,} private-use characters: one must be unused"
     )
+
+
+def _collect_characters(value: Any) -> set[str]:
+    """Return all characters of the strings in a value, keys included."""
+    if isinstance(value, str):
+        return set(value)
+    if isinstance(value, Mapping):
+        return set().union(*map(_collect_characters, value), *map(_collect_characters, value.values()))
+    return set().union(*map(_collect_characters, value)) if isinstance(value, list | tuple) else set()

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.control_tokens import ControlTokenEscaper
+from afterglow.chat.messages import Message
 from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.engine.types.entries import Entry, Media
@@ -82,6 +83,7 @@ class PromptBuilder:
         self._control_tokens = vocabulary.control_tokens_by_text
         texts = sorted(self._control_tokens, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._escaper = ControlTokenEscaper(self._control_tokens, template.source)
         self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
         self._tokenized_spans: OrderedDict[str, list[int]] = OrderedDict()
 
@@ -92,12 +94,19 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
         placeholders: MediaPlaceholders = NO_MEDIA,
+        continuation: Callable[[str, Callable[[str], str]], str] | None = None,
     ) -> ChatPrompt:
-        """Build the prompt for the next assistant message. `placeholders` are the media of the messages."""
-        separator = find_unused_character(messages)
-        escaped = [self._escape_message(message, separator) for message in messages]
-        options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        text = self._template.render(escaped, **options)
+        """Build the prompt for the next assistant message. `placeholders` are the media of the messages.
+
+        `continuation` writes the beginning of that message: it gets the rendered text and a function that escapes
+        client text.
+        """
+        separator = find_unused_character(messages, list(tools), chat_template_kwargs)
+        escape = functools.cache(functools.partial(self._escaper.escape, separator=separator))
+        options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, "escape": escape}
+        text = self._template.render(messages, **options)
+        if continuation is not None:
+            text += continuation(text, escape)
         tokens = self._tokenize_with_placeholders(text, separator, placeholders)
         boundaries, system_length = set[int](), 0
         if self._has_boundaries:
@@ -109,7 +118,7 @@ class PromptBuilder:
                 placeholders=placeholders,
                 **options,
             )
-            boundaries, system_length = self._find_boundaries(escaped, separator, count_shared_tokens, bool(tools))
+            boundaries, system_length = self._find_boundaries(messages, separator, count_shared_tokens, bool(tools))
         entries, positions, media = expand_placeholders(tokens, placeholders)
         return ChatPrompt(
             entries=entries,
@@ -204,24 +213,6 @@ class PromptBuilder:
     def _choose_boundary_counts(self, messages: Sequence[Message], system_count: int) -> set[int]:
         """Return after how many messages a later prompt is likely to diverge: the system messages and the last ones."""
         return {system_count, *range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)} - {0}
-
-    def _escape_message(self, message: Message, separator: str) -> Message:
-        """Break up control-token texts in the content with the separator, so that they are tokenized as text."""
-        texts = (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls))
-        if not any(map(self._control_pattern.search, texts)):
-            return message
-        return replace(
-            message,
-            content=self._escape_control_tokens(message.content, separator),
-            reasoning=None if message.reasoning is None else self._escape_control_tokens(message.reasoning, separator),
-            tool_calls=tuple(
-                ToolCall(id=call.id, name=call.name, arguments=self._escape_control_tokens(call.arguments, separator))
-                for call in message.tool_calls
-            ),
-        )
-
-    def _escape_control_tokens(self, text: str, separator: str) -> str:
-        return self._control_pattern.sub(lambda match: match[0][:1] + separator + match[0][1:], text)
 
 
 def count_system_messages(messages: Sequence[Message]) -> int:

@@ -25,7 +25,7 @@ def parse(pieces: list[bytes], stops: list[str]) -> tuple[ParsedOutput, str | No
     """Parse as `ChatStream` does, after the engine's stop matcher."""
     matcher = StopMatcher([stop.encode() for stop in stops])
     detokenizer = Detokenizer(stops)
-    parser = ReasoningParser(TOOL_FAMILIES["hermes"].create_parser(TOOLS, lambda: "id"), THINK)
+    parser = ReasoningParser(lambda: TOOL_FAMILIES["hermes"].create_parser(TOOLS, lambda: "id"), THINK)
     parts, matched = [], None
     for piece in pieces:
         parts += parser.feed(detokenizer.feed(piece))

@@ -15,6 +15,8 @@ from afterglow.chat.output.reasoning import (
     detect_reasoning_format,
     find_overlap,
 )
+from afterglow.chat.tools.families.hermes import HERMES
+from afterglow.chat.tools.tool import parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
 THINK = next(format for format in REASONING_FORMATS if format.start_tag == "<think>")
@@ -26,7 +28,7 @@ for_each_tag_format = pytest.mark.parametrize(
 
 
 def parse(text: str, positions: list[int] | None = None, *, format=THINK, open: bool = False):
-    parser = ReasoningParser(PlainTextParser(), format, starts_in_reasoning=open)
+    parser = ReasoningParser(PlainTextParser, format, starts_in="reasoning" if open else "turn")
     pieces = [text[a:b] for a, b in zip([0, *(positions or [])], [*(positions or []), len(text)], strict=True)]
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return join_parts(parts + parser.finish())
@@ -61,7 +63,7 @@ def test_empty_reasoning_is_dropped():
 
 
 def test_reasoning_is_streamed():
-    parser = ReasoningParser(PlainTextParser(), THINK, starts_in_reasoning=True)
+    parser = ReasoningParser(PlainTextParser, THINK, starts_in="reasoning")
     assert parser.feed("Hm,") == [ReasoningDelta("Hm,")]
     assert parser.feed(" so </") == [ReasoningDelta(" so")]
     assert parser.feed("b> it is </think> Y") == [ReasoningDelta(" </b> it is"), TextDelta("Y")]
@@ -88,6 +90,17 @@ def test_the_reasoning_format_is_detected_from_the_template():
     assert detect_reasoning_format("[THINK]").end_tag == "[/THINK]"
     assert detect_reasoning_format("<|im_start|>{{ role }}") is None
     assert detect_reasoning_format(None) is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n",  # Phi
+        "<|begin|>user<|content|>{{ messages[0].content }}<|end|><|begin|>assistant",  # Solar-Open
+    ],
+)
+def test_a_template_whose_turns_end_with_end_is_not_harmony(template):
+    assert detect_reasoning_format(template) is None
 
 
 def test_a_prompt_that_ends_inside_reasoning_is_detected():
@@ -123,3 +136,103 @@ def test_reasoning_is_rejected_without_template_support(value):
     with pytest.raises(UnsupportedOption, match="does not support reasoning"):
         parse_reasoning_options(value, None, "<|im_start|>")
     assert parse_reasoning_options(False, None, "<|im_start|>").budget_tokens == 0  # off is always possible
+
+
+# --- formats with tags around the text, or with reasoning between texts
+
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+TOOLS = parse_tools([{"type": "function", "function": {"name": "now"}}])
+
+
+def parse_calls(template: str, text: str, *, open: bool = False):
+    """Parse as one text and character by character; both must give the same output."""
+    format = detect_reasoning_format(template)
+    outputs = []
+    for pieces in ([text], list(text)):
+        parser = ReasoningParser(
+            lambda: HERMES.create_parser(TOOLS, lambda: "id"),
+            format,
+            starts_in="reasoning" if open else "turn",
+            call_starts=HERMES.triggers,
+        )
+        outputs.append(join_parts([part for piece in pieces for part in parser.feed(piece)] + parser.finish()))
+    assert outputs[0] == outputs[1]
+    return outputs[0].reasoning, outputs[0].text, len(outputs[0].tool_calls)
+
+
+GEMMA = "<|channel>thought\n<channel|>"
+COHERE = "<|START_THINKING|><|START_RESPONSE|>"
+KIMI_K3 = "<|open|><|close|><|sep|><|end_of_msg|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (GEMMA, "<|channel>thought\nHm.\n<channel|>Yes", ("Hm.", "Yes", 0)),
+        (GEMMA, "<|channel>thought<channel|>Yes<channel|>", ("", "Yes", 0)),
+        (GEMMA, "<|channel><|channel>thought\n<channel|>Yes<|channel>thought\n<channel|><channel|>", ("", "Yes", 0)),
+        (GEMMA, f"<|channel>thought\nHm.<channel|>{CALL}<|channel>thought\nSo.<channel|>Yes", ("Hm.\n\nSo.", "Yes", 1)),
+        (COHERE, "<|START_RESPONSE|>Yes<|END_RESPONSE|>", ("", "Yes", 0)),
+        (COHERE, "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>", ("Hm.", "Yes", 0)),
+        ("<|START_THINKING|><|START_TEXT|>", "<|END_THINKING|><|START_TEXT|>Yes<|END_TEXT|>", ("", "Yes", 0)),
+        ("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes", ("Hm.", "Yes", 0)),
+        ("<|think|><|content|>", "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes", ("Hm.", "Yes", 0)),
+        ("<|think|><|content|>", "<|content|>Yes", ("", "Yes", 0)),
+        (KIMI_K3, "<|open|>response<|sep|>Yes<|close|>response<|sep|><|close|>message<|sep|>", ("", "Yes", 0)),
+        ("<mm:think>", "</mm:think>Yes", ("", "Yes", 0)),
+        ("<mm:think>", f"<mm:think>Hm.</mm:think>{CALL}", ("Hm.", "", 1)),
+    ],
+)
+def test_tags_are_part_of_neither_reasoning_nor_text(template, text, expected):
+    assert parse_calls(template, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CALL, ("", "", 1)),
+        (f"Hm.\n\n{CALL}", ("Hm.", "", 1)),
+        (f"Hm. {CALL}\n{CALL}", ("Hm.", "", 2)),
+        (f"Hm. {CALL[:30]}", ("Hm.", "", 1)),  # truncated
+        (f"I use <tool_call> tags. {CALL}", ("I use <tool_call> tags.", "", 1)),
+        (f"I could write {CALL}.</think>Yes", (f"I could write {CALL}.", "Yes", 0)),  # reasoning that was closed
+        ("I use <tool_call> tags", ("I use <tool_call> tags", "", 0)),
+        ("I use <tool_call", ("I use <tool_call", "", 0)),
+        (f"Hm.</think>{CALL}", ("Hm.", "", 1)),
+    ],
+)
+def test_a_call_inside_reasoning_that_is_never_closed_is_a_call(text, expected):
+    """Qwen 3.5 and Kimi call at once if the template opened the reasoning."""
+    assert parse_calls("<think>", text, open=True) == expected
+    assert parse_calls("<think>", f"<think>{text}") == expected
+
+
+def test_reasoning_streams_after_a_mention_of_the_call_tag():
+    parser = ReasoningParser(
+        lambda: HERMES.create_parser(TOOLS), THINK, starts_in="reasoning", call_starts=HERMES.triggers
+    )
+    assert parser.feed("A <tool_call> is") == [ReasoningDelta("A <tool_call> is")]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "reasoning", "text", "expected"),
+    [
+        ("<think>", "assistant\n", "", "Yes", "Yes"),
+        ("<think>", "assistant\n", "Hm", "Yes", "<think>Hm\n</think>\n\nYes"),
+        ("<think>", "assistant\n<think>\n", "", "Yes", "\n</think>\n\nYes"),
+        ("<think>", "assistant\n<think>\n", "Hm", "", "Hm"),
+        (
+            "<|channel|><|message|>",
+            "<|start|>assistant",
+            "Hm",
+            "Yes",
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        ),
+        ("<|channel|><|message|>", "<|start|>assistant", "", "Yes", "<|channel|>final<|message|>Yes"),
+        (COHERE, "<|CHATBOT_TOKEN|>", "", "Yes", "<|START_RESPONSE|>Yes"),
+        (COHERE, "<|START_THINKING|>", "", "Yes", "<|END_THINKING|><|START_RESPONSE|>Yes"),
+        (KIMI_K3, "<|open|>response<|sep|>", "", "Yes", "Yes"),
+    ],
+)
+def test_an_answer_is_continued_with_the_tags_of_its_format(template, prompt, reasoning, text, expected):
+    assert detect_reasoning_format(template).write_continuation(prompt, reasoning, text) == expected

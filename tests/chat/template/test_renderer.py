@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+
 import pytest
 
 from afterglow.chat.messages import Message, parse_messages, to_template_message
@@ -118,3 +121,50 @@ def test_an_invalid_message_is_an_error_that_names_the_field(value, where):
     with pytest.raises(InvalidArgument) as caught:
         parse_messages(value)
     assert caught.value.name == where
+
+
+NOON = datetime.datetime(2026, 3, 5, 12, 0)
+# As in the templates of Llama 3.1 and 3.3, and of firefunction-v2.
+LLAMA = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}Today: {{ date_string }}"
+FIREFUNCTION = "{{ functions + ' Today is ' + datetime + '. ' }}{{ messages[0].content }}"
+
+
+def test_templates_get_the_date():
+    with ChatTemplate(LLAMA, clock=lambda: NOON) as template:
+        assert template.render(CONVERSATION) == "Today: 05 Mar 2026"
+        assert template.render(CONVERSATION, chat_template_kwargs={"date_string": "1 May"}) == "Today: 1 May"
+
+
+def test_a_template_that_reads_functions_gets_the_tools_as_json():
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    with ChatTemplate(FIREFUNCTION, clock=lambda: NOON) as template:
+        assert template.get_capabilities().supports_tools
+        assert template.render(CONVERSATION) == "[] Today is Mar 05 2026. Be brief."
+        text, _, _ = template.render(CONVERSATION, tools=[tool]).partition(" Today")
+    assert json.loads(text) == [tool["function"]]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("<think>{% if not enable_thinking %}</think>{% endif %}", "<think>"),  # QwQ, R1-Distill, Command R7B
+        ("<think>{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}", "<think>"),
+        ("<think>{% if not enable_thinking | default(false) %}</think>{% endif %}", "<think></think>"),
+    ],
+)
+def test_a_template_that_expects_enable_thinking_lets_the_model_reason(source, expected):
+    assert render(source) == expected
+    assert render(source, chat_template_kwargs={"enable_thinking": False}) == "<think></think>"
+
+
+def test_every_string_of_the_client_is_escaped():
+    source = "{{ messages | tojson }}{{ tools | tojson }}{{ extra | tojson }}{{ bos_token }}"
+    call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": '{"a": "\\u0061"}'}}
+    messages = [{"role": "assistant", "content": "a", "reasoning_content": "a", "tool_calls": [call], "name": "a"}]
+    tools = [{"type": "function", "function": {"name": "a", "parameters": {"a": ["a"]}}}]
+    text = render(
+        source, parse_messages(messages), tools=tools, chat_template_kwargs={"extra": {"a": ["a"]}}, escape=str.upper
+    )
+    assert '"a"' not in text
+    assert text.count('"A"') == 12
+    assert text.endswith("<s>")

@@ -32,6 +32,19 @@ TEMPLATES = [
     ("{% if tools %}<TOOLCALL>[", "nemotron"),
     ("{% if tools %}<tool_calls>[", "apriel"),
     ("{% if tools %}<|tool_call_start|>[", "lfm"),
+    ("{% for c in m.tool_calls %}<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "deepseek-named"),  # noqa: RUF001 - V3.1: no tools
+    ("{% if tools %}<' + '｜DSML｜' + 'function_calls>", "deepseek-dsml"),  # noqa: RUF001
+    ("{% if tools %}<' + '｜DSML｜' + 'tool_calls>", "deepseek-dsml-calls"),  # noqa: RUF001
+    ("{% if tools %}<|open|><|close|><|sep|><|end_of_msg|>", "kimi-k3"),
+    ('{% if tools %}]<]minimax[>[<invoke name="f">', "minimax-m3"),
+    ('{% if tools %}<|START_ACTION|>[{"tool_name": "f"}]', "cohere"),
+    ('{% if tools %}<function name="f"><param name="k"><![CDATA[', "minicpm"),
+    ("{% if tools %}<|function_call|>", "gigachat"),
+    ("{% if tools %}<|message_sep|><|role_sep|>function call", "gigachat-role"),
+    ("{% if tools %}<function=f>{}</function>", "functionary-tags"),
+    ("{% if tools %}>>>${recipient} >>>all", "functionary"),
+    ("{{ functions }} functools[", "firefunction"),
+    ("{% if tools %}<|tools_prefix|>[<|tools_suffix|>", "apertus"),
 ]
 
 

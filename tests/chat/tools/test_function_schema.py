@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
+from pydantic import Field
 
 from afterglow.chat.tools.tool import parse_tools
 from afterglow.errors import InvalidArgument
@@ -190,3 +191,22 @@ def test_an_unresolvable_hint_is_reported() -> None:
 
     with pytest.raises(InvalidArgument, match=r"tools\[0\]\.unresolvable.*Nowhere"):
         parse_tools([unresolvable])
+
+
+def test_annotations_describe_and_limit_a_parameter():
+    def plan(
+        city: Annotated[str, "Where to go", Field(min_length=2)],
+        days: Annotated[int, Field(ge=1, le=9, description="How long")],
+        stops: Annotated[list[str], Field(max_length=2)] = (),
+    ) -> str:
+        return f"{city} {days} {len(stops)}"
+
+    (tool,) = parse_tools([plan])
+    assert tool.parameters["properties"] == {
+        "city": {"type": "string", "description": "Where to go", "minLength": 2},
+        "days": {"type": "integer", "description": "How long", "minimum": 1, "maximum": 9},
+        "stops": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+    }
+    assert tool.call('{"city": "Rome", "days": 3}') == "Rome 3 0"
+    with pytest.raises(InvalidArgument, match=r"plan\.arguments\.days.*less than or equal to 9"):
+        tool.call('{"city": "Rome", "days": 12}')

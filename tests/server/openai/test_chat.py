@@ -130,6 +130,17 @@ def test_the_output_conforms_to_a_json_schema(server: ServerProcess) -> None:
     assert completion["choices"][0]["finish_reason"] == "stop"
 
 
+def test_a_trailing_assistant_message_is_continued(server: ServerProcess) -> None:
+    """The tiny model writes the alphabet from the letter that it reads last."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "xyz and abc"}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+    with server.client() as client:
+        completion = client.chat.completions.create(**options)
+        chunks = list(client.chat.completions.create(**options, stream=True))
+    assert completion.choices[0].message.content == "defg"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "defg"
+
+
 def test_an_unknown_model_gets_404(server: ServerProcess) -> None:
     with server.client() as client, pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)

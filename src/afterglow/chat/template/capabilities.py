@@ -19,6 +19,10 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning", "thought")
 DEVELOPER_ROLE = re.compile(r"""["']developer["']""")  # most templates print any role; a few handle this one
 REASONING_CONTENT_PART = "part"  # reasoning is a content part of type `thinking`
 
+JINJA_TAG = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+STRING_LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+UNDEFINED_THINKING_TEST = re.compile(r"\benable_thinking\s*(?:\||is\s+(?:not\s+)?defined)")
+
 TemplateDict: TypeAlias = dict[str, Any]
 
 
@@ -85,6 +89,28 @@ def build_probe_tool(name: str) -> list[TemplateDict]:
     place = {"type": "string", "description": "where"}
     parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
     return [{"type": "function", "function": {"name": name, "description": "what", "parameters": parameters}}]
+
+
+def reads_variable(template: str, name: str) -> bool:
+    """Return whether the template reads a variable.
+
+    >>> reads_variable("{% if tools %}", "tools"), reads_variable("{{ 'no tools' }}", "tools")
+    (True, False)
+    """
+    pattern = re.compile(rf"\b{name}\b")
+    return any(pattern.search(STRING_LITERAL.sub("", tag)) for tag in JINJA_TAG.findall(template))
+
+
+def requires_thinking_variable(template: str) -> bool:
+    """Return whether the template forbids reasoning if `enable_thinking` is undefined, without testing for that: it
+    expects the variable from every caller.
+
+    >>> requires_thinking_variable("{% if not enable_thinking %}</think>{% endif %}")
+    True
+    >>> requires_thinking_variable("{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}")
+    False
+    """
+    return "not enable_thinking" in template and UNDEFINED_THINKING_TEST.search(template) is None
 
 
 class _TemplateProbe:

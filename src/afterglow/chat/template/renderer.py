@@ -17,10 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from afterglow.chat.messages import Message, to_template_message
+from afterglow.chat.messages import Message, map_strings, to_template_message
 from afterglow.chat.template import sandbox_child
 from afterglow.chat.template.adapter import adapt_messages, iter_fallbacks
-from afterglow.chat.template.capabilities import TemplateCapabilities, TemplateDict, detect_capabilities
+from afterglow.chat.template.capabilities import (
+    TemplateCapabilities,
+    TemplateDict,
+    detect_capabilities,
+    reads_variable,
+    requires_thinking_variable,
+)
 from afterglow.closeable import Closeable
 from afterglow.errors import InvalidTemplate
 
@@ -55,7 +61,11 @@ class ChatTemplate(Closeable):
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
         self.source = CHATML if source is None else source
-        self._variables = dict(variables or {})
+        self._variables = {
+            **(variables or {}),
+            **({"enable_thinking": True} if requires_thinking_variable(self.source) else {}),
+        }
+        self._reads_functions = reads_variable(self.source, "functions") and not reads_variable(self.source, "tools")
         self._clock = clock
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -68,25 +78,33 @@ class ChatTemplate(Closeable):
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        escape: Callable[[str], str] = str,
     ) -> str:
         """Render a conversation to text. With `add_generation_prompt`, the text ends where the answer begins.
 
         The messages are adapted to the capabilities of the template, which are detected once. If the template rejects
         them nevertheless, the fallbacks of `template.adapter` are tried in turn. If it rejects all of them, raise
         `InvalidTemplate` with the first reason and its line. `chat_template_kwargs` are variables of the template,
-        e.g. `enable_thinking`. Everything together takes at most five seconds.
+        e.g. `enable_thinking`. `escape` is applied to every string that comes from the client: in messages, tools and
+        variables. Everything together takes at most five seconds.
         """
         deadline = time.monotonic() + RENDER_TIMEOUT_SECONDS
         capabilities = self._detect_capabilities(deadline)
         adapted = adapt_messages(messages, capabilities)
         variables = self._build_variables(list(tools) or None, capabilities.empty_as_none, add_generation_prompt)
         variables |= dict(chat_template_kwargs or {})
+        variables = {name: map_strings(value, escape) for name, value in variables.items()}
+
+        def render_messages(conversation: Sequence[Message]) -> str:
+            dicts = [map_strings(to_template_message(message, capabilities), escape) for message in conversation]
+            return self._render_dicts(dicts, variables, deadline)
+
         try:
-            return self._render_messages(adapted, capabilities, variables, deadline)
+            return render_messages(adapted)
         except TemplateRefused as refusal:
             for rewrite in iter_fallbacks(adapted):
                 with contextlib.suppress(TemplateRefused):
-                    return self._render_messages(rewrite, capabilities, variables, deadline)
+                    return render_messages(rewrite)
             raise refusal from None
 
     def get_capabilities(self) -> TemplateCapabilities:
@@ -116,25 +134,19 @@ class ChatTemplate(Closeable):
         self, tools: Sequence[Any] | None, empty_as_none: bool, add_generation_prompt: bool
     ) -> dict[str, Any]:
         variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if self._reads_functions:  # a template of Fireworks, with the definitions as JSON text
+            variables["functions"] = json.dumps(
+                [tool["function"] for tool in tools or ()], ensure_ascii=False, indent=4
+            )
         if tools is not None or empty_as_none:
             variables["tools"] = tools
         return variables | ({"documents": None} if empty_as_none else {})
 
-    def _render_messages(
-        self,
-        messages: Sequence[Message],
-        capabilities: TemplateCapabilities,
-        render_variables: dict[str, Any],
-        deadline: float,
-    ) -> str:
-        return self._render_dicts(
-            [to_template_message(message, capabilities) for message in messages], render_variables, deadline
-        )
-
     def _render_dicts(self, messages: Sequence[TemplateDict], render_variables: dict[str, Any], deadline: float) -> str:
-        variables = {**self._variables, **render_variables, "messages": messages}
-        now = self._clock().isoformat()
-        request = json.dumps({"template": self.source, "variables": variables, "now": now})
+        now = self._clock()
+        dates = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
+        variables = {**self._variables, **dates, **render_variables, "messages": messages}
+        request = json.dumps({"template": self.source, "variables": variables, "now": now.isoformat()})
         with self._lock:
             reply = self._send_request(request, deadline)
         if "error" in reply:

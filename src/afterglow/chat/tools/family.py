@@ -24,7 +24,9 @@ class ToolFamily:
     """Tool-call format of a family of models.
 
     `markers`: control tokens whose text the parser must see. `stops`: texts that end a turn with calls. `triggers`:
-    texts that begin a call inside free text; empty if no text reliably does.
+    texts that begin a call inside free text; empty if no text reliably does. `other_starts`: texts with which models
+    begin a call by mistake. `text_start`: text before the visible text of every answer, which the parser drops.
+    `instructions`: describes the call format, for templates that render calls but not the tools.
 
     >>> parser = detect_family(template).create_parser(tools)
     >>> parts = parser.feed("<tool_call>") + parser.finish()
@@ -37,6 +39,9 @@ class ToolFamily:
     markers: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     triggers: tuple[str, ...] = ()
+    other_starts: tuple[str, ...] = ()
+    text_start: str = ""
+    instructions: str = ""
     new_id: CallIdFactory = generate_call_id
 
     def create_parser(self, tools: Sequence[Tool], new_id: CallIdFactory | None = None) -> OutputParser:

@@ -11,11 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
+import pydantic
+
 from afterglow.errors import InvalidArgument
 
 SCALAR_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 ARRAY_ORIGINS = (list, tuple, Sequence)
 OBJECT_ORIGINS = (dict, Mapping)
+# Attributes of annotations, with the keyword of a schema.
+ANNOTATED_LIMITS = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "multiple_of": "multipleOf",
+    "pattern": "pattern",
+}
+ANNOTATED_LENGTH_UNITS = {"array": "Items", "object": "Properties"}
 
 GOOGLE_SECTION = re.compile(r"^(Args|Arguments|Parameters):\s*$")
 GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -27,10 +39,9 @@ UNDERLINE = re.compile(r"^-{3,}\s*$")
 
 
 def get_parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the type hint of every parameter; `Any` if it has none."""
-    hints = (
-        typing.get_type_hints(function) if not inspect.isclass(function) else typing.get_type_hints(function.__init__)
-    )
+    """Return the type hint of every parameter, with its annotations; `Any` if it has none."""
+    annotated = function.__init__ if inspect.isclass(function) else function
+    hints = typing.get_type_hints(annotated, include_extras=True)
     return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
 
 
@@ -50,12 +61,28 @@ def build_schema(hint: Any, where: str) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         return {"anyOf": [build_schema(choice, where) for choice in arguments]}
     if origin is typing.Annotated:
-        return build_schema(arguments[0], where)
+        return _add_annotations(build_schema(arguments[0], where), arguments[1:])
     if origin in ARRAY_ORIGINS:
         return _build_array_schema(origin, arguments, where)
     if origin in OBJECT_ORIGINS:
         return _build_object_schema(arguments, where)
     return _build_class_schema(hint, where)
+
+
+def _add_annotations(schema: dict[str, Any], annotations: Sequence[Any]) -> dict[str, Any]:
+    """Add the descriptions and limits of `Annotated`: text, and objects of annotated_types or pydantic's `Field`."""
+    unit = ANNOTATED_LENGTH_UNITS.get(schema.get("type", ""), "Length")
+    for annotation in annotations:
+        if isinstance(annotation, str):
+            schema = {**schema, "description": annotation}
+            continue
+        description = getattr(annotation, "description", None) or getattr(annotation, "documentation", None)
+        limits = {keyword: getattr(annotation, name, None) for name, keyword in ANNOTATED_LIMITS.items()}
+        limits |= {f"{name}{unit}": getattr(annotation, f"{name}_length", None) for name in ("min", "max")}
+        found = {"description": description, **limits}
+        schema = {**schema, **{key: value for key, value in found.items() if isinstance(value, int | float | str)}}
+        schema = _add_annotations(schema, getattr(annotation, "metadata", ()))  # the limits of `Field`
+    return schema
 
 
 def _build_array_schema(origin: Any, arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
@@ -82,7 +109,7 @@ def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
         inlined: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
         return inlined
     if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
+        hints = typing.get_type_hints(hint, include_extras=True)
         fields = dataclasses.fields(hint)
         return {
             "type": "object",
@@ -122,7 +149,7 @@ def convert_value(value: Any, hint: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, arguments, where)
     if origin is typing.Annotated:
-        return convert_value(value, arguments[0], where)
+        return _check_limits(convert_value(value, arguments[0], where), hint, where)
     if origin in ARRAY_ORIGINS:
         return _convert_list(value, origin, arguments, where)
     if origin in OBJECT_ORIGINS:
@@ -130,6 +157,17 @@ def convert_value(value: Any, hint: Any, where: str) -> Any:
         item_hint = arguments[1] if arguments else Any
         return {key: convert_value(item, item_hint, f"{where}.{key}") for key, item in value.items()}
     return _convert_instance(value, hint, where)
+
+
+def _check_limits(value: Any, hint: Any, where: str) -> Any:
+    """Raise `InvalidArgument` if a value does not fit the annotations of its hint."""
+    try:
+        pydantic.TypeAdapter(hint, config={"arbitrary_types_allowed": True}).validate_python(value)
+    except pydantic.ValidationError as error:
+        raise InvalidArgument(where, error.errors()[0]["msg"]) from None
+    except pydantic.PydanticUserError:  # a type with a configuration of its own, which checks itself
+        pass
+    return value
 
 
 def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
@@ -181,7 +219,7 @@ def _convert_instance(value: Any, hint: Any, where: str) -> Any:
         except ValueError as error:  # pydantic.ValidationError is a ValueError
             raise InvalidArgument(where, f"is not a {hint.__name__}: {error}") from None
     _check_type(value, dict, "an object", where)
-    hints = typing.get_type_hints(hint)
+    hints = typing.get_type_hints(hint, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(hint)}
     if unknown := sorted(set(value) - set(fields)):
         raise InvalidArgument(f"{where}.{unknown[0]}", f"is not a field of {hint.__name__}")
@@ -200,7 +238,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_pydantic(hint: Any) -> bool:
-    """Return whether this is a pydantic model, without importing pydantic, which is optional."""
+    """Return whether this is a pydantic model or a class like one."""
     return hasattr(hint, "model_json_schema") and hasattr(hint, "model_validate")
 
 

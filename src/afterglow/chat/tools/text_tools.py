@@ -13,12 +13,14 @@ TOOL_INSTRUCTIONS = """\
 You can call these tools. Each line is one of them, with the JSON schema of its arguments:
 {tools}
 
+{call_format}
+If no tool is needed, answer without a call."""
+GENERIC_CALL_FORMAT = """\
 To call a tool, write its name and its arguments as JSON between these tags:
 <tool_call>
-{{"name": "the tool's name", "arguments": {{"an argument's name": "its value"}}}}
+{"name": "the tool's name", "arguments": {"an argument's name": "its value"}}
 </tool_call>
-Write one such block for each call, and nothing after the last. The results come in <tool_response> tags.
-If no tool is needed, answer without a call."""
+Write one such block for each call, and nothing after the last. The results come in <tool_response> tags."""
 
 
 def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
@@ -29,7 +31,7 @@ def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> 
             _append_tool_result(plain_messages, message)
         else:
             plain_messages.append(_to_plain_message(message))
-    return _add_instructions(plain_messages, tools) if tools else plain_messages
+    return add_tool_instructions(plain_messages, tools, GENERIC_CALL_FORMAT) if tools else plain_messages
 
 
 def _to_plain_message(message: Message) -> Message:
@@ -52,9 +54,10 @@ def _append_tool_result(plain_messages: list[Message], message: Message) -> None
         plain_messages.append(Message(role="user", content=content))
 
 
-def _add_instructions(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+def add_tool_instructions(messages: Sequence[Message], tools: Sequence[Tool], call_format: str) -> list[Message]:
+    """Describe the tools and the call format in the system message."""
     lines = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
-    instructions = TOOL_INSTRUCTIONS.format(tools=lines)
+    instructions = TOOL_INSTRUCTIONS.format(tools=lines, call_format=call_format)
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{instructions}".strip())
         return [first, *messages[1:]]

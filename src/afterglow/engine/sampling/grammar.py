@@ -96,6 +96,8 @@ class GrammarMatcher:
         self._active: llguidance.LLMatcher | None = None
         if constraint.grammar:
             self._active = grammars[b""].deep_copy()
+            if constraint.prefix and not self._active.consume_tokens(tokenizer.tokenize_bytes(constraint.prefix)):
+                raise InvalidGrammar(f"no text that it allows begins with {constraint.prefix.decode()!r}")
         else:
             self._wait_for_trigger()
 

@@ -26,6 +26,7 @@ class GrammarConstraint:
     grammar: str = ""
     triggers: tuple[tuple[bytes, str], ...] = ()  # trigger texts, each with its grammar
     stop_after_first: bool = False
+    prefix: bytes = b""  # text of the grammar that the prompt already contains
 
     def __post_init__(self) -> None:
         if bool(self.grammar) == bool(self.triggers):

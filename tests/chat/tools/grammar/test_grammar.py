@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -169,9 +170,13 @@ def test_if_markers_are_control_tokens_the_grammar_requires_the_tokens(recorded:
     tokens = strip_reasoning(recorded)
     for marker, token in token_ids.items():
         tokens = tokens.replace(marker, chr(token))
-    grammar = family.build_calls_grammar(
-        TOOLS, False, lambda text: f"<[{token_ids[text]}]>" if text in token_ids else quote_literal(text)
-    )
+    pattern = re.compile(f"({'|'.join(map(re.escape, token_ids)) or '(?!)'})")
+
+    def write_literal(text: str) -> str:
+        pieces = filter(None, pattern.split(text))
+        return " ".join(f"<[{token_ids[piece]}]>" if piece in token_ids else quote_literal(piece) for piece in pieces)
+
+    grammar = family.build_calls_grammar(TOOLS, False, write_literal)
     if recorded.case != "tags inside arguments":  # there the markers are text
         assert accepts(grammar, tokens)
     assert tokens == recorded.raw or not accepts(grammar, recorded.raw)

@@ -56,7 +56,7 @@ class SectionToolParser(ToolParser):
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one call after its marker; return False and emit the text if it is not a call."""
         scanner = self.scanner
-        header = yield from scanner.take_while(lambda char: is_name_char(char) or char == ":")
+        header = yield from scanner.take_while(lambda char: is_name_char(char) or char == ":" or char.isspace())
         has_separator = yield from scanner.skip_any(self._markers.separator)
         name = (yield from self._parse_name_line()) if has_separator else ""
         if not has_separator or not (name or header).strip() or scanner.is_exhausted:
@@ -101,7 +101,7 @@ class SectionToolParser(ToolParser):
 
 
 def build_section_family(
-    name: str, markers: SectionMarkers, build_call_rule: Callable[[LarkGrammar, Tool], str]
+    name: str, markers: SectionMarkers, build_call_rule: Callable[[LarkGrammar, Tool], str], *, instructions: str = ""
 ) -> ToolFamily:
     """Return a family with these markers. `build_call_rule` matches the text between a call's markers."""
 
@@ -115,6 +115,8 @@ def build_section_family(
         name=name,
         markers=markers.texts,
         triggers=(markers.calls_begin,),
+        other_starts=(markers.call_begin,),
+        instructions=instructions,
         parser_factory=partial(SectionToolParser, markers=markers),
         build_calls_rule=lambda grammar, tools, parallel: (
             f"{grammar.literal(markers.calls_begin)} {build_body(grammar, tools, parallel)}"
@@ -152,5 +154,17 @@ KIMI_MARKERS = SectionMarkers(
     "<|tool_calls_section_end|>",
 )
 DEEPSEEK = build_section_family("deepseek", DEEPSEEK_MARKERS, _build_fenced_call_rule)
-DEEPSEEK_NAMED = build_section_family("deepseek-named", DEEPSEEK_MARKERS, _build_named_call_rule)
+DEEPSEEK_NAMED = build_section_family(
+    "deepseek-named",
+    DEEPSEEK_MARKERS,
+    _build_named_call_rule,
+    # The template of DeepSeek V3.1 renders calls and results, but not the tools.
+    instructions="".join(
+        (
+            "To call tools, write this and nothing after it, with one part from begin to end for each call:\n",
+            *(*DEEPSEEK_MARKERS.texts[:2], "the tool's name", DEEPSEEK_MARKERS.separator, "its arguments as JSON"),
+            *DEEPSEEK_MARKERS.texts[3:],
+        )
+    ),
+)
 KIMI = build_section_family("kimi", KIMI_MARKERS, _build_numbered_call_rule)

@@ -8,7 +8,7 @@ from functools import partial
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, build_text_until_rule, list_properties
-from afterglow.chat.tools.parsing.json_calls import stream_json_value
+from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
 from afterglow.chat.tools.parsing.json_values import (
     ALL_TYPES,
     escape_json_text,
@@ -73,6 +73,8 @@ class GemmaToolParser(ToolParser):
         if (yield from self.scanner.skip_any(self._quote)):
             yield from self.scanner.stream_until(self._quote, sink=pieces.append)
             return "".join(pieces)
+        if (yield from self.scanner.peek()) == '"':
+            return str(load_json((yield from read_json_value(self.scanner))[0]) or "")
         return (yield from self.scanner.take_while(lambda char: char not in ':,{}[]<"')).strip()
 
     def _parse_array(self) -> ParseSteps[bool]:

@@ -14,12 +14,13 @@ from afterglow.chat.tools.tool import Tool
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MESSAGE_ENDS = (END, CALL, RETURN, START, CHANNEL)
-RECIPIENT_PATTERN = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+RECIPIENT_PATTERN = re.compile(r"to=(functions\.)?([^\s<]+)")
 CHANNEL_PATTERN = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 class HarmonyParser(ToolParser):
-    """Parses messages: one with a recipient is a call, one on the `analysis` channel is reasoning, others are text.
+    """Parses messages: one to an offered function is a call, one on the `analysis` channel is reasoning, others are
+    text. Without tools, there are no calls: the model may address its built-in tools, which nobody offered.
 
     A prompt ends after `<|start|>assistant`, or inside a message if its template writes more.
     """
@@ -28,16 +29,25 @@ class HarmonyParser(ToolParser):
         has_text = has_reasoning = False
         header = yield from self._parse_first_header()
         while header is not None:
-            recipient, channel = RECIPIENT_PATTERN.search(header), CHANNEL_PATTERN.search(header)
-            if recipient:
-                yield from self._parse_call(recipient[1])
-            elif channel and channel[1] == "analysis":
+            tool_name, channel = self._find_tool_name(header), find_channel(header)
+            if f"{CHANNEL} " in header:
+                yield from self.scanner.skip_any(" ")  # models with a SentencePiece vocabulary write one after a marker
+            if tool_name is not None:
+                yield from self._parse_call(tool_name)
+            elif channel == "analysis":
                 yield from self._parse_message(self.emit_reasoning, needs_separator=has_reasoning)
                 has_reasoning = True
             else:
                 yield from self._parse_message(self.emit_text, needs_separator=has_text)
                 has_text = True
             header = yield from self._parse_header()
+
+    def _find_tool_name(self, header: str) -> str | None:
+        """Return the function that a message is addressed to; None if its recipient is none of the functions."""
+        for is_function, name in RECIPIENT_PATTERN.findall(header) if self.tools else ():
+            if is_function or name in self.tools:
+                return str(name)
+        return None
 
     def _parse_first_header(self) -> ParseSteps[str | None]:
         """Return the header at the start of the completion; an empty one if the prompt contains it."""
@@ -69,6 +79,12 @@ class HarmonyParser(ToolParser):
         ending = yield from self.scanner.stream_until(*MESSAGE_ENDS, sink=sink)
         if ending in (START, CHANNEL):
             self.scanner.unread(ending)
+
+
+def find_channel(header: str) -> str | None:
+    """Return the channel of a message; the last one if the model wrote several."""
+    channels: list[str] = CHANNEL_PATTERN.findall(header)
+    return channels[-1] if channels else None
 
 
 def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:

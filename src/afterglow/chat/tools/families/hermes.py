@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from afterglow.chat.tools.family import ToolFamily
-from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives, rebase_references
 from afterglow.chat.tools.parsing.json_calls import JsonCallParser
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser, generate_call_id
 from afterglow.chat.tools.parsing.scanner import ParseSteps
@@ -128,6 +128,46 @@ def build_json_list_family(
     )
 
 
+def build_untagged_end_family(name: str, opening: str) -> ToolFamily:
+    """Return a family that ends its turn with one call after a marker."""
+
+    def build_call(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+        return f"SPACE? {build_json_call_rule(grammar, tools)}"
+
+    return ToolFamily(
+        name=name,
+        markers=(opening,),
+        triggers=(opening,),
+        parser_factory=partial(TaggedJsonToolParser, openings=(opening,)),
+        build_calls_rule=lambda grammar, tools, parallel: f"{grammar.literal(opening)} {build_call(grammar, tools)}",
+        build_after_trigger_rule=lambda grammar, tools, trigger: build_call(grammar, tools),
+    )
+
+
+def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    """Return an expression for the list of calls after `<|START_ACTION|>`."""
+
+    def build_call(tool: Tool) -> str:
+        arguments = rebase_references(dict(tool.parameters), "#/properties/parameters")
+        id = {"type": "string", "pattern": "^[0-9]{1,3}$"}
+        properties = {"tool_call_id": id, "tool_name": {"const": tool.name}, "parameters": arguments}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        return grammar.add_json_rule({**schema, "additionalProperties": False})
+
+    call = grammar.add_rule(join_alternatives(map(build_call, tools)))
+    more = f"(SPACE? {grammar.literal(',')} COHERE_SPACE? {call})*" if parallel else ""
+    end = grammar.literals("]", "<|END_ACTION|>")
+    return f"SPACE? {grammar.literal('[')} COHERE_SPACE? {call} {more} SPACE? {end}".replace(
+        "COHERE_SPACE", "/[ \\n]{1,8}/"
+    )
+
+
+def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    call = grammar.add_rule(build_json_call_rule(grammar, tools))
+    more = f"(SPACE? {grammar.literal(',')} SPACE? {call})*" if parallel else ""
+    return f"SPACE? {call} {more} SPACE? {grammar.literal(']')}"
+
+
 TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 HERMES = build_json_tag_family("hermes", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
 GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
@@ -135,4 +175,25 @@ GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_opening
 NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 APRIEL = build_json_list_family(
     "apriel", "<tool_calls>", "</tool_calls>", extra_properties={"id": {"type": "string", "maxLength": 64}}
+)
+COHERE = ToolFamily(
+    name="cohere",
+    markers=("<|START_ACTION|>", "<|END_ACTION|>"),
+    triggers=("<|START_ACTION|>",),
+    parser_factory=partial(TaggedJsonToolParser, openings=("<|START_ACTION|>",), closings=("<|END_ACTION|>",)),
+    build_calls_rule=lambda grammar, tools, parallel: (
+        f"{grammar.literal('<|START_ACTION|>')} {_build_cohere_calls(grammar, tools, parallel)}"
+    ),
+    build_after_trigger_rule=lambda grammar, tools, trigger: _build_cohere_calls(grammar, tools, True),
+)
+GIGACHAT = build_untagged_end_family("gigachat", "<|function_call|>")
+GIGACHAT_ROLE = build_untagged_end_family("gigachat-role", "<|message_sep|>\n\nfunction call<|role_sep|>\n")
+FIREFUNCTION = ToolFamily(
+    name="firefunction",
+    triggers=("functools[",),  # with the bracket: answers mention Python's functools
+    parser_factory=partial(TaggedJsonToolParser, openings=("functools",)),
+    build_calls_rule=lambda grammar, tools, parallel: (
+        f"{grammar.literal(' ')}? {grammar.literal('functools[')} {_build_functools_calls(grammar, tools, parallel)}"
+    ),
+    build_after_trigger_rule=lambda grammar, tools, trigger: _build_functools_calls(grammar, tools, True),
 )

@@ -1,19 +1,45 @@
-"""Families that write each argument between tags: Qwen3-Coder's XML and similar formats, GLM's keys and values."""
+"""Families that write each argument between tags: Qwen3-Coder's XML and similar formats, GLM's keys and values, the
+markup of DeepSeek V3.2 and of Kimi-K3."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import ToolParameter, build_bare_or_json_rule, list_parameters
+from afterglow.chat.tools.grammar.schema import (
+    SchemaNode,
+    ToolParameter,
+    build_bare_or_json_rule,
+    build_text_until_rule,
+    list_parameters,
+)
 from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
-from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json
+from afterglow.chat.tools.parsing.json_values import get_json_type, get_parameter_types, text_to_json
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_char
 from afterglow.chat.tools.tool import Tool
+from afterglow.errors import UnsupportedOption
+
+CDATA_START, CDATA_END = "<![CDATA[", "]]>"
+DSML = "｜DSML｜"  # noqa: RUF001 - full-width bars of the model's vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagAttributes:
+    """Attributes of tags. `call_pattern` is an expression for those of a call: literals and regular expressions."""
+
+    type_of_string: str  # attribute of an unquoted string, e.g. `string="true"`
+    types: Mapping[str, str]  # attribute by JSON type, for values in JSON
+    call_pattern: tuple[str, ...] = ()  # texts, and regular expressions between slashes
+
+    def narrow_types(self, types: frozenset[str], attributes: str) -> frozenset[str]:
+        """Return the types that a value has by its attributes, if the schema allows one of them."""
+        is_string = self.type_of_string in attributes
+        narrowed = types & {"string"} if is_string else types - {"string"}
+        return narrowed or types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +55,9 @@ class XmlTags:
     values_on_own_lines: bool  # one newline before and one after a value are not part of it
     opening_optional: bool = False  # models may omit the opening
     calls_share_block: bool = False  # one block contains several calls
+    attributes_end: str = ""  # attributes follow the name and every key up to this text; "" if there are none
+    attributes: TagAttributes | None = None
+    has_cdata: bool = False  # a value may be in a CDATA section
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -74,6 +103,10 @@ class XmlToolParser(ToolParser):
         name_ends = (yield from self.scanner.skip_any(after)) if after else (yield from self._has_tag_next())
         if not name or not name_ends:
             return False
+        if self._tags.attributes_end:
+            yield from self.scanner.stream_until(self._tags.attributes_end, sink=ignore_text)
+            if self.scanner.is_exhausted:
+                return False
         self.begin_call(name)
         yield from self._parse_arguments(name)
         return True
@@ -118,11 +151,16 @@ class XmlToolParser(ToolParser):
 
     def _parse_value(self, name: str, key: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
         types = get_parameter_types(self.tools.get(name), key)
+        if self._tags.attributes is not None:
+            attributes: list[str] = []
+            if not (yield from self.scanner.stream_until(self._tags.attributes_end, sink=attributes.append)):
+                return False
+            types = self._tags.attributes.narrow_types(types, "".join(attributes))
         is_new = arguments.begin_argument(key)
         value = NewlineTrimmer(
             arguments.add_text if is_new and types == {"string"} else None, strip=self._tags.values_on_own_lines
         )
-        complete = bool((yield from self.scanner.stream_until(self._tags.value[1], sink=value.feed)))
+        complete = yield from self._parse_value_text(value.feed)
         value.finish(complete=complete)
         if not is_new:
             return complete
@@ -132,9 +170,23 @@ class XmlToolParser(ToolParser):
             arguments.add_json(text_to_json(value.text, types) if complete else value.text)
         return complete
 
+    def _parse_value_text(self, sink: TextSink) -> ParseSteps[bool]:
+        """Stream the text of a value; return whether it is complete."""
+        end = self._tags.value[1]
+        if self._tags.has_cdata and (yield from self.scanner.skip_any(CDATA_START)):
+            if not (yield from self.scanner.stream_until(CDATA_END, sink=sink)):
+                return False
+            sink = ignore_text  # between the section and the end tag
+        return bool((yield from self.scanner.stream_until(end, sink=sink)))
+
+
+def ignore_text(text: str) -> None:
+    """Drop text."""
+
 
 class NewlineTrimmer:
-    """Collects and streams the text of a value; with `strip`, without its first and last newline."""
+    """Collects and streams the text of a value; with `strip`, without the newlines of a value on its own lines. The
+    last newline of a value that begins on the line of its tag belongs to it."""
 
     def __init__(self, sink: TextSink | None, *, strip: bool) -> None:
         self._sink, self._strip = sink, strip
@@ -147,9 +199,10 @@ class NewlineTrimmer:
         return "".join(self._pieces)
 
     def feed(self, piece: str) -> None:
+        if self._strip and not self._started:
+            self._started, self._strip = True, piece.startswith("\n")
+            piece = piece.removeprefix("\n")
         if self._strip:
-            piece = piece if self._started else piece.removeprefix("\n")
-            self._started = True
             piece = self._pending_newline + piece
             self._pending_newline = "\n" if piece.endswith("\n") else ""
             piece = piece.removesuffix("\n")
@@ -167,21 +220,53 @@ class NewlineTrimmer:
                 self._sink(piece)
 
 
-def build_xml_family(name: str, tags: XmlTags, *, markers: tuple[str, ...]) -> ToolFamily:
-    """Return a family with these tags."""
+def build_xml_family(
+    name: str,
+    tags: XmlTags,
+    *,
+    markers: tuple[str, ...],
+    other_starts: tuple[str, ...] = (),
+    lead: Callable[[LarkGrammar], str] = lambda grammar: "",
+) -> ToolFamily:
+    """Return a family with these tags. `lead` builds what may precede the calls of an enforced turn."""
 
     def build_call(grammar: LarkGrammar, tool: Tool) -> str:
-        pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1]), "SPACE?"]
+        pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1])]
+        if tags.attributes is not None:
+            pieces += [text if text[0] == "/" else grammar.literal(text) for text in tags.attributes.call_pattern]
+        pieces += [grammar.literals(tags.attributes_end), "SPACE?"]
         pieces += [build_argument(grammar, parameter) for parameter in list_parameters(tool, name)]
         return grammar.add_rule(f"{' '.join(pieces)} {grammar.literal(tags.call_end) if tags.call_end else ''}")
 
     def build_argument(grammar: LarkGrammar, parameter: ToolParameter) -> str:
         key = grammar.literals(tags.key[0], parameter.name, tags.key[1])
         between = f"SPACE? {grammar.literal(tags.value[0])}" if tags.value[0] else ""
-        value = build_bare_or_json_rule(
-            grammar, parameter.node, name, ending=tags.value[1], allow_own_lines=tags.values_on_own_lines
+        value = (
+            build_bare_or_json_rule(
+                grammar, parameter.node, name, ending=tags.value[1], allow_own_lines=tags.values_on_own_lines
+            )
+            if tags.attributes is None
+            else join_alternatives(
+                build_typed_value(grammar, tags.attributes, choice) for choice in parameter.node.expand_choices(name)
+            )
         )
         return grammar.add_rule(f"{key} {between} {value} SPACE?") + ("" if parameter.required else "?")
+
+    def build_typed_value(grammar: LarkGrammar, attributes: TagAttributes, node: SchemaNode) -> str:
+        """Return a rule for the attribute of a value's type and the value."""
+        allowed = node.allowed_types
+        json_type = (
+            get_json_type(node.allowed_values[0])
+            if node.allowed_values
+            else min(allowed & set(attributes.types) or allowed)
+        )
+        if json_type == "string":
+            text = build_text_until_rule(grammar, node, name, ending=tags.value[1])
+            return f"{grammar.literal(f' {attributes.type_of_string}{tags.attributes_end}')} {text}"
+        if len(allowed - {"integer"}) > 1:
+            raise UnsupportedOption(f"{node.where}.type", f"the {name} call format requires a single type")
+        opening = grammar.literal(f" {attributes.types[json_type]}{tags.attributes_end}")
+        return f"{opening} {grammar.add_json_rule(node.standalone_schema)} {grammar.literal(tags.value[1])}"
 
     def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
@@ -191,12 +276,14 @@ def build_xml_family(name: str, tags: XmlTags, *, markers: tuple[str, ...]) -> T
 
     def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         block = grammar.add_rule(f"{grammar.literal(tags.opening)} {build_body(grammar, tools, parallel)}")
-        return f"{block} (SPACE? {block})*" if parallel and not tags.calls_share_block else block
+        more = f"(SPACE? {block})*" if parallel and not tags.calls_share_block else ""
+        return f"{lead(grammar)} {block} {more}"
 
     return ToolFamily(
         name=name,
         markers=markers,
         triggers=(tags.opening,),
+        other_starts=other_starts,
         parser_factory=partial(XmlToolParser, tags=tags),
         build_calls_rule=build_calls,
         build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
@@ -221,6 +308,7 @@ QWEN_CODER = build_xml_family(
     "qwen-coder",
     build_function_tags("<tool_call>", "</tool_call>", opening_optional=True),
     markers=("<tool_call>", "</tool_call>"),
+    other_starts=("<function=",),
 )
 SEED = build_xml_family(
     "seed",
@@ -253,4 +341,70 @@ GLM = build_xml_family(
         values_on_own_lines=False,
     ),
     markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+MINICPM = build_xml_family(
+    "minicpm",
+    XmlTags(
+        opening='<function name="',
+        closing="</function>",
+        name=("", '">'),
+        key=('<param name="', '">'),
+        value=("", "</param>"),
+        call_end="",
+        values_on_own_lines=False,
+        has_cdata=True,
+    ),
+    markers=(),
+)
+DSML_TYPES = TagAttributes(
+    type_of_string='string="true"',
+    types=dict.fromkeys(("boolean", "integer", "number", "array", "object", "null"), 'string="false"'),
+)
+
+
+def build_dsml_family(name: str, block: str) -> ToolFamily:
+    """Return a family of DeepSeek's markup language, in which versions name the block of calls differently."""
+    return build_xml_family(
+        name,
+        XmlTags(
+            opening=f"<{DSML}{block}>",
+            closing=f"</{DSML}{block}>",
+            name=(f'<{DSML}invoke name="', '"'),
+            key=(f'<{DSML}parameter name="', '"'),
+            value=("", f"</{DSML}parameter>"),
+            call_end=f"</{DSML}invoke>",
+            values_on_own_lines=False,
+            calls_share_block=True,
+            attributes_end=">",
+            attributes=DSML_TYPES,
+        ),
+        markers=(DSML,),
+    )
+
+
+DEEPSEEK_DSML = build_dsml_family("deepseek-dsml", "function_calls")
+DEEPSEEK_DSML_CALLS = build_dsml_family("deepseek-dsml-calls", "tool_calls")
+KIMI_K3 = build_xml_family(
+    "kimi-k3",
+    XmlTags(
+        opening="<|open|>tools<|sep|>",
+        closing="<|close|>tools<|sep|>",
+        name=('<|open|>call tool="', '"'),
+        key=('<|open|>argument key="', '"'),
+        value=("", "<|close|>argument<|sep|>"),
+        call_end="<|close|>call<|sep|>",
+        values_on_own_lines=False,
+        calls_share_block=True,
+        attributes_end="<|sep|>",
+        attributes=TagAttributes(
+            type_of_string='type="string"',
+            types={
+                "integer": 'type="number"',
+                **{json_type: f'type="{json_type}"' for json_type in ("boolean", "number", "array", "object", "null")},
+            },
+            call_pattern=(' index="', "/[1-9][0-9]?/", '"'),
+        ),
+    ),
+    markers=("<|open|>", "<|close|>", "<|sep|>"),
+    lead=lambda grammar: f"({grammar.literals('<|open|>response<|sep|><|close|>response<|sep|>')})?",
 )

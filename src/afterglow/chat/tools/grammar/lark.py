@@ -68,7 +68,12 @@ class LarkGrammar:
         text = f"/(?s:.{{{min_length},{'' if max_length is None else max_length}}})/"
         if QUOTED_LITERAL_PATTERN.fullmatch(literal):
             return self.add_rule(text, f"[suffix={literal}]")
-        return self.add_rule(f"{text} {literal}")  # a control token: no text contains it
+        # No text contains a control token. Text before it in the ending must end the terminal of the text.
+        head = QUOTED_LITERAL_PATTERN.match(literal)
+        if head is None:
+            return self.add_rule(f"{text} {literal}")
+        escaped = re.escape(json.loads(head[0])).replace("/", "\\/")
+        return self.add_rule(f"{text[:-1]}{escaped}/ {literal[head.end() :]}")
 
     def to_lark(self, start: str) -> str:
         """Return the complete grammar."""

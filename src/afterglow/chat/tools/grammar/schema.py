@@ -128,11 +128,13 @@ def build_text_until_rule(
     With `allow_own_lines`, a newline may surround the text.
     """
     node.check_keywords(STRING_KEYWORDS, family)
-    newline = f"{grammar.literal(chr(10))}?" if allow_own_lines else ""
     if node.allowed_values is not None:
         allowed = [value for value in node.allowed_values if isinstance(value, str)]
         texts = join_alternatives(grammar.literal(value) for value in allowed if value)
-        return f"{newline} {texts}{'?' if '' in allowed else ''} {newline} {grammar.literal(ending)}"
+        texts += "?" if "" in allowed else ""
+        newline = grammar.literal("\n")
+        own_lines = f"({newline} {texts} {newline} | {texts})" if allow_own_lines else texts
+        return f"{own_lines} {grammar.literal(ending)}"
     min_length, max_length = node.schema.get("minLength", 0), node.schema.get("maxLength")
     if allow_own_lines and (min_length or max_length is not None):
         newline = grammar.literal("\n")

@@ -1,0 +1,223 @@
+"""MiniMax-M3: arguments as nested elements, each tag after a namespace token. The name of an element is its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from afterglow.chat.tools.family import ToolFamily
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.grammar.schema import SchemaNode, build_text_until_rule, list_properties
+from afterglow.chat.tools.parsing.json_values import (
+    ALL_TYPES,
+    escape_json_text,
+    get_schema_types,
+    resolve_reference,
+    text_to_json,
+    to_json_string,
+)
+from afterglow.chat.tools.parsing.parser import ToolParser
+from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
+from afterglow.chat.tools.tool import Tool
+from afterglow.errors import UnsupportedOption
+
+NAMESPACE = "]<]minimax[>["
+BLOCK_START, BLOCK_END = f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"
+CALL_START, CALL_END = f'{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>"
+ELEMENT_START, ELEMENT_END = f"{NAMESPACE}<", f"{NAMESPACE}</"
+ITEM = "item"  # element of a list
+ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
+
+
+class MinimaxM3ToolParser(ToolParser):
+    """Parses nested elements and streams JSON. The schema decides which values are strings."""
+
+    def parse(self) -> ParseSteps[None]:
+        scanner = self.scanner
+        while opening := (yield from scanner.stream_until(BLOCK_START, sink=self.emit_text)):
+            scanner.mark(len(opening))
+            has_call = False
+            while (yield from self._parse_call()):
+                has_call = True
+            if has_call:
+                yield from scanner.skip_any(BLOCK_END)
+            else:
+                self.reject_call(after_marker=True)
+
+    def _parse_call(self) -> ParseSteps[bool]:
+        scanner = self.scanner
+        yield from scanner.take_whitespace()
+        if not (yield from scanner.skip_any(CALL_START)):
+            return False
+        name = yield from scanner.take_while(is_name_char)
+        if not name or not (yield from scanner.skip_any('">')):
+            return False
+        self.begin_call(name)
+        tool = self.tools.get(name)
+        schema, root = (True, {}) if tool is None else (tool.parameters, tool.parameters)
+        if (yield from self._parse_members(schema, root, CALL_END)):
+            yield from scanner.take_whitespace()
+            return True
+        yield from scanner.stream_until(CALL_END, sink=self.emit_arguments)
+        return not scanner.is_exhausted
+
+    def _parse_members(self, schema: Any, root: Mapping[str, Any], end: str) -> ParseSteps[bool]:
+        """Parse elements up to `end` as an object; return False if it is truncated."""
+        self.emit_arguments("{")
+        first = True
+        while not (yield from self._skip_end(end)):
+            key = yield from self._parse_element_name()
+            if not key:
+                return False
+            self.emit_arguments(f"{'' if first else ', '}{to_json_string(key)}: ")
+            first = False
+            if not (yield from self._parse_value(get_member_schema(schema, root, key), root, key)):
+                return False
+        self.emit_arguments("}")
+        return True
+
+    def _parse_items(self, schema: Any, root: Mapping[str, Any], end: str) -> ParseSteps[bool]:
+        """Parse elements up to `end` as a list; return False if it is truncated."""
+        self.emit_arguments("[")
+        first = True
+        while not (yield from self._skip_end(end)):
+            key = yield from self._parse_element_name()
+            if not key:
+                return False
+            self.emit_arguments("" if first else ", ")
+            first = False
+            if not (yield from self._parse_value(get_item_schema(schema, root), root, key)):
+                return False
+        self.emit_arguments("]")
+        return True
+
+    def _skip_end(self, end: str) -> ParseSteps[bool]:
+        yield from self.scanner.take_whitespace()
+        return bool((yield from self.scanner.skip_any(end)))
+
+    def _parse_element_name(self) -> ParseSteps[str]:
+        """Return the name in an opening tag; empty if there is none."""
+        name: list[str] = []
+        if not (yield from self.scanner.skip_any(ELEMENT_START)):
+            return ""
+        return "".join(name) if (yield from self.scanner.stream_until(">", sink=name.append)) else ""
+
+    def _parse_value(self, schema: Any, root: Mapping[str, Any], key: str) -> ParseSteps[bool]:
+        """Parse the content and the closing tag of an element; return False if it is truncated."""
+        types, end = get_schema_types(schema, root), f"{ELEMENT_END}{key}>"
+        if types != ALL_TYPES and "string" in types:
+            return (yield from self._parse_string(end))
+        pieces: list[str] = []
+        if (yield from self.scanner.stream_until(NAMESPACE, sink=pieces.append)) is None:
+            self.emit_arguments("".join(pieces))
+            return False
+        self.scanner.unread(NAMESPACE)
+        text = "".join(pieces)
+        ending = yield from self.scanner.peek_any(end)
+        if text.strip() or (ending and not types & {"array", "object"}) or (ending and types == ALL_TYPES):
+            self.emit_arguments(text_to_json(text, types))
+            return bool((yield from self.scanner.skip_any(end)))
+        is_list = "array" in types and (yield from self.scanner.peek_any(f"{ELEMENT_START}{ITEM}>", end))
+        if is_list:
+            return (yield from self._parse_items(schema, root, end))
+        return (yield from self._parse_members(schema, root, end))
+
+    def _parse_string(self, end: str) -> ParseSteps[bool]:
+        self.emit_arguments('"')
+        ending = yield from self.scanner.stream_until(
+            end, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
+        )
+        self.emit_arguments('"' if ending else "")
+        return bool(ending)
+
+
+def iter_alternatives(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[Mapping[str, Any]]:
+    """Return the schema, its alternatives and the targets of its references."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return []
+    nested = [choice for keyword in ("anyOf", "oneOf", "allOf") for choice in schema.get(keyword, ())]
+    if "$ref" in schema:
+        nested.append(resolve_reference(str(schema["$ref"]), root))
+    return [schema, *(found for choice in nested for found in iter_alternatives(choice, root, depth - 1))]
+
+
+def get_member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
+    """Return the schema of a property; True (any value) if there is none."""
+    alternatives = iter_alternatives(schema, root)
+    for alternative in alternatives:
+        if key in alternative.get("properties", {}):
+            return alternative["properties"][key]
+    others = (alternative.get("additionalProperties") for alternative in alternatives)
+    return next(filter(None, others), True)
+
+
+def get_item_schema(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema of the items of a list; True (any value) if there is none."""
+    return next((found["items"] for found in iter_alternatives(schema, root) if "items" in found), True)
+
+
+class _ElementRules:
+    """Builds grammar rules of elements from schemas."""
+
+    def __init__(self, grammar: LarkGrammar, family: str) -> None:
+        self._grammar, self._family = grammar, family
+
+    def build_members(self, node: SchemaNode) -> str:
+        """Return an expression for the elements of an object in schema order."""
+        properties = list_properties(node, self._family)
+        if not properties and "properties" not in node.schema and node.schema.get("additionalProperties", True):
+            raise UnsupportedOption(
+                f"{node.where}.properties", f"the {self._family} call format requires named properties"
+            )
+        members = []
+        for member in properties:
+            element = self._grammar.add_rule(self._build_element(member.name, member.node))
+            members.append(element if member.required else f"{element}?")
+        return " ".join(members)
+
+    def _build_element(self, name: str, node: SchemaNode) -> str:
+        end = f"{ELEMENT_END}{name}>"
+        values = [self._build_value(choice, end) for choice in node.expand_choices(self._family)]
+        return f"{self._grammar.literal(f'{ELEMENT_START}{name}>')} {join_alternatives(values)}"
+
+    def _build_value(self, node: SchemaNode, end: str) -> str:
+        """Return an expression for a value and its closing tag."""
+        match sorted(node.allowed_types):
+            case ["string"]:
+                return build_text_until_rule(self._grammar, node, self._family, ending=end)
+            case ["array"]:
+                return f"{self._build_items(node)} {self._grammar.literal(end)}"
+            case ["object"]:
+                return f"{self.build_members(node)} {self._grammar.literal(end)}"
+            case [_]:
+                return f"{self._grammar.add_json_rule(node.standalone_schema)} {self._grammar.literal(end)}"
+        raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
+
+    def _build_items(self, node: SchemaNode) -> str:
+        node.check_keywords(ARRAY_KEYWORDS, self._family)
+        item = self._grammar.add_rule(self._build_element(ITEM, node.create_child(node.schema.get("items"), "items")))
+        min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
+        return f"{item}{{{min_items},{'' if max_items is None else max_items}}}"
+
+
+def _build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    """Return an expression for the text after the start of a block."""
+    rules, calls = _ElementRules(grammar, "minimax-m3"), []
+    for tool in tools:
+        node = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
+        start = grammar.literal(f'{CALL_START}{tool.name}">')
+        calls.append(f"{start} {rules.build_members(node)} {grammar.literal(CALL_END)}")
+    call = grammar.add_rule(f"{join_alternatives(calls)} SPACE?")
+    return f"SPACE? {call}{'+' if parallel else ''} {grammar.literal(BLOCK_END)}"
+
+
+MINIMAX_M3 = ToolFamily(
+    name="minimax-m3",
+    markers=(NAMESPACE, "<tool_call>", "</tool_call>"),
+    triggers=(BLOCK_START,),
+    parser_factory=MinimaxM3ToolParser,
+    build_calls_rule=lambda grammar, tools, parallel: (
+        f"{grammar.literal(BLOCK_START)} {_build_body(grammar, tools, parallel)}"
+    ),
+    build_after_trigger_rule=lambda grammar, tools, trigger: _build_body(grammar, tools, True),
+)

@@ -1,0 +1,160 @@
+"""Plans of chat requests: constraints and output parsers follow the format that the template really has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import afterglow
+from afterglow.chat.output.parts import ParsedOutput, join_parts
+from afterglow.errors import InvalidGrammar
+from afterglow.testing import models
+
+pytestmark = pytest.mark.native
+
+# Turns of Phi-3 and Phi-4-mini, Apriel and Solar-Open, which end with `<|end|>` like those of gpt-oss.
+END_TEMPLATES = {
+    "phi": "{% for m in messages %}{{ '<|' + m.role + '|>' }}\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n",
+    "apriel": (
+        "{% for m in messages %}<|begin_{{ m.role }}|>\n{{ m.content }}\n<|end|>\n{% endfor %}"
+        "<|begin_assistant|>\nHere are my reasoning steps:\n{# [BEGIN FINAL RESPONSE] #}"
+    ),
+    "solar": (
+        "{% for m in messages %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endfor %}"
+        "<|begin|>assistant{# <|think|> #}"
+    ),
+}
+HARMONY = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}<|start|>assistant{# to= #}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+
+
+def load(template: str) -> afterglow.Model:
+    return afterglow.load(models.get_path("attention"), context=1024, chat_template=template)
+
+
+def parse(plan, text: str) -> ParsedOutput:
+    parser = plan.create_parser()
+    return join_parts(parser.feed(text) + parser.finish())
+
+
+@pytest.mark.parametrize("name", END_TEMPLATES)
+def test_a_response_format_is_enforced_if_turns_end_with_end(name):
+    with load(END_TEMPLATES[name]) as model:
+        response = model.chat("Where?", response_format=RESPONSE_FORMAT, reasoning=False, max_tokens=100)
+    assert response.parsed == json.loads(response.text)
+    assert response.parsed["city"] in ("Bern", "Rome")
+
+
+def test_harmony_has_no_calls_that_nobody_offered():
+    call = '<|channel|>commentary to=functions.weather<|message|>{"city": "Bern"}<|call|>'
+    with load(HARMONY) as model:
+        offered = parse(model.plan_chat("Where?", tools=[WEATHER]), call)
+        without_tools = parse(model.plan_chat("Where?"), call)
+        not_allowed = parse(model.plan_chat("Where?", tools=[WEATHER], tool_choice="none"), call)
+    assert [(call.name, call.arguments) for call in offered.tool_calls] == [("weather", '{"city": "Bern"}')]
+    assert without_tools == not_allowed == ParsedOutput(text='{"city": "Bern"}')
+
+
+# --- a last message of the assistant is continued
+
+THINKING = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]<think>\n"
+CLOSING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QUESTION = {"role": "user", "content": "Where?"}
+
+
+def prefill(content: str, **fields: str) -> list[dict[str, str]]:
+    return [QUESTION, {"role": "assistant", "content": content, **fields}]
+
+
+@pytest.mark.parametrize("template", [None, CLOSING])
+def test_a_trailing_assistant_message_is_continued(template):
+    with load(template) as model:
+        prompt = model.apply_chat_template(prefill("In the town "))
+        assert prompt.text.endswith("<|im_start|>assistant\nIn the town ")
+        response = model.chat(prefill("In the town "), max_tokens=4)
+        assert response.text == model.complete(prompt, max_tokens=4).text
+
+
+def test_control_tokens_in_a_continued_message_stay_text():
+    with load(None) as model:
+        benign, attack = (model.apply_chat_template(prefill(text)).tokens for text in ("x", "<|im_end|>"))
+        control = model.vocabulary.control_tokens
+        assert [token in control for token in benign].count(True) == [token in control for token in attack].count(True)
+
+
+def test_a_continued_message_is_the_answer_or_the_reasoning():
+    with load(THINKING) as model:
+        answer, reasoning = (
+            model.plan_chat(messages) for messages in (prefill("In "), prefill("", reasoning_content="They ask"))
+        )
+    assert answer.prompt.text.endswith("[assistant]<think>\n</think>\n\nIn ")
+    assert parse(answer, "<think> Bern") == ParsedOutput(text="<think> Bern")
+    assert reasoning.prompt.text.endswith("[assistant]<think>They ask")
+    assert parse(reasoning, " me.</think>Bern") == ParsedOutput(reasoning=" me.", text="Bern")
+
+
+def test_a_continued_message_is_the_beginning_of_the_response_format():
+    with load(None) as model:
+        response = model.chat(prefill('{"city": "Ro'), response_format=RESPONSE_FORMAT, max_tokens=50)
+        assert response.text.startswith("me")
+        assert response.parsed == {"city": "Rome"}
+        with pytest.raises(InvalidGrammar, match="begins with"):
+            model.chat(prefill("The city"), response_format=RESPONSE_FORMAT, max_tokens=50)
+
+
+def test_a_continued_message_can_end_with_a_call():
+    with load(None) as model:
+        options = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
+        response = model.chat(prefill("Let me see. "), **options)
+    assert response.text == ""
+    assert {call.name for call in response.tool_calls} == {"weather"}
+
+
+def test_complete_tool_calls_are_not_continued():
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    with load(None) as model:
+        text = model.apply_chat_template([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]).text
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+# --- tools of a template that renders calls but not the tools
+
+DEEPSEEK = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}<｜tool▁call▁begin｜>"  # noqa: RUF001
+    "{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}{% endfor %}"  # noqa: RUF001
+)
+
+
+def test_the_format_of_calls_is_described_if_the_template_does_not_render_tools():
+    with load(DEEPSEEK) as model:
+        plan = model.plan_chat("Where?", tools=[WEATHER])
+    assert plan.prompt.text.startswith("[system]You can call these tools.")
+    assert '"name": "weather"' in plan.prompt.text
+    assert "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>the tool's name<｜tool▁sep｜>" in plan.prompt.text  # noqa: RUF001
+    (call,) = parse(plan, '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Bern"}<｜tool▁call▁end｜>').tool_calls  # noqa: RUF001
+    assert (call.name, call.arguments) == ("weather", '{"city": "Bern"}')
+
+
+FUNCTIONARY = "{{ tools | tojson }}>>>${recipient} >>>all{% for m in messages %}{{ m.content }}{% endfor %}>>>"
+
+
+def test_the_recipient_of_functionary_is_not_part_of_the_text_without_tools():
+    with load(FUNCTIONARY) as model:
+        assert parse(model.plan_chat("Where?"), "all\nIn Bern.").text == "In Bern."
+        response = model.chat("Where?", response_format=RESPONSE_FORMAT, max_tokens=100)
+    assert response.parsed == json.loads(response.text)
