@@ -1,4 +1,4 @@
-"""A served model does slow one-time work when it is loaded, not in the first request."""
+"""A served model: slow one-time work at the start, pins and clearing through the engine process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from afterglow.api.served_model import ServedModel, ServedSettings
+from afterglow.errors import PromptTooLong
 from afterglow.testing import models
 
 pytestmark = pytest.mark.native
@@ -24,3 +25,20 @@ def test_a_model_with_an_invalid_chat_template_is_still_served() -> None:
     settings = ServedSettings(context=256, threads=1, disk_cache=False, chat_template="{{ raise_exception('no') }}")
     with ServedModel("tiny", models.get_path("successor-attention"), settings) as model:
         assert model.complete("abc", max_tokens=3, temperature=0).text == "def"
+
+
+def test_prefixes_are_pinned_and_the_cache_is_cleared_in_the_engine_process(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    settings = ServedSettings(context=256, threads=1, disk_cache=True)
+    with ServedModel("tiny", models.get_path("successor-attention"), settings) as model:
+        model.pin("abc" * 20)
+        model.complete("abc" * 20, max_tokens=1)
+        assert model.complete("abc" * 20, max_tokens=1).usage.cached_tokens > 0
+        model.clear_cache()
+        assert model.complete("abc" * 20, max_tokens=1).usage.cached_tokens == 0
+        model.clear_cache()
+        assert model.unpin("abc" * 20)
+        assert not model.unpin("abc" * 20)
+        with pytest.raises(PromptTooLong):
+            model.pin("a" * 1000)
+    assert not list(tmp_path.rglob("*.cells"))
