@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import inspect
 import json
 import os
 import platform
@@ -32,7 +31,6 @@ from workload_runner import PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS, Workload
 
 from afterglow import registry
-from afterglow.cli.serve import serve
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.version import __version__
@@ -94,11 +92,8 @@ class Bench:
         return self.pairs if has_time_bar else min(self.pairs, PAIRS_WITHOUT_TIME_BARS)
 
     def _get_skip_reason(self, workload: Workload) -> str:
-        if workload.needs != "pictures":
-            return ""
-        if "projector" not in inspect.signature(serve).parameters:
-            return "the server does not support images"
-        return "" if self.get_projector_path else "no projector for this model"
+        needs_projector = workload.needs == "pictures" and self.get_projector_path is None
+        return "no projector for this model" if needs_projector else ""
 
     def _get_server_size(self, workload: Workload, model: LlamaModel) -> ServerSize:
         return ServerSize(

@@ -464,6 +464,58 @@ def test_the_disk_cache_gives_prefix_hits_after_a_restart(name, tmp_path, monkey
         assert model.complete(prompt, max_tokens=5).usage.cached_tokens == 0
 
 
+def test_a_pinned_prompt_is_not_evicted_until_it_is_unpinned():
+    """There is one sequence and RAM for about three prompts; every other prompt would be evicted."""
+    prompts = [[1 + (7 * number + n * (number + 1)) % 200 for n in range(100)] for number in range(12)]
+
+    def load_small(nbytes: int | None) -> afterglow.Model:
+        engine = EngineSettings(ram_cache_bytes=nbytes)
+        return load("attention", sequences=1, disk_cache=False, engine=engine)
+
+    with load_small(None) as model:
+        for prompt in prompts[:2]:
+            model.complete(prompt, max_tokens=1)
+        used_bytes = model._get_host().call(lambda engine: engine.prefix_cache.store.ram.used_bytes)
+    with load_small(3 * used_bytes) as model:
+        model.pin(prompts[0])
+        for _ in range(2):
+            for prompt in prompts:
+                model.complete(prompt, max_tokens=1)
+            assert model.complete([*prompts[0], 5], max_tokens=1).usage.cached_tokens == 100
+        assert model.complete([*prompts[1], 5], max_tokens=1).usage.cached_tokens < 100
+        assert model.unpin(prompts[0])
+        assert not model.unpin(prompts[0])
+        for prompt in prompts[1:]:
+            model.complete(prompt, max_tokens=1)
+        assert model.complete([*prompts[0], 5], max_tokens=1).usage.cached_tokens < 100
+        model.pin(prompts[0])
+        with pytest.raises(InvalidArgument, match=r"`prompt` needs [\d,]+ bytes to pin"):
+            model.pin(prompts[1] + prompts[2])
+        with pytest.raises(PromptTooLong):
+            model.pin([1] * 1000)
+        with pytest.raises(InvalidArgument, match="prompt"):
+            model.pin([])
+
+
+def test_a_pin_is_of_one_salt():
+    with load("attention", disk_cache=False) as model:
+        model.pin([1, 2, 3], salt="one")
+        assert not model.unpin([1, 2, 3])
+        assert not model.unpin([1, 2, 3], salt="other")
+        assert model.unpin([1, 2, 3], salt="one")
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_clear_cache_clears_all_tiers(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    prompt = [1 + n % 200 for n in range(150)]
+    with load(kind, disk_cache=True) as model:
+        for _ in range(2):
+            assert model.complete(prompt, max_tokens=1).usage.cached_tokens == 0
+            model.clear_cache()
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".cells", ".state")]
+
+
 # --- crashes
 
 

@@ -1,4 +1,4 @@
-"""A served model does slow one-time work when it is loaded, not in the first request."""
+"""A served model: slow one-time work at the start, pins and clearing through the engine process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from afterglow.api.served_model import ServedModel, ServedSettings
 from afterglow.engine.host import remote_calls
-from afterglow.errors import EngineError
+from afterglow.errors import EngineError, PromptTooLong
 from afterglow.llama.handle import list_open_handles
 from afterglow.testing import models
 from support.engine_factories import Raise
@@ -44,3 +44,20 @@ def test_a_model_that_fails_while_it_starts_leaves_nothing_open(step: str, monke
         ServedModel("tiny", models.get_path("attention"), ServedSettings(context=256, threads=1, disk_cache=False))
     assert set(psutil.Process().children(recursive=True)) <= set(processes)
     assert list_open_handles() == handles
+
+
+def test_prefixes_are_pinned_and_the_cache_is_cleared_in_the_engine_process(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    settings = ServedSettings(context=256, threads=1, disk_cache=True)
+    with ServedModel("tiny", models.get_path("successor-attention"), settings) as model:
+        model.pin("abc" * 20)
+        model.complete("abc" * 20, max_tokens=1)
+        assert model.complete("abc" * 20, max_tokens=1).usage.cached_tokens > 0
+        model.clear_cache()
+        assert model.complete("abc" * 20, max_tokens=1).usage.cached_tokens == 0
+        model.clear_cache()
+        assert model.unpin("abc" * 20)
+        assert not model.unpin("abc" * 20)
+        with pytest.raises(PromptTooLong):
+            model.pin("a" * 1000)
+    assert not list(tmp_path.rglob("*.cells"))

@@ -58,6 +58,15 @@ def test_prompts_are_as_long_as_the_server_reports(runner, tokenizer):
     assert run.replies[0].prompt_tokens == len(tokenizer.tokenize_prompt(messages))
 
 
+def test_a_workload_with_images_is_skipped_without_a_projector(path):
+    bench = Bench("hybrid", path, quick=True, threads=1, pairs=1)
+    images, text = (WORKLOADS[letter]("example", True) for letter in "ja")
+    assert bench._get_skip_reason(images) == "no projector for this model"
+    assert bench._get_skip_reason(text) == ""
+    bench.get_projector_path = lambda: path
+    assert bench._get_skip_reason(images) == ""
+
+
 def test_both_servers_run_the_same_prompts(path):
     bench = Bench("hybrid", path, quick=True, threads=1, pairs=2)
     (result, skipped) = bench.run("cj")

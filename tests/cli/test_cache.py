@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -13,8 +14,10 @@ import pytest
 
 import afterglow
 from afterglow.cli.main import main
+from afterglow.engine.inspect import disk
 from afterglow.testing import models
 from support.commands import run_command
+from support.server_process import run_server, wait_until
 
 pytestmark = pytest.mark.native
 
@@ -111,6 +114,31 @@ def test_the_cache_is_verified_exported_cleared_and_imported(root: Path, tmp_pat
     assert run_in_process("cache", "import", str(archive), AFTERGLOW_CACHE=str(root)).returncode == 0
     after = read_json(root)
     assert {item["id"] for item in after["conversations"]} == {item["id"] for item in before["conversations"]}
+
+
+def test_a_conversation_that_continues_after_a_clear_beside_a_server_survives_its_kill(tmp_path: Path) -> None:
+    """`afterglow cache clear`, one more turn, kill -9, and the next start is warm."""
+    environment = {"AFTERGLOW_CACHE": str(tmp_path), "AFTERGLOW_DISK_CACHE": "on"}
+    arguments = (f"tiny={MODEL}", "--context", "1024", "--sequences", "2")
+
+    def is_on_disk(tokens: int) -> bool:
+        directory = tmp_path / "prefix"
+        return any(stored.entries >= tokens for stored in disk.list_conversations(directory))
+
+    text = models.CYCLE.decode() * 8
+    with run_server(*arguments, **environment) as server:
+        text += server.complete(text)["choices"][0]["text"]
+        beginning = len(text) - 1
+        assert wait_until(20, lambda: is_on_disk(beginning))
+        assert run_command("cache", "clear", "-y", AFTERGLOW_CACHE=str(tmp_path)).returncode == 0
+        assert not list(tmp_path.rglob("*.cells"))
+        text += "and more"
+        text += server.complete(text)["choices"][0]["text"]
+        assert wait_until(20, lambda: is_on_disk(beginning)), "written from its beginning"
+        server.stop(signal.SIGKILL)
+    with run_server(*arguments, **environment) as server:
+        usage = server.complete(text + "x")["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= beginning
 
 
 def test_an_empty_cache_is_reported(tmp_path: Path) -> None:

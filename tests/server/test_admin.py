@@ -87,6 +87,41 @@ def test_explain_shows_the_texts_at_the_first_difference(server: ServerProcess) 
     assert server.post("/cache/explain", {"model": "tiny"}).status_code == 400
 
 
+def test_a_prefix_is_pinned_and_unpinned(server: ServerProcess) -> None:
+    for body in ({"prompt": "a prefix to pin"}, {"messages": [{"role": "user", "content": "pin this"}]}):
+        request = {"model": "tiny", **body}
+        pinned = server.post("/cache/pin", request).json()
+        assert (pinned["model"], pinned["pinned"]) == ("tiny", True)
+        assert pinned["tokens"] > 10
+        assert server.post("/cache/unpin", request).json() == {**pinned, "pinned": False}
+        again = server.post("/cache/unpin", request)
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
+
+
+def test_a_pin_that_cannot_be_served_is_rejected(server: ServerProcess) -> None:
+    both = {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}
+    for route in ("/cache/pin", "/cache/unpin"):
+        for body in ({}, both, {"prompt": []}, {"prompt": "a", "unknown": 1}):
+            assert server.post(route, {"model": "tiny", **body}).status_code == 400, (route, body)
+    too_long = server.post("/cache/pin", {"model": "tiny", "prompt": "a" * 3000})
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert server.post("/cache/pin", {"model": "nothing", "prompt": "a"}).status_code == 404
+
+
+def test_the_cache_of_one_model_is_cleared(server: ServerProcess) -> None:
+    def count_cached_tokens(model: str) -> int:
+        completion = server.complete("a text that is cached until it is cleared", model=model)
+        return completion["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    for model in ("tiny", "reasoning"):
+        count_cached_tokens(model)
+        assert count_cached_tokens(model) > 20
+    assert server.post("/cache/clear", {"model": "tiny"}).json() == {"model": "tiny", "cleared": True}
+    assert count_cached_tokens("tiny") == 0
+    assert count_cached_tokens("reasoning") > 20
+    assert server.post("/cache/clear", {}).json()["error"]["code"] == "model_not_found"  # there are several
+
+
 def test_unknown_routes_get_openai_errors(server: ServerProcess) -> None:
     for response in (server.http.get("/v1/nothing"), server.http.get("/v1/chat/completions")):
         assert response.status_code in (404, 405)

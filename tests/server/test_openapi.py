@@ -29,6 +29,9 @@ ROUTES = {
     "/stats",
     "/cache",
     "/cache/explain",
+    "/cache/pin",
+    "/cache/unpin",
+    "/cache/clear",
 }
 
 

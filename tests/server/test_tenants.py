@@ -76,6 +76,15 @@ def test_another_key_sees_no_text(tenant_server: ServerProcess) -> None:
     assert PRIVATE_TEXT[:20] not in str(send(tenant_server, "/cache", SECOND_KEY))
 
 
+def test_pins_are_per_key_and_need_one(tenant_server: ServerProcess) -> None:
+    prompt = {"prompt": "a prefix that the first tenant pins"}
+    assert send(tenant_server, "/cache/pin", FIRST_KEY, prompt)["pinned"] is True
+    assert send(tenant_server, "/cache/unpin", SECOND_KEY, prompt)["error"]["code"] == "pin_not_found"
+    assert send(tenant_server, "/cache/unpin", FIRST_KEY, prompt)["pinned"] is False
+    for route in ("/cache/pin", "/cache/unpin", "/cache/clear"):
+        assert send(tenant_server, route, "no key", prompt)["error"]["code"] == "invalid_api_key"
+
+
 def test_a_response_is_visible_to_its_own_key_only(tenant_server: ServerProcess) -> None:
     response = send(tenant_server, "/v1/responses", FIRST_KEY, {"input": SECRET, "max_output_tokens": 4})
     path = f"/v1/responses/{response['id']}"

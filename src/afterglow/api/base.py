@@ -26,6 +26,7 @@ from afterglow.chat.truncation import check_policy, count_bos, fit_entries, fit_
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.stream import EventStream
+from afterglow.engine.inspect import cache
 from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.types.entries import Entry
 from afterglow.engine.types.media import MediaPart
@@ -406,6 +407,40 @@ class TextModel(Closeable):
         3
         """
         return self._get_host().call(functools.partial(Engine.explain, request=self.build_request(prompt, salt=salt)))
+
+    # --- prefix cache
+
+    def pin(self, prompt: PromptInput, *, salt: str = "") -> None:
+        """Pin a prefix, e.g. a system prompt: it is never evicted, whether it is cached now or later.
+
+        Raises `InvalidArgument` if pins would take more than half of the RAM budget, and `PromptTooLong` if the prefix
+        does not fit into the context. On disk, a pinned prefix stays pinned for the next start.
+
+        >>> model.pin("You are a helpful assistant.")
+        >>> model.unpin("You are a helpful assistant.")
+        True
+        """
+        self._get_host().call(functools.partial(cache.pin, entries=self._build_entries(prompt)[0], salt=salt))
+
+    def unpin(self, prompt: PromptInput, *, salt: str = "") -> bool:
+        """Remove a pin, so that the prefix can be evicted again; return False if exactly this prefix is not pinned.
+
+        >>> model.unpin("This was never pinned.")
+        False
+        """
+        return self._get_host().call(functools.partial(cache.unpin, entries=self._build_entries(prompt)[0], salt=salt))
+
+    def clear_cache(self) -> None:
+        """Clear the prefix cache in all tiers, including pinned prefixes and the files of this model on disk.
+
+        Sequences in use are not cleared. Pins stay: a pinned prefix is pinned again when it is computed again.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> model.clear_cache()
+        >>> model.complete("The rain in Spain", max_tokens=1).usage.cached_tokens
+        0
+        """
+        self._get_host().call(cache.clear)
 
     # --- requests
 

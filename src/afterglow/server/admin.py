@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from afterglow.api.base import PromptInput
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.miss_reasons import explain_miss
 from afterglow.chat.multimodal import get_media_label
@@ -17,7 +18,7 @@ from afterglow.chat.prompt import ChatPrompt
 from afterglow.engine.host.remote_calls import CachedSequence
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.errors import invalid_request_error
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.media import load_media
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot
@@ -25,12 +26,16 @@ from afterglow.server.openai.chat import build_chat_options
 from afterglow.server.schema.admin import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
+    ClearRequest,
+    ClearResponse,
     DetokenizeRequest,
     DetokenizeResponse,
     ExplainRequest,
     HealthResponse,
     ModelCard,
     ModelList,
+    PinRequest,
+    PinResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -157,10 +162,51 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/cache/explain", summary="Explain how much of a prompt is cached and why not more")
     async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
         model = await state.get_model(body.model)
-        if (body.messages is None) == (body.prompt is None):
-            raise invalid_request_error("prompt", "set either `messages` or `prompt`")
-        messages = await load_media(state, model, [dump_message(message) for message in body.messages or ()])
-        return await state.run_engine_call(lambda: explain_prompt(model, body, messages, get_tenant_salt(request)))
+        prompt = await build_prompt_input(state, model, body)
+        return await state.run_engine_call(lambda: explain_prompt(model, prompt, get_tenant_salt(request)))
+
+    @router.post("/cache/pin", summary="Pin a prefix: it is never evicted, whether it is cached now or later")
+    async def pin(body: PinRequest, request: Request) -> PinResponse:
+        model = await state.get_model(body.model)
+        prompt = await build_prompt_input(state, model, body)
+        return await state.run_engine_call(lambda: pin_prompt(model, prompt, get_tenant_salt(request)))
+
+    @router.post("/cache/unpin", summary="Remove the pin on a prefix")
+    async def unpin(body: PinRequest, request: Request) -> PinResponse:
+        model = await state.get_model(body.model)
+        prompt = await build_prompt_input(state, model, body)
+        return await state.run_engine_call(lambda: unpin_prompt(model, prompt, get_tenant_salt(request)))
+
+    @router.post("/cache/clear", summary="Clear the prefix cache of a model in all tiers, for all clients")
+    async def clear(body: ClearRequest) -> ClearResponse:
+        model = await state.get_model(body.model)
+        await state.run_engine_call(model.clear_cache)
+        return ClearResponse(model=model.name)
+
+
+async def build_prompt_input(state: ServerState, model: ServedModel, body: ExplainRequest) -> PromptInput:
+    """Return the prompt of a body with either `messages` or `prompt`."""
+    if (body.messages is None) == (body.prompt is None):
+        raise invalid_request_error("prompt", "set either `messages` or `prompt`")
+    if body.prompt is not None:
+        return body.prompt
+    messages = await load_media(state, model, [dump_message(message) for message in body.messages or ()])
+    return await state.run_text_work(lambda: build_prompt(model, body, messages))
+
+
+def pin_prompt(model: ServedModel, prompt: PromptInput, salt: str) -> PinResponse:
+    """Pin a prefix."""
+    tokens = len(model.build_request(prompt).entries)
+    model.pin(prompt, salt=salt)
+    return PinResponse(model=model.name, tokens=tokens, pinned=True)
+
+
+def unpin_prompt(model: ServedModel, prompt: PromptInput, salt: str) -> PinResponse:
+    """Unpin a prefix; raise status 404 if it is not pinned."""
+    tokens = len(model.build_request(prompt).entries)
+    if not model.unpin(prompt, salt=salt):
+        raise APIError(404, f"exactly this prefix of {tokens:,} tokens is not pinned", code="pin_not_found")
+    return PinResponse(model=model.name, tokens=tokens, pinned=False)
 
 
 def format_entries(model: ServedModel, entries: Sequence[Entry]) -> str:
@@ -197,9 +243,8 @@ def _format_sequence(model: ServedModel, sequence: CachedSequence) -> dict[str, 
     }
 
 
-def explain_prompt(model: ServedModel, body: ExplainRequest, messages: list[MessageDict], salt: str) -> dict[str, Any]:
+def explain_prompt(model: ServedModel, prompt: PromptInput, salt: str) -> dict[str, Any]:
     """Compare a prompt with the nearest cached prefix: token counts, the texts at the difference, and the reason."""
-    prompt = build_prompt(model, body, messages) if body.prompt is None else body.prompt
     entries = list(model.build_request(prompt).entries)
     miss = model.explain_miss(prompt, salt=salt)
     explanation, position, cached_entries = miss.explanation, miss.common_length, miss.cached_entries

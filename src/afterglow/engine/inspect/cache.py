@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache.blocks import Block, BlockTree
@@ -21,7 +22,7 @@ from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.index import IndexRow, open_index
 from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries, Entry
-from afterglow.errors import InvalidState
+from afterglow.errors import InvalidState, PromptTooLong
 
 CacheTier: TypeAlias = Literal["device", "ram", "disk"]
 PREVIEW_ENTRIES = 32
@@ -176,23 +177,30 @@ def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
     return usage
 
 
-def pin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> None:
+def pin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "") -> None:
     """Pin a prefix: it is never evicted from any tier, whether it is cached now or later.
 
-    Raises `InvalidArgument` if pins would take more than half of the budget.
+    Raises `InvalidArgument` if pins would take more than half of the budget, and `PromptTooLong` if the prefix does not
+    fit into the context.
     """
-    namespace = engine.prefix_cache.build_namespace(salt)
-    engine.prefix_cache.store.pin_manager.pin(engine.interner.intern(entries), namespace)
+    interned = engine.interner.intern(entries)
+    cells, limit = engine.interner.count_cells(interned), engine.backend.capabilities.cells_per_sequence
+    if cells > limit:
+        raise PromptTooLong(cells, limit)
+    engine.prefix_cache.store.pin_manager.pin(interned, engine.prefix_cache.build_namespace(salt))
 
 
-def unpin(engine: Engine, entries: Sequence[Entry], salt: str = "") -> bool:
+def unpin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "") -> bool:
     """Remove a pin; return False if there is none on exactly these entries."""
     namespace = engine.prefix_cache.build_namespace(salt)
     return engine.prefix_cache.store.pin_manager.unpin(engine.interner.intern(entries), namespace)
 
 
 def clear(engine: Engine) -> None:
-    """Clear idle sequences, the RAM tier, the files of this model in the disk tier, and the encoder cache."""
+    """Clear idle sequences, the RAM tier, the files of this model in the disk tier, and the encoder cache.
+
+    Pins stay: a pinned prefix is pinned again when it is computed again. Files are deleted in the background.
+    """
     for slot in engine.prefix_cache.slots:
         if not slot.busy:
             engine.prefix_cache.discard(slot)
@@ -227,7 +235,7 @@ def list_stored_models(directory: Path) -> list[StoredModel]:
             nbytes=sum(row.nbytes for row in rows),
             hits=sum(row.hits for row in rows),
             compute_seconds=sum(row.seconds for row in rows if row.kind == "cells"),
-            idle_seconds=now - max(row.last_used for row in rows),
+            idle_seconds=max(0.0, now - max(row.last_used for row in rows)),
         )
         for model, rows in by_model.items()
     ]

@@ -172,17 +172,12 @@ def find_conversation(directory: Path, id: str) -> StoredConversation:
 def clear(directory: Path, models: Collection[str] | None = None) -> int:
     """Remove the files of all or some models, including pinned ones; return the freed bytes.
 
-    Encoded media are always removed, because their files do not record the model.
+    Encoded media are always removed, because their files do not record the model. Running engines notice it within
+    a second: a conversation is written again, from its beginning, when it continues.
     """
     freed_bytes = embedding_files.remove_embeddings(directory)
     with open_index(directory) as index:
-        index.reconcile()
-        for row in index.list_rows():
-            if models is None or row.model in models:
-                (directory / row.model / row.name).unlink(missing_ok=True)
-                index.remove([row.name])
-                freed_bytes += row.nbytes
-    return freed_bytes
+        return freed_bytes + index.clear(models)
 
 
 # --- nearest prefix

@@ -39,9 +39,9 @@ class Pins:
     def __iter__(self) -> Iterator[Pin]:
         return iter(list(self._pins))
 
-    @property
-    def total_entries(self) -> int:
-        return sum(len(pin.entries) for pin in self._pins)
+    def count_entries(self, *, explicit_only: bool = False) -> int:
+        """Return the total length of all pins; with `explicit_only`, of those that are not system pins."""
+        return sum(len(pin.entries) for pin in self._pins if not (explicit_only and pin.is_system))
 
     def add(self, entries: Entries, salt: str, *, is_system: bool = False) -> None:
         self._pins.append(Pin(salt, entries.copy(), is_system))
@@ -105,25 +105,26 @@ class PinManager:
         """Never evict these entries once they are stored.
 
         System pins give way, least recently used first, to each other and to explicit pins. If there is still not
-        enough space, a system pin is not added, and an explicit pin raises `InvalidArgument`.
+        enough space, a system pin is not added, and an explicit pin raises `InvalidArgument` and changes nothing.
         """
         existing = self.pins.find(entries, salt)
         if existing is not None:
             existing.last_used, existing.is_system = time.monotonic(), existing.is_system and is_system
             return
-        needed = int(len(entries) * self._bytes_per_entry())
-        while (used := int(self.pins.total_entries * self._bytes_per_entry())) + needed > self.limit:
-            oldest = self.pins.find_lru(system_only=True) if needed <= self.limit else None
-            if oldest is not None:
-                self.unpin(oldest.entries, oldest.salt)
-            elif is_system:
+        bytes_per_entry = self._bytes_per_entry()
+        needed, used = (int(n * bytes_per_entry) for n in (len(entries), self.pins.count_entries(explicit_only=True)))
+        if used + needed > self.limit:
+            if is_system:
                 return
-            else:
-                raise InvalidArgument(
-                    "entries",
-                    f"need {needed:,} bytes to pin; existing pins use {used:,} of {self.limit:,} bytes (half of "
-                    "`ram_cache_bytes`): unpin a prefix or increase `ram_cache_bytes`",
-                )
+            raise InvalidArgument(
+                "prompt",
+                f"needs {needed:,} bytes to pin; existing pins use {used:,} of {self.limit:,} bytes (half of "
+                "`ram_cache_bytes`): unpin a prefix or increase `ram_cache_bytes`",
+            )
+        while int(self.pins.count_entries() * bytes_per_entry) + needed > self.limit:
+            oldest = self.pins.find_lru(system_only=True)
+            assert oldest is not None, "explicit pins fit"
+            self.unpin(oldest.entries, oldest.salt)
         self.pins.add(entries, salt, is_system=is_system)
         self._sync_block_pins(entries, salt)
         self.enforce_limit()

@@ -261,7 +261,7 @@ class PrefixCache:
         while self._unwritten_slots:
             slot, _ = self._unwritten_slots.popitem()
             if not slot.busy and len(slot):
-                self._store_if_valuable(slot)
+                self._write_to_disk(slot)
                 self._drop_orphaned_checkpoints()
                 return True
         return False
@@ -272,7 +272,7 @@ class PrefixCache:
         if self.store.disk_tier is not None and store_idle:
             for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
                 if len(slot) and not slot.busy and time.monotonic() < deadline:
-                    self._store_if_valuable(slot)
+                    self._write_to_disk(slot)
                     self.store.disk_tier.writer.flush(max(0.0, deadline - time.monotonic()))
         self.store.close(max(0.0, deadline - time.monotonic()))
 
@@ -354,6 +354,11 @@ class PrefixCache:
                     self._store_with_checkpoint(slot)
                 else:
                     self.store.store_sequence(slot, None)
+
+    def _write_to_disk(self, slot: Sequence) -> None:
+        """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
+        self._store_if_valuable(slot)
+        self.store.write_stored(slot.entries, slot.salt)
 
     def _store_with_checkpoint(self, slot: Sequence) -> None:
         if not self._checkpoint_settings.max_checkpoints:

@@ -197,20 +197,30 @@ class TieredStore:
         )
 
     def _add_block(self, block: Block) -> None:
-        for redundant in self.tree.add(block):
+        redundant_blocks = self.tree.add(block)
+        for redundant in redundant_blocks:
             if redundant in self.ram:
                 self.ram.drop(redundant)
-            if self.disk_tier is not None and redundant.is_on_disk and redundant.key != block.key:
-                self.disk_tier.writer.remove("cells", redundant.key)
         self.ram.put(block)
         if self.disk_tier is not None:
             self.disk_tier.enqueue(block)
+            for redundant in redundant_blocks:
+                if redundant.is_on_disk and redundant.key != block.key:
+                    self.disk_tier.writer.remove("cells", redundant.key)
 
     def write_checkpoints(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Queue checkpoints for writing to disk."""
         if self.disk_tier is not None:
             for checkpoint in checkpoints:
                 self.disk_tier.enqueue(checkpoint)
+
+    def write_stored(self, entries: Entries, salt: str) -> None:
+        """Queue the blocks and checkpoints of a stored prompt that are not on disk, e.g. after another process removed
+        their files."""
+        if self.disk_tier is not None:
+            for block in self.find_stored_prefix(entries, salt).blocks:
+                self.disk_tier.enqueue(block)
+            self.write_checkpoints(self._checkpoints.find_on_path(entries, salt))
 
     # --- eviction from RAM
 
@@ -264,10 +274,11 @@ class TieredStore:
             self._remove_from_tree(block)
 
     def _remove_from_tree(self, block: Block) -> None:
-        """Remove a block and its descendants from the tree and from RAM."""
-        for removed in self.tree.remove(block):
-            if removed in self.ram:
-                self.ram.drop(removed)
+        """Remove a block and its descendants from the tree and from RAM, unless a file event has removed it already."""
+        if self.tree.get(block.key) is block:
+            for removed in self.tree.remove(block):
+                if removed in self.ram:
+                    self.ram.drop(removed)
 
     # --- loading
 
@@ -330,9 +341,9 @@ class TieredStore:
             raise
 
     def _promote(self, block: Block, rows: NDArray[np.uint8]) -> None:
-        """Copy a block that was read from disk to RAM, if this needs no eviction."""
+        """Copy a block that was read from disk to RAM, if this needs no eviction and it is still in the tree."""
         nbytes = page_buffers.get_allocated_bytes(rows.nbytes) + block.entries.nbytes
-        if nbytes <= self.ram.free_bytes:
+        if nbytes <= self.ram.free_bytes and self.tree.get(block.key) is block:
             block.rows, block.nbytes = page_buffers.copy_to_pages(rows), nbytes
             self.ram.put(block)
 

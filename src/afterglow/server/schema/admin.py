@@ -34,6 +34,14 @@ class ExplainRequest(ChatFields):
     prompt: str | list[int] | None = None
 
 
+class PinRequest(ExplainRequest):
+    """A conversation or a prompt to pin in the prefix cache, or to unpin."""
+
+
+class ClearRequest(StrictModel):
+    model: OptionalModel = None
+
+
 class ModelCard(StrictModel):
     id: str
     object: Literal["model"] = "model"
@@ -62,6 +70,17 @@ class DetokenizeResponse(StrictModel):
 class ApplyTemplateResponse(StrictModel):
     prompt: str
     tokens: int
+
+
+class PinResponse(StrictModel):
+    model: str
+    tokens: int = pydantic.Field(description="Length of the prefix.")
+    pinned: bool
+
+
+class ClearResponse(StrictModel):
+    model: str
+    cleared: Literal[True] = True
 
 
 class HealthResponse(StrictModel):

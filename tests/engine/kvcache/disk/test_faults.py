@@ -188,8 +188,6 @@ def test_a_damaged_block_loses_only_the_blocks_after_it(make_engine, folder):
 @every_kind
 def test_a_damaged_index_is_rebuilt_from_the_files(make_engine, folder, kind, damage):
     write_conversation(make_engine, kind)
-    for suffix in ("-wal", "-shm"):
-        (folder / f"{disk_index.INDEX_FILE_NAME}{suffix}").unlink(missing_ok=True)
     damage(folder / disk_index.INDEX_FILE_NAME)
     assert ask_and_check(make_engine(kind), kind) > 0
 
@@ -229,11 +227,11 @@ def read_only(*arguments: object) -> int:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.mark.parametrize("write_file", [no_space, read_only])
+@pytest.mark.parametrize("fail", [no_space, read_only])
 @every_kind
-def test_write_errors_cause_one_warning(make_engine, folder, monkeypatch, caplog, kind, write_file):
+def test_write_errors_cause_one_warning(make_engine, folder, monkeypatch, caplog, kind, fail):
     engine = make_engine(kind)
-    monkeypatch.setattr(disk_files, "write_file", write_file)
+    monkeypatch.setattr(disk_files, "write_temporary", fail)
     for number in range(4):
         ask(engine, prompt(50, 10 + number))
         while engine.run_idle_task():

@@ -260,8 +260,10 @@ def test_without_a_directory_nothing_is_written(tmp_path):
 
 def test_requests_do_not_wait_for_a_slow_write(make_engine, monkeypatch):
     engine = make_engine(sequences=1)
-    unblock, original = threading.Event(), disk_files.write_file
-    monkeypatch.setattr(disk_files, "write_file", lambda folder, file: (unblock.wait(20), original(folder, file))[1])
+    unblock, original = threading.Event(), disk_files.write_temporary
+    monkeypatch.setattr(
+        disk_files, "write_temporary", lambda folder, file: (unblock.wait(20), original(folder, file))[1]
+    )
     started = time.monotonic()
     for number in range(8):
         ask(engine, prompt(60, number))
@@ -275,8 +277,10 @@ def test_requests_do_not_wait_for_a_slow_write(make_engine, monkeypatch):
 def test_writes_are_dropped_if_the_queue_is_full(make_engine, monkeypatch):
     monkeypatch.setattr("afterglow.engine.kvcache.disk.writer.MAX_QUEUED_TASKS", 4)
     engine = make_engine(sequences=1)
-    unblock, original = threading.Event(), disk_files.write_file
-    monkeypatch.setattr(disk_files, "write_file", lambda folder, file: (unblock.wait(20), original(folder, file))[1])
+    unblock, original = threading.Event(), disk_files.write_temporary
+    monkeypatch.setattr(
+        disk_files, "write_temporary", lambda folder, file: (unblock.wait(20), original(folder, file))[1]
+    )
     for number in range(8):
         ask(engine, prompt(60, number))
     assert engine.prefix_cache.store.disk_tier.writer.counters.dropped_writes > 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
+import math
 import os
 import secrets
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -29,6 +30,7 @@ CHECKSUM_BYTES = 32
 HEADER = struct.Struct("<B32s32s32sQQQQQQdd")
 HEADER_OFFSET_BYTES = len(MAGIC) + CHECKSUM_BYTES
 MAX_FILE_BYTES = 2**40
+UNPINNED_MODE, PINNED_MODE = 0o600, 0o400  # the pin is in the mode, so that it outlives the index
 LABEL_FILE_NAME = "name"
 MAX_LABEL_BYTES = 4096
 
@@ -49,11 +51,17 @@ class CacheFile:
     value: float  # seconds saved per byte, including everything that it depends on
     layout: bytes
     payload: Sequence[Buffer]
-    pinned: bool = False  # in the index only, not in the file: a file found without an index is not pinned
+    pinned: bool = False  # the mode of the file: see `PINNED_MODE`
+    needs_cells: bool = True  # not in the file. False: a checkpoint of a model without attention cells
 
     @property
     def name(self) -> str:
         return build_file_name(self.kind, self.key)
+
+    @property
+    def parent_name(self) -> str | None:
+        """Name of the file of the block before it, without which it is of no use; None if it needs none."""
+        return build_file_name("cells", self.parent) if self.start and self.needs_cells else None
 
     def to_buffers(self) -> list[Buffer]:
         """Return the contents of the file."""
@@ -71,7 +79,7 @@ class CacheFile:
 
 @dataclass(frozen=True, slots=True)
 class LoadedFile:
-    """File that was read and checked. `payload` is a view of the memory-mapped file."""
+    """File that was read and checked. Copy `payload` to `page_buffers` if it is used for a long time."""
 
     file: CacheFile
     payload: memoryview
@@ -96,10 +104,11 @@ def parse_file_name(name: str) -> tuple[FileKind, bytes] | None:
     return None
 
 
-def write_file(folder: Path, cache_file: CacheFile) -> int:
-    """Write a temporary file, flush it to disk and rename it; return the number of bytes written."""
+def write_temporary(folder: Path, cache_file: CacheFile) -> tuple[Path, int]:
+    """Write a temporary file and flush it to disk; return its path and size. The caller renames it."""
     temporary = folder / f"{cache_file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    mode = PINNED_MODE if cache_file.pinned else UNPINNED_MODE
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, mode)
     size = 0
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -107,6 +116,17 @@ def write_file(folder: Path, cache_file: CacheFile) -> int:
                 size += file.write(part)
             file.flush()
             os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return temporary, size
+
+
+def write_file(folder: Path, cache_file: CacheFile) -> int:
+    """Write a file atomically; return the number of bytes written."""
+    temporary, size = write_temporary(folder, cache_file)
+    try:
         os.replace(temporary, folder / cache_file.name)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -116,63 +136,104 @@ def write_file(folder: Path, cache_file: CacheFile) -> int:
 
 
 def load_file(path: Path) -> LoadedFile:
-    """Map a file and verify its checksum; raise `InvalidState` if it is damaged."""
-    view = _map_file(path)
-    file, payload_start = _parse_header(view)
-    if blake3(view[HEADER_OFFSET_BYTES:]).digest() != bytes(view[len(MAGIC) : HEADER_OFFSET_BYTES]):
-        raise InvalidState("its checksum is wrong")
-    if path.name != file.name:
+    """Read a file and verify its checksum; raise `InvalidState` if it is damaged.
+
+    Files are not memory-mapped: reading a mapping of a file that was truncated ends the process (SIGBUS).
+    """
+    with _open_file(path) as file:
+        header, cache_file, payload_bytes = _read_header(file)
+        payload = np.empty(payload_bytes, dtype=np.uint8)
+        _read_into(file, payload.data)
+    _verify_checksum(header, payload.data)
+    if path.name != cache_file.name:
         raise InvalidState("its name does not match its key")
-    return LoadedFile(file, view[payload_start:])
+    return LoadedFile(cache_file, payload.data)
 
 
 def read_header(path: Path) -> tuple[CacheFile, int]:
-    """Return the header of a file, without verifying its checksum, and the file size."""
-    view = _map_file(path)
-    file, _ = _parse_header(view)
-    if path.name != file.name:
+    """Return the contents of a file without the payload, without verifying its checksum, and the file size."""
+    with _open_file(path) as file:
+        header, cache_file, payload_bytes = _read_header(file)
+    if path.name != cache_file.name:
         raise InvalidState("its name does not match its key")
-    return file, len(view)
+    return replace(cache_file, pinned=is_pinned(path)), len(header) + payload_bytes
 
 
-def _map_file(path: Path) -> memoryview:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def is_pinned(path: Path) -> bool:
+    """Return whether a file is pinned by its mode."""
+    return not path.lstat().st_mode & stat.S_IWUSR
+
+
+def set_pinned(path: Path, *, pinned: bool) -> None:
+    """Pin or unpin a file by its mode."""
+    os.chmod(path, PINNED_MODE if pinned else UNPINNED_MODE)
+
+
+def delete_file(path: Path) -> None:
+    """Delete a file if it exists. A folder in its place is not ours and stays."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _open_file(path: Path) -> Iterator[FileIO]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not HEADER_OFFSET_BYTES + HEADER.size <= status.st_size < MAX_FILE_BYTES:
-            raise InvalidState("it is not a regular file, or too short or too long")
-        return memoryview(mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidState("it is not a regular file")
+        with FileIO(descriptor, closefd=False) as file:
+            yield file
     finally:
         os.close(descriptor)
 
 
-def _parse_header(view: memoryview) -> tuple[CacheFile, int]:
-    """Return the contents without the payload, and the offset of the payload."""
-    if bytes(view[: len(MAGIC)]) != MAGIC:
+def _read_into(file: FileIO, buffer: memoryview) -> None:
+    """Fill a buffer; raise `InvalidState` if the file ends before."""
+    while len(buffer):
+        count = file.readinto(buffer)
+        if not count:
+            raise InvalidState("it ended while it was read")
+        buffer = buffer[count:]
+
+
+def _verify_checksum(header: bytes, payload: memoryview) -> None:
+    if blake3(header[HEADER_OFFSET_BYTES:]).update(payload).digest() != header[len(MAGIC) : HEADER_OFFSET_BYTES]:
+        raise InvalidState("its checksum is wrong")
+
+
+def _read_header(file: FileIO) -> tuple[bytes, CacheFile, int]:
+    """Read everything before the payload: return its bytes, the contents, and the number of bytes of the payload."""
+    size = os.fstat(file.fileno()).st_size
+    if not HEADER_OFFSET_BYTES + HEADER.size <= size < MAX_FILE_BYTES:
+        raise InvalidState("it is too short or too long")
+    start = bytearray(HEADER_OFFSET_BYTES + HEADER.size)
+    _read_into(file, memoryview(start))
+    if start[: len(MAGIC)] != MAGIC:
         raise InvalidState("it is not a cache file of this version")
-    kind, model, key, parent, start, count, aligned, cells, layout_bytes, payload_bytes, seconds, value = (
-        HEADER.unpack_from(view, HEADER_OFFSET_BYTES)
+    kind, model, key, parent, first, count, aligned, cells, layout_bytes, payload_bytes, seconds, value = (
+        HEADER.unpack_from(start, HEADER_OFFSET_BYTES)
     )
-    entries_start = HEADER_OFFSET_BYTES + HEADER.size
-    layout_start = entries_start + 8 * count
-    payload_start = layout_start + layout_bytes
-    if kind >= len(FILE_KINDS) or payload_start + payload_bytes != len(view):
+    if kind >= len(FILE_KINDS) or len(start) + 8 * count + layout_bytes + payload_bytes != size:
         raise InvalidState("its length does not match its header")
-    file = CacheFile(
+    if max(first, aligned, cells) > MAX_FILE_BYTES or not math.isfinite(seconds):
+        raise InvalidState("its header is damaged")
+    rest = bytearray(8 * count + layout_bytes)
+    _read_into(file, memoryview(rest))
+    cache_file = CacheFile(
         kind=FILE_KINDS[kind],
         model=model,
         key=key,
         parent=parent,
-        start=start,
-        entries=np.frombuffer(view[entries_start:layout_start], dtype="<i8").astype(np.int64),
+        start=first,
+        entries=np.frombuffer(rest, dtype="<i8", count=count).astype(np.int64),
         aligned=aligned,
         cells=cells,
         seconds=seconds,
         value=value,
-        layout=bytes(view[layout_start:payload_start]),
+        layout=bytes(rest[8 * count :]),
         payload=(),
     )
-    return file, payload_start
+    return bytes(start + rest), cache_file, payload_bytes
 
 
 def prepare_directory(directory: Path) -> None:
@@ -197,8 +258,8 @@ def attach_payload(loaded: LoadedFile) -> CacheFile:
 
 
 def write_label(folder: Path, label: str) -> None:
-    """Write the label of the model to its folder."""
-    if label:
+    """Write the label of the model to its folder, unless it is there."""
+    if label and label != read_label(folder):
         descriptor = os.open(folder / LABEL_FILE_NAME, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(label.encode()[:MAX_LABEL_BYTES])

@@ -1,15 +1,20 @@
-"""Index of the disk tier: an SQLite table of all files. It is a cache of their headers and is rebuilt if it is lost."""
+"""Index of the disk tier: an SQLite table of all files. It is a cache of their headers and is rebuilt if it is lost.
+
+Only a damaged table is deleted. If the disk is full or fails, the table stays as it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +25,8 @@ from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.errors import InvalidArgument, InvalidState
 
 INDEX_FILE_NAME = "index.sqlite3"
+INDEX_FILE_SUFFIXES = ("", "-journal", "-wal", "-shm")  # the last two are of older versions
+DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: other columns
 LOCK_TIMEOUT_SECONDS = 10.0  # for locks of other processes
 SQLITE_CACHE_KIB = 512  # small: the page cache of the system holds the rest, and can be reclaimed
 STALE_AFTER_SECONDS = 3600.0  # after this time, remove a temporary file even if its process is alive
@@ -33,6 +40,7 @@ CREATE TABLE IF NOT EXISTS items (
 );
 CREATE INDEX IF NOT EXISTS items_by_parent ON items (parent);
 """
+logger = logging.getLogger("afterglow.engine.kvcache.disk.index")
 COLUMNS = (
     "number, name, model, kind, key, parent, start, entries, aligned, cells, nbytes, seconds, last_used, hits, pinned"
 )
@@ -62,32 +70,69 @@ class IndexRow:
 class DiskIndex:
     """Index of all files, of all models, in a directory. For use by one thread."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, in_memory: bool = False) -> None:
+        """With `in_memory`, the index is a temporary one that is built from the files."""
         self._directory = directory
-        self._connection = self._open()
-
-    def _open(self) -> sqlite3.Connection:
+        self._path = directory / INDEX_FILE_NAME
+        self.in_memory = in_memory
+        if in_memory:
+            self._connection = self._connect(":memory:")
+            self.reconcile()
+            return
         try:
-            return self._connect()
-        except sqlite3.DatabaseError:  # damaged or of another version: rebuild it from the files
-            for suffix in ("", "-wal", "-shm"):
-                (self._directory / f"{INDEX_FILE_NAME}{suffix}").unlink(missing_ok=True)
-            return self._connect()
+            self._connection = self._connect(self._path)
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            if not is_damage(error):
+                raise
+            for suffix in INDEX_FILE_SUFFIXES:
+                self._path.with_name(f"{INDEX_FILE_NAME}{suffix}").unlink(missing_ok=True)
+            self._connection = self._connect(self._path)
+            self.reconcile()
 
-    def _connect(self) -> sqlite3.Connection:
-        path = self._directory / INDEX_FILE_NAME
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite creates its other files with the same mode
+    def _connect(self, path: Path | Literal[":memory:"]) -> sqlite3.Connection:
+        if isinstance(path, Path):
+            # SQLite creates its other files with the same mode. A file that exists must not be opened here: closing it
+            # would release the locks of other connections of this process.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            self._file_identity = _identify(path.stat())
         connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
+            # No WAL: its shared memory is a mapped file, and it is not for network file systems. Without syncs, a power
+            # failure may damage the index, which is then rebuilt.
+            with contextlib.suppress(sqlite3.OperationalError):  # an older version is using it with a WAL
+                connection.execute("PRAGMA journal_mode = TRUNCATE")
+            connection.execute("PRAGMA synchronous = OFF")
             connection.execute(f"PRAGMA cache_size = -{SQLITE_CACHE_KIB}")
             connection.executescript(SCHEMA)
-            connection.execute(f"SELECT {COLUMNS} FROM items LIMIT 1").fetchall()
+            for values in connection.execute(f"SELECT {COLUMNS} FROM items"):  # damage in any page shows here
+                _build_row(*values)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file of the index is the one that was opened. False if it was deleted or replaced."""
+        if self.in_memory:
+            return True
+        try:
+            return _identify(self._path.stat()) == self._file_identity
+        except OSError:
+            return False
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Exclude changes by other processes. They add and remove files of the directory in transactions only."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
 
     def close(self) -> None:
         self._connection.close()
@@ -114,7 +159,16 @@ class DiskIndex:
         query = f"SELECT {COLUMNS} FROM items WHERE {condition} ORDER BY start, number"
         return [_build_row(*values) for values in self._connection.execute(query, parameters)]
 
-    def add(self, cache_file: CacheFile, nbytes: int, *, pinned: bool = False) -> None:
+    def list_names(self, model: str) -> set[str]:
+        """Return the names of the files of one model."""
+        return {name for (name,) in self._connection.execute("SELECT name FROM items WHERE model = ?", (model,))}
+
+    def find_row(self, name: str) -> IndexRow | None:
+        """Return the row of a file; None if it is not in the index."""
+        values = self._connection.execute(f"SELECT {COLUMNS} FROM items WHERE name = ?", (name,)).fetchone()
+        return None if values is None else _build_row(*values)
+
+    def add(self, cache_file: CacheFile, nbytes: int) -> None:
         """Add a file that was written."""
         entries = cache_file.entries if cache_file.kind == "cells" else cache_file.entries[cache_file.start :]
         value = round(math.log2(cache_file.value)) if 0 < cache_file.value < math.inf else -100
@@ -132,32 +186,50 @@ class DiskIndex:
             "seconds": cache_file.seconds,
             "value": value,
             "last_used": time.time(),
-            "pinned": int(pinned),
+            "pinned": int(cache_file.pinned),
         }
         placeholders = ", ".join("?" * len(row))
         query = f"INSERT OR REPLACE INTO items ({', '.join(row)}) VALUES ({placeholders})"
         self._connection.execute(query, tuple(row.values()))
 
     def remove(self, names: Iterable[str]) -> None:
-        self._connection.executemany("DELETE FROM items WHERE name = ?", [(name,) for name in names])
+        """Remove rows. The caller has deleted the files."""
+        self._execute_many("DELETE FROM items WHERE name = ?", [(name,) for name in names])
+
+    def _execute_many(self, statement: str, parameters: list[tuple[object, ...]]) -> None:
+        """Execute a statement for each of the parameters, in one transaction."""
+        if parameters and not self._connection.in_transaction:
+            with self.transaction():
+                self._connection.executemany(statement, parameters)
+        elif parameters:
+            self._connection.executemany(statement, parameters)
 
     def touch(self, names: Iterable[str]) -> None:
         """Record the use of files."""
         now = time.time()
-        self._connection.executemany(
+        self._execute_many(
             "UPDATE items SET last_used = ?, hits = hits + 1 WHERE name = ?", [(now, name) for name in names]
         )
 
     def pin(self, names: Iterable[str], *, pinned: bool) -> None:
-        self._connection.executemany(
-            "UPDATE items SET pinned = ? WHERE name = ?", [(int(pinned), name) for name in names]
-        )
+        """Pin or unpin files, by their mode and in the index."""
+        rows = [row for name in names if (row := self.find_row(name)) is not None]
+        for row in rows:
+            with contextlib.suppress(FileNotFoundError):
+                disk_files.set_pinned(self.get_path(row), pinned=pinned)
+        self._execute_many("UPDATE items SET pinned = ? WHERE name = ?", [(int(pinned), row.name) for row in rows])
+
+    def get_path(self, row: IndexRow) -> Path:
+        return self._directory / row.model / row.name
 
     def find_eviction_candidates(self, count: int) -> list[IndexRow]:
         """Return the unpinned files with the lowest value; of equal value, those deepest in a prompt first.
 
-        The value is the seconds saved per byte, halved with each half-life of idle time.
+        The value is the seconds saved per byte, halved with each half-life of idle time. A last use in the future,
+        from before the clock was set back, becomes now; otherwise the file would outlive all others.
         """
+        now = time.time()
+        self._connection.execute("UPDATE items SET last_used = ? WHERE last_used > ?", (now, now))
         rows = self._connection.execute(
             f"SELECT {COLUMNS} FROM items WHERE pinned = 0 ORDER BY value + last_used / ? ASC, start DESC LIMIT ?",
             (STORED_HALF_LIFE_SECONDS, count),
@@ -168,44 +240,100 @@ class DiskIndex:
         """Return the files that are useless without this one: its children, and the checkpoints inside it."""
         if row.kind == "state":
             return []
-        query = f"SELECT {COLUMNS} FROM items WHERE parent = ?"
-        children = [_build_row(*values) for values in self._connection.execute(query, (row.key,))]
-        siblings = [
-            _build_row(*values) for values in self._connection.execute(query + " AND kind = 'state'", (row.parent,))
-        ]
-        return children + [
+        return self._find_children(row.key) + [
             sibling
-            for sibling in siblings
-            if 0 < len(sibling.entries) == common_prefix_length(sibling.entries, row.entries)
+            for sibling in self._find_children(row.parent)
+            if sibling.kind == "state"
+            and 0 < len(sibling.entries) == common_prefix_length(sibling.entries, row.entries)
         ]
 
+    def _find_children(self, parent: bytes) -> list[IndexRow]:
+        query = f"SELECT {COLUMNS} FROM items WHERE parent = ?"
+        return [_build_row(*values) for values in self._connection.execute(query, (parent,))]
+
+    def has_cells_for(self, cache_file: CacheFile) -> bool:
+        """Return whether the cells before a file are on disk, as far as it needs them."""
+        parent_name = cache_file.parent_name
+        if parent_name is not None and not (self._directory / cache_file.model.hex() / parent_name).exists():
+            return False
+        if cache_file.kind == "cells" or not cache_file.needs_cells:
+            return True
+        rest = cache_file.entries[cache_file.start :]
+        return not len(rest) or any(
+            row.kind == "cells" and common_prefix_length(row.entries, rest) == len(rest)
+            for row in self._find_children(cache_file.parent)
+        )
+
+    def evict(self, row: IndexRow) -> list[IndexRow]:
+        """Delete a file and its dependents, except pinned ones; return what was deleted.
+
+        Dependents are deleted first: a process that is killed meanwhile leaves no file without those before it.
+        """
+        with self.transaction():
+            victims, pending = [row], self.find_dependents(row)
+            while pending:
+                dependent = pending.pop()
+                if not dependent.pinned:
+                    victims.append(dependent)
+                    pending += self.find_dependents(dependent)
+            for victim in reversed(victims):
+                disk_files.delete_file(self.get_path(victim))
+            self.remove(victim.name for victim in victims)
+        return victims
+
+    def clear(self, models: Collection[str] | None = None) -> int:
+        """Delete the files of all or some models, including pinned and unlisted ones; return the freed bytes.
+
+        This works on a full disk: the files are deleted first, and rows that remain are removed at the next start.
+        """
+        freed_bytes = 0
+        with contextlib.suppress(sqlite3.OperationalError), self.transaction():
+            rows = [row for row in self.list_rows() if models is None or row.model in models]
+            listed = {self.get_path(row): None for row in reversed(rows)}  # dependents before what they need
+            folders = [folder for folder in self._list_folders() if models is None or folder.name in models]
+            for path in [*listed, *(path for folder in folders for path in folder.iterdir() if path not in listed)]:
+                if disk_files.parse_file_name(path.name) is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        freed_bytes += path.lstat().st_size
+                    disk_files.delete_file(path)
+            self.remove(row.name for row in rows)
+        return freed_bytes
+
     def reconcile(self) -> None:
-        """Make the index match the files: add unlisted files, delete damaged ones, remove rows without a file."""
-        listed = {(row.model, row.name) for row in self.list_rows()}
+        """Make the index match the files: add unlisted files, delete damaged ones, remove rows without a file.
+
+        A file is pinned if its mode or its row says so: the row of an older version, or the mode if the row was lost.
+        """
+        listed = {(row.model, row.name): row for row in self.list_rows()}
         present = set()
         for path in [path for folder in self._list_folders() for path in folder.iterdir()]:
             if path.suffix == ".tmp":
                 _remove_stale_temporary(path)
             elif disk_files.parse_file_name(path.name) is None:
                 continue
-            elif (path.parent.name, path.name) in listed or self._adopt_file(path):
+            elif (row := listed.get((path.parent.name, path.name))) is None:
+                self.adopt(path)
+            else:
                 present.add((path.parent.name, path.name))
-        self.remove(name for _, name in listed - present)
+                with contextlib.suppress(OSError):
+                    if row.pinned != disk_files.is_pinned(path):
+                        self.pin([path.name], pinned=True)
+        self.remove(name for _, name in listed.keys() - present)
 
     def _list_folders(self) -> list[Path]:
         return [path for path in self._directory.iterdir() if path.is_dir() and len(path.name) == 64]
 
-    def _adopt_file(self, path: Path) -> bool:
+    def adopt(self, path: Path) -> bool:
         """Add an unlisted file to the index, or delete it if it is damaged; return whether it was added."""
         try:
             file, size = disk_files.read_header(path)
             if file.model.hex() != path.parent.name:
                 raise InvalidState("it is in the folder of another model")
-        except FileNotFoundError:
-            return False
-        except (InvalidState, OSError):
+        except InvalidState:
             with contextlib.suppress(OSError):
                 path.unlink()
+            return False
+        except OSError:  # evicted by another process, or the disk fails, which does not mean that the file is damaged
             return False
         self.add(file, size)
         return True
@@ -222,12 +350,24 @@ def open_index(directory: Path) -> Iterator[DiskIndex]:
     disk_files.prepare_directory(directory)
     try:
         index = DiskIndex(directory)
-    except (OSError, sqlite3.Error) as error:
-        raise InvalidState(f"the index in {directory} cannot be read: {error}") from error
+    except (OSError, sqlite3.Error) as error:  # e.g. the disk is full, which is when a cache is cleared
+        logger.warning("the index in %s cannot be opened (%s): the files are listed instead", directory, error)
+        index = DiskIndex(directory, in_memory=True)
     try:
         yield index
     finally:
         index.close()
+
+
+def is_damage(error: Exception) -> bool:
+    """Return whether an error shows that the table is damaged or of another version, not that the disk fails."""
+    if not isinstance(error, sqlite3.Error):
+        return True  # a value of a wrong type
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE_CODES  # extended codes have the kind in the low byte
+
+
+def _identify(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _build_row(*values: object) -> IndexRow:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from afterglow.engine.kvcache.disk.files import FileKind, LoadedFile
 
 FileKey: TypeAlias = tuple[FileKind, bytes]
-MAX_PENDING_FILES = 4096  # they are memory-mapped, so that they use no RAM of this process
+MAX_HELD_BYTES = 512 * 1024**2  # files beyond it are read, but only the page cache of the system holds them
+STALE_AFTER_SECONDS = 30.0  # after this time without `submit`, the request of a file was cancelled
+
+
+@dataclass(slots=True)
+class _PendingFile:
+    nbytes: int  # held until it is popped
+    future: Future[tuple[LoadedFile, float] | None]
+    last_submitted: float
 
 
 class Prefetcher:
@@ -20,30 +28,48 @@ class Prefetcher:
     def __init__(self, load: Callable[[FileKind, bytes], LoadedFile]) -> None:
         self._load = load
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="afterglow-read")
-        self._pending: OrderedDict[FileKey, Future[tuple[LoadedFile, float]]] = OrderedDict()
+        self._pending: dict[FileKey, _PendingFile] = {}
+        self._held_bytes = 0
 
-    def submit(self, file_keys: Iterable[FileKey]) -> bool:
-        """Start reading the files that are not being read yet; return whether some are not complete."""
-        incomplete = False
-        for file_key in file_keys:
-            future = self._pending.get(file_key)
-            if future is None:
-                future = self._pending[file_key] = self._pool.submit(self._timed_load, *file_key)
-            incomplete = incomplete or not future.done()
-        while len(self._pending) > MAX_PENDING_FILES:
-            self._pending.popitem(last=False)[1].cancel()
-        return incomplete
+    def submit(self, sizes: Mapping[FileKey, int]) -> bool:
+        """Start reading the files that are not being read yet; return whether some are not complete.
+
+        `sizes` has their sizes in bytes.
+        """
+        now = time.monotonic()
+        self._drop_stale(now)
+        for file_key, nbytes in sizes.items():
+            pending = self._pending.get(file_key)
+            if pending is None:
+                hold = self._held_bytes + nbytes <= MAX_HELD_BYTES
+                future = self._pool.submit(self._timed_load, *file_key, hold)
+                pending = self._pending[file_key] = _PendingFile(nbytes if hold else 0, future, now)
+                self._held_bytes += pending.nbytes
+            pending.last_submitted = now
+        return not all(self._pending[file_key].future.done() for file_key in sizes)
 
     def pop(self, kind: FileKind, key: bytes) -> tuple[LoadedFile, float] | None:
-        """Return a file that was read and the seconds it took; None if it was not read or is damaged."""
-        future = self._pending.pop((kind, key), None)
-        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        """Return a file that was read and the seconds it took; None if it is not held or is damaged."""
+        pending = self._forget((kind, key))
+        if pending is None or not pending.future.done() or pending.future.cancelled():
             return None
-        return future.result()
+        return None if pending.future.exception() is not None else pending.future.result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _timed_load(self, kind: FileKind, key: bytes) -> tuple[LoadedFile, float]:
+    def _drop_stale(self, now: float) -> None:
+        for file_key, pending in list(self._pending.items()):
+            if now - pending.last_submitted > STALE_AFTER_SECONDS:
+                self._forget(file_key)
+                pending.future.cancel()
+
+    def _forget(self, file_key: FileKey) -> _PendingFile | None:
+        pending = self._pending.pop(file_key, None)
+        self._held_bytes -= 0 if pending is None else pending.nbytes
+        return pending
+
+    def _timed_load(self, kind: FileKind, key: bytes, hold: bool) -> tuple[LoadedFile, float] | None:
         started = time.perf_counter()
-        return self._load(kind, key), time.perf_counter() - started
+        loaded = self._load(kind, key)
+        return (loaded, time.perf_counter() - started) if hold else None

@@ -219,6 +219,7 @@ class DiskTier:
             layout=b"",
             payload=self._backend.serialize_state(checkpoint.state),
             pinned=checkpoint.pinned,
+            needs_cells=not is_standalone,
         )
 
     @property
@@ -230,13 +231,11 @@ class DiskTier:
 
     def prefetch(self, blocks: Sequence[Block], checkpoint: DiskCheckpoint | None) -> bool:
         """Read files on another thread if that takes noticeable time; return whether they are not complete yet."""
-        file_keys: list[FileKey] = [("cells", block.key) for block in blocks if block.rows is None]
-        nbytes = sum(block.nbytes for block in blocks if block.rows is None)
+        sizes: dict[FileKey, int] = {("cells", block.key): block.nbytes for block in blocks if block.rows is None}
         if checkpoint is not None:
-            file_keys.append(("state", checkpoint.key))
-            nbytes += checkpoint.nbytes
-        seconds = nbytes * self._cost_model.seconds_per_disk_byte
-        return seconds > MIN_PREFETCH_SECONDS and self.prefetcher.submit(file_keys)
+            sizes["state", checkpoint.key] = checkpoint.nbytes
+        seconds = sum(sizes.values()) * self._cost_model.seconds_per_disk_byte
+        return seconds > MIN_PREFETCH_SECONDS and self.prefetcher.submit(sizes)
 
     def _load_file(self, kind: FileKind, key: bytes) -> LoadedFile:
         """Return a file, prefetched or read now, and record the time of reading it."""

@@ -2,13 +2,18 @@
 
 Disk problems never fail a request: a write that cannot be queued is dropped, a failed write leaves no file, and a file
 that cannot be read is a prefix miss. Files are read by other threads, without the writer.
+
+Other processes may add and remove files at any time. The writer reports both as events. It never writes a file without
+the files before it: it writes those again if they are in RAM, otherwise it drops the write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -20,10 +25,10 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from afterglow.engine.kvcache.disk import files as disk_files
-from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name
-from afterglow.engine.kvcache.disk.index import DiskIndex, IndexRow
+from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name, parse_file_name
+from afterglow.engine.kvcache.disk.index import DiskIndex, IndexRow, is_damage
 from afterglow.engine.kvcache.ram import MAX_PINNED_FRACTION
-from afterglow.errors import Closed, InvalidState
+from afterglow.errors import Closed, InvalidArgument, InvalidState
 
 ResultT = TypeVar("ResultT")
 MAX_QUEUED_TASKS = 4096  # tasks hold keys, not data
@@ -32,6 +37,7 @@ REPLY_TIMEOUT_SECONDS = 10.0  # how long index queries and `flush` wait
 RETRY_AFTER_SECONDS = 60.0  # pause after an I/O error
 POLL_INTERVAL_SECONDS = 1.0  # for files that other processes wrote
 EVICTION_BATCH_FILES = 16
+DAMAGE_ERRNOS = (errno.ELOOP, errno.EACCES, errno.EPERM)  # not a file of ours; other errors may pass
 logger = logging.getLogger("afterglow.engine.kvcache.disk.writer")
 
 
@@ -44,7 +50,7 @@ class FileAdded:
 
 @dataclass(frozen=True, slots=True)
 class FileRemoved:
-    """A file was evicted."""
+    """A file was deleted, by this or another process."""
 
     kind: FileKind
     key: bytes
@@ -85,7 +91,9 @@ class DiskWriter:
         self._queued_names: set[str] = set()
         self._index: DiskIndex | None = None
         self._last_row_number = 0  # largest index row number reported so far
+        self._reported_names: set[str] = set()  # files that the engine knows
         self._version = 0
+        self._folder_changed_at = 0  # modification time of the folder at the last search for removed files
         self._closing = threading.Event()
         self._deadline = float("inf")
         self._failed_at: float | None = None
@@ -129,18 +137,24 @@ class DiskWriter:
 
     def clear(self) -> None:
         """Delete every file of this model."""
-        self._submit(functools.partial(self._with_index, self._evict_all))
+        while not self._submit(self._delete_all) and self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._tasks.get_nowait()  # the queue is full of writes that are not needed any more
+            self._queued_names.clear()
 
     def load(self, kind: FileKind, key: bytes) -> LoadedFile:
-        """Read and check a file. Thread-safe. Raise `InvalidState`, and delete the file, if it is damaged."""
+        """Read and check a file. Thread-safe. Raise `InvalidState` if it cannot be read. Damaged files are deleted."""
         path = self._folder / build_file_name(kind, key)
         try:
             loaded = disk_files.load_file(path)
             if (loaded.file.kind, loaded.file.key, loaded.file.model) != (kind, key, self._model):
                 raise InvalidState("it belongs to another model")
-        except (InvalidState, OSError, ValueError) as error:
-            self.counters.corrupt_files += not isinstance(error, FileNotFoundError)
-            self.remove(kind, key)
+        except (InvalidState, OSError, ValueError, MemoryError) as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            is_damaged = isinstance(error, InvalidState | ValueError) or getattr(error, "errno", 0) in DAMAGE_ERRNOS
+            self.counters.corrupt_files += is_damaged
+            if is_gone or is_damaged:
+                self.remove(kind, key)
             raise InvalidState(f"{path.name}: {error}") from error
         return loaded
 
@@ -209,42 +223,98 @@ class DiskWriter:
     def _run_task(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:
             self.counters.io_errors += 1
-            self._failed_at = time.monotonic()
-            self._warn(f"failed: {error}")
-        except Exception:  # a bug must not stop the thread silently
-            self.counters.io_errors += 1
-            logger.exception("unexpected error in the disk cache")
+            if isinstance(error, sqlite3.Error) and self._index is not None and is_damage(error):
+                self._index.close()
+                self._index = None  # the next task opens it again, which rebuilds it
+            else:
+                self._failed_at = time.monotonic()
+            if isinstance(error, OSError | sqlite3.Error | InvalidArgument):
+                self._warn(f"failed: {error}")
+            else:  # a bug must not stop the thread silently
+                logger.exception("unexpected error in the disk cache")
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
             logger.warning("disk cache in %s %s; requests continue without it", self.directory, problem)
 
-    def _open_index(self) -> None:
+    def _get_index(self) -> DiskIndex | None:
+        """Return the index, and open it if that is necessary; None for `RETRY_AFTER_SECONDS` after an I/O error."""
+        if self._is_backing_off:
+            return None
+        if self._index is None or self._index.in_memory or not self._index.is_current:
+            self._open_index()
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        disk_files.write_label(self._folder, self._label)
-        self._index = DiskIndex(self.directory)
-        self._index.reconcile()
-        self._version = self._index.version
-        self._report_new_files()
+        return self._index
 
-    def _report_new_files(self) -> None:
+    def _open_index(self) -> None:
+        """Open the index and report its files.
+
+        If it cannot be opened, e.g. because the disk is full, it stays as it is, and the files are listed instead.
+        """
+        try:
+            disk_files.prepare_directory(self.directory)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(OSError):  # the label is not worth the cache
+                disk_files.write_label(self._folder, self._label)
+            index = DiskIndex(self.directory)
+            try:
+                index.reconcile()
+            except BaseException:
+                index.close()
+                raise
+            self._use_index(index)
+        except (OSError, sqlite3.Error):
+            if self._index is None:
+                with contextlib.suppress(OSError, sqlite3.Error):
+                    self._use_index(DiskIndex(self.directory, in_memory=True))
+            raise
+
+    def _use_index(self, index: DiskIndex) -> None:
+        if self._index is not None:
+            self._index.close()
+        self._index, self._last_row_number = index, 0
+        self._version = index.version
+        self._report_new_files(index)
+        self._report_removed_files(index)
+
+    def _report_new_files(self, index: DiskIndex) -> None:
         """Send events for index rows that were not reported yet."""
-        assert self._index is not None
-        for row in self._index.list_rows(self._model.hex(), self._last_row_number):
+        for row in index.list_rows(self._model.hex(), self._last_row_number):
             self._last_row_number = max(self._last_row_number, row.number)
-            self._events.put(FileAdded(row))
+            self._report_added(row)
+
+    def _report_added(self, row: IndexRow) -> None:
+        self._reported_names.add(row.name)
+        self._events.put(FileAdded(row))
+
+    def _report_removed_files(self, index: DiskIndex) -> None:
+        """Send events for files that are gone, however they were removed."""
+        self._folder_changed_at = self._folder.stat().st_mtime_ns
+        gone = self._reported_names.difference(os.listdir(self._folder))
+        if gone:
+            index.remove(gone)
+            self._report_removed(gone)
+
+    def _report_removed(self, names: Iterable[str]) -> None:
+        for name in list(names):
+            self._reported_names.discard(name)
+            if (parsed := parse_file_name(name)) is not None:
+                self._events.put(FileRemoved(*parsed))
 
     def _poll_index(self) -> None:
-        """Report files that other processes wrote; open the index if that failed before."""
-        if self._index is None:
-            if not self._is_backing_off:
-                self._open_index()
-        elif (version := self._index.version) != self._version:
-            self._version = version
-            self._report_new_files()
+        """Report files that other processes wrote or removed; open the index if that failed before."""
+        index = self._get_index()
+        if index is None:
+            return
+        version = index.version
+        if version != self._version:
+            self._report_new_files(index)
+        if version != self._version or self._folder.stat().st_mtime_ns != self._folder_changed_at:
+            self._report_removed_files(index)
+        self._version = version
 
     @property
     def _is_backing_off(self) -> bool:
@@ -252,26 +322,61 @@ class DiskWriter:
         return self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_AFTER_SECONDS
 
     def _with_index(self, task: Callable[[DiskIndex], None]) -> None:
-        if self._index is not None and not self._is_backing_off:
-            task(self._index)
+        index = self._get_index()
+        if index is not None:
+            task(index)
 
     def _write_file(self, kind: FileKind, key: bytes) -> None:
+        """Write a file, after the files before it that are missing."""
         self._queued_names.discard(build_file_name(kind, key))
-        if self._index is None or self._is_backing_off:
+        index = self._get_index()
+        if index is None:
             self.counters.dropped_writes += 1
             return
-        file = self._build_file(kind, key)
-        if file is None or (self._folder / file.name).exists():  # another process has written it
-            return
+        pending: list[tuple[FileKind, bytes]] = [(kind, key)]
+        while pending:
+            file = self._build_file(*pending[-1])
+            if file is None:  # it has left RAM
+                if len(pending) > 1:  # neither in RAM nor on disk: the engine stores the conversation again
+                    self.counters.dropped_writes += 1
+                    self._report_removed_files(index)
+                return
+            if (self._folder / file.name).exists():  # another process has written it
+                self._report_existing(index, file.name)
+            elif file.parent_name is not None and not (self._folder / file.parent_name).exists():
+                pending.append(("cells", file.parent))
+                continue
+            elif not self._write_one(index, file):
+                return
+            pending.pop()
+
+    def _report_existing(self, index: DiskIndex, name: str) -> None:
+        if index.find_row(name) is None:
+            index.adopt(self._folder / name)
+        row = index.find_row(name)
+        if row is not None:
+            self._report_added(row)
+
+    def _write_one(self, index: DiskIndex, file: CacheFile) -> bool:
+        """Write one file; return False if there is no space, or if the cells before it are gone."""
         max_bytes = sum(len(part) for part in file.payload) + 8 * len(file.entries) + len(file.layout) + 512
-        if not self._evict_until_free(self._index, max_bytes):
+        if not self._evict_until_free(index, max_bytes) or not index.has_cells_for(file):
             self.counters.dropped_writes += 1
-            return
-        nbytes = disk_files.write_file(self._folder, file)
-        self._index.add(file, nbytes, pinned=file.pinned)
+            return False
+        temporary, nbytes = disk_files.write_temporary(self._folder, file)
+        try:
+            with index.transaction():
+                if not index.has_cells_for(file):  # removed by another process meanwhile
+                    self.counters.dropped_writes += 1
+                    return False
+                os.replace(temporary, self._folder / file.name)
+                index.add(file, nbytes)
+        finally:
+            disk_files.delete_file(temporary)
         self.counters.written_files += 1
         self.counters.written_bytes += nbytes
-        self._report_new_files()
+        self._report_new_files(index)
+        return True
 
     def _evict_until_free(self, index: DiskIndex, nbytes: int) -> bool:
         """Evict files by lowest value until `nbytes` fit within the limit; return False if that is not possible."""
@@ -296,25 +401,23 @@ class DiskWriter:
 
     def _evict_file(self, index: DiskIndex, row: IndexRow) -> int:
         """Delete a file and its dependents, except pinned ones; return the number of bytes freed."""
-        freed, pending = 0, [row]
-        while pending:
-            victim = pending.pop()
-            if not victim.pinned or victim is row:
-                pending += index.find_dependents(victim)
-                (self.directory / victim.model / victim.name).unlink(missing_ok=True)
-                index.remove([victim.name])
-                freed += victim.nbytes
-                self.counters.evictions += 1
-                if victim.model == self._model.hex():
-                    self._events.put(FileRemoved(victim.kind, victim.key))
-        return freed
+        victims = index.evict(row)
+        self.counters.evictions += len(victims)
+        self._report_removed(victim.name for victim in victims if victim.model == self._model.hex())
+        return sum(victim.nbytes for victim in victims)
 
-    def _evict_all(self, index: DiskIndex) -> None:
-        for row in index.list_rows(self._model.hex()):
-            self._evict_file(index, row)
+    def _delete_all(self) -> None:
+        """Delete every file of this model, even if the disk has just failed."""
+        if self._index is None or not self._index.is_current:
+            with contextlib.suppress(OSError, sqlite3.Error):
+                self._open_index()
+        if self._index is not None:
+            self._index.clear({self._model.hex()})
+        self._report_removed(self._reported_names)
 
     def _delete_files(self, names: list[str]) -> None:
         for name in names:
-            (self._folder / name).unlink(missing_ok=True)
+            disk_files.delete_file(self._folder / name)
         if self._index is not None:
             self._index.remove(names)
+        self._report_removed(names)
