@@ -126,6 +126,7 @@ CONSTRAINT = {
     "grammar": "test_every_completion_matches_its_grammar",
     "triggers": "test_a_triggered_grammar_does_not_constrain_tokens_before_its_trigger",
     "stop_after_first": "test_stop_after_first_ends_the_completion_with_the_grammar",
+    "stop_at_other_text": "test_other_text_after_a_complete_one_ends_the_completion_if_asked",
 }
 REASONING_BUDGET = {
     **dict.fromkeys(

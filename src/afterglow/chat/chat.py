@@ -83,8 +83,10 @@ class ChatPlan:
 class Chat(Closeable):
     """Chat format of one model: template, reasoning format, tool family and media.
 
-    >>> chat = Chat(vocabulary, template)
-    >>> plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
+    >>> with Chat(vocabulary, template) as chat:
+    ...     plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
+    >>> plan.reasoning_budget.max_tokens
+    100
     """
 
     def __init__(
@@ -201,12 +203,13 @@ class Chat(Closeable):
         if output_spec is None:
             return None
         if self.reasoning_format is not None and (reasoning.allowed or starts_in_reasoning):
-            return GrammarConstraint(
-                grammar=grammar.build_reasoning_grammar(
-                    output_spec, self.reasoning_format, self._write_literal, starts_in_reasoning=starts_in_reasoning
-                )
+            text = grammar.build_reasoning_grammar(
+                output_spec, self.reasoning_format, self._write_literal, starts_in_reasoning=starts_in_reasoning
             )
-        return GrammarConstraint(grammar=grammar.build_grammar(output_spec))
+        else:
+            text = grammar.build_grammar(output_spec)
+        # After the first of several calls the model may prefer text: then the calls are complete.
+        return GrammarConstraint(grammar=text, stop_at_other_text=tool_choice.mode == "required" and parallel)
 
     def _build_output_spec(
         self, tool_choice: ResolvedToolChoice, parallel: bool, spec: grammar.GrammarSpec | None
