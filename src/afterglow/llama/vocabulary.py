@@ -21,8 +21,8 @@ SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre
 class Vocabulary:
     """The tokens of a model.
 
-    >>> model.vocabulary.tokenize("hello")
-    [28120]
+    >>> model.vocabulary.detokenize(model.vocabulary.tokenize("hello"))
+    b'hello'
     """
 
     def __init__(self, model: Handle) -> None:

@@ -66,7 +66,8 @@ class ReasoningParser:
 
     Whitespace around reasoning is dropped.
 
-    >>> parser = ReasoningParser(PlainTextParser(), REASONING_FORMATS[1])
+    >>> from afterglow.chat.output.parts import PlainTextParser
+    >>> parser = ReasoningParser(PlainTextParser(), detect_reasoning_format("<think>"))
     >>> parser.feed("<think>Hm.</think>Yes")
     [ReasoningDelta(text='Hm.'), TextDelta(text='Yes')]
     """

@@ -26,7 +26,9 @@ class EventStream:
     A stream has one reader at a time. Its queue is unbounded, so a slow reader never blocks the engine.
 
     >>> for event in engine_thread.submit(request):
-    ...     print(event)
+    ...     print(type(event).__name__)
+    Token
+    Finished
     """
 
     def __init__(self, id: str, cancel: Callable[[EventStream], None]) -> None:
