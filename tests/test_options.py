@@ -130,6 +130,7 @@ CONSTRAINT = {
     "triggers": "test_a_triggered_grammar_does_not_constrain_tokens_before_its_trigger",
     "stop_after_first": "test_stop_after_first_ends_the_completion_with_the_grammar",
     "prefix": "test_a_continued_message_is_the_beginning_of_the_response_format",
+    "stop_at_other_text": "test_other_text_after_a_complete_one_ends_the_completion_if_asked",
 }
 REASONING_BUDGET = {
     **dict.fromkeys(

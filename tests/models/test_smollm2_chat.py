@@ -134,6 +134,13 @@ def test_a_function_can_be_a_tool(model):
     assert set(json.loads(response.tool_calls[0].arguments)) <= {"city", "days"}
 
 
+def test_required_calls_end_when_the_model_would_write_text(model):
+    response = model.chat("How is the weather in Paris?", tools=[weather], tool_choice="required", max_tokens=800)
+    assert response.finish_reason == "tool_calls"
+    assert len(response.tool_calls) == 1
+    assert response.usage.generated_tokens < 100
+
+
 def test_streamed_tool_calls_add_up(model):
     stream = model.chat(
         "How is the weather in Paris?",

@@ -73,6 +73,7 @@ class ServedSettings(LoadOptions):
 class ServedModel(TextModel):
     """A model with its engine in a child process. A crash of the engine fails only the requests in flight.
 
+    >>> from afterglow.testing import models
     >>> with ServedModel("tiny", models.get_path("successor-attention"), ServedSettings(context=256)) as model:
     ...     model.complete("abc", max_tokens=3).text
     'def'

@@ -100,8 +100,10 @@ class ChatPlan:
 class Chat(Closeable):
     """Chat format of one model: template, reasoning format, tool family and media.
 
-    >>> chat = Chat(vocabulary, template)
-    >>> plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
+    >>> with Chat(vocabulary, template) as chat:
+    ...     plan = chat.plan([("user", "Hello")], ChatOptions(reasoning=100))
+    >>> plan.reasoning_budget.max_tokens
+    100
     """
 
     def __init__(
@@ -257,19 +259,22 @@ class Chat(Closeable):
         output_spec = self._build_output_spec(tool_choice, parallel, final_spec, wrap_text)
         if output_spec is None:
             return None
+        prefix = b""
         if starts_in == "answer":
             prefix = prefill.content.encode() if spec is not None and prefill is not None else b""
-            return GrammarConstraint(grammar=grammar.build_grammar(output_spec), prefix=prefix)
-        if self.reasoning_format is not None and (reasoning.allowed or starts_in == "reasoning"):
-            return GrammarConstraint(
-                grammar=grammar.build_reasoning_grammar(
-                    output_spec,
-                    self.reasoning_format,
-                    self._write_literal,
-                    starts_in_reasoning=starts_in == "reasoning",
-                )
+            text = grammar.build_grammar(output_spec)
+        elif self.reasoning_format is not None and (reasoning.allowed or starts_in == "reasoning"):
+            text = grammar.build_reasoning_grammar(
+                output_spec,
+                self.reasoning_format,
+                self._write_literal,
+                starts_in_reasoning=starts_in == "reasoning",
             )
-        return GrammarConstraint(grammar=grammar.build_grammar(output_spec))
+        else:
+            text = grammar.build_grammar(output_spec)
+        # After the first of several calls the model may prefer text: then the calls are complete.
+        stop_at_other_text = tool_choice.mode == "required" and parallel
+        return GrammarConstraint(grammar=text, stop_at_other_text=stop_at_other_text, prefix=prefix)
 
     def _build_output_spec(
         self,

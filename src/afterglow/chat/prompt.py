@@ -70,8 +70,10 @@ class Truncation:
 class PromptBuilder:
     """Renders and tokenizes the conversations of one model.
 
-    >>> builder = PromptBuilder(vocabulary, template)
-    >>> builder.build([Message(role="user", content="Hello")]).tokens
+    >>> with ChatTemplate("{{ messages[0].content }}!", {}) as chat_template:
+    ...     prompt = PromptBuilder(vocabulary, chat_template).build([Message(role="user", content="Hello")])
+    >>> prompt.text
+    'Hello!'
     """
 
     def __init__(self, vocabulary: Vocabulary, template: ChatTemplate, *, boundaries: bool = True) -> None:

@@ -48,7 +48,10 @@ class Engine:
     >>> engine.submit(Request(id="a", entries=[1, 2, 3], max_tokens=8))
     >>> while engine.is_busy:
     ...     for event in engine.step():
-    ...         print(event)
+    ...         print(type(event).__name__)
+    Token
+    ...
+    Finished
     """
 
     def __init__(

@@ -14,8 +14,10 @@ _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 class Handle(Closeable):
     """Owns a native pointer until `close`. Subclasses implement `_free`.
 
+    >>> from afterglow.llama.context import ContextSettings, LlamaContext, LlamaModel
     >>> with LlamaModel.load(path) as model, LlamaContext(model, ContextSettings(cells=512)) as context:
-    ...     ...
+    ...     context.model is model
+    True
     """
 
     def __init__(self, name: str, pointer: Any, parent: Handle | None = None) -> None:

@@ -41,7 +41,7 @@ class MemoryOwner(Protocol):
 class KVMemory:
     """Operations on sequences as ranges of positions [start, stop); None is an open end.
 
-    >>> context.memory.copy(0, 1)              # sequence 1 is now a copy of sequence 0
+    >>> size = context.memory.copy(0, 1)       # sequence 1 is now a copy of sequence 0
     >>> context.memory.remove(1, start=10)     # and drops everything from position 10 on
     True
     """

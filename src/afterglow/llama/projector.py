@@ -123,7 +123,7 @@ class Projector(Handle):
     `measure` is thread-safe. `encode` calls are serialized: mtmd encodes one batch at a time.
 
     >>> with Projector.load(model, Path("mmproj.gguf")) as projector:
-    ...     projector.measure(ImageSize(640, 480))
+    ...     plan = projector.measure(ImageSize(640, 480))
     ...     ((embedding,),) = projector.encode([image])
     """
 

@@ -55,8 +55,8 @@ INVALID_CHARACTER = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x8
 class Vocabulary:
     """The tokens of a model.
 
-    >>> model.vocabulary.tokenize("hello")
-    [28120]
+    >>> model.vocabulary.detokenize(model.vocabulary.tokenize("hello"))
+    b'hello'
     """
 
     def __init__(self, model: Handle) -> None:

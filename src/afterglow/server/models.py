@@ -57,8 +57,8 @@ class ModelRegistry(Closeable):
     """All served models.
 
     >>> registry = ModelRegistry({"small": path}, ServedSettings())
-    >>> registry.get_slot("small").load().context_length
-    4096
+    >>> registry.get_slot("small").name
+    'small'
     """
 
     def __init__(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import uuid
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
@@ -122,6 +125,26 @@ def test_a_parameter_can_be_a_pydantic_model() -> None:
     assert tool.call('{"value": {"inner": {"count": 2}}}').inner.count == 2
     with pytest.raises(InvalidArgument, match=r"take\.arguments\.value"):
         tool.call('{"value": {"inner": {}}}')
+
+
+def label(path: Path, tags: set[str], id: uuid.UUID, day: datetime.date, only: frozenset[int] = frozenset()) -> Any:
+    return path, tags, id, day, only
+
+
+def test_sets_and_types_that_pydantic_knows_are_parameters() -> None:
+    (tool,) = parse_tools([label])
+    assert tool.parameters["properties"] == {
+        "path": {"type": "string", "format": "path"},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "id": {"type": "string", "format": "uuid"},
+        "day": {"type": "string", "format": "date"},
+        "only": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    }
+    id = uuid.uuid4()
+    arguments = f'{{"path": "a", "tags": ["x", "y"], "id": "{id}", "day": "2024-02-29", "only": [1]}}'
+    assert tool.call(arguments) == (Path("a"), {"x", "y"}, id, datetime.date(2024, 2, 29), frozenset({1}))
+    with pytest.raises(InvalidArgument, match=r"label\.arguments\.day"):
+        tool.call(arguments.replace("02-29", "02-30"))
 
 
 def numpy_style(a: int, b: str = "") -> None:

@@ -18,6 +18,7 @@ from afterglow.errors import Cancelled, InvalidArgument, InvalidGrammar
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
 from support.engine_factories import FakeEngineFactory
+from support.grammar_text import BYTES, PieceVocabulary
 from support.hosts import get_tokens, read_error, read_events
 from support.play import GREEDY, ask, play, prompt, request
 
@@ -85,6 +86,21 @@ def test_stop_after_first_ends_the_completion_with_the_grammar():
     constraint = GrammarConstraint(triggers=((b"a", 'start: "xyz"'), (b"b", 'start: "zyx"')), stop_after_first=True)
     answer = ask(Engine(FakeBackend()), prompt(9), ignore_eos=True, max_tokens=400, constraint=constraint)
     assert re.fullmatch("[^ab]*(axyz|bzyx)", decode_text(answer.tokens))
+    assert answer.end.finish_reason == "stop"
+
+
+def test_other_text_after_a_complete_one_ends_the_completion_if_asked():
+    matcher = BYTES.compile(GrammarConstraint(grammar='start: ("ab")+', stop_at_other_text=True))
+    for byte in b"ab":
+        assert list(matcher.get_allowed_tokens()) == [byte]
+        assert matcher.replace_other_text(byte) == byte
+        matcher.accept(byte)
+    assert matcher.get_allowed_tokens() is None  # the model chooses among all tokens
+    assert matcher.replace_other_text(ord("a")) == ord("a")
+    assert matcher.replace_other_text(ord("x")) == PieceVocabulary.end_token
+    endless = GrammarConstraint(grammar="start: /(abc|xyz)+/", stop_at_other_text=True)
+    answer = ask(Engine(FakeBackend()), prompt(9), ignore_eos=False, max_tokens=400, constraint=endless)
+    assert re.fullmatch("(abc|xyz)+", decode_text(answer.tokens))
     assert answer.end.finish_reason == "stop"
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from afterglow.chat.constraints.json_schema import to_enforceable_schema
+from afterglow.chat.constraints.json_schema import to_enforceable_schema, to_llguidance_schema
 from afterglow.chat.output.reasoning import ReasoningFormat
 from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
@@ -58,7 +58,7 @@ def build_json_schema_spec(schema: Mapping[str, Any] | bool) -> GrammarSpec:
         plain = json.loads(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidArgument("json_schema", f"is not JSON: {error}") from None
-    plain = to_enforceable_schema(plain)
+    plain = to_llguidance_schema(to_enforceable_schema(plain))
     spec: GrammarSpec = {
         "json_schema": {**plain, "x-guidance": JSON_GRAMMAR_OPTIONS} if isinstance(plain, dict) else plain
     }

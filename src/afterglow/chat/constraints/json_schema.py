@@ -1,39 +1,61 @@
-"""JSON schemas that can be enforced. llguidance rejects many unsupported keywords and ignores the rest; this module
-rejects the rest, so that no keyword is ignored.
+"""JSON schemas as llguidance can enforce them. It rejects many keywords and ignores others. This module rewrites
+keywords that have an equivalent, drops annotations, and rejects the rest by name, so that no keyword is ignored.
+
+A rewritten schema is standard JSON Schema (2020-12) without references to other documents. Every instance of it is an
+instance of the original; the reverse does not hold (properties have an order, numbers have no more than 64 bits).
 
 The keyword lists come from JSON-Schema-Test-Suite and experiments (tests/chat/constraints/test_json_schema.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
 
+from afterglow.chat.constraints.schema_analysis import (
+    ALL_TYPES,
+    JsonSchema,
+    are_disjoint,
+    follow_references,
+    get_types,
+    iter_in_place,
+    list_values,
+)
+from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
-JsonSchema: TypeAlias = Any  # an object, or True or False
 MAX_SCHEMA_DEPTH = 64
 
-SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})  # one schema
+SCHEMA_KEYWORDS = frozenset(  # one schema
+    {
+        *("items", "additionalItems", "additionalProperties", "propertyNames", "not"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    }
+)
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})  # a list of schemas
-SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # schemas by name
-ENFORCED_KEYWORDS = (SCHEMA_KEYWORDS | SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORDS) | {
-    *("type", "enum", "const", "$ref", "required", "format", "pattern", "minLength", "maxLength"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    *("minItems", "maxItems", "minProperties", "maxProperties"),
+DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
+SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", *DEFINITION_KEYWORDS})  # schemas by name
+COUNT_KEYWORDS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+BOUND_KEYWORDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+APPLICATOR_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+ENFORCED_KEYWORDS = (SCHEMA_KEYWORDS | SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORDS | COUNT_KEYWORDS) | {
+    *("type", "enum", "const", "$ref", "required", "format", "pattern", "multipleOf", "uniqueItems", "nullable"),
+    *BOUND_KEYWORDS,
 }
 # Documentation and identification; they constrain nothing.
 ANNOTATION_KEYWORDS = frozenset(
     {
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("discriminator", "$comment", "$schema", "$id", "$anchor"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml"),
+        *("markdownDescription", "enumNames", "enumDescriptions", "errorMessage", "propertyOrdering"),
+        *("$comment", "$schema", "$id", "$anchor"),
     }
 )
-UNSUPPORTED_KEYWORD_HINTS = {
-    "nullable": "write `null` into `type`",
-    "x-guidance": "it would change the interpretation of the whole schema",
-}
+NAME_LIST_KEYWORDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "allOf", *DEFINITION_KEYWORDS})
+UNSUPPORTED_KEYWORD_HINTS = {"x-guidance": "it would change the interpretation of the whole schema"}
 
 # Control characters need \u escapes, which are not allowed (see grammar.JSON_GRAMMAR_OPTIONS); llguidance drops them.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -45,67 +67,366 @@ DATE_PATTERN = (
     f"|{YEAR_PATTERN}-02-(0[1-9]|1[0-9]|2[0-8])|{LEAP_YEAR_PATTERN}-02-29)"
 )
 TIME_PATTERN = "[0-9]{2}:[0-9]{2}:[0-5]"
-# llguidance allows 29 February in every year and a leap second in every minute.
-STRICT_FORMAT_PATTERNS = {
+UUID_PATTERN = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"  # without the part with the version
+# Formats that llguidance knows. All others are annotations.
+STRING_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+# Formats for which this module adds a pattern: llguidance allows 29 February in every year and a leap second in every
+# minute, and lower-case letters that many parsers reject. It does not know versions of UUIDs.
+FORMAT_PATTERNS = {
     "date": f"^{DATE_PATTERN}$",
-    "time": f"^{TIME_PATTERN}",
-    "date-time": f"^{DATE_PATTERN}[Tt ]{TIME_PATTERN}",
+    "time": f"^{TIME_PATTERN}[^z]*$",
+    "date-time": f"^{DATE_PATTERN}T{TIME_PATTERN}[^z]*$",
+    **{f"uuid{version}": UUID_PATTERN % f"{version}[0-9a-fA-F]{{3}}" for version in range(1, 9)},
+}
+NAME_FORMAT_PATTERNS = {**FORMAT_PATTERNS, "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}"}
+INTEGER_FORMATS = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+}
+# llguidance computes bounds as 64-bit floats and then as 64-bit integers: the largest float below 2^63, and the range
+# in which floats are exact integers.
+MAX_BOUND = 2**63 - 1024
+MAX_EXACT_INTEGER = 2**53
+
+# llguidance has no look-around. Zod and pydantic write some: leading assertions become patterns of their own.
+LOOK_AHEAD = re.compile(r"\^?\(\?([=!])((?:[^()\\\[\]]|\\.|\[(?:[^\]\\]|\\.)*\])*)\)")
+_SECONDS = r"\d+([.,]\d+)?S"
+_TIME = rf"T(\d+H(\d+M)?({_SECONDS})?|\d+M({_SECONDS})?|{_SECONDS})"
+EQUIVALENT_PATTERNS = {
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$"
+    )
+}
+NEGATED_PATTERNS = {
+    r"\.": r"^([^.]|$)",
+    r".*\.\.": r"^([^.]|\.[^.])*\.?$",
+    r".*W": "^[^W]*$",
+    r"^[-+.]*$": "[^-+.]",
 }
 
 
 def to_enforceable_schema(schema: JsonSchema, where: str = "json_schema") -> JsonSchema:
-    """Return the schema with stricter formats; `UnsupportedOption` for the first keyword that cannot be enforced.
+    """Return an equivalent schema that can be enforced; `UnsupportedOption` for the first keyword that cannot be.
 
-    >>> to_enforceable_schema({"type": "string", "format": "time"})["allOf"]
-    [{'pattern': '^[0-9]{2}:[0-9]{2}:[0-5]'}]
+    >>> to_enforceable_schema({"type": "string", "title": "Name", "nullable": True, "maxLength": 2.0})
+    {'type': ['string', 'null'], 'maxLength': 2}
     """
-    checked: set[int] = set()
-    for location, subschema in iter_subschemas(schema, where):
-        checked.add(id(subschema))
-        _check_keywords(subschema, location)
-    for location, subschema in iter_subschemas(schema, where):
-        _check_reference(subschema, location, schema, checked)
-    return _add_format_patterns(schema)
+    return SchemaRewriter(schema, where).rewrite_root()
 
 
-def iter_subschemas(schema: JsonSchema, where: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every subschema with its location. Values (`const`, `enum`, `default`) are not schemas."""
-    if depth > MAX_SCHEMA_DEPTH:
-        raise InvalidArgument(where, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
-    if isinstance(schema, bool):
-        return
+def to_llguidance_schema(schema: JsonSchema) -> JsonSchema:
+    """Return an enforceable schema in llguidance's form: it does not know `uniqueItems`, which the engine enforces.
+
+    An array of unique items gets an alternative item that no text matches and the engine can find (see
+    `engine.sampling.unique_items`).
+    """
     if not isinstance(schema, dict):
-        raise InvalidArgument(where, f"must be a schema, not {type(schema).__name__}")
-    yield where, schema
+        return schema
+    result = _map_subschemas(schema, lambda subschema, where: to_llguidance_schema(subschema), "")
+    if result.pop("uniqueItems", False):
+        result["items"] = {"anyOf": [result.get("items", True), UNIQUE_ITEM_PLACEHOLDER]}
+        if "prefixItems" in result:
+            result["prefixItems"] = [{"anyOf": [item, UNIQUE_ITEM_PLACEHOLDER]} for item in result["prefixItems"]]
+    return result
+
+
+class SchemaRewriter:
+    """Rewrites one schema document. References become references to `$defs`."""
+
+    def __init__(self, root: JsonSchema, where: str) -> None:
+        self._root, self._where = root, where
+        self._draft = _detect_draft(root)
+        self._schemas: dict[str, Any] = {}  # by URI: resources with an `$id`, and anchors
+        self._bases: dict[int, str] = {}  # base URI of each subschema, by its identity
+        self._locations: dict[int, str] = {}
+        self._definition_names: dict[int, str] = {}
+        self._definitions: dict[str, JsonSchema] = {}
+        self._collect(root, where, "", 0)
+
+    def rewrite_root(self) -> JsonSchema:
+        result = self._rewrite(self._root, self._where)
+        if isinstance(result, dict) and self._definitions:
+            result["$defs"] = self._definitions
+        return result
+
+    # --- references
+
+    def _collect(self, schema: JsonSchema, where: str, base: str, depth: int) -> None:
+        """Check the keywords of every subschema, and record its location, base URI and names."""
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidArgument(where, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        if isinstance(schema, bool):
+            return
+        if not isinstance(schema, dict):
+            raise InvalidArgument(where, f"must be a schema, not {type(schema).__name__}")
+        _check_keywords(schema, where, self._draft)
+        base = self._record_names(schema, base if depth else "")
+        self._bases[id(schema)], self._locations[id(schema)] = base, where
+        for location, subschema in _iter_subschemas(schema, where):
+            self._collect(subschema, location, base, depth + 1)
+
+    def _record_names(self, schema: dict[str, Any], base: str) -> str:
+        """Record the `$id` and the anchors of a schema; return the base URI of its references."""
+        identifier = schema.get("id" if self._draft == 4 else "$id")
+        if isinstance(identifier, str) and not ("$ref" in schema and self._draft <= 7):
+            uri = urljoin(base, identifier)
+            if identifier.startswith("#") and self._draft <= 7:
+                self._schemas[uri] = schema
+            else:
+                base = urldefrag(uri).url
+                self._schemas[base] = schema
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(schema.get(keyword), str):
+                self._schemas[f"{base}#{schema[keyword]}"] = schema
+        return base
+
+    def resolve(self, schema: dict[str, Any]) -> JsonSchema:
+        """Return the schema that `$ref` of a schema refers to."""
+        where, reference = f"{self._locations[id(schema)]}.$ref", schema["$ref"]
+        if not isinstance(reference, str):
+            raise InvalidArgument(where, f"must be text, not {type(reference).__name__}")
+        uri = urljoin(self._bases[id(schema)], reference)
+        document, fragment = urldefrag(uri)
+        is_pointer = not fragment or fragment.startswith("/")
+        target = self._schemas.get(document if is_pointer else uri, self._root if not document else None)
+        if is_pointer:
+            target = _resolve_pointer(target, unquote(fragment))
+        if isinstance(target, bool) or id(target) in self._locations:
+            return target
+        raise UnsupportedOption(where, f"{reference} does not refer to a schema of this document")
+
+    def _define(self, schema: dict[str, Any]) -> JsonSchema:
+        """Return a reference to the definition of the schema that `$ref` of a schema refers to."""
+        target = self.resolve(schema)
+        if isinstance(target, bool):
+            return target
+        name = self._definition_names.get(id(target))
+        if name is None:
+            name = self._definition_names[id(target)] = f"d{len(self._definition_names)}"
+            self._definitions[name] = True  # reserves the position; replaced below
+            self._definitions[name] = self._rewrite(target, self._locations[id(target)])
+        return {"$ref": f"#/$defs/{name}"}
+
+    # --- keywords
+
+    def _rewrite(self, schema: JsonSchema, where: str) -> JsonSchema:
+        if isinstance(schema, bool):
+            return schema
+        if "$ref" in schema and self._draft <= 7:
+            return self._define(schema)  # its siblings have no meaning in these drafts
+        kept = {
+            key: value
+            for key, value in schema.items()
+            if key in ENFORCED_KEYWORDS and key not in DEFINITION_KEYWORDS and key not in ("propertyNames", "not")
+        }
+        result = _map_subschemas(kept, self._rewrite, where)
+        self._rewrite_reference(schema, result)
+        _rewrite_counts(result, where)
+        _rewrite_items(result)
+        _rewrite_format(result, where)
+        _rewrite_bounds(result, where)
+        _rewrite_pattern(result)
+        _rewrite_unevaluated(result, where)
+        self._rewrite_one_of(schema, result, where)
+        self._rewrite_unique_items(schema, result, where)
+        self._rewrite_property_names(schema, result, where)
+        if not _rewrite_not(schema, result, where):
+            return False
+        return _rewrite_nullable(result, where)
+
+    def _rewrite_reference(self, schema: dict[str, Any], result: dict[str, Any]) -> None:
+        if "$ref" not in schema:
+            return
+        target = self._define(schema)
+        if isinstance(target, bool):
+            del result["$ref"]
+            result["allOf"] = [*result.get("allOf", []), target]
+        else:
+            result["$ref"] = target["$ref"]
+
+    def _rewrite_one_of(self, schema: dict[str, Any], result: dict[str, Any], where: str) -> None:
+        """Write `oneOf` as `anyOf`, which is the same if no instance matches two alternatives."""
+        if "oneOf" not in result:
+            return
+        choices = schema["oneOf"]
+        for index, choice in enumerate(choices):
+            for other in range(index):
+                if not are_disjoint(choice, choices[other], self.resolve):
+                    raise UnsupportedOption(
+                        f"{where}.oneOf",
+                        f"an instance may match both alternative {other} and {index}; use anyOf, or give them "
+                        "different types or a required property with different constants",
+                    )
+        any_of = {"anyOf": result.pop("oneOf")}
+        if "anyOf" in result:
+            result["allOf"] = [*result.get("allOf", []), any_of]
+        else:
+            result.update(any_of)
+
+    def _rewrite_unique_items(self, schema: dict[str, Any], result: dict[str, Any], where: str) -> None:
+        """Keep `uniqueItems` if the engine has to enforce it."""
+        unique = result.pop("uniqueItems", False)
+        if not isinstance(unique, bool):
+            raise InvalidArgument(f"{where}.uniqueItems", f"must be true or false, not {unique!r}")
+        if not unique or "array" not in get_types(schema, self.resolve) or result.get("maxItems", 2) < 2:
+            return
+        if "items" not in result and "prefixItems" not in result:
+            result["items"] = {}
+        if result.get("items") in (True, {}):
+            result["items"] = {"type": ["null", "boolean", "number", "string"]}
+        values = None if "prefixItems" in result else list_values(schema.get("items"), self.resolve)
+        if values is not None:
+            if len(values) < result.get("minItems", 0):
+                raise InvalidArgument(f"{where}.minItems", f"is more than the {len(values)} different items")
+            result["maxItems"] = min(len(values), result.get("maxItems", len(values)))
+        elif self._has_unique_items(schema.get("items")):
+            raise UnsupportedOption(f"{where}.uniqueItems", "arrays of unique items cannot contain each other")
+        result["uniqueItems"] = True
+
+    def _has_unique_items(self, schema: Any) -> bool:
+        """Whether an array of unique items is a part of this schema."""
+        pending, visited = [schema], set()
+        while pending:
+            part = pending.pop()
+            if not isinstance(part, dict) or id(part) in visited:
+                continue
+            visited.add(id(part))
+            if part.get("uniqueItems"):
+                return True
+            pending += [subschema for _, subschema in _iter_subschemas(part, "")]
+            pending += [self.resolve(part)] if "$ref" in part else []
+        return False
+
+    def _rewrite_property_names(self, schema: dict[str, Any], result: dict[str, Any], where: str) -> None:
+        """Write `propertyNames` as properties or as a pattern."""
+        names = schema.get("propertyNames", True)
+        values = list_values(names, self.resolve) if "string" in get_types(names, self.resolve) else []
+        where = f"{where}.propertyNames"
+        if values is not None:
+            self._check_name_list(names, where)
+            allowed = [value for value in values if isinstance(value, str)]
+            if "patternProperties" in result:
+                raise UnsupportedOption(where, "cannot be enforced beside patternProperties")
+            others = result.get("additionalProperties", True)
+            properties = result.get("properties", {})
+            result["properties"] = {
+                **{name: value if name in allowed else False for name, value in properties.items()},
+                **{name: others for name in allowed if name not in properties},
+            }
+            result["additionalProperties"] = False
+            return
+        pattern = self._build_name_pattern(names, where)
+        if pattern is None:
+            return
+        if "patternProperties" in result or "properties" in result:
+            raise UnsupportedOption(where, "cannot be enforced beside properties and patternProperties")
+        result["patternProperties"] = {pattern: result.get("additionalProperties", True)}
+        result["additionalProperties"] = False
+
+    def _check_name_list(self, schema: JsonSchema, where: str) -> None:
+        """Raise `UnsupportedOption` if more than `enum` and `const` decides which names are allowed."""
+        keywords = {key for part in iter_in_place(schema, self.resolve) for key in part}
+        if others := sorted(keywords - NAME_LIST_KEYWORDS - ANNOTATION_KEYWORDS):
+            raise UnsupportedOption(f"{where}.{others[0]}", "cannot be enforced beside a list of names")
+
+    def _build_name_pattern(self, schema: JsonSchema, where: str) -> str | None:
+        """Return the pattern of the names that match a schema; None if all do."""
+        schema = follow_references(schema, self.resolve)
+        if schema is True:
+            return None
+        keywords = {key: value for key, value in schema.items() if key not in {"type", *ANNOTATION_KEYWORDS}}
+        if "format" in keywords:
+            pattern = NAME_FORMAT_PATTERNS.get(str(keywords.pop("format")))
+            keywords.update({"pattern": pattern} if pattern and "pattern" not in keywords else {})
+        match sorted(keywords):
+            case []:
+                return None
+            case ["pattern"] if not LOOK_AHEAD.match(str(keywords["pattern"])):
+                return str(keywords["pattern"])
+            case ["maxLength"] | ["minLength"] | ["maxLength", "minLength"]:
+                _rewrite_counts(keywords, where)
+                return f"^(?s:.{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}})$"
+        raise UnsupportedOption(f"{where}.{min(keywords)}", "cannot be enforced on names")
+
+
+def _detect_draft(root: JsonSchema) -> int:
+    """Return the number of the JSON Schema draft, or its year. Without `$schema` it is the newest."""
+    uri = root.get("$schema") if isinstance(root, dict) else None
+    match = re.search(r"draft-0(\d)|draft/(\d{4})", uri) if isinstance(uri, str) else None
+    return 2020 if match is None else int(match[1] or match[2])
+
+
+def _resolve_pointer(document: Any, pointer: str) -> Any:
+    for name in pointer.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
+            document = document[int(name)]
+        else:
+            document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def _iter_subschemas(schema: dict[str, Any], where: str) -> Iterator[tuple[str, JsonSchema]]:
+    """Yield the direct subschemas with their locations. Values (`const`, `enum`, `default`) are not schemas."""
     for key, value in schema.items():
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            for name, subschema in value.items():
-                yield from iter_subschemas(subschema, f"{where}.{key}.{name}", depth + 1)
+            yield from ((f"{where}.{key}.{name}", subschema) for name, subschema in value.items())
         elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            for index, subschema in enumerate(value):
-                yield from iter_subschemas(subschema, f"{where}.{key}[{index}]", depth + 1)
+            yield from ((f"{where}.{key}[{index}]", subschema) for index, subschema in enumerate(value))
         elif key in SCHEMA_KEYWORDS:
-            yield from iter_subschemas(value, f"{where}.{key}", depth + 1)
+            yield f"{where}.{key}", value
 
 
-def _check_keywords(schema: dict[str, Any], where: str) -> None:
+def _map_subschemas(
+    schema: dict[str, Any], function: Callable[[JsonSchema, str], JsonSchema], where: str
+) -> dict[str, Any]:
+    """Return the schema with `function(subschema, location)` in place of each direct subschema."""
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            result[key] = {name: function(subschema, f"{where}.{key}.{name}") for name, subschema in value.items()}
+        elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
+            result[key] = [function(subschema, f"{where}.{key}[{index}]") for index, subschema in enumerate(value)]
+        else:
+            result[key] = function(value, f"{where}.{key}") if key in SCHEMA_KEYWORDS else value
+    return result
+
+
+# --- checks
+
+
+def _check_keywords(schema: dict[str, Any], where: str, draft: int) -> None:
     for key in schema:
         if (
             key in ENFORCED_KEYWORDS
             or key in ANNOTATION_KEYWORDS
+            or (key == "id" and draft == 4)
             or (key.startswith("x-") and key not in UNSUPPORTED_KEYWORD_HINTS)
         ):
             continue
         raise UnsupportedOption(f"{where}.{key}", UNSUPPORTED_KEYWORD_HINTS.get(key, "this keyword cannot be enforced"))
+    _check_shapes(schema, where)
     _check_characters(schema, where)
-    types = schema.get("type", "string")
-    if "format" in schema and "string" not in (types if isinstance(types, list) else [types]):
-        raise UnsupportedOption(f"{where}.format", f"formats of {types} cannot be enforced; formats of strings can")
-    required = schema.get("required", ())
-    minimum, enforceable = schema.get("minProperties", 0), max(1, len(required) if isinstance(required, list) else 0)
+    for key in ("const", "enum"):
+        _check_numbers(schema.get(key), f"{where}.{key}")
+    minimum, enforceable = schema.get("minProperties", 0), max(1, len(schema.get("required", ())))
     if isinstance(minimum, int | float) and minimum > enforceable:
         # The model may repeat a name, which then counts once.
         raise UnsupportedOption(f"{where}.minProperties", f"more than {enforceable} needs as many names in `required`")
+
+
+def _check_shapes(schema: dict[str, Any], where: str) -> None:
+    """Raise `InvalidArgument` for a keyword whose value has the wrong type."""
+    for key in sorted(set(schema) & {*SCHEMA_MAP_KEYWORDS, *SCHEMA_LIST_KEYWORDS, "required", "enum"} - {"items"}):
+        expected = dict if key in SCHEMA_MAP_KEYWORDS else list
+        if not isinstance(schema[key], expected):
+            raise InvalidArgument(f"{where}.{key}", f"must be {expected.__name__}, not {type(schema[key]).__name__}")
+    for key in ("type", "required"):
+        names = [schema[key]] if isinstance(schema.get(key), str) else schema.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InvalidArgument(f"{where}.{key}", f"must be a list of names, not {schema[key]!r}")
 
 
 def _check_characters(schema: dict[str, Any], where: str) -> None:
@@ -115,48 +436,159 @@ def _check_characters(schema: dict[str, Any], where: str) -> None:
         if any(CONTROL_CHARACTER.search(text) or CONTROL_CHARACTER_ESCAPE.search(text) for text in texts):
             raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
     for key in ("const", "enum"):
-        if any(map(CONTROL_CHARACTER.search, _iter_strings(schema.get(key)))):
+        texts = [value for value in _iter_scalars(schema.get(key)) if isinstance(value, str)]
+        if any(map(CONTROL_CHARACTER.search, texts)):
             raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
 
 
-def _iter_strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
+def _check_numbers(values: Any, where: str) -> None:
+    for value in _iter_scalars(values):
+        if isinstance(value, int | float) and (abs(value) > MAX_BOUND or float(value) != value):
+            raise UnsupportedOption(where, f"{value!r} has more digits than can be enforced")
+
+
+def _iter_scalars(value: Any) -> Iterator[Any]:
+    """Yield all texts and numbers in a value."""
+    if isinstance(value, dict | list):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _iter_strings(item)
+            yield from _iter_scalars(item)
+    else:
+        yield value
 
 
-def _check_reference(schema: dict[str, Any], where: str, root: JsonSchema, checked: set[int]) -> None:
-    """Raise `UnsupportedOption` for a reference to a value that was not checked as a schema."""
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+# --- rewriting of single keywords; `result` changes in place
+
+
+def _rewrite_counts(result: dict[str, Any], where: str) -> None:
+    """Write counts as integers: 2.0 is an integer in JSON Schema."""
+    for key in COUNT_KEYWORDS & set(result):
+        value = result[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            raise InvalidArgument(f"{where}.{key}", f"must be an integer from 0, not {value!r}")
+        result[key] = int(value)
+
+
+def _rewrite_items(result: dict[str, Any]) -> None:
+    """Write the list form of `items` of older drafts as `prefixItems`."""
+    others = result.pop("additionalItems", None)
+    if isinstance(result.get("items"), list):
+        result["prefixItems"] = result.pop("items")
+        if others is not None:
+            result["items"] = others
+
+
+def _rewrite_format(result: dict[str, Any], where: str) -> None:
+    """Keep formats of strings that can be enforced, and write formats of integers as bounds."""
+    if "format" not in result:
         return
-    target = root
-    for name in reference[2:].split("/"):
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-            target = target[int(name)]
-        else:
-            target = target.get(name) if isinstance(target, dict) else None
-    if isinstance(target, dict) and id(target) not in checked:
-        raise UnsupportedOption(f"{where}.$ref", f"{reference} does not refer to a schema")
+    name = result["format"]
+    if not isinstance(name, str):
+        raise InvalidArgument(f"{where}.format", f"must be text, not {type(name).__name__}")
+    types = result.get("type", list(ALL_TYPES))
+    if "string" not in types or name not in STRING_FORMATS:
+        del result["format"]
+    if "string" in types and name in FORMAT_PATTERNS and "allOf" not in result:
+        result["allOf"] = [{"pattern": FORMAT_PATTERNS[name]}]
+    elif "string" in types and name in FORMAT_PATTERNS and {"pattern": FORMAT_PATTERNS[name]} not in result["allOf"]:
+        result["allOf"] = [*result["allOf"], {"pattern": FORMAT_PATTERNS[name]}]
+    if "integer" in types and "type" in result and name in INTEGER_FORMATS:
+        low, high = INTEGER_FORMATS[name]
+        result["minimum"] = max(low, result.get("minimum", low))
+        result["maximum"] = min(high, result.get("maximum", high))
 
 
-def _add_format_patterns(schema: JsonSchema) -> JsonSchema:
-    """Add patterns to the formats that llguidance does not enforce strictly."""
-    if not isinstance(schema, dict):
-        return schema
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            result[key] = {name: _add_format_patterns(subschema) for name, subschema in value.items()}
-        elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            result[key] = [_add_format_patterns(subschema) for subschema in value]
-        else:
-            result[key] = _add_format_patterns(value) if key in SCHEMA_KEYWORDS else value
-    pattern = STRICT_FORMAT_PATTERNS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
-    if pattern is not None:
-        result["allOf"] = [*result.get("allOf", []), {"pattern": pattern}]
-    return result
+def _rewrite_bounds(result: dict[str, Any], where: str) -> None:
+    """Write bounds as numbers that llguidance compares exactly."""
+    for key in BOUND_KEYWORDS:
+        value = result.get(key)
+        if isinstance(value, bool):  # draft 4: makes the other bound exclusive
+            result.pop(key)
+            inclusive = f"m{key.removeprefix('exclusiveM')}"
+            if key.startswith("exclusive") and value and inclusive in result:
+                result[key] = value = result.pop(inclusive)
+        if key not in result:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidArgument(f"{where}.{key}", f"must be a number, not {value!r}")
+        if abs(value) >= MAX_EXACT_INTEGER:
+            _tighten_bound(result, key, result.pop(key))
+
+
+def _tighten_bound(result: dict[str, Any], key: str, value: float) -> None:
+    """Add a bound beyond the exact integers: the next float inside, at most `MAX_BOUND`."""
+    is_lower, is_exclusive = key.lower().endswith("minimum"), key.startswith("exclusive")
+    sign = 1 if is_lower else -1
+    value *= sign  # as a lower bound
+    if value < -MAX_BOUND:
+        bound = -float(MAX_BOUND)
+    elif value > MAX_BOUND:
+        bound = 2.0 * MAX_BOUND  # nothing is above: llguidance reports an empty range
+    else:
+        bound = float(value)
+        if bound < value or (is_exclusive and bound == value):
+            bound = math.nextafter(bound, math.inf)
+    bound = int(bound) * sign
+    inclusive = "minimum" if is_lower else "maximum"
+    result[inclusive] = (max if is_lower else min)(bound, result.get(inclusive, bound))
+
+
+def _rewrite_pattern(result: dict[str, Any]) -> None:
+    """Write leading look-aheads as patterns of their own."""
+    pattern = result.get("pattern")
+    if not isinstance(pattern, str) or not pattern.startswith("^"):
+        return
+    others: list[str] = []
+    rest = result["pattern"] = EQUIVALENT_PATTERNS.get(pattern, pattern)
+    while (match := LOOK_AHEAD.match(rest)) is not None:
+        is_negative, assertion = match[1] == "!", match[2]
+        if is_negative and assertion not in NEGATED_PATTERNS:
+            return  # llguidance reports it
+        others.append(NEGATED_PATTERNS[assertion] if is_negative else f"^({assertion})")
+        rest = "^" + rest[match.end() :]
+    if others:
+        result["pattern"] = rest
+        result["allOf"] = [*result.get("allOf", []), *({"pattern": other} for other in others)]
+
+
+def _rewrite_unevaluated(result: dict[str, Any], where: str) -> None:
+    """Write `unevaluated…` as `additionalProperties` or `items`, which is the same without subschemas in place."""
+    for key, others in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        value = result.pop(key, True)
+        if value in (True, {}) or others in result:
+            continue
+        if APPLICATOR_KEYWORDS & set(result):
+            raise UnsupportedOption(f"{where}.{key}", "cannot be enforced beside allOf, anyOf, oneOf and $ref")
+        result[others] = value
+
+
+def _rewrite_not(schema: dict[str, Any], result: dict[str, Any], where: str) -> bool:
+    """Write `not` as other types; return False if nothing matches the schema."""
+    negated = schema.get("not", False)
+    if isinstance(negated, dict):
+        negated = {key: value for key, value in negated.items() if key not in ANNOTATION_KEYWORDS} or True
+    if isinstance(negated, bool):
+        return not negated
+    if set(negated) != {"type"}:
+        raise UnsupportedOption(f"{where}.not", "only `not` of types can be enforced")
+    excluded = {negated["type"]} if isinstance(negated["type"], str) else set(negated["type"])
+    excluded |= {"integer"} if "number" in excluded else set()
+    types = result.get("type", [name for name in ALL_TYPES if name != "integer"])
+    types = [types] if isinstance(types, str) else types
+    if "integer" in excluded and "number" in types and "number" not in excluded:
+        raise UnsupportedOption(f"{where}.not", "integers cannot be excluded from numbers")
+    result["type"] = [name for name in types if name not in excluded]
+    return bool(result["type"])
+
+
+def _rewrite_nullable(result: dict[str, Any], where: str) -> JsonSchema:
+    """Allow null beside what `nullable` of OpenAPI 3.0 applies to."""
+    nullable = result.pop("nullable", False)
+    if not isinstance(nullable, bool):
+        raise InvalidArgument(f"{where}.nullable", f"must be true or false, not {nullable!r}")
+    if not nullable:
+        return result
+    types = result.get("type")
+    if types is not None and not {"enum", "const", *APPLICATOR_KEYWORDS} & set(result):
+        types = [types] if isinstance(types, str) else types
+        return {**result, "type": [*types, *(["null"] if "null" not in types else [])]}
+    return {"anyOf": [result, {"type": "null"}]}

@@ -149,6 +149,7 @@ class ReasoningParser:
     Models may call a tool without closing the reasoning. From a text of `call_starts` on, reasoning is held back: it is
     a call if the output ends before the end tag, and the answer parser finds one.
 
+    >>> from afterglow.chat.output.parts import PlainTextParser
     >>> parser = ReasoningParser(PlainTextParser, THINK)
     >>> parser.feed("<think>Hm.</think>Yes")
     [ReasoningDelta(text='Hm.'), TextDelta(text='Yes')]

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from afterglow.chat.constraints.grammar import LiteralFormatter
 from afterglow.chat.output.parts import OutputParser
 from afterglow.chat.tools.grammar.lark import LarkGrammar
-from afterglow.chat.tools.grammar.schema import check_enforceable
+from afterglow.chat.tools.grammar.schema import to_enforceable_tool
 from afterglow.chat.tools.parsing.parser import CallIdFactory, generate_call_id
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
@@ -28,8 +28,11 @@ class ToolFamily:
     begin a call by mistake. `text_start`: text before the visible text of every answer, which the parser drops.
     `instructions`: describes the call format, for templates that render calls but not the tools.
 
-    >>> parser = detect_family(template).create_parser(tools)
-    >>> parts = parser.feed("<tool_call>") + parser.finish()
+    >>> from afterglow.chat.tools.families.hermes import HERMES
+    >>> parser = HERMES.create_parser([Tool(name="now")])
+    >>> parts = parser.feed('<tool_call>{"name": "now", "arguments": {}}</tool_call>') + parser.finish()
+    >>> parts[0].name
+    'now'
     """
 
     name: str
@@ -50,7 +53,7 @@ class ToolFamily:
 
     def build_calls_grammar(self, tools: Sequence[Tool], parallel: bool, write_literal: LiteralFormatter) -> str:
         """Return a grammar (llguidance's Lark) of exactly one call, or of one or more calls if `parallel`."""
-        self._check_tools(tools)
+        tools = _to_enforceable_tools(tools)
         grammar = LarkGrammar(write_literal)
         return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
 
@@ -58,7 +61,7 @@ class ToolFamily:
         self, tools: Sequence[Tool], write_literal: LiteralFormatter, trigger: str | None = None
     ) -> str:
         """Return the grammar of the text after a trigger (default: the first) to the end of that block of calls."""
-        self._check_tools(tools)
+        tools = _to_enforceable_tools(tools)
         if not self.triggers:
             raise UnsupportedOption("tools", f"no text reliably begins a call of the family {self.name!r}")
         if trigger is not None and trigger not in self.triggers:
@@ -66,8 +69,8 @@ class ToolFamily:
         grammar = LarkGrammar(write_literal)
         return grammar.to_lark(self.build_after_trigger_rule(grammar, tools, trigger or self.triggers[0]))
 
-    def _check_tools(self, tools: Sequence[Tool]) -> None:
-        if not tools:
-            raise InvalidArgument("tools", "must not be empty if a call is enforced")
-        for tool in tools:
-            check_enforceable(tool)
+
+def _to_enforceable_tools(tools: Sequence[Tool]) -> list[Tool]:
+    if not tools:
+        raise InvalidArgument("tools", "must not be empty if a call is enforced")
+    return [to_enforceable_tool(tool) for tool in tools]

@@ -16,7 +16,8 @@ import pydantic
 from afterglow.errors import InvalidArgument
 
 SCALAR_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-ARRAY_ORIGINS = (list, tuple, Sequence)
+SET_ORIGINS = (set, frozenset)
+ARRAY_ORIGINS = (list, tuple, Sequence, *SET_ORIGINS)
 OBJECT_ORIGINS = (dict, Mapping)
 # Attributes of annotations, with the keyword of a schema.
 ANNOTATED_LIMITS = {
@@ -89,7 +90,8 @@ def _build_array_schema(origin: Any, arguments: tuple[Any, ...], where: str) -> 
     if origin is tuple and arguments and arguments[1:] != (...,):
         raise InvalidArgument(where, "must be a list or a variable-length tuple: tuple[type, ...]")
     items = build_schema(arguments[0], where) if arguments else {}
-    return {"type": "array", **({"items": items} if items else {})}
+    unique = {"uniqueItems": True} if origin in SET_ORIGINS else {}
+    return {"type": "array", **({"items": items} if items else {}), **unique}
 
 
 def _build_object_schema(arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
@@ -104,10 +106,6 @@ def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
         raise InvalidArgument(where, f"has the hint {hint!r}, which is not a JSON type")
     if issubclass(hint, Enum):
         return {"enum": [member.value for member in hint]}
-    if _is_pydantic(hint):
-        schema: dict[str, Any] = hint.model_json_schema()  # type: ignore[attr-defined]
-        inlined: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
-        return inlined
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint, include_extras=True)
         fields = dataclasses.fields(hint)
@@ -117,7 +115,14 @@ def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
             "required": [field.name for field in fields if _is_required(field)],
             "additionalProperties": False,
         }
-    raise InvalidArgument(where, f"has the hint {hint.__name__}, which is not a JSON type")
+    try:
+        schema = pydantic.TypeAdapter(hint).json_schema()  # models, paths, dates, UUIDs, …
+    except pydantic.PydanticUserError:
+        schema = {}
+    if not schema:
+        raise InvalidArgument(where, f"has the hint {hint.__name__}, which is not a JSON type")
+    inlined: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
+    return inlined
 
 
 def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, ancestors: tuple[str, ...] = ()) -> Any:
@@ -207,15 +212,16 @@ def _convert_list(value: Any, origin: Any, arguments: tuple[Any, ...], where: st
     _check_type(value, list, "an array", where)
     item_hint = arguments[0] if arguments else Any
     items = [convert_value(item, item_hint, f"{where}[{index}]") for index, item in enumerate(value)]
-    return tuple(items) if origin is tuple else items
+    return origin(items) if origin in (tuple, *SET_ORIGINS) else items
 
 
 def _convert_instance(value: Any, hint: Any, where: str) -> Any:
     if issubclass(hint, Enum):
         return hint(_convert_choice(value, tuple(member.value for member in hint), where))
-    if _is_pydantic(hint):
+    is_dataclass: bool = dataclasses.is_dataclass(hint)
+    if not is_dataclass:
         try:
-            return hint.model_validate(value)
+            return pydantic.TypeAdapter(hint).validate_python(value)
         except ValueError as error:  # pydantic.ValidationError is a ValueError
             raise InvalidArgument(where, f"is not a {hint.__name__}: {error}") from None
     _check_type(value, dict, "an object", where)
@@ -235,11 +241,6 @@ def _check_type(value: Any, expected: type[Any], description: str, where: str) -
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _is_pydantic(hint: Any) -> bool:
-    """Return whether this is a pydantic model or a class like one."""
-    return hasattr(hint, "model_json_schema") and hasattr(hint, "model_validate")
 
 
 def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:

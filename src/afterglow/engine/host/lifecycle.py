@@ -44,9 +44,9 @@ LoadHook = Callable[[Path, LoadState], str | None]
 class Lifecycle(Closeable):
     """Owns the weights, the context and the projector of one model.
 
-    >>> lifecycle = Lifecycle(path, ModelSettings(), ContextSettings())
-    >>> lifecycle.activate()
-    >>> lifecycle.state
+    >>> with Lifecycle(path, ModelSettings(), ContextSettings()) as lifecycle:
+    ...     lifecycle.activate()
+    ...     lifecycle.state
     <LoadState.ACTIVE: 'active'>
     """
 

@@ -29,7 +29,9 @@ class EventStream:
     unbounded unless `limit_buffer` is called.
 
     >>> for event in engine_thread.submit(request):
-    ...     print(event)
+    ...     print(type(event).__name__)
+    Token
+    Finished
     """
 
     def __init__(self, id: str, cancel: Callable[[EventStream], None]) -> None:

@@ -13,11 +13,19 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.sampling.json_text import (
+    NumberLimiter,
+    PieceIndex,
+    UniqueItemLimiter,
+    build_probe_grammar,
+    get_allowed_tokens,
+)
 from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes
 from afterglow.errors import InvalidGrammar
 
 MAX_COMPILED_GRAMMARS = 32  # cached: agents use the same schemas again and again
+JSON_GRAMMAR_TEXTS = ('"json_schema"', "%json")
 
 
 class GrammarCompiler:
@@ -27,31 +35,31 @@ class GrammarCompiler:
         self._token_bytes = token_bytes
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._piece_index: PieceIndex | None = None
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
     def compile(self, constraint: GrammarConstraint) -> GrammarMatcher:
         """Return a new matcher. Raise `InvalidGrammar` with the position and cause if a grammar does not compile."""
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._build_tokenizer()
+                self._tokenizer, self._piece_index = self._build_tokenizer(), PieceIndex(self._token_bytes)
         triggers = constraint.triggers or ((b"", constraint.grammar),)
         grammars = {trigger: self._compile_grammar(grammar) for trigger, grammar in triggers}
         return GrammarMatcher(constraint, grammars, self._tokenizer, self._token_bytes)
 
-    def _compile_grammar(self, grammar: str) -> llguidance.LLMatcher:
+    def _compile_grammar(self, grammar: str) -> CompiledGrammar:
         assert self._tokenizer is not None
+        assert self._piece_index is not None
         with self._lock:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-            if matcher.is_error():
-                raise InvalidGrammar(matcher.get_error())
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = CompiledGrammar(grammar, self._tokenizer, self._piece_index)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return matcher
+        return compiled
 
     def _build_tokenizer(self) -> llguidance.LLTokenizer:
         token_bytes = self._token_bytes
@@ -79,24 +87,100 @@ class _TokenizerAdapter(llguidance.TokenizerWrapper):
         return self._tokenize(text.encode())
 
 
+class CompiledGrammar:
+    """A compiled grammar, and the limits of JSON text if it contains any. Creates one position per completion."""
+
+    def __init__(self, grammar: str, tokenizer: llguidance.LLTokenizer, piece_index: PieceIndex) -> None:
+        self._tokenizer, self._piece_index = tokenizer, piece_index
+        self._matcher = _compile(tokenizer, grammar)
+        self._is_json = any(text in grammar for text in JSON_GRAMMAR_TEXTS)
+        probe_grammar = build_probe_grammar(grammar)
+        self._probe = None if probe_grammar is None else _compile(tokenizer, probe_grammar)
+        if self._is_json:
+            piece_index.prepare(unique_items=self._probe is not None)
+
+    def start(self) -> GrammarPosition:
+        """Return the position at the beginning of the grammar."""
+        limiters: list[NumberLimiter | UniqueItemLimiter] = []
+        if self._is_json:
+            limiters.append(NumberLimiter(self._piece_index))
+        if self._probe is not None:
+            limiters.append(UniqueItemLimiter(self._piece_index, self._tokenizer, self._probe.deep_copy()))
+        return GrammarPosition(self._matcher.deep_copy(), limiters, len(self._piece_index.pieces))
+
+
+def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        raise InvalidGrammar(matcher.get_error())
+    return matcher
+
+
+class GrammarPosition:
+    """Position of a text in one grammar."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, limiters: list[NumberLimiter | UniqueItemLimiter], token_count: int
+    ) -> None:
+        self._matcher, self._limiters, self._token_count = matcher, limiters, token_count
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self._matcher.is_accepting())
+
+    def get_allowed_tokens(self) -> NDArray[np.intp]:
+        """Return the tokens that may come next."""
+        tokens = get_allowed_tokens(self._matcher, self._token_count)
+        self._raise_on_error()
+        for limiter in self._limiters:
+            tokens = limiter.restrict(tokens, self._matcher)
+        if not len(tokens):
+            raise InvalidGrammar("no token of this model continues it here")
+        return tokens
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens`, in order, the grammar allows next. Does not consider limits of JSON text."""
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens; return whether the grammar allows them."""
+        if not self._matcher.consume_tokens(list(tokens)):
+            self._raise_on_error()
+            return False
+        for limiter in self._limiters:
+            for token in tokens:
+                limiter.feed(token)
+        return True
+
+    def _raise_on_error(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidGrammar(self._matcher.get_error())
+
+
 class GrammarMatcher:
-    """Position of one completion in its grammar."""
+    """Position of one completion in its constraint."""
 
     def __init__(
         self,
         constraint: GrammarConstraint,
-        grammars: dict[bytes, llguidance.LLMatcher],
+        grammars: dict[bytes, CompiledGrammar],
         tokenizer: llguidance.LLTokenizer,
         token_bytes: TokenBytes,
     ) -> None:
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
+        self._stops_at_other_text = constraint.stop_at_other_text
         self._is_repeating = bool(constraint.triggers) and not constraint.stop_after_first
-        self._active: llguidance.LLMatcher | None = None
+        self._active: GrammarPosition | None = None
         if constraint.grammar:
-            self._active = grammars[b""].deep_copy()
-            if constraint.prefix and not self._active.consume_tokens(tokenizer.tokenize_bytes(constraint.prefix)):
+            self._active = grammars[b""].start()
+            if constraint.prefix and not self._active.accept(tokenizer.tokenize_bytes(constraint.prefix)):
                 raise InvalidGrammar(f"no text that it allows begins with {constraint.prefix.decode()!r}")
         else:
             self._wait_for_trigger()
@@ -104,31 +188,31 @@ class GrammarMatcher:
     @property
     def is_finished(self) -> bool:
         """Whether the completion is complete: only an end-of-generation token may follow."""
-        return self._active is not None and self._active.is_stopped() and not self._is_repeating
+        return self._active is not None and self._active.is_finished and not self._is_repeating
 
     def get_allowed_tokens(self) -> NDArray[np.intp] | None:
         """Return the tokens that may come next, or None if all may."""
-        if self._active is None:
+        if self._active is None or (self._stops_at_other_text and self._active.is_complete):
             return None
-        bits = np.frombuffer(self._active.compute_bitmask(), np.uint8)
-        self._raise_on_error()
-        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: len(self._token_bytes.pieces)])
-        if not len(tokens):
-            raise InvalidGrammar("no token of this model continues it here")
-        return tokens
+        return self._active.get_allowed_tokens()
+
+    def replace_other_text(self, token: int) -> int:
+        """Return the token, or an end-of-generation token in place of one that ends generation."""
+        if not self._stops_at_other_text or self._active is None or self._active.count_allowed([token]):
+            return token
+        return min(self._token_bytes.eog_tokens)
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens`, in order, may come next. Does not advance the matcher."""
-        return len(tokens) if self._active is None else self._active.validate_tokens(list(tokens))
+        return len(tokens) if self._active is None else self._active.count_allowed(tokens)
 
     def accept(self, token: int) -> None:
         """Advance by a token of the completion."""
         if self._active is None:
             self._match_trigger(token)
-        elif not self._active.consume_token(token):
-            self._raise_on_error()
+        elif not self._active.accept([token]):
             raise InvalidGrammar(f"token {token} is not allowed here")
-        if self._is_repeating and self._active is not None and self._active.is_stopped():
+        if self._is_repeating and self._active is not None and self._active.is_finished:
             self._wait_for_trigger()
 
     def _wait_for_trigger(self) -> None:
@@ -139,12 +223,7 @@ class GrammarMatcher:
         piece = self._token_bytes.pieces[token]
         if (trigger := self._trigger_matcher.feed(piece)) is None:
             return
-        self._active = self._grammars[trigger].deep_copy()
+        self._active = self._grammars[trigger].start()
         remainder = piece[self._trigger_matcher.match_end :]
-        if remainder and not self._active.consume_tokens(self._tokenizer.tokenize_bytes(remainder)):
+        if remainder and not self._active.accept(self._tokenizer.tokenize_bytes(remainder)):
             self._wait_for_trigger()  # the text contains the trigger by chance
-
-    def _raise_on_error(self) -> None:
-        assert self._active is not None
-        if self._active.is_error():
-            raise InvalidGrammar(self._active.get_error())

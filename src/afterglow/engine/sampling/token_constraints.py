@@ -35,6 +35,7 @@ class TokenConstraint:
             token = sampler.sample_and_accept(
                 logits, None if self.matcher is None else self.matcher.get_allowed_tokens()
             )
+            token = token if self.matcher is None else self.matcher.replace_other_text(token)
         else:
             sampler.accept(token)
         self._accept(token)

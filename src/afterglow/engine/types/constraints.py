@@ -10,6 +10,9 @@ from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.llama.checks import check_integer
 
 MAX_GRAMMAR_CHARACTERS = 1024 * 1024
+# Alternative of the items of an array in a JSON schema. No value matches it. It tells the engine that the items must be
+# unique, which a grammar cannot express.
+UNIQUE_ITEM_PLACEHOLDER = {"enum": [], "x-unique-item": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,9 @@ class GrammarConstraint:
     """Grammar of the generated text, in llguidance's format: one for the whole text, or several with triggers.
 
     A triggered grammar applies after its trigger text was generated, until the grammar ends, and again after each later
-    trigger. With `stop_after_first`, generation ends when the first triggered grammar ends.
+    trigger. With `stop_after_first`, generation ends when the first triggered grammar ends. With `stop_at_other_text`,
+    a token that does not continue a complete text ends generation: the model is not made to choose between more of the
+    grammar and the end if it would write something else.
 
     >>> GrammarConstraint(grammar='start: "yes" | "no"').triggers
     ()
@@ -27,6 +32,7 @@ class GrammarConstraint:
     triggers: tuple[tuple[bytes, str], ...] = ()  # trigger texts, each with its grammar
     stop_after_first: bool = False
     prefix: bytes = b""  # text of the grammar that the prompt already contains
+    stop_at_other_text: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.grammar) == bool(self.triggers):

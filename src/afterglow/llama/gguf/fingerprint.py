@@ -14,8 +14,8 @@ SAMPLE_BYTES = 64 * 1024
 def compute_fingerprint(path: Path) -> str:
     """Hash the file's size, its first 32 MiB, and samples spread over the rest.
 
-    >>> compute_fingerprint(Path("model.gguf"))
-    '5d1c3f0a…'
+    >>> len(compute_fingerprint(Path("model.gguf")))
+    64
     """
     size = path.stat().st_size
     digest = blake3(str(size).encode())

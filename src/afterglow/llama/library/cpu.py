@@ -17,8 +17,8 @@ def get_architecture() -> str:
 def get_features() -> frozenset[str] | None:
     """Return the instruction sets of this CPU in lower case, or None if the system does not report them.
 
-    >>> cpu.get_features() & {"avx2", "fma"}
-    frozenset({'avx2', 'fma'})
+    >>> isinstance(get_features(), frozenset | None)
+    True
     """
     if sys.platform == "linux":
         return _read_linux_features(Path("/proc/cpuinfo"))

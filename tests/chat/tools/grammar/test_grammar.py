@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from afterglow.chat.tools.detection import TOOL_FAMILIES
+from afterglow.chat.tools.grammar.lark import MAX_PARALLEL_CALLS
 from afterglow.chat.tools.tool import Tool, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOption
 from support.tool_outputs import RECORDED_OUTPUTS
@@ -125,6 +126,42 @@ def test_several_calls_are_accepted_only_if_parallel(recorded: RecordedOutput) -
     assert not accepts(build_grammar(recorded.family), raw)
 
 
+REPEATED = [
+    ("hermes", tagged_call(PARIS), "\n"),
+    ("qwen-coder", xml_call("get_weather", city="Paris"), "\n"),
+    ("glm", glm_call("get_weather", city="Paris"), "\n"),
+    ("gemma", gemma_call(f"get_weather{{city:{gemma_quote('Paris')}}}"), ""),
+    ("mistral-named", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', ""),
+]
+
+
+@pytest.mark.parametrize(("family", "call", "separator"), REPEATED)
+def test_the_number_of_calls_is_bounded(family: str, call: str, separator: str) -> None:
+    grammar = build_grammar(family, parallel=True)
+    assert accepts(grammar, separator.join([call] * MAX_PARALLEL_CALLS))
+    assert not accepts(grammar, separator.join([call] * (MAX_PARALLEL_CALLS + 1)))
+
+
+@pytest.mark.parametrize(
+    ("family", "begin", "call", "separator", "end"),
+    [
+        ("pythonic", "[", 'get_weather(city="Paris")', ", ", "]"),
+        ("llama", "", json_call(PARIS, "parameters"), "; ", ""),
+        ("granite", "<|tool_call|>[", json_call(PARIS), ", ", "]"),
+        ("kimi", SECTION[0], kimi_call(PARIS), "", SECTION[1]),
+    ],
+)
+def test_the_length_of_a_list_of_calls_is_bounded(family: str, begin: str, call: str, separator: str, end: str) -> None:
+    grammar = build_grammar(family, parallel=True)
+    assert accepts(grammar, begin + separator.join([call] * MAX_PARALLEL_CALLS) + end)
+    assert not accepts(grammar, begin + separator.join([call] * (MAX_PARALLEL_CALLS + 1)) + end)
+
+
+@pytest.mark.parametrize(("family", "call"), [row[:2] for row in REPEATED if row[2]])
+def test_a_newline_after_a_call_does_not_demand_another_call(family: str, call: str) -> None:
+    assert accepts(build_grammar(family, parallel=True), call + "\n")
+
+
 @pytest.mark.parametrize("family", WITH_TRIGGER)
 def test_after_a_trigger_the_rest_of_the_call_is_accepted(family: str) -> None:
     trigger = TOOL_FAMILIES[family].triggers[0]
@@ -183,9 +220,9 @@ def test_if_markers_are_control_tokens_the_grammar_requires_the_tokens(recorded:
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-@pytest.mark.parametrize("keyword", ["uniqueItems", "not", "dependentRequired"])
+@pytest.mark.parametrize("keyword", ["contains", "if", "dependentRequired"])
 def test_a_keyword_that_no_grammar_enforces_is_rejected_by_name(family: str, keyword: str) -> None:
-    offered = build_tools(x={"type": "array", "items": {keyword: True}}, uniqueItems={"enum": [{"not": 1}]})
+    offered = build_tools(x={"type": "array", "items": {keyword: True}}, contains={"enum": [{"if": 1}]})
     with pytest.raises(UnsupportedOption, match=rf"tools\.f\.parameters\.properties\.x\.items\.{keyword}"):
         build_grammar(family, offered=offered)
 
@@ -223,7 +260,7 @@ def test_an_object_keyword_that_the_format_cannot_enforce_is_rejected_by_name(fa
         build_grammar(family, offered=offered)
 
 
-@pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"prefixItems": []}])
+@pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"prefixItems": [{"type": "string"}]}])
 def test_gemma_rejects_array_keywords_that_it_cannot_enforce(keyword: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedOption, match=rf"x\.{next(iter(keyword))}"):
         build_grammar("gemma", offered=build_tools(x={"type": "array", **keyword}))

@@ -108,7 +108,7 @@ def build_section_family(
     def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         content = join_alternatives(build_call_rule(grammar, tool) for tool in tools)
         call = grammar.add_rule(f"{grammar.literal(markers.call_begin)} {content} {grammar.literal(markers.call_end)}")
-        more = f"(SPACE? {call})*" if parallel else ""
+        more = grammar.more_calls(f"SPACE? {call}") if parallel else ""
         return f"{call} {more} SPACE? {grammar.literal(markers.calls_end)}"
 
     return ToolFamily(

@@ -177,7 +177,7 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
 
     def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
-        return f"{call}+" if parallel else call
+        return f"{call} {grammar.more_calls(call)}" if parallel else call
 
     return ToolFamily(
         name=name,

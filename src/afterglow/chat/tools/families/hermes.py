@@ -82,7 +82,8 @@ def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tup
 
     def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
-        return f"{call} (SPACE? {call})*" if parallel else call
+        # White space may follow the last call: a model that writes a newline there is not forced into another call.
+        return f"{call} {grammar.more_calls(f'SPACE? {call}')} SPACE?" if parallel else call
 
     return ToolFamily(
         name=name,
@@ -110,7 +111,7 @@ def build_json_list_family(
 
     def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         call = grammar.add_rule(build_json_call_rule(grammar, tools, **json_call_options))
-        more = f"(SPACE? {grammar.literal(',')} SPACE? {call})*" if parallel else ""
+        more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
         end = f"SPACE? {grammar.literal(closing)}" if closing else ""
         return f"SPACE? {grammar.literal('[')} {call} {more} {grammar.literal(']')} {end}"
 

@@ -65,7 +65,8 @@ def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: boo
     call = grammar.add_rule(
         join_alternatives(grammar.add_json_call_rule(tool, arguments_key="parameters") for tool in tools)
     )
-    return f"{call} (SPACE? {grammar.literal(';')} SPACE? {call})*" if parallel else call
+    separator = f"SPACE? {grammar.literal(';')} SPACE?"
+    return f"{call} {grammar.more_calls(f'{separator} {call}')}" if parallel else call
 
 
 def _build_after_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:

@@ -61,7 +61,7 @@ def build_mistral_family(name: str, *, with_ids: bool) -> ToolFamily:
 
     def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         call = grammar.add_rule(f"{grammar.literal(TOOL_CALLS_MARKER)} {build_after_marker(grammar, tools)}")
-        return f"{call}+" if parallel else call
+        return f"{call} {grammar.more_calls(call)}" if parallel else call
 
     return ToolFamily(
         name=name,

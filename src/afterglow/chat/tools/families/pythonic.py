@@ -81,7 +81,7 @@ def parse_calls(parser: ToolParser, *, require_known_tool: bool, after_marker: b
 def build_call_list_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool, family: str) -> str:
     """Return an expression for a list of calls."""
     call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools))
-    more = f"({grammar.literal(', ')} {call})*" if parallel else ""
+    more = grammar.more_calls(f"{grammar.literal(', ')} {call}") if parallel else ""
     return f"{grammar.literal('[')} {call} {more} {grammar.literal(']')}"
 
 
@@ -115,7 +115,7 @@ def build_tagged_pythonic_family(name: str, opening: str, closing: str) -> ToolF
 def _build_tool_code_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, "tool-code") for tool in tools))
     newline = grammar.literal("\n")
-    more = f"({newline} {call})*" if parallel else ""
+    more = grammar.more_calls(f"{newline} {call}") if parallel else ""
     return f"{newline} {call} {more} {newline} {grammar.literal(FENCE)}"
 
 

@@ -271,13 +271,14 @@ def build_xml_family(
     def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
         call = grammar.add_rule(join_alternatives(build_call(grammar, tool) for tool in tools))
-        more = f"(SPACE? {call})*" if parallel and tags.calls_share_block else ""
+        more = grammar.more_calls(f"SPACE? {call}") if parallel and tags.calls_share_block else ""
         return f"{space} {call} {more} {space} {grammar.literal(tags.closing)}"
 
     def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         block = grammar.add_rule(f"{grammar.literal(tags.opening)} {build_body(grammar, tools, parallel)}")
-        more = f"(SPACE? {block})*" if parallel and not tags.calls_share_block else ""
-        return f"{lead(grammar)} {block} {more}"
+        is_repeated = parallel and not tags.calls_share_block
+        calls = f"{block} {grammar.more_calls(f'SPACE? {block}')} SPACE?" if is_repeated else block
+        return f"{lead(grammar)} {calls}"
 
     return ToolFamily(
         name=name,

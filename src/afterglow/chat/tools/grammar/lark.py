@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from afterglow.chat.constraints.grammar import JSON_GRAMMAR_OPTIONS, LiteralFormatter
-from afterglow.chat.constraints.json_schema import to_enforceable_schema
+from afterglow.chat.constraints.json_schema import to_enforceable_schema, to_llguidance_schema
 from afterglow.chat.tools.tool import Tool
 
 QUOTED_LITERAL_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
+MAX_PARALLEL_CALLS = 16  # in one answer, if the grammar enforces calls
 NON_SCHEMA_KEYWORDS = frozenset({"enum", "const", "default", "examples"})  # their values are not schemas
 
 
@@ -43,10 +44,10 @@ class LarkGrammar:
 
     def add_json_rule(self, schema: Mapping[str, Any] | bool) -> str:
         """Add a rule for a JSON value of this schema."""
-        enforceable = to_enforceable_schema(schema, "tools")
-        if isinstance(enforceable, Mapping):
-            enforceable = {**enforceable, "x-guidance": JSON_GRAMMAR_OPTIONS}
-        return self.add_rule(f"%json {json.dumps(enforceable)}")
+        plain = to_llguidance_schema(to_enforceable_schema(schema, "tools"))
+        if isinstance(plain, Mapping):
+            plain = {**plain, "x-guidance": JSON_GRAMMAR_OPTIONS}
+        return self.add_rule(f"%json {json.dumps(plain)}")
 
     def add_json_call_rule(
         self, tool: Tool, *, arguments_key: str = "arguments", extra_properties: Mapping[str, Any] | None = None
@@ -74,6 +75,10 @@ class LarkGrammar:
             return self.add_rule(f"{text} {literal}")
         escaped = re.escape(json.loads(head[0])).replace("/", "\\/")
         return self.add_rule(f"{text[:-1]}{escaped}/ {literal[head.end() :]}")
+
+    def more_calls(self, expression: str) -> str:
+        """Return an expression for the calls after the first one. Bounded, because a model may repeat calls forever."""
+        return f"({expression}){{0,{MAX_PARALLEL_CALLS - 1}}}"
 
     def to_lark(self, start: str) -> str:
         """Return the complete grammar."""

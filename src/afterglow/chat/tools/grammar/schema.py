@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from afterglow.chat.constraints.json_schema import to_enforceable_schema
@@ -21,9 +21,9 @@ STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
 
-def check_enforceable(tool: Tool) -> None:
-    """Raise an error that names the keyword if no grammar can enforce the tool's schema."""
-    to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters")
+def to_enforceable_tool(tool: Tool) -> Tool:
+    """Return the tool with a schema that a grammar can enforce; raise an error that names the keyword otherwise."""
+    return replace(tool, parameters=to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters"))
 
 
 @dataclass(frozen=True, slots=True)

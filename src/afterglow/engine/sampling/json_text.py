@@ -1,0 +1,319 @@
+"""Limits of JSON text that a grammar cannot express: unique array items, and numbers of bounded length.
+
+Both remove tokens from those that the grammar allows, and never all of them unless the schema has no instance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER, TokenBytes
+from afterglow.errors import InvalidGrammar
+
+WHITESPACE, DIGITS = b" \t\n\r", b"0123456789"
+MAX_INTEGER_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 20, 17, 2
+MAX_NUMBER_BYTES = MAX_INTEGER_DIGITS + MAX_FRACTION_DIGITS
+NUMBER_START = tuple(bytes([byte]) for byte in b"-0123456789")
+NUMBER_END = re.compile(rb"(\.|[eE][+-]?|)([0-9]+)$")
+MAX_TOKENS_TO_TRY = 256  # of more tokens, only those that look like the end or a part of an item are tried
+ITEM_INDENTS = (b"", b" ", b"\n", b"\n ", b"\n  ", b"\n    ", b"\n\t")
+
+# A schema whose only instance is a text that no other JSON of a grammar contains: \u escapes are not allowed in it.
+PROBE_TEXT = b'{"\\u0001":1}'
+PROBE_SCHEMA = {
+    "type": "object", "properties": {"\x01": {"const": 1}}, "required": ["\x01"], "additionalProperties": False,
+}  # fmt: skip
+
+
+def build_probe_grammar(grammar: str) -> str | None:
+    """Return the grammar that also allows `PROBE_TEXT` as an item of arrays with unique items; None if it has none."""
+    placeholder, probe = json.dumps(UNIQUE_ITEM_PLACEHOLDER), json.dumps(PROBE_SCHEMA)
+    quoted_placeholder, quoted_probe = json.dumps(placeholder)[1:-1], json.dumps(probe)[1:-1]
+    if placeholder not in grammar and quoted_placeholder not in grammar:
+        return None
+    return grammar.replace(placeholder, probe).replace(quoted_placeholder, quoted_probe)
+
+
+class PieceIndex:
+    """Properties of the tokens of a vocabulary that JSON limits need. Control tokens have no text."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self.pieces: Sequence[bytes] = [
+            b"" if token in token_bytes.control_tokens else piece for token, piece in enumerate(token_bytes.pieces)
+        ]
+
+    @cached_property
+    def leading_digits(self) -> NDArray[np.intp]:
+        return np.array([len(piece) - len(piece.lstrip(DIGITS)) for piece in self.pieces], np.intp)
+
+    @cached_property
+    def tokens(self) -> dict[bytes, int]:
+        return {piece: token for token, piece in enumerate(self.pieces) if piece}
+
+    @cached_property
+    def quotes(self) -> NDArray[np.intp]:
+        return np.array([piece.count(b'"') for piece in self.pieces], np.intp)
+
+    @cached_property
+    def ends_string_and_more(self) -> NDArray[np.bool_]:
+        """Tokens that may end a string and begin the next item."""
+        return np.array([b'"' in piece and (b"," in piece or piece.count(b'"') > 1) for piece in self.pieces], bool)
+
+    @cached_property
+    def has_closing(self) -> NDArray[np.bool_]:
+        return np.array([b"}" in piece or b"]" in piece for piece in self.pieces], bool)
+
+    @cached_property
+    def is_whitespace(self) -> NDArray[np.bool_]:
+        return np.array([bool(piece) and not piece.strip(WHITESPACE) for piece in self.pieces], bool)
+
+    @cached_property
+    def sorted_pieces(self) -> tuple[list[bytes], list[int]]:
+        order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
+        return [self.pieces[token] for token in order], order
+
+    def find_prefixed(self, prefix: bytes) -> list[int]:
+        """Return the tokens whose text begins with `prefix`."""
+        pieces, order = self.sorted_pieces
+        start = bisect_left(pieces, prefix)
+        end = start
+        while end < len(pieces) and pieces[end].startswith(prefix):
+            end += 1
+        return order[start:end]
+
+    def prepare(self, *, unique_items: bool) -> None:
+        """Compute what the limiters need, on the thread that compiles grammars."""
+        names = ("quotes", "ends_string_and_more", "has_closing", "is_whitespace", "sorted_pieces")
+        for name in ("leading_digits", "tokens", *(names if unique_items else ())):
+            getattr(self, name)
+
+
+class NumberLimiter:
+    """Ends numbers that get too long: models may otherwise generate digits until `max_tokens`."""
+
+    def __init__(self, index: PieceIndex) -> None:
+        self._index = index
+        self._text_tokens = [[index.tokens[text]] for text in (b'"', b"x") if text in index.tokens]
+        self._tail = b""
+
+    def feed(self, token: int) -> None:
+        """Advance by a token of the completion."""
+        self._tail = (self._tail + self._index.pieces[token])[-64:]
+
+    def restrict(self, tokens: NDArray[np.intp], matcher: llguidance.LLMatcher) -> NDArray[np.intp]:
+        """Return the allowed tokens without digits that would make the current number too long."""
+        end = NUMBER_END.search(self._tail)
+        if end is None:
+            return tokens
+        limit = {b"": MAX_INTEGER_DIGITS, b".": MAX_FRACTION_DIGITS}.get(end[1], MAX_EXPONENT_DIGITS)
+        others = tokens[self._index.leading_digits[tokens] <= max(0, limit - len(end[2]))]
+        # In a string, a quote or a letter can follow; the digits of a string are not limited.
+        if not len(others) or len(others) == len(tokens) or any(map(matcher.validate_tokens, self._text_tokens)):
+            return tokens
+        return others
+
+
+@dataclass(slots=True)
+class ItemReader:
+    """Reads the items of one array, byte by byte."""
+
+    values: frozenset[Any] = frozenset()  # of the items before the current one
+    texts: tuple[bytes, ...] = ()
+    text: bytes = b""  # of the current item, without white space around its tokens
+    depth: int = 0
+    in_string: bool = False
+    is_escaped: bool = False
+    is_complete: bool = False
+    has_duplicate: bool = False
+    is_closed: bool = False
+
+    def feed(self, piece: bytes) -> int:
+        """Read until the array is closed or an item equals another one. Return the number of bytes read."""
+        for count, code in enumerate(piece, 1):
+            self._feed_byte(bytes([code]))
+            if self.is_closed or self.has_duplicate:
+                return count
+        return len(piece)
+
+    def _feed_byte(self, byte: bytes) -> None:
+        if self.in_string:
+            self.text += byte
+            self.in_string = byte != b'"' or self.is_escaped
+            self.is_escaped = byte == b"\\" and not self.is_escaped
+            if not self.in_string and self.depth == 0:
+                self._complete()
+            return
+        is_separator = byte in WHITESPACE or byte in b",]"
+        if self.depth == 0 and is_separator:
+            if self.text and not self.is_complete:
+                self._complete()
+            if byte == b"]":
+                self.is_closed = True
+            elif byte == b"," and not self.has_duplicate:
+                self.values, self.texts = self.values | {parse_value(self.text)}, (*self.texts, self.text)
+                self.text, self.is_complete = b"", False
+        elif byte not in WHITESPACE:
+            self.text += byte
+            self.in_string = byte == b'"'
+            self.depth += (byte in b"{[") - (byte in b"}]")
+            if self.depth == 0 and byte in b"}]":
+                self._complete()
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self.has_duplicate = parse_value(self.text) in self.values
+
+    @property
+    def may_become_duplicate(self) -> bool:
+        """Whether the current item may still become equal to another one."""
+        if self.is_complete or self.is_closed:
+            return False
+        if len(self.text) > MAX_NUMBER_BYTES and self.text[:1] in NUMBER_START:
+            return False  # zeros without end: `NumberLimiter` ends them
+        return any(text.startswith(self.text) for text in self.texts) or (
+            self.text[:1] in NUMBER_START and parse_value(self.text) in self.values
+        )
+
+
+def parse_value(text: bytes) -> Any:
+    """Return a hashable value that is equal for equal JSON values; None if the text is no JSON.
+
+    >>> parse_value(b"[1, true]") == parse_value(b"[1.0,true]")
+    True
+    """
+    try:
+        return _freeze(json.loads(text.rstrip(b"."), parse_int=Decimal, parse_float=Decimal))
+    except ValueError:
+        return None
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ("object", frozenset((key, _freeze(item)) for key, item in value.items()))
+    return ("array", *map(_freeze, value)) if isinstance(value, list) else (type(value).__name__, value)
+
+
+class UniqueItemLimiter:
+    """Keeps the items of arrays with `uniqueItems` different from each other.
+
+    A second matcher, of the probe grammar, tells which arrays these are.
+    """
+
+    def __init__(self, index: PieceIndex, tokenizer: llguidance.LLTokenizer, probe: llguidance.LLMatcher) -> None:
+        self._index, self._tokenizer, self._probe = index, tokenizer, probe
+        self._probe_tokens = tokenizer.tokenize_bytes(PROBE_TEXT)
+        self._reader: ItemReader | None = None
+        self._open_items: dict[tuple[int, bytes], bool] = {}  # starts of items of this array that have other values
+
+    def feed(self, token: int) -> None:
+        """Advance by a token of the completion."""
+        piece = self._index.pieces[token]
+        if b"[" not in piece:
+            self._consume([token])
+            self._feed_items(piece)
+            return
+        while piece:
+            start = piece.find(b"[") + 1 or len(piece)
+            self._consume(self._tokenizer.tokenize_bytes(piece[:start]))
+            is_outside = self._feed_items(piece[:start])
+            if is_outside and piece[start - 1 : start] == b"[" and self._is_before_unique_item():
+                self._reader, self._open_items = ItemReader(), {}
+            piece = piece[start:]
+
+    def _feed_items(self, piece: bytes) -> bool:
+        """Return whether the text is outside of arrays with unique items after this piece."""
+        if self._reader is not None:
+            self._reader.feed(piece)
+            if self._reader.is_closed:
+                self._reader = None
+        return self._reader is None
+
+    def _is_before_unique_item(self) -> bool:
+        return bool(self._probe.validate_tokens(self._probe_tokens) == len(self._probe_tokens))
+
+    def _consume(self, tokens: list[int]) -> None:
+        if not self._probe.consume_tokens(tokens):
+            raise InvalidGrammar(f"its array items cannot be told apart: {self._probe.get_error()}")
+
+    def restrict(self, tokens: NDArray[np.intp], matcher: llguidance.LLMatcher) -> NDArray[np.intp]:
+        """Return the allowed tokens without those that repeat an item, or that leave only repetitions."""
+        if self._reader is None:
+            return tokens
+        dead_ends: set[tuple[int, bytes]] = set()
+        suspects = self._find_suspects(tokens, self._reader)
+        forbidden = [token for token in suspects if not self._may_follow(token, self._reader, matcher, dead_ends)]
+        return tokens[~np.isin(tokens, forbidden)] if forbidden else tokens
+
+    def _find_suspects(self, tokens: NDArray[np.intp], reader: ItemReader) -> list[int]:
+        """Return the tokens that may complete an item or continue the text of an earlier one."""
+        if len(tokens) <= MAX_TOKENS_TO_TRY:
+            return [int(token) for token in tokens]
+        index = self._index
+        endings = [text[len(reader.text) :] for text in reader.texts if text.startswith(reader.text)]
+        found: set[int] = set()
+        if reader.in_string and reader.depth == 0:
+            found.update(tokens[index.ends_string_and_more[tokens]].tolist())
+            found.update(token for ending in endings for token in index.find_prefixed(ending))
+        elif reader.depth:
+            found.update(tokens[index.has_closing[tokens]].tolist())
+        else:
+            found.update(tokens[(index.quotes[tokens] != 1) | index.has_closing[tokens]].tolist())
+        for ending in endings:
+            for indent in (b"",) if reader.text else ITEM_INDENTS:
+                for end in range(1, len(ending) + 1):
+                    token = index.tokens.get(indent + ending[:end])
+                    found.update([] if token is None else [token])
+        allowed = np.zeros(len(index.pieces), bool)
+        allowed[tokens] = True
+        return [token for token in found if allowed[token]]
+
+    def _may_follow(
+        self, token: int, reader: ItemReader, matcher: llguidance.LLMatcher, dead_ends: set[tuple[int, bytes]]
+    ) -> bool:
+        """Whether the array can be completed after this token without a repetition. Tries the shortest ways first."""
+        pending = deque([(token, reader, matcher)])
+        visited = set(dead_ends)
+        while pending:
+            token, reader, matcher = pending.popleft()
+            after = replace(reader)
+            after.feed(self._index.pieces[token])
+            if after.has_duplicate:
+                continue
+            if not after.may_become_duplicate:
+                return True
+            key = (len(after.texts), after.text)
+            if key in visited:
+                continue
+            if self._open_items.get(key):
+                return True
+            visited.add(key)
+            position = matcher.deep_copy()
+            position.consume_token(token)
+            tokens = get_allowed_tokens(position, len(self._index.pieces))
+            tokens = tokens[~self._index.is_whitespace[tokens]]
+            suspects = self._find_suspects(tokens, after)
+            if len(suspects) < len(tokens):
+                # Whether there is another item depends on the number of items, not on what they are.
+                self._open_items[key] = after.text in (b"", b'"')
+                return True
+            pending.extend((suspect, after, position) for suspect in suspects)
+        dead_ends |= visited
+        return False
+
+
+def get_allowed_tokens(matcher: llguidance.LLMatcher, token_count: int) -> NDArray[np.intp]:
+    """Return the tokens that a grammar allows next."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little")[:token_count])

@@ -1,0 +1,191 @@
+"""Limits of JSON text hold for every vocabulary: items are unique, and numbers end."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any, Literal
+
+import pytest
+
+import afterglow
+from afterglow.chat.constraints.grammar import build_json_schema_grammar
+from afterglow.engine.sampling.json_text import (
+    MAX_EXPONENT_DIGITS,
+    MAX_FRACTION_DIGITS,
+    MAX_INTEGER_DIGITS,
+    build_probe_grammar,
+    parse_value,
+)
+from afterglow.engine.types.constraints import GrammarConstraint
+from afterglow.testing import models
+from support.grammar_text import BYTES, MERGED, MERGED_VOCABULARY, accepts, generate
+
+
+def unique(items: Any, **keywords: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "uniqueItems": True, **keywords}
+
+
+FINITE = [
+    unique({"enum": ["a", "aa", "ab", "b"]}, minItems=4),
+    unique({"type": ["boolean", "null"]}, minItems=3),
+    unique({"type": "string", "pattern": "^[ab]{2}$"}, minItems=4),
+    unique({"type": "integer", "minimum": 1, "maximum": 12}, minItems=12),
+    unique({"type": "number", "minimum": 1, "maximum": 2, "multipleOf": 0.5}, minItems=3),
+    unique({"type": "string", "maxLength": 1, "pattern": "^[a-c]*$"}, minItems=4),
+    unique({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}, minItems=4),
+    unique(
+        {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False},
+        minItems=2,
+    ),
+]
+OPEN = [
+    unique({"type": "string"}),
+    unique({"type": "string", "maxLength": 2}, minItems=3),
+    unique({"type": "number"}),
+    unique({"anyOf": [{"const": "a"}, {"type": "integer"}, {"type": "boolean"}]}, maxItems=6),
+    {"type": "object", "properties": {"a": unique({"type": "string"}), "b": {"type": "array"}}, "required": ["a", "b"]},
+    {"type": "array", "items": unique({"type": "integer"}), "minItems": 3},
+    {"anyOf": [unique({"type": "integer"}), {"type": "array", "items": {"type": "string"}}]},
+]
+
+
+def find_duplicates(schema: Any, value: Any) -> bool:
+    """Return whether an array of unique items has equal ones; follows the schemas above."""
+    if schema.get("uniqueItems"):
+        values = [parse_value(json.dumps(item).encode()) for item in value]
+        return len(set(values)) < len(values)
+    if schema.get("type") == "object":
+        return any(find_duplicates(schema["properties"][name], item) for name, item in value.items() if name == "a")
+    return schema.get("type") == "array" and any(find_duplicates(schema.get("items", {}), item) for item in value)
+
+
+@pytest.mark.parametrize("compiler", [BYTES, MERGED], ids=["bytes", "merged"])
+@pytest.mark.parametrize("schema", [*FINITE, *OPEN], ids=json.dumps)
+def test_random_texts_have_unique_items_and_no_dead_end(schema: Any, compiler: Any) -> None:
+    grammar = build_json_schema_grammar(schema)
+    lengths = []
+    for seed in range(6):
+        text = generate(grammar, Random(seed), compiler)
+        if text is not None:
+            assert not find_duplicates(schema, json.loads(text)), text
+            lengths.append(len(text))
+    assert lengths
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        (unique({"type": "string"}), '["a", "ab", "a b", "A"]', '["a", "ab", "a"]'),
+        (unique({"type": "string"}), '["a,\\"a\\"", "a"]', '["a\\"", "a\\""]'),
+        (unique({"type": "string"}), '["ü", "u"]', '["ü", "ü"]'),
+        (unique({"type": "number"}), "[1, 10, 1.5, -1]", "[1.0, 1]"),
+        (unique({"type": "number"}), "[1, 12]", "[1, 2, 1.00]"),
+        (unique({"type": ["integer", "boolean"]}), "[1, true, 0, false]", "[true, 1, true]"),
+        (unique({"type": "object"}), '[{"a": 1}, {"a": 2}]', '[{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]'),
+        ({"type": "array", "items": {"type": "string"}}, '["a", "a"]', '["a", 1]'),
+        (
+            {"type": "array", "prefixItems": [{"type": "string"}], "items": {"type": "integer"}, "uniqueItems": True},
+            '["a", 1, 2]',
+            '["a", 1, 1]',
+        ),
+    ],
+)
+def test_equal_items_are_forbidden(schema: Any, allowed: str, forbidden: str) -> None:
+    grammar = build_json_schema_grammar(schema)
+    assert accepts(grammar, allowed)
+    assert not accepts(grammar, forbidden)
+
+
+def test_a_comma_is_forbidden_when_no_other_item_is_left() -> None:
+    grammar = build_json_schema_grammar({**unique({"type": "string", "pattern": "^(a|b)$"}), "maxItems": 9})
+    assert accepts(grammar, '["a", "b"]')
+    matcher = BYTES.compile(GrammarConstraint(grammar=grammar))
+    for byte in b'["a", "b"':
+        matcher.accept(byte)
+    allowed = bytes(token for token in matcher.get_allowed_tokens() if token < 256)
+    assert b"]" in allowed
+    assert b"," not in allowed
+
+
+def test_long_items_are_compared_completely() -> None:
+    values = ["x" * 3000 + ending for ending in "ab"]
+    grammar = build_json_schema_grammar(unique({"enum": values}))
+    matcher = BYTES.compile(GrammarConstraint(grammar=grammar))
+    for byte in f'["{values[0]}", "{values[1][:-1]}'.encode():
+        matcher.accept(byte)
+    assert list(matcher.get_allowed_tokens()) == [ord("b")]
+
+
+def test_only_grammars_with_unique_items_have_a_probe() -> None:
+    assert build_probe_grammar(build_json_schema_grammar({"type": "array"})) is None
+    assert build_probe_grammar(build_json_schema_grammar(unique({"type": "string"}))) is not None
+
+
+@pytest.mark.native
+def test_a_model_generates_unique_items_and_short_numbers():
+    """On random weights, which would generate anything; in JSON and in tool calls."""
+    schema = {
+        "type": "object",
+        "properties": {"letters": unique({"enum": ["a", "b", "c"]}, minItems=3), "size": {"type": "number"}},
+        "required": ["letters", "size"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    options = {"temperature": 1.0, "max_tokens": 400}
+    with afterglow.load(models.get_path("attention"), context=2048) as model:
+        for seed in range(3):
+            answers = [
+                model.chat("Hello", response_format=format, seed=seed, **options).text,
+                model.chat("Hello", tools=tools, tool_choice="required", seed=seed, **options).tool_calls[0].arguments,
+            ]
+            for value in map(json.loads, answers):
+                assert sorted(value["letters"]) == ["a", "b", "c"]
+        assert model.chat("Hello", response_format=set[Literal["x", "y"]], seed=1, **options).parsed <= {"x", "y"}
+
+
+LONG = "1234567890" * 4
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "allowed"),
+    [
+        ({"type": "integer"}, LONG[:MAX_INTEGER_DIGITS], True),
+        ({"type": "integer"}, LONG[: MAX_INTEGER_DIGITS + 1], False),
+        ({"type": "number"}, f"-0.{LONG[:MAX_FRACTION_DIGITS]}", True),
+        ({"type": "number"}, f"0.{LONG[: MAX_FRACTION_DIGITS + 1]}", False),
+        ({"type": "number"}, f"{LONG[:MAX_INTEGER_DIGITS]}.{LONG[:MAX_FRACTION_DIGITS]}", True),
+        ({"type": "number"}, f"{LONG}.5", False),
+        ({"type": "number"}, "1.5e-" + LONG[:MAX_EXPONENT_DIGITS], True),
+        ({"type": "number"}, "1e" + LONG[: MAX_EXPONENT_DIGITS + 1], False),
+        ({"type": "number", "minimum": 0, "maximum": 1}, f"0.{LONG}", False),
+        ({}, f'{{"a": [{LONG}]}}', False),
+        ({"type": "object"}, f'{{"a": 0.{LONG}}}', False),
+        ({"allOf": [{"type": "object"}, {"properties": {"a": {}}}]}, f'{{"a": {LONG}}}', False),
+        # not numbers
+        ({"type": "string"}, f'"{LONG}"', True),
+        ({"type": "string", "pattern": "^[0-9]+$"}, f'"{LONG}"', True),
+        ({"type": "string", "pattern": "^[0-9]{40}$"}, f'"{LONG}"', True),
+        ({"type": "object"}, f'{{"{LONG}": "{LONG}"}}', True),
+    ],
+)
+def test_numbers_have_a_bounded_length(schema: Any, text: str, allowed: bool) -> None:
+    assert accepts(build_json_schema_grammar(schema), text) is allowed
+
+
+def test_digits_of_other_grammars_are_not_limited() -> None:
+    assert accepts("start: /[0-9]+/", LONG)
+
+
+@pytest.mark.parametrize("compiler", [BYTES, MERGED], ids=["bytes", "merged"])
+def test_a_model_that_prefers_digits_ends_its_numbers(compiler: Any) -> None:
+    matcher = compiler.compile(GrammarConstraint(grammar=build_json_schema_grammar({"type": "object"})))
+    for byte in b'{"a":0.':
+        matcher.accept(byte)
+    pieces = MERGED_VOCABULARY.pieces
+    number = b""
+    while digits := [token for token in matcher.get_allowed_tokens() if pieces[token].isdigit()]:
+        matcher.accept(int(digits[-1]))
+        number += pieces[digits[-1]]
+    assert len(number) == MAX_FRACTION_DIGITS
