@@ -217,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
                 swap_bytes=swap_bytes,
                 deterministic=self.deterministic,
                 grid=DETERMINISTIC.grid,
-                speculation=speculation,
+                speculation="off" if self.deterministic else speculation,
                 drafters=("oracle",),
                 ram_cache_bytes=ram_cache_bytes,
                 block_size=block_size,
@@ -440,7 +440,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert cache.evict() == bool(idle)
             assert sum(len(slot) == 0 for slot in idle) == bool(idle)
         elif operation == "slot":
-            snapshots.clear(self.engine, self.slot(pick))
+            if cache.slots[self.slot(pick)].busy:
+                with pytest.raises(InvalidArgument, match="in use"):
+                    snapshots.clear(self.engine, self.slot(pick))
+            else:
+                snapshots.clear(self.engine, self.slot(pick))
         elif operation == "store":
             cache.clear_store()
             assert cache.store.ram.block_bytes == 0

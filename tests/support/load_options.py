@@ -42,7 +42,7 @@ OPTION_CHECKS: dict[str, tuple[Any, Callable[[Report], bool]]] = {
     "gpu_layers": (2, lambda report: report.gpu_layers == 2),
     "threads": (3, lambda report: report.threads == 3),
     "context": (700, lambda report: report.find(r"n_ctx_seq += 768")),
-    "sequences": (2, lambda report: report.find(r"n_seq_max += 3")),
+    "sequences": (2, lambda report: report.find(r"n_seq_max += 2")),
 }
 # Options that the binding passes on: fields of llama.cpp's parameters, with their defaults in afterglow.
 CONTEXT_FIELDS = {
@@ -52,7 +52,7 @@ CONTEXT_FIELDS = {
     "kv_unified": {"kv_unified": False},
     "threads": {"n_threads": 1, "n_threads_batch": 1},
     "context": {"n_ctx": 512},
-    "sequences": {"n_seq_max": 2},
+    "sequences": {"n_seq_max": 1},
 }
 FIXED_OPTIONS: dict[str, Any] = {"projector": False, "disk_cache": False}
 MODEL_FIELDS = {"mmap": {"load_mode": 1}, "mlock": {"load_mode": 1}, "gpu_layers": {"n_gpu_layers": 0}}

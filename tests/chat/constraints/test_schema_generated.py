@@ -7,12 +7,15 @@ from random import Random
 from typing import Any
 
 import jsonschema
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from afterglow.chat.constraints.grammar import build_json_schema_grammar
 from afterglow.errors import RequestError
 from support.grammar_text import BYTES, MERGED, generate
+
+pytestmark = pytest.mark.slow
 
 NAMES = st.sampled_from(["a", "b", "c", "a b", "$ref", "items", "ü"])
 VALUES = st.sampled_from([None, True, False, 0, 1, -1, 2.5, "", "a", "ab", "1", [], [1], {}, {"a": 1}])

@@ -39,6 +39,8 @@ class LlamaBackend:
         """Use the first `sequences` of the context, or all. With a `projector`, prompts may contain images or audio."""
         confirm_memory_kind(context)
         kind, settings = context.memory.kind, context.settings
+        if kind == "none":  # an encoder, which computes embeddings only
+            kind = context.model.info.memory_kind
         assert kind != "none"
         self.context = context
         self.capabilities = Capabilities(

@@ -20,9 +20,8 @@ from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
 from afterglow.engine.sampling.logprobs import SCORING_SEQUENCE, TokenLogprob, get_scoring_context, score_tokens
 from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.context import LlamaContext
-from afterglow.llama.model import LlamaModel, ModelInfo
+from afterglow.llama.model import ModelInfo
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector, get_media_size
-from afterglow.llama.settings import ContextSettings
 from afterglow.media import load
 from afterglow.media.policy import MediaPolicy, Modality
 

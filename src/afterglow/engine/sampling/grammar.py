@@ -108,6 +108,14 @@ class CompiledGrammar:
             limiters.append(UniqueItemLimiter(self._piece_index, self._tokenizer, self._probe.deep_copy()))
         return GrammarPosition(self._matcher.deep_copy(), limiters, len(self._piece_index.pieces))
 
+    def start_after(self, prefix: bytes) -> GrammarPosition:
+        """Return the position after a text. Raises `InvalidGrammar` if the grammar does not allow it."""
+        position, tokens = self.start(), self._tokenizer.tokenize_bytes(prefix)
+        if position.count_allowed(tokens) < len(tokens):
+            raise InvalidGrammar(f"no text that it allows begins with {prefix.decode()!r}")
+        position.accept(tokens)
+        return position
+
 
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
@@ -179,9 +187,7 @@ class GrammarMatcher:
         self._is_repeating = bool(constraint.triggers) and not constraint.stop_after_first
         self._active: GrammarPosition | None = None
         if constraint.grammar:
-            self._active = grammars[b""].start()
-            if constraint.prefix and not self._active.accept(tokenizer.tokenize_bytes(constraint.prefix)):
-                raise InvalidGrammar(f"no text that it allows begins with {constraint.prefix.decode()!r}")
+            self._active = grammars[b""].start_after(constraint.prefix)
         else:
             self._wait_for_trigger()
 

@@ -18,6 +18,8 @@ from afterglow.engine.types.settings import EngineSettings
 from support import other_process
 from support.play import ask, fake, prompt
 
+pytestmark = pytest.mark.slow
+
 ENTRIES = prompt(60, 1)
 
 

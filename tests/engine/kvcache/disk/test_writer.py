@@ -23,6 +23,8 @@ from afterglow.engine.types.settings import EngineSettings
 from support import other_process
 from support.play import KINDS, Answer, ask, fake, prompt, reference
 
+pytestmark = pytest.mark.slow
+
 MakeEngine = Callable[..., Engine]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -156,7 +156,7 @@ def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: b
         return grammar.add_json_rule({**schema, "additionalProperties": False})
 
     call = grammar.add_rule(join_alternatives(map(build_call, tools)))
-    more = f"(SPACE? {grammar.literal(',')} COHERE_SPACE? {call})*" if parallel else ""
+    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} COHERE_SPACE? {call}") if parallel else ""
     end = grammar.literals("]", "<|END_ACTION|>")
     return f"SPACE? {grammar.literal('[')} COHERE_SPACE? {call} {more} SPACE? {end}".replace(
         "COHERE_SPACE", "/[ \\n]{1,8}/"
@@ -165,7 +165,7 @@ def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: b
 
 def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     call = grammar.add_rule(build_json_call_rule(grammar, tools))
-    more = f"(SPACE? {grammar.literal(',')} SPACE? {call})*" if parallel else ""
+    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
     return f"SPACE? {call} {more} SPACE? {grammar.literal(']')}"
 
 

@@ -131,7 +131,7 @@ def _build_recipient_call(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
 
 def _build_recipient_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     call = grammar.add_rule(_build_recipient_call(grammar, tools))
-    return f"{call} ({grammar.literal(RECIPIENT)} {call})*" if parallel else call
+    return f"{call} {grammar.more_calls(f'{grammar.literal(RECIPIENT)} {call}')}" if parallel else call
 
 
 def _build_name_as_key_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
@@ -143,13 +143,13 @@ def _build_name_as_key_calls(grammar: LarkGrammar, tools: Sequence[Tool], parall
             for tool in tools
         )
     )
-    more = f"({grammar.literal(', ')} {call})*" if parallel else ""
+    more = grammar.more_calls(f"{grammar.literal(', ')} {call}") if parallel else ""
     return f"{grammar.literal('[')} {call} {more} {grammar.literals(']', TOOLS_SUFFIX)}"
 
 
 def _build_function_tag_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     call = grammar.add_rule(f"{grammar.literal(FUNCTION_START)} {_build_function_tag_call(grammar, tools)}")
-    return f"{call} (SPACE? {call})*" if parallel else call
+    return f"{call} {grammar.more_calls(f'SPACE? {call}')}" if parallel else call
 
 
 FUNCTIONARY_TAGS = ToolFamily(
