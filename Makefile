@@ -23,7 +23,7 @@ test-full: .venv/development check   ## the same with the long variants
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "full or not full" --timeout 3600
 
 unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not (native or model or slow or full)"
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full)"
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary

@@ -117,6 +117,7 @@ def imported_modules(tree: ast.Module) -> set[str]:
     return found - {""}
 
 
+@functools.cache
 def unit_of(module: str, package: str) -> str | None:
     """Longest unit of a package's order that contains the module; None if the module is not in the package."""
     if package and not module.startswith(f"{package}."):

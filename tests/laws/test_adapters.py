@@ -16,6 +16,8 @@ from afterglow.testing import models
 from laws.test_engine_on_llama import random_prompt
 from support.play import KINDS, LAYOUTS, ask, collect, fake, prompt, request
 
+pytestmark = pytest.mark.slow
+
 SYSTEM, QUESTION = prompt(40, 1), prompt(20, 2)
 BOUNDARIES = frozenset({40})
 

@@ -10,6 +10,8 @@ from afterglow.llama.sampling import Sampling
 from support.play import KINDS, LAYOUTS, Answer, ask, collect, fake, prompt, request
 from support.truth import Damaged, check_all, compute_completion, compute_tokens, finish_checked, run_checked
 
+pytestmark = pytest.mark.slow
+
 everywhere = pytest.mark.parametrize(
     ("kind", "kv_unified"), [(kind, kv_unified) for kind in KINDS for kv_unified in LAYOUTS]
 )

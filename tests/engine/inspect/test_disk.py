@@ -12,6 +12,8 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from support.play import ask, fake, prompt
 
+pytestmark = pytest.mark.slow
+
 
 def flush(engine: Engine) -> None:
     """Run all idle tasks and write everything to disk."""

@@ -21,6 +21,8 @@ from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.testing import models
 from support.grammar_text import BYTES, MERGED, MERGED_VOCABULARY, accepts, generate
 
+pytestmark = pytest.mark.slow
+
 
 def unique(items: Any, **keywords: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, "uniqueItems": True, **keywords}

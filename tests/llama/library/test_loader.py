@@ -16,6 +16,8 @@ from afterglow.llama.library import loader
 from afterglow.llama.library.declarations import BUILD
 from afterglow.llama.library.loader import MTP_NAMES, Library, check_machine, cpu, get_library, providers
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 

@@ -17,6 +17,8 @@ from support.tool_outputs_json import BEGIN, END, SECTION, fenced_call, kimi_cal
 from support.tool_outputs_text import gemma_call, gemma_quote, glm_call, xml_call
 from support.tool_records import NOW, PARIS, TOOLS, RecordedOutput, json_call, tagged_call
 
+pytestmark = pytest.mark.slow
+
 llguidance = pytest.importorskip("llguidance")
 TOKENIZER = llguidance.LLTokenizer("byte")
 ENFORCED = [recorded for recorded in RECORDED_OUTPUTS if recorded.enforced]

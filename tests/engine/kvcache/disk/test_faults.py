@@ -27,6 +27,8 @@ from afterglow.errors import InvalidArgument
 from support import killed
 from support.play import KINDS, ask, fake, prompt, reference
 
+pytestmark = pytest.mark.slow
+
 MakeEngine = Callable[..., Engine]
 ENTRIES = prompt(80, 1)
 every_kind = pytest.mark.parametrize("kind", KINDS)

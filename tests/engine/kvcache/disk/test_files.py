@@ -18,6 +18,8 @@ from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile
 from afterglow.errors import InvalidState
 
+pytestmark = pytest.mark.slow
+
 BLOCK = CacheFile(
     kind="cells",
     model=b"m" * 32,
