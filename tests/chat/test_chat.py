@@ -125,6 +125,12 @@ def test_a_continued_message_can_end_with_a_call():
     assert {call.name for call in response.tool_calls} == {"weather"}
 
 
+def test_a_continued_answer_of_harmony_begins_with_any_text():
+    with load(HARMONY) as model:
+        plan = model.plan_chat(prefill("You are a helpful"))
+    assert parse(plan, " assistant to=all") == ParsedOutput(text=" assistant to=all")
+
+
 def test_complete_tool_calls_are_not_continued():
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     with load(None) as model:

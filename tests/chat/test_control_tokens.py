@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from afterglow.chat.control_tokens import ControlTokenEscaper
 from afterglow.chat.messages import parse_messages
+from afterglow.chat.multimodal import find_unused_character
 from afterglow.chat.prompt import PromptBuilder
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.errors import InvalidTemplate
@@ -135,3 +136,27 @@ def test_no_client_text_becomes_a_control_token_in_a_published_template(name):
 def test_the_stand_in_vocabulary_finds_the_control_tokens_of_a_template():
     texts = "<|im_end|> <｜User｜> <|turn> <turn|> <tool_call> </think> [INST] ]~b] [e~[ ]~!b[ ]<]minimax[>["  # noqa: RUF001
     assert set(TemplateVocabulary(texts).control_tokens_by_text) >= set(texts.split())
+
+
+@pytest.mark.parametrize("expression", ["tool | string", "tool | tojson", "tool | tojson(ensure_ascii=True)"])
+def test_separators_that_a_template_spells_are_not_in_the_prompt(expression):
+    source = f"{{% for tool in tools %}}{{{{ {expression} }}}}{{% endfor %}}<|im_end|>"
+    vocabulary = TemplateVocabulary(source)
+    tool = build_tool("end")
+    with ChatTemplate(source, SPECIAL_TOKENS) as template:
+        prompt = PromptBuilder(vocabulary, template, boundaries=False).build(
+            parse_messages([("user", "x")]), tools=[tool]
+        )
+    plain = vocabulary.tokenize(prompt.text.removesuffix("<|im_end|>"))
+    assert ControlTokenEscaper(vocabulary.control_tokens_by_text, source).escape("end", SEPARATOR) != "end"
+    assert "ue000" not in prompt.text
+    assert list(prompt.tokens)[: len(plain)] == plain
+
+
+def test_a_separator_that_the_client_spells_is_not_used():
+    assert find_unused_character([], "a", {"b": ["\\ue000"]}) == "\ue001"
+    assert find_unused_character([], "\ue000") == "\ue001"
+
+
+def test_a_control_token_of_one_character_does_not_hang_the_escaping():
+    assert ControlTokenEscaper(["~", "<|a|>"], "").escape("a ~ <|a|>", SEPARATOR).replace(SEPARATOR, "") == "a ~ <|a|>"

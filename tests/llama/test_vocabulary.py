@@ -157,7 +157,7 @@ def test_a_flat_pre_tokenizer_takes_no_stack_per_character(open_vocabulary, name
 
 @pytest.mark.parametrize("names", [RECURSIVE, pytest.param(ALL_RECURSIVE, marks=pytest.mark.full)], ids=["some", "all"])
 def test_no_match_continues_after_a_line_break(open_vocabulary, names):
-    """So the longest line bounds the stack."""
+    """Except with whitespace and slashes. So the longest line with these bounds the stack."""
     lines = [*(unit * 3 for unit in SHAPES.values() if unit.strip()), "".join(SHAPES.values()) + "<b>it's A/B"]
     for name in names:
         vocabulary = open_vocabulary(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -113,13 +114,40 @@ def test_audio_longer_than_the_limit_is_rejected():
 
 def test_audio_longer_than_its_header_declares_is_rejected():
     class Endless:
-        samplerate = 16_000
+        samplerate, frames = 16_000, 10
+
+        def seek(self, position):
+            self.frames_read = position
 
         def read(self, count, **_):
+            self.frames_read += count
             return np.zeros((count, 1), np.float32)
 
     with pytest.raises(InvalidMedia, match="longer than the limit of 60 seconds"):
-        audio._read_mono(Endless(), MediaPolicy(max_audio_seconds=60), "the audio")
+        audio._read_within_budget(Endless(), MediaPolicy(max_audio_seconds=60), "the audio")
+
+
+def test_audio_with_more_frames_than_its_header_declares_reserves_the_memory_of_the_longest_audio(monkeypatch):
+    class Longer:
+        samplerate, frames = 16_000, 10
+
+        def seek(self, position):
+            self.frames_left = 1000
+
+        def read(self, count, **_):
+            count, self.frames_left = min(count, self.frames_left), max(0, self.frames_left - count)
+            return np.zeros((count, 1), np.float32)
+
+    reserved = []
+
+    @contextmanager
+    def reserve(nbytes, _):
+        reserved.append(nbytes // audio.DECODE_BYTES_PER_FRAME)
+        yield
+
+    monkeypatch.setattr(audio.DECODE_BUDGET, "reserve", reserve)
+    samples = audio._read_within_budget(Longer(), MediaPolicy(max_audio_seconds=60), "the audio")
+    assert (len(samples), reserved) == (4000, [10, 960_000])
 
 
 @pytest.mark.parametrize("name", ["text", "OGG", "AIFF", "AU", "RIFF that is not WAV"])

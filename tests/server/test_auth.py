@@ -33,7 +33,7 @@ def test_a_body_over_the_size_limit_gets_413() -> None:
 
 
 def test_requests_without_a_valid_key_get_401(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(f"first\n\n{hash_api_key('second')}\n")
+    (tmp_path / "keys").write_text(f"first\n\n{hash_api_key('second')}\nschlüssel\n")
     keys = ("--api-key-file", str(tmp_path / "keys"), "--lazy-load")
     model = f"tiny={models.get_path('successor-attention')}"
     with run_server(model, *keys, AFTERGLOW_SERVER_API_KEYS="third,fourth") as server:
@@ -48,6 +48,8 @@ def test_requests_without_a_valid_key_get_401(tmp_path: Path) -> None:
         assert server.http.get("/v1/health").status_code == 200
         for key in ("first", "second", "third", "fourth"):
             assert server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        headers = {"Authorization": "Bearer schlüssel".encode()}
+        assert server.http.get("/v1/models", headers=headers).status_code == 200
         assert server.list_engines() == []  # --lazy-load: no model is loaded yet
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="second", max_retries=0) as client:
             completion = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3)
@@ -107,7 +109,9 @@ def test_loopback_names_are_accepted(server: ServerProcess, host: str) -> None:
     assert server.http.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://page.example", "null", "http://localhost:3000", "http://127.0.0.1", "x"])
+@pytest.mark.parametrize(
+    "origin", ["http://page.example", "null", "http://localhost:3000", "http://127.0.0.1", "x", "http://["]
+)
 def test_a_page_of_another_origin_gets_403_on_every_route(server: ServerProcess, origin: str) -> None:
     for method, path in ROUTES:
         response = server.http.request(method, path, headers={"Origin": origin})

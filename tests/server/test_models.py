@@ -53,7 +53,8 @@ def test_a_model_whose_engine_cannot_be_restarted_has_failed_and_is_loaded_again
     path = Path(shutil.copy(models.get_path("successor-attention"), tmp_path / "model.gguf"))
     slot = ModelSlot("tiny", path, ServedSettings(context=256, threads=1, disk_cache=False))
     with closing(slot):
-        process = slot.load()._process
+        model = slot.load()
+        process = model._process
         assert slot.state == "ready"
         path.rename(tmp_path / "away")
         assert process.pid is not None
@@ -64,3 +65,4 @@ def test_a_model_whose_engine_cannot_be_restarted_has_failed_and_is_loaded_again
         (tmp_path / "away").rename(path)
         assert slot.load().complete("abc", max_tokens=3).text == "def"
         assert slot.state == "ready"
+        assert slot.model is model  # other threads may be using its vocabulary

@@ -44,6 +44,7 @@ SHAPES = {
     "CJK": "\N{CJK UNIFIED IDEOGRAPH-8A9E}",
     "words": "a ",
     "punctuation": "!",
+    "slashes": "\n/",
 }
 
 

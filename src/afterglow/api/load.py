@@ -220,7 +220,9 @@ def build_engine_spec(
         options.build_context_settings(), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
     )
     layers = count_fitting_layers(path, context_settings) if options.gpu_layers is None else options.gpu_layers
-    if layers and options.batch is None and draft != "mtp":  # with MTP heads every row has a hidden state in memory
+    if (
+        layers and get_free_memory(gpu=True) and options.batch is None and draft != "mtp"
+    ):  # with MTP heads every row has a hidden state in memory
         context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,

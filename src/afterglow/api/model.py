@@ -24,7 +24,7 @@ from afterglow.engine.inspect import snapshots
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling import logprobs as scoring
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import InvalidArgument, PromptTooLong
+from afterglow.errors import Closed, InvalidArgument, PromptTooLong
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import ModelInfo, ModelSettings
@@ -366,8 +366,9 @@ class Model(TextModel):
                 if self.state is LoadState.CRASHED:  # otherwise another thread restarted it
                     self._restart_engine()
         assert self._lifecycle.context  # raises WrongState or Closed if there is none
-        assert self._engine is not None
-        return self._engine
+        if (engine := self._engine) is None:  # another thread is unloading or closing the model
+            raise Closed("model")
+        return engine
 
     def _get_host(self) -> EngineThread:
         engine = self._get_engine()

@@ -130,8 +130,8 @@ class ServedModel(TextModel):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs now."""
-        return self._process.pid is not None
+        """Whether the engine process runs and its engine is built."""
+        return self._process.is_ready
 
     @property
     def has_failed(self) -> bool:
@@ -241,6 +241,13 @@ class ServedModel(TextModel):
         self._process.close()
         self._close_chat()
         self._model.close()
+
+    def restart(self) -> None:
+        """Start a new engine process after `has_failed`. The vocabulary stays open: other threads may be using it."""
+        process = EngineProcess(self.settings.build_spec(self._model.path))
+        self._process.close()
+        self._process = process
+        self.engine_info = self.call(remote_calls.get_engine_info)
 
     def _close_chat(self) -> None:
         with self._chat_lock:

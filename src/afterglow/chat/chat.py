@@ -83,6 +83,8 @@ class ChatPlan:
             parser = HARMONY.create_parser(tools)
             if self.starts_in == "reasoning":
                 parser.feed(reasoning_format.start_tag)  # of which the rest follows
+            elif self.starts_in == "answer":
+                parser.feed(reasoning_format.text_start)
             return parser
         parses_calls = tools or family.text_start
         create_parser = functools.partial(family.create_parser, tools) if parses_calls else PlainTextParser
@@ -288,7 +290,7 @@ class Chat(Closeable):
             return spec
         if tool_choice.mode == "none":
             control = self._vocabulary.control_tokens_by_text  # a grammar cannot exclude control tokens as text
-            forbidden = [text for text in self.tool_family.triggers if text not in control]
+            forbidden = [text for text in self.tool_family.triggers if not any(token in text for token in control)]
             return wrap_text(grammar.build_exclusion_spec(forbidden)) if spec is None and forbidden else spec
         try:
             calls = {

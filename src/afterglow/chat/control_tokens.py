@@ -24,11 +24,13 @@ class ControlTokenEscaper:
     """
 
     def __init__(self, control_texts: Iterable[str], template: str) -> None:
-        texts = sorted(control_texts, key=len, reverse=True)
+        self._ignores_case = bool(CASE_FILTER.search(template))
+        texts = sorted(map(self._fold, control_texts), key=len, reverse=True)
         # Breaking every `<|`, and not only complete tokens, also holds if the template removes text after it.
         heads = {text[:2] for text in texts if text[1:2] and not (text[1].isalnum() or text[1] == "/")}
-        patterns = [*sorted(heads), *(text for text in texts if text[:2] not in heads)]
-        flags = re.IGNORECASE if CASE_FILTER.search(template) else 0
+        # Text of one character cannot be broken.
+        patterns = [*sorted(heads), *(text for text in texts if text[:2] not in heads and len(text) > 1)]
+        flags = re.IGNORECASE if self._ignores_case else 0
         self._pattern = re.compile("|".join(map(re.escape, patterns)) or r"(?!)", flags)
         self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
         self._endings = {text[start:] for text in texts for start in range(1, len(text))}
@@ -44,8 +46,9 @@ class ControlTokenEscaper:
         if not content:
             return text
         lengths = range(1, min(self._longest, len(content) + 1))
-        before = any(content[:length] in self._endings for length in lengths) or self._is_inside_token(content)
-        after = any(content[len(content) - length :] in self._beginnings for length in lengths)
+        folded = self._fold(content)
+        before = any(folded[:length] in self._endings for length in lengths) or self._is_inside_token(content)
+        after = any(folded[len(folded) - length :] in self._beginnings for length in lengths)
         if not before and not after:
             return text
         start = text.index(content)
@@ -55,4 +58,9 @@ class ControlTokenEscaper:
     def _is_inside_token(self, text: str) -> bool:
         """Return whether text before and after `text` can make it a control token. A word of the template cannot:
         the template compares values with it, and an escaped one would not be equal."""
-        return len(text) < self._longest and text in self._joined and "\0" not in text and text not in self._known_words
+        is_part = len(text) < self._longest and self._fold(text) in self._joined and "\0" not in text
+        return is_part and text not in self._known_words
+
+    def _fold(self, text: str) -> str:
+        """Return the text in lower case if the template changes the case of text."""
+        return text.lower() if self._ignores_case else text

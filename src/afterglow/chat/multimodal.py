@@ -6,6 +6,7 @@ no user text can be mistaken for media, whatever media markers the model or mtmd
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -161,19 +162,32 @@ def expand_placeholders(
 
 def find_unused_character(messages: Sequence[Message], *values: Any) -> str:
     """Return a private-use character that occurs nowhere in the messages and the values."""
-    used = _collect_characters([*map(to_template_message, messages), *values])
-    for code in PRIVATE_USE_CODE_POINTS:
-        if chr(code) not in used:
-            return chr(code)
+    texts = list(_iter_texts([*map(to_template_message, messages), *values]))
+    used = set[str]().union(*texts)
+    for character in map(chr, PRIVATE_USE_CODE_POINTS):
+        if character not in used and not any(spelling in text for spelling in spell(character) for text in texts):
+            return character
     raise InvalidArgument(
         "messages", f"contain all {len(PRIVATE_USE_CODE_POINTS):,} private-use characters: one must be unused"
     )
 
 
-def _collect_characters(value: Any) -> set[str]:
-    """Return all characters of the strings in a value, keys included."""
+def spell(character: str) -> set[str]:
+    """Return how Python and JSON spell a character that they do not print.
+
+    >>> spell("\\ue000")
+    {'\\\\ue000'}
+    """
+    return {repr(character)[1:-1], json.dumps(character)[1:-1]}
+
+
+def _iter_texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a value, keys included."""
     if isinstance(value, str):
-        return set(value)
-    if isinstance(value, Mapping):
-        return set().union(*map(_collect_characters, value), *map(_collect_characters, value.values()))
-    return set().union(*map(_collect_characters, value)) if isinstance(value, list | tuple) else set()
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _iter_texts(list(value))
+        yield from _iter_texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _iter_texts(item)

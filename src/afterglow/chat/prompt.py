@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.control_tokens import ControlTokenEscaper
 from afterglow.chat.messages import Message
-from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character
+from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character, spell
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.engine.types.media import MediaPart
@@ -106,7 +106,7 @@ class PromptBuilder:
         separator = find_unused_character(messages, list(tools), chat_template_kwargs)
         escape = functools.cache(functools.partial(self._escaper.escape, separator=separator))
         options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, "escape": escape}
-        text = self._template.render(messages, **options)
+        text = self._render(messages, separator, **options)
         if continuation is not None:
             text += continuation(text, escape)
         tokens = self._tokenize_with_placeholders(text, separator, placeholders)
@@ -166,11 +166,18 @@ class PromptBuilder:
     ) -> int:
         """Count the tokens that the prompt shares with the rendering of `messages`."""
         try:
-            rendered = self._template.render(messages, add_generation_prompt=False, **options)
+            rendered = self._render(messages, separator, add_generation_prompt=False, **options)
         except InvalidTemplate:
             return 0  # some templates render only complete conversations
         common_text = find_common_prefix(rendered, text)
         return count_common_prefix(self._tokenize_with_placeholders(common_text, separator, placeholders), tokens)
+
+    def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
+        """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
+        text = self._template.render(messages, **options)
+        for spelling in spell(separator):
+            text = text.replace(spelling, separator)
+        return text
 
     def tokenize(self, text: str, separator: str = "") -> list[int]:
         """Tokenize rendered text. Adds the BOS token if the model requires it and the template did not."""
@@ -200,11 +207,13 @@ class PromptBuilder:
         return tokens + self._tokenize_span(text[start:].lstrip() if strip else text[start:], separator)
 
     def _tokenize_span(self, text: str, separator: str) -> list[int]:
+        if separator:
+            text = text.replace(separator, "")
         if not text:
             return []
         tokens = self._tokenized_spans.get(text)
         if tokens is None:
-            tokens = self._vocabulary.tokenize(text.replace(separator, "") if separator else text)
+            tokens = self._vocabulary.tokenize(text)
             self._tokenized_spans[text] = tokens
             if len(self._tokenized_spans) > MAX_CACHED_SPANS:
                 self._tokenized_spans.popitem(last=False)

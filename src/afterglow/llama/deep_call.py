@@ -10,6 +10,7 @@ from typing import TypeVar
 ResultT = TypeVar("ResultT")
 
 STACK_STEP_BYTES = 64 * 1024  # a stack must be a whole number of pages
+MIN_STACK_BYTES = 8 * 1024**2  # that of other threads, which may start while the size is set for the process
 LARGE_STACK_BYTES = 32 * 1024**2
 _stack_size_lock = threading.Lock()  # `threading.stack_size` is a setting of the whole process
 _large_stack_lock = threading.Lock()  # one large stack at a time: pages that a call touched stay until its thread ends
@@ -23,7 +24,7 @@ def call_with_stack(stack_bytes: int, function: Callable[[], ResultT]) -> Result
     >>> call_with_stack(2**20, lambda: 1 + 1)
     2
     """
-    stack_bytes = -(-stack_bytes // STACK_STEP_BYTES) * STACK_STEP_BYTES
+    stack_bytes = max(MIN_STACK_BYTES, -(-stack_bytes // STACK_STEP_BYTES) * STACK_STEP_BYTES)
     if stack_bytes < LARGE_STACK_BYTES:
         return _call_on_thread(stack_bytes, function)
     with _large_stack_lock:
@@ -60,9 +61,13 @@ def _call_on_thread(stack_bytes: int, function: Callable[[], ResultT]) -> Result
 
 
 def _wait(done: _thread.LockType) -> None:
-    """Wait for a thread. An interrupt waits too: the thread uses buffers and a model that must not be freed."""
-    try:
-        done.acquire()
-    except BaseException:
-        done.acquire()
-        raise
+    """Wait for a thread. Interrupts wait too: the thread uses buffers and a model that must not be freed."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            done.acquire()
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -49,6 +49,7 @@ class Handle(Closeable):
         pointer, self._pointer = self._pointer, None
         if self._parent is not None:
             self._parent._children.remove(self)
+            self._parent = None
         _open_handles.discard(self)
         self._free(pointer)
 

@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.library.devices import list_devices
 from afterglow.llama.state import SavedState
 from afterglow.paths import get_cache_directory
 
+PROBE_VERSION = 1  # changes if a probe finds more than before
 PREFIX_LENGTH, LENGTH = 3, 5
 SHIFT_POSITIONS = 7
 MIN_BATCH_ROWS = 2 * (LENGTH - PREFIX_LENGTH)
@@ -53,7 +56,7 @@ def confirm_memory_kind(context: LlamaContext) -> None:
         return
     if context.batch.capacity < MIN_BATCH_ROWS or context.max_outputs < 2:
         return
-    confirmed = get_cache_directory("probed") / f"memory-{context.state.key.hex()}"
+    confirmed = get_cache_directory("probed") / f"memory-{_compute_probe_key(context)}"
     if confirmed.exists():
         return
     abilities = probe_memory(context)
@@ -72,6 +75,15 @@ def confirm_memory_kind(context: LlamaContext) -> None:
             ", no ".join(missing),
         )
         memory.is_unknown = True
+
+
+def _compute_probe_key(context: LlamaContext) -> str:
+    """Return a name for everything that a probe depends on."""
+    settings = context.settings
+    copies = context.sequences > 1  # with one sequence, copies are not probed
+    facts = (PROBE_VERSION, settings.kv_unified, copies, context.ubatch, context.model.settings.gpu_layers)
+    devices = [device.name for device in list_devices()]
+    return blake3(context.state.key + repr((facts, devices)).encode()).hexdigest()[:32]
 
 
 def probe_memory(context: LlamaContext) -> MemoryAbilities:

@@ -18,6 +18,7 @@ PoolingType = Literal["model", "none", "mean", "cls", "last", "rank"]
 RopeScaling = Literal["model", "none", "linear", "yarn", "longrope"]
 ROPE_SCALING_TYPES = {"model": -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 YARN_FACTORS = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+ROPE_OPTIONS = ("rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx", *YARN_FACTORS)
 POOLING_TYPES = {"model": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 MAX_SEQUENCES = 256
 

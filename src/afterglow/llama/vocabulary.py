@@ -20,8 +20,8 @@ CONTROL_OR_UNKNOWN, USER_DEFINED, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0,
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
 
 # Most BPE pre-tokenizers divide a text into words with std::regex, which recurses once per character of a match: 352
-# bytes of stack each. No pattern matches text after a line break together with text before it, so the longest line
-# bounds the depth. The flat pre-tokenizers are loops, or match single characters only.
+# bytes of stack each. After a line break, a match continues with whitespace and slashes only, so the longest line with
+# these bounds the depth. The flat pre-tokenizers are loops, or match single characters only.
 FLAT_VOCABULARY_TYPES = (0, 1, 3, 4, 5, 6)  # none, SPM, WPM, UGM, RWKV and PLaMo-2: they use no std::regex
 FLAT_PRE_TOKENIZERS = frozenset(
     {
@@ -37,7 +37,7 @@ FLAT_PRE_TOKENIZERS = frozenset(
 STACK_BYTES_PER_CHARACTER = 1024
 STACK_BASE_BYTES = 256 * 1024
 MAX_LINE_CHARACTERS = 512 * 1024
-LINE = re.compile(r"[^\r\n]*\s*")  # with the whitespace after it, which one match may include
+LINE = re.compile(r"[^\r\n]*[\s/]*")  # with what one match may include after it, as in `[\r\n/]*`
 SHORT_TEXT_CHARACTERS = 512  # fits on the stack of every thread
 UNDIVIDED_TEXT_CHARACTERS = 8192  # up to here the text counts as one line, which is faster than finding the lines
 # Patterns that try a run again from each of its characters: n characters take n² · 60 ns, at most four seconds.

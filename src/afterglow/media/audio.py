@@ -23,7 +23,7 @@ SUPPORTED_ENCODINGS = {
 }
 MAX_CHANNELS = 8
 BLOCK_FRAMES = 1 << 16
-DECODE_BYTES_PER_FRAME = 12  # at the peak: three copies of a 32-bit sample
+DECODE_BYTES_PER_FRAME = 16  # at the peak: four copies of a 32-bit sample
 
 
 def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str = "the audio") -> AudioData:
@@ -39,13 +39,12 @@ def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str 
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_header(file, policy, source)
-            with DECODE_BUDGET.reserve(DECODE_BYTES_PER_FRAME * file.frames, policy.max_decoded_bytes):
-                samples = _read_mono(file, policy, source)
+            samples = _read_within_budget(file, policy, source)
     except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
         raise InvalidMedia(source, f"the audio file is damaged ({error})") from None
-    if not len(samples):
+    if not samples:
         raise InvalidMedia(source, "it contains no audio samples")
-    return AudioData(sample_rate=file.samplerate, samples=samples.tobytes())
+    return AudioData(sample_rate=file.samplerate, samples=samples)
 
 
 def _is_supported_format(data: bytes) -> bool:
@@ -66,14 +65,24 @@ def _check_header(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -
         raise _make_too_long_error(policy, source)
 
 
-def _read_mono(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> NDArray[np.float32]:
-    """Read all channels mixed to one. Counts frames, because the header may declare fewer than the file contains."""
+def _read_within_budget(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> bytes:
+    """Read the samples. The header may declare fewer frames than there are: then read again with the largest budget."""
+    for frames in (file.frames, int(policy.max_audio_seconds * file.samplerate)):
+        with DECODE_BUDGET.reserve(DECODE_BYTES_PER_FRAME * frames, policy.max_decoded_bytes):
+            file.seek(0)
+            if (samples := _read_mono(file, frames)) is not None:
+                return samples.tobytes()
+    raise _make_too_long_error(policy, source)
+
+
+def _read_mono(file: soundfile.SoundFile, max_frames: int) -> NDArray[np.float32] | None:
+    """Read all channels mixed to one; return None if there are more frames."""
     blocks: list[NDArray[np.float32]] = []
-    frames_left = int(policy.max_audio_seconds * file.samplerate)
+    frames_left = max_frames
     while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
         frames_left -= len(block)
         if frames_left < 0:
-            raise _make_too_long_error(policy, source)
+            return None
         blocks.append(block.mean(axis=1, dtype=np.float32))
     samples = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
     return np.clip(np.nan_to_num(samples, posinf=1, neginf=-1), -1, 1)

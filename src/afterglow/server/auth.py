@@ -50,7 +50,11 @@ class APIKeys:
         return self._hash_sent_key(key).removeprefix(KEY_DIGEST_PREFIX) if self else ""
 
     def _hash_sent_key(self, key: str) -> str:
-        """Return the digest of a key that a client sent. A client must not send a digest instead of the key."""
+        """Return the digest of a key that a client sent. A client must not send a digest instead of the key.
+
+        Headers are decoded as Latin-1; keys are UTF-8.
+        """
+        key = key.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
         return "" if not key.strip() or key.startswith(KEY_DIGEST_PREFIX) else hash_api_key(key)
 
 
@@ -101,7 +105,12 @@ class BrowserPolicy:
 
     def is_origin_allowed(self, origin: str, host: str) -> bool:
         """Whether an `Origin` header is configured or is the server itself."""
-        return bool(self._origins & {"*", origin}) or urlsplit(origin).netloc.lower() == (host.lower() or None)
+        if self._origins & {"*", origin}:
+            return True
+        try:
+            return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
+        except ValueError:  # malformed
+            return False
 
 
 def normalize_host(host: str) -> str:

@@ -182,6 +182,7 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
             truncations.append(truncation)
             return streams
 
+        resources.callback(withdraw_announcement)
         streams = await state.start_streams(submit)
     except BaseException:
         resources.close()

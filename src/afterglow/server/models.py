@@ -32,8 +32,7 @@ class ModelSlot:
             if self._closed:
                 raise Closed("server")
             if self.model is not None and self.model.has_failed:
-                self.model.close()
-                self.model = None
+                self.model.restart()
             if self.model is None:
                 self.model = ServedModel(self.name, self.path, self.settings)
             return self.model

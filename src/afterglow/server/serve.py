@@ -61,6 +61,12 @@ class Connection(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._watch_progress()
 
+    def on_response_complete(self) -> None:
+        """Called when a response is complete; if the connection ends with it, the rest must make progress."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_progress()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Called when the connection is closed."""
         self._stop_watching()

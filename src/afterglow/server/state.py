@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from afterglow.api.served_model import ServedModel
 from afterglow.closeable import Closeable
 from afterglow.engine.host.remote_calls import EngineStats
-from afterglow.errors import AfterglowError, Cancelled, RequestError
+from afterglow.errors import Cancelled, RequestError
 from afterglow.server.admission import AdmissionQueue, MediaBudget
 from afterglow.server.errors import to_api_error
 from afterglow.server.metrics import Metrics
@@ -78,12 +78,16 @@ class ServerState(Closeable):
         return await asyncio.get_running_loop().run_in_executor(self._engine_call_pool, _convert_stop_iteration(work))
 
     async def start_streams(self, work: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Submit requests in a thread and return their streams. On cancellation, the streams are cancelled too."""
-        streams = asyncio.get_running_loop().run_in_executor(self._text_pool, _convert_stop_iteration(work))
+        """Submit requests in a thread and return their streams.
+
+        On cancellation, work that has not begun is dropped, and streams that were started are cancelled.
+        """
+        streams = self._text_pool.submit(_convert_stop_iteration(work))
         try:
-            return await asyncio.shield(streams)
+            return await asyncio.wrap_future(streams)
         except asyncio.CancelledError:
-            streams.add_done_callback(_cancel_all)
+            if not streams.cancel():
+                streams.add_done_callback(_cancel_all)
             raise
 
     async def run_while_connected(
@@ -147,7 +151,7 @@ def _convert_stop_iteration(work: Callable[[], ResultT]) -> Callable[[], ResultT
     return run
 
 
-def _cancel_all(future: asyncio.Future[Sequence[Cancellable]]) -> None:
+def _cancel_all(future: Future[Sequence[Cancellable]]) -> None:
     if not future.cancelled() and future.exception() is None:
         for stream in future.result():
             stream.cancel()
@@ -174,7 +178,7 @@ async def merge_streams(streams: Sequence[AsyncIterator[ItemT]]) -> AsyncIterato
             async for item in stream:
                 await arrivals.put((index, item, None))
             await arrivals.put((index, None, None))
-        except AfterglowError as error:
+        except Exception as error:  # raised in the task of the request
             await arrivals.put((index, None, error))
 
     readers = [asyncio.ensure_future(read(index, stream)) for index, stream in enumerate(streams)]

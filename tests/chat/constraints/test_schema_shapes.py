@@ -367,6 +367,30 @@ def test_what_would_change_the_answer_is_rejected_by_name(schema: Any, name: str
     assert caught.value.name == name
 
 
+def test_alternatives_that_refer_to_each_other_many_times_are_rejected_soon() -> None:
+    many = {"anyOf": [{"$ref": "#/$defs/A"}] * 10}
+    schema = {"$defs": {"A": many}, "oneOf": [{"$ref": "#/$defs/A"}, {"type": "string"}]}
+    with pytest.raises(UnsupportedOption, match="references"):
+        build_json_schema_grammar(schema)
+
+
+def test_a_long_chain_of_references_is_accepted() -> None:
+    chain = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(500)}
+    build_json_schema_grammar({"$defs": chain | {"d500": {"type": "null"}}, "$ref": "#/$defs/d0"})
+
+
+def test_alternatives_that_are_both_nullable_overlap() -> None:
+    members = [{"type": "string", "nullable": True}, {"type": "integer", "nullable": True}]
+    with pytest.raises(UnsupportedOption, match="oneOf"):
+        build_json_schema_grammar({"oneOf": members})
+
+
+@pytest.mark.parametrize("keywords", [{"format": "ipv4"}, {"format": "date", "pattern": "^2"}])
+def test_formats_of_names_are_enforced_or_rejected(keywords: dict[str, str]) -> None:
+    with pytest.raises(UnsupportedOption, match="format"):
+        build_json_schema_grammar({"type": "object", "propertyNames": {"type": "string", **keywords}})
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -10,7 +10,12 @@ import pytest
 from afterglow.engine.host import build
 from afterglow.engine.host.child_main import unpack
 from afterglow.engine.host.process import EngineProcess
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf import probe
+from afterglow.llama.model import LlamaModel
+from afterglow.llama.settings import ContextSettings
+from afterglow.testing import models
 from support.hosts import build_spec
 
 pytestmark = pytest.mark.native
@@ -36,3 +41,13 @@ def test_the_next_child_of_a_process_is_built_from_the_restart_spec():
         restart = unpack("factory", engine._factory)
     assert restart.trust
     assert restart.step_costs.is_measured(1)
+
+
+def test_rope_options_of_a_model_do_not_reach_its_draft_model():
+    path = models.get_path("successor-attention")
+    with (
+        LlamaModel.load(path) as model,
+        LlamaContext(model, ContextSettings(cells=256, rope_freq_base=1e6)) as target,
+        closing(build._load_draft_model(path, target, EngineSettings(), trust=True)) as draft_model,
+    ):
+        assert draft_model._backend.context.settings == ContextSettings(cells=256)

@@ -191,3 +191,16 @@ def test_a_model_that_prefers_digits_ends_its_numbers(compiler: Any) -> None:
         matcher.accept(int(digits[-1]))
         number += pieces[digits[-1]]
     assert len(number) == MAX_FRACTION_DIGITS
+
+
+def test_brackets_in_prose_do_not_limit_the_text() -> None:
+    schema = json.loads(build_json_schema_grammar(unique({"type": "integer"})))["grammars"][0]["json_schema"]
+    prose = {"lark_grammar": 'start: prose @values\nprose[suffix="ANSWER:"]: /(.|\\n)*/'}
+    grammar = json.dumps({"grammars": [prose, {"name": "values", "json_schema": schema}]})
+    assert accepts(grammar, "in [1, 1] and [a, b) ANSWER:[1,2]")
+    assert not accepts(grammar, "in [1, 1] and [a, b) ANSWER:[1,1]")
+
+
+def test_deeply_nested_items_do_not_fail_the_engine() -> None:
+    text = b"[" * 5000 + b"]" * 5000
+    assert parse_value(text) == parse_value(text)

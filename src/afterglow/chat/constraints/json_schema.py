@@ -28,6 +28,7 @@ from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
 MAX_SCHEMA_DEPTH = 64
+MAX_RESOLVED_REFERENCES = 50_000  # about a second
 
 SCHEMA_KEYWORDS = frozenset(  # one schema
     {
@@ -143,10 +144,15 @@ class SchemaRewriter:
         self._locations: dict[int, str] = {}
         self._definition_names: dict[int, str] = {}
         self._definitions: dict[str, JsonSchema] = {}
+        self._pending_definitions: list[tuple[str, dict[str, Any]]] = []
+        self._resolved_references = 0
         self._collect(root, where, "", 0)
 
     def rewrite_root(self) -> JsonSchema:
         result = self._rewrite(self._root, self._where)
+        while self._pending_definitions:  # a list, because a long chain of references would exceed the recursion limit
+            name, target = self._pending_definitions.pop(0)
+            self._definitions[name] = self._rewrite(target, self._locations[id(target)])
         if isinstance(result, dict) and self._definitions:
             result["$defs"] = self._definitions
         return result
@@ -185,6 +191,9 @@ class SchemaRewriter:
     def resolve(self, schema: dict[str, Any]) -> JsonSchema:
         """Return the schema that `$ref` of a schema refers to."""
         where, reference = f"{self._locations[id(schema)]}.$ref", schema["$ref"]
+        self._resolved_references += 1
+        if self._resolved_references > MAX_RESOLVED_REFERENCES:  # alternatives that refer to each other many times
+            raise UnsupportedOption(where, f"comparing alternatives takes over {MAX_RESOLVED_REFERENCES:,} references")
         if not isinstance(reference, str):
             raise InvalidArgument(where, f"must be text, not {type(reference).__name__}")
         uri = urljoin(self._bases[id(schema)], reference)
@@ -205,8 +214,8 @@ class SchemaRewriter:
         name = self._definition_names.get(id(target))
         if name is None:
             name = self._definition_names[id(target)] = f"d{len(self._definition_names)}"
-            self._definitions[name] = True  # reserves the position; replaced below
-            self._definitions[name] = self._rewrite(target, self._locations[id(target)])
+            self._definitions[name] = True  # reserves the position; replaced by `rewrite_root`
+            self._pending_definitions.append((name, target))
         return {"$ref": f"#/$defs/{name}"}
 
     # --- keywords
@@ -338,8 +347,11 @@ class SchemaRewriter:
             return None
         keywords = {key: value for key, value in schema.items() if key not in {"type", *ANNOTATION_KEYWORDS}}
         if "format" in keywords:
-            pattern = NAME_FORMAT_PATTERNS.get(str(keywords.pop("format")))
-            keywords.update({"pattern": pattern} if pattern and "pattern" not in keywords else {})
+            name = str(keywords.pop("format"))
+            if name in STRING_FORMATS and (name not in NAME_FORMAT_PATTERNS or "pattern" in keywords):
+                raise UnsupportedOption(f"{where}.format", f"{name!r} cannot be enforced for names here")
+            if name in NAME_FORMAT_PATTERNS:
+                keywords["pattern"] = NAME_FORMAT_PATTERNS[name]
         match sorted(keywords):
             case []:
                 return None

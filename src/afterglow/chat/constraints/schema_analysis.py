@@ -58,9 +58,11 @@ def get_types(schema: JsonSchema, resolve: Resolver, depth: int = MAX_NESTED_SCH
         if conjunct is True:
             continue
         declared = conjunct.get("type", list(ALL_TYPES))
-        types &= _expand_types([declared] if isinstance(declared, str) else declared)
+        declared = [declared] if isinstance(declared, str) else declared
+        types &= _expand_types([*declared, "null"] if conjunct.get("nullable") is True else declared)
         if (values := _get_listed_values(conjunct)) is not None:
-            types &= _expand_types(map(get_type, values))
+            nullable = ["null"] if conjunct.get("nullable") is True else []
+            types &= _expand_types([*map(get_type, values), *nullable])
         for keyword in ("anyOf", "oneOf"):
             if keyword in conjunct and depth > 0:
                 types &= frozenset().union(*(get_types(choice, resolve, depth - 1) for choice in conjunct[keyword]))
@@ -80,7 +82,7 @@ def list_values(schema: JsonSchema, resolve: Resolver, depth: int = MAX_NESTED_S
         if conjunct is True:
             continue
         if (values := _get_listed_values(conjunct)) is not None:
-            found.append(values)
+            found.append([*values, None] if conjunct.get("nullable") is True else values)
         elif conjunct.get("type") in ("boolean", "null"):
             found.append([False, True] if conjunct["type"] == "boolean" else [None])
         for keyword in ("anyOf", "oneOf"):

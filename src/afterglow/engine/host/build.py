@@ -20,7 +20,7 @@ from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
 from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.projector import Projector, ProjectorSettings
-from afterglow.llama.settings import ContextSettings
+from afterglow.llama.settings import ROPE_OPTIONS, ContextSettings
 
 logger = logging.getLogger("afterglow")
 DraftSource: TypeAlias = Path | Literal["mtp"]
@@ -160,7 +160,10 @@ def _load_draft_model(path: Path, target: LlamaContext, settings: EngineSettings
     model = LlamaModel.load(path, replace(target.model.settings, mtp=False), trust=trust)
     try:
         check_vocabularies(target.model.vocabulary, model.vocabulary)
-        backend = LlamaBackend(LlamaContext(model, replace(target.settings, recurrent_snapshots=0)))
+        defaults = ContextSettings()  # RoPE options are those of the model they are given for
+        rope = {name: getattr(defaults, name) for name in ROPE_OPTIONS}
+        context_settings = replace(target.settings, recurrent_snapshots=0, **rope)
+        backend = LlamaBackend(LlamaContext(model, context_settings))
         backend.owns_model = True
         return DraftModel(backend, settings, model.info.nbytes / max(target.model.info.nbytes, 1))
     except BaseException:

@@ -25,7 +25,8 @@ class ChildProcess:
 
     def __init__(self, factory: bytes, on_message: Callable[..., None], *, start_timeout: float) -> None:
         """Start the process. Each message it sends is passed to `on_message`, preceded by this object."""
-        self.has_responded = self.is_ready = False
+        self.has_responded = False
+        self.ready_since: float | None = None  # when its engine was built
         self.start_error: BaseException | None = None  # why its engine could not be built
         self.crash_reason = ""  # why its engine crashed
         self.deadline: float | None = time.monotonic() + start_timeout  # of the current start or shutdown
@@ -41,6 +42,11 @@ class ChildProcess:
         self.listener = MessageListener(pipe, functools.partial(on_message, self))
         self._outbox = Outbox(pipe, on_disconnect=lambda: None)  # the listener detects the disconnect
         self.send("build", None, factory)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its engine is built."""
+        return self.ready_since is not None
 
     @property
     def is_overdue(self) -> bool:

@@ -113,6 +113,7 @@ class Lifecycle(Closeable):
                 if model is not old:
                     model.close()
                 raise
+            self._release_projector()  # there is one if a context could not be replaced
             self.projector, self.projector_error = open_projector(model, self.projector_path, self.projector_settings)
             self._model, self._state = model, LoadState.ACTIVE
             if old is not None and old is not model:

@@ -1,4 +1,4 @@
-"""Process host: an engine in a child process. A crash costs the requests that have streamed tokens, nothing else.
+"""Process host: an engine in a child process. A crash fails the requests that have streamed tokens or were repeated.
 
 It has the same interface as `EngineThread`. It also keeps busy Python threads of the caller from slowing down native
 calls through the GIL.
@@ -28,7 +28,8 @@ ResultT = TypeVar("ResultT")
 START_TIMEOUT_SECONDS = 600.0  # a large model loads slowly
 MAX_SILENCE_SECONDS = 10.0  # a child without a response for this long counts as dead
 MAX_FAILED_STARTS = 3  # consecutive restarts that do not become ready
-MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that do not become ready
+MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that fail or crash early
+EARLY_CRASH_SECONDS = 2.0  # after a child became ready
 HEARTBEAT_SECONDS = 1.0
 
 
@@ -97,6 +98,12 @@ class EngineProcess(Closeable):
         """Process id of the child, or None if there is no child."""
         child = self._child
         return None if child is None else child.process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a child with a built engine runs."""
+        child = self._child
+        return child is not None and child.is_ready
 
     @property
     def has_given_up(self) -> bool:
@@ -199,23 +206,24 @@ class EngineProcess(Closeable):
         """Run one child after another; return the reason for the end."""
         failures, delay = 0, 0.0
         while not self._closing.wait(delay):
-            error, was_ready = self._run_child()
+            error, uptime = self._run_child()
             if not self._started.done():
                 return error  # the constructor raises it
-            failures = 0 if was_ready else failures + 1
+            failures = failures + 1 if uptime is None else 0
             if failures == MAX_FAILED_STARTS:
                 reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
                 return EngineCrashed(f"process could not be restarted: {reason}")
             self.restarts += 1
-            delay = 0.0 if was_ready else min(2 * delay + 0.25, MAX_RESTART_DELAY_SECONDS)
+            is_early = uptime is None or uptime < EARLY_CRASH_SECONDS
+            delay = min(2 * delay + 0.25, MAX_RESTART_DELAY_SECONDS) if is_early else 0.0
         return Closed("engine")
 
-    def _run_child(self) -> tuple[BaseException, bool]:
-        """Run one child from start to exit; return what ended it and whether it was ever ready."""
+    def _run_child(self) -> tuple[BaseException, float | None]:
+        """Run one child from start to exit; return what ended it, and its seconds since it was ready (None: never)."""
         try:
             child = ChildProcess(self._factory, self._handle_message, start_timeout=self._start_timeout)
         except OSError as error:
-            return EngineCrashed(f"process could not be started: {error}"), False
+            return EngineCrashed(f"process could not be started: {error}"), None
         with self._pending.lock:
             self._child = child
             child.listener.attach_event_loop(self._event_loop)
@@ -231,7 +239,8 @@ class EngineProcess(Closeable):
             if child.is_ready and not self._closing.is_set():  # if it was never ready, requests wait for the next child
                 ids, numbers = self._repeat_work()
                 self._pending.fail_all(crash, except_requests=ids, except_calls=numbers)
-        return child.start_error or crash, child.is_ready
+        uptime = None if child.ready_since is None else time.monotonic() - child.ready_since
+        return child.start_error or crash, uptime
 
     def _repeat_work(self) -> tuple[set[str], set[int]]:
         """Queue the requests without a token and the calls of a dead child for the next one.
@@ -294,7 +303,7 @@ class EngineProcess(Closeable):
 
     def _mark_ready(self, child: ChildProcess) -> None:
         with self._pending.lock:
-            child.is_ready, child.deadline = True, None
+            child.ready_since, child.deadline = time.monotonic(), None
             unsent, self._unsent = self._unsent, {}
             for (kind, key), content in unsent.items():
                 child.send(kind, key, content)

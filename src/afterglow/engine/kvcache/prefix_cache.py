@@ -88,6 +88,8 @@ class PrefixCache:
             self._adapter_key = self._backend.adapter_key
             for slot in self.slots:
                 slot.mixes_adapters = slot.busy and len(slot) > 0
+                if slot.busy and not len(slot):  # nothing is computed yet
+                    slot.namespace = self.build_namespace(slot.salt)
 
     def is_current(self, slot: Sequence) -> bool:
         """Return whether a sequence was computed with the adapters that are applied now. Only then it can be saved."""
@@ -277,8 +279,10 @@ class PrefixCache:
         self.store.close(max(0.0, deadline - time.monotonic()))
 
     def swap_out(self, sequence: Sequence) -> SavedSequence | None:
-        """Save the sequence of a preempted job to RAM; return None if there is no space for it."""
-        if not len(sequence) or self.swapped_bytes + sequence.nbytes > self._swap_limit_bytes:
+        """Save the sequence of a preempted job to RAM; return None if it must be computed again."""
+        if not len(sequence) or not self.is_current(sequence):
+            return None
+        if self.swapped_bytes + sequence.nbytes > self._swap_limit_bytes:
             return None
         if not self.store.evict_until_free(sequence.nbytes):
             return None
@@ -358,7 +362,7 @@ class PrefixCache:
     def _write_to_disk(self, slot: Sequence) -> None:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
         self._store_if_valuable(slot)
-        self.store.write_stored(slot.entries, slot.salt)
+        self.store.write_stored(slot.entries, slot.namespace)
 
     def _store_with_checkpoint(self, slot: Sequence) -> None:
         if not self._checkpoint_settings.max_checkpoints:

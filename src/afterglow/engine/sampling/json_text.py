@@ -32,6 +32,7 @@ ITEM_INDENTS = (b"", b" ", b"\n", b"\n ", b"\n  ", b"\n    ", b"\n\t")
 
 # A schema whose only instance is a text that no other JSON of a grammar contains: \u escapes are not allowed in it.
 PROBE_TEXT = b'{"\\u0001":1}'
+FREE_TEXT = b"@@"  # follows no item of JSON
 PROBE_SCHEMA = {
     "type": "object", "properties": {"\x01": {"const": 1}}, "required": ["\x01"], "additionalProperties": False,
 }  # fmt: skip
@@ -188,15 +189,15 @@ class ItemReader:
 
 
 def parse_value(text: bytes) -> Any:
-    """Return a hashable value that is equal for equal JSON values; None if the text is no JSON.
+    """Return a hashable value that is equal for equal JSON values; the text if it is no JSON or nested too deeply.
 
     >>> parse_value(b"[1, true]") == parse_value(b"[1.0,true]")
     True
     """
     try:
         return _freeze(json.loads(text.rstrip(b"."), parse_int=Decimal, parse_float=Decimal))
-    except ValueError:
-        return None
+    except (ValueError, RecursionError, ArithmeticError):
+        return ("text", text)
 
 
 def _freeze(value: Any) -> Any:
@@ -214,6 +215,7 @@ class UniqueItemLimiter:
     def __init__(self, index: PieceIndex, tokenizer: llguidance.LLTokenizer, probe: llguidance.LLMatcher) -> None:
         self._index, self._tokenizer, self._probe = index, tokenizer, probe
         self._probe_tokens = tokenizer.tokenize_bytes(PROBE_TEXT)
+        self._free_tokens = tokenizer.tokenize_bytes(PROBE_TEXT + FREE_TEXT)
         self._reader: ItemReader | None = None
         self._open_items: dict[tuple[int, bytes], bool] = {}  # starts of items of this array that have other values
 
@@ -241,7 +243,9 @@ class UniqueItemLimiter:
         return self._reader is None
 
     def _is_before_unique_item(self) -> bool:
-        return bool(self._probe.validate_tokens(self._probe_tokens) == len(self._probe_tokens))
+        if self._probe.validate_tokens(self._probe_tokens) < len(self._probe_tokens):
+            return False
+        return bool(self._probe.validate_tokens(self._free_tokens) < len(self._free_tokens))  # JSON, not prose
 
     def _consume(self, tokens: list[int]) -> None:
         if not self._probe.consume_tokens(tokens):

@@ -208,7 +208,8 @@ def _build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> 
         start = grammar.literal(f'{CALL_START}{tool.name}">')
         calls.append(f"{start} {rules.build_members(node)} {grammar.literal(CALL_END)}")
     call = grammar.add_rule(f"{join_alternatives(calls)} SPACE?")
-    return f"SPACE? {call}{'+' if parallel else ''} {grammar.literal(BLOCK_END)}"
+    more = grammar.more_calls(call) if parallel else ""
+    return f"SPACE? {call} {more} {grammar.literal(BLOCK_END)}"
 
 
 MINIMAX_M3 = ToolFamily(

@@ -128,11 +128,11 @@ class DiskIndex:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._connection.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
     def close(self) -> None:
         self._connection.close()
@@ -284,19 +284,29 @@ class DiskIndex:
     def clear(self, models: Collection[str] | None = None) -> int:
         """Delete the files of all or some models, including pinned and unlisted ones; return the freed bytes.
 
-        This works on a full disk: the files are deleted first, and rows that remain are removed at the next start.
+        This works on a full disk and beside a process that holds the lock: the files are deleted first, and rows that
+        remain are removed at the next start.
         """
+        try:
+            with self.transaction():
+                rows = [row for row in self.list_rows() if models is None or row.model in models]
+                freed_bytes = self._delete_files(models, rows)
+                with contextlib.suppress(sqlite3.OperationalError):
+                    self.remove(row.name for row in rows)
+                return freed_bytes
+        except sqlite3.OperationalError:  # locked
+            return self._delete_files(models, [])
+
+    def _delete_files(self, models: Collection[str] | None, rows: list[IndexRow]) -> int:
+        """Delete the files of these rows and all others of the models; return their bytes."""
         freed_bytes = 0
-        with contextlib.suppress(sqlite3.OperationalError), self.transaction():
-            rows = [row for row in self.list_rows() if models is None or row.model in models]
-            listed = {self.get_path(row): None for row in reversed(rows)}  # dependents before what they need
-            folders = [folder for folder in self._list_folders() if models is None or folder.name in models]
-            for path in [*listed, *(path for folder in folders for path in folder.iterdir() if path not in listed)]:
-                if disk_files.parse_file_name(path.name) is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        freed_bytes += path.lstat().st_size
-                    disk_files.delete_file(path)
-            self.remove(row.name for row in rows)
+        listed = {self.get_path(row): None for row in reversed(rows)}  # dependents before what they need
+        folders = [folder for folder in self._list_folders() if models is None or folder.name in models]
+        for path in [*listed, *(path for folder in folders for path in folder.iterdir() if path not in listed)]:
+            if disk_files.parse_file_name(path.name) is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    freed_bytes += path.lstat().st_size
+                disk_files.delete_file(path)
         return freed_bytes
 
     def reconcile(self) -> None:

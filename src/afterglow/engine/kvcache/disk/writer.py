@@ -364,13 +364,19 @@ class DiskWriter:
             self.counters.dropped_writes += 1
             return False
         temporary, nbytes = disk_files.write_temporary(self._folder, file)
+        is_placed = False
         try:
             with index.transaction():
                 if not index.has_cells_for(file):  # removed by another process meanwhile
                     self.counters.dropped_writes += 1
                     return False
                 os.replace(temporary, self._folder / file.name)
+                is_placed = True
                 index.add(file, nbytes)
+        except BaseException:
+            if is_placed:  # a file without a row would be in no budget
+                disk_files.delete_file(self._folder / file.name)
+            raise
         finally:
             disk_files.delete_file(temporary)
         self.counters.written_files += 1
