@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from afterglow import registry
@@ -15,6 +16,10 @@ from afterglow.llama.handle import Handle, list_open_handles
 
 # A run in the background inherits that interrupts are ignored, and would hand that on to every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No time limit per example: on a busy machine any of them can take long.
+hypothesis.settings.register_profile("afterglow", deadline=None)
+hypothesis.settings.load_profile("afterglow")
 
 # Tests that may be skipped, each with the reason why that is right.
 ALLOWED_SKIPS = {

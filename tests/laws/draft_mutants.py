@@ -135,8 +135,8 @@ def _(put):
 @mutant("deterministic mode speculates", laws.test_deterministic_mode_does_not_speculate)
 def _(put):
     def init(original, self, settings, capabilities, cost_model, drafters, rollback=None):
-        original(self, settings, capabilities, cost_model, drafters, rollback)
-        self._drafters = list(drafters)
+        fixed = dataclasses.replace(settings, deterministic=False, speculation=4)  # "auto" may decide not to draft
+        original(self, fixed, capabilities, cost_model, drafters, rollback)
 
     def schedule(original, self):
         self.speculator.propose_drafts([job for job in self._running if job.is_decoding], [])
