@@ -21,7 +21,7 @@ from afterglow.llama.gguf.probe import ensure_safe
 from afterglow.llama.library.devices import get_free_memory
 from afterglow.llama.model import ProgressCallback, SplitMode
 from afterglow.llama.projector import ProjectorSettings
-from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
+from afterglow.llama.settings import CacheType, RopeScaling
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
@@ -219,10 +219,12 @@ def build_engine_spec(
     context_settings = replace(
         options.build_context_settings(), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
     )
-    layers = count_fitting_layers(path, context_settings) if options.gpu_layers is None else options.gpu_layers
-    if (
-        layers and get_free_memory(gpu=True) and options.batch is None and draft != "mtp"
-    ):  # with MTP heads every row has a hidden state in memory
+    gpu_memory = get_free_memory(gpu=True)
+    layers = options.gpu_layers
+    if layers is None:  # as many as fit; none without a GPU
+        layers = count_layers_that_fit(read_header(path), context_settings, gpu_memory) if gpu_memory else 0
+    # With MTP heads every row has a hidden state in memory.
+    if layers and gpu_memory and options.batch is None and draft != "mtp":
         context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,
@@ -265,12 +267,6 @@ def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | No
     if not enabled or settings.disk_cache_directory is not None:
         return settings
     return replace(settings, disk_cache_directory=get_cache_directory("prefix"), disk_cache_label=label)
-
-
-def count_fitting_layers(path: Path, settings: ContextSettings) -> int:
-    """Return how many layers fit on the GPUs of this machine; 0 without a GPU."""
-    free = get_free_memory(gpu=True)
-    return count_layers_that_fit(read_header(path), settings, free) if free else 0
 
 
 # --- lifecycle

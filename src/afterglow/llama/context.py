@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,7 @@ class LlamaContext(Handle):
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
         self._logits: NDArray[np.float32] | None = None  # of the last decode; read on first use
         self._abort_flag = _install_abort_callback(pointer)
+        self._companions: dict[str, LlamaContext] = {}  # contexts beside this one, by purpose
 
     def _free(self, pointer: Any) -> None:
         self._logits = None
@@ -227,6 +228,21 @@ class LlamaContext(Handle):
         if not self._library.supports_mtp:
             raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its functions")
         self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
+
+    def get_companion(self, purpose: str, create: Callable[[], LlamaContext], *, min_cells: int = 0) -> LlamaContext:
+        """Return the context for `purpose` beside this one, with the same adapters.
+
+        `create` is called on first use, and if the context was closed or has fewer than `min_cells` cells. It should
+        make this context the `owner`.
+        """
+        companion = self._companions.get(purpose)
+        if companion is None or companion.closed or companion.cells_per_sequence < min_cells:
+            if companion is not None:
+                companion.close()
+            companion = self._companions[purpose] = create()
+        if companion.adapters != self.adapters:
+            companion.set_adapters(self.adapters)
+        return companion
 
     def set_adapters(self, adapters: Mapping[LoraAdapter, float]) -> None:
         """Apply these LoRA adapters with their scales from the next decode on; an empty mapping removes all."""

@@ -121,7 +121,7 @@ def to_llguidance_schema(schema: JsonSchema) -> JsonSchema:
     """Return an enforceable schema in llguidance's form: it does not know `uniqueItems`, which the engine enforces.
 
     An array of unique items gets an alternative item that no text matches and the engine can find (see
-    `engine.sampling.unique_items`).
+    `engine.sampling.json_text`).
     """
     if not isinstance(schema, dict):
         return schema

@@ -33,10 +33,8 @@ class LlamaBackend:
 
     owns_model = False
 
-    def __init__(
-        self, context: LlamaContext, sequences: int | None = None, *, projector: Projector | None = None
-    ) -> None:
-        """Use the first `sequences` of the context, or all. With a `projector`, prompts may contain images or audio."""
+    def __init__(self, context: LlamaContext, *, projector: Projector | None = None) -> None:
+        """With a `projector`, prompts may contain images or audio."""
         confirm_memory_kind(context)
         kind, settings = context.memory.kind, context.settings
         if kind == "none":  # an encoder, which computes embeddings only
@@ -45,7 +43,7 @@ class LlamaBackend:
         self.context = context
         self.capabilities = Capabilities(
             memory_kind=kind,
-            sequences=context.sequences if sequences is None else sequences,
+            sequences=context.sequences,
             cells_per_sequence=context.cells_per_sequence,
             batch_cells=context.batch.capacity,
             ubatch_cells=context.ubatch,

@@ -6,7 +6,6 @@ They are functions of a module, so that they can be pickled, and return plain va
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -225,15 +224,14 @@ def run_scoring(
 
 # --- embeddings
 
-_embedding_contexts: weakref.WeakKeyDictionary[LlamaContext, LlamaContext] = weakref.WeakKeyDictionary()
-
 
 def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.float32]:
     """Return the embedding of a text, normalized to length 1. Uses a separate context, created on first use.
 
     The whole text is one decode, because pooling over several would keep only the last.
     """
-    context = _get_embedding_context(_get_llama_context(engine), limit)
+    target = _get_llama_context(engine)
+    context = target.get_companion("embedding", lambda: _create_embedding_context(target, limit))
     if len(tokens) > (max_tokens := min(context.cells_per_sequence, context.batch.capacity)):
         raise PromptTooLong(len(tokens), max_tokens)
     if context.model.info.is_causal:  # other models have no KV cache
@@ -244,15 +242,6 @@ def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.fl
     vector = context.get_embedding(sequence=0)
     norm = float(np.linalg.norm(vector))
     return vector / np.float32(norm) if norm else vector
-
-
-def _get_embedding_context(target: LlamaContext, limit: int) -> LlamaContext:
-    context = _embedding_contexts.get(target)
-    if context is None or context.closed:
-        context = _embedding_contexts[target] = _create_embedding_context(target, limit)
-    if context.adapters != target.adapters:
-        context.set_adapters(target.adapters)
-    return context
 
 
 def _create_embedding_context(target: LlamaContext, limit: int) -> LlamaContext:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar
@@ -48,24 +47,12 @@ def plan_windows(token_count: int, window_size: int) -> list[ScoringWindow]:
     return windows
 
 
-_scoring_contexts: weakref.WeakKeyDictionary[LlamaContext, LlamaContext] = weakref.WeakKeyDictionary()
-
-
 def get_scoring_context(target: LlamaContext, token_count: int) -> LlamaContext:
     """Return the context that scores texts of `token_count` tokens beside `target`.
 
-    It is created on first use, with cells for the text only, and replaced when a text is longer. It has one sequence,
-    the adapters of `target`, and is closed with it.
+    It has one sequence, and cells for the text only; it is replaced when a text is longer.
     """
-    context = _scoring_contexts.get(target)
-    if context is not None and (context.closed or context.cells_per_sequence < token_count):
-        _scoring_contexts.pop(target).close()
-        context = None
-    if context is None:
-        context = _scoring_contexts[target] = _create_scoring_context(target, token_count)
-    if context.adapters != target.adapters:
-        context.set_adapters(target.adapters)
-    return context
+    return target.get_companion("scoring", lambda: _create_scoring_context(target, token_count), min_cells=token_count)
 
 
 def _create_scoring_context(target: LlamaContext, token_count: int) -> LlamaContext:

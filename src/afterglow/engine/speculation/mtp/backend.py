@@ -55,12 +55,11 @@ class MtpBackend(LlamaBackend):
         self,
         context: LlamaContext,
         head_context: LlamaContext,
-        sequences: int | None = None,
         *,
         n_draft_max: int,
         projector: Projector | None = None,
     ) -> None:
-        super().__init__(context, sequences, projector=projector)
+        super().__init__(context, projector=projector)
         self.head_context = head_context
         # Layout of the heads' cells, known after the first save; empty if cells cannot be extracted from their state.
         self._head_layout: bytes | None = None
