@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import afterglow
-from afterglow.api.base import TextModel
 from afterglow.api.conversation import Conversation
+from afterglow.api.model import Model
 from afterglow.chat.constraints.grammar import RESPONSE_FORMAT_FIELDS
 from afterglow.cli.chat import chat
 from afterglow.cli.options import LOAD_OPTIONS
@@ -141,6 +141,7 @@ REASONING_BUDGET = {
 }
 LOAD = {
     "model": "test_smollm2_reports_its_info",
+    "host": "test_a_method_has_the_same_result_on_both_hosts",
     "context": "test_a_completion_ends_if_the_context_is_full",
     "sequences": "test_c19_an_option_of_load_reaches_llama_cpp",
     "gpu_layers": "test_c19_an_option_of_load_reaches_llama_cpp",
@@ -228,10 +229,10 @@ def list_fields(kind: type) -> list[str]:
 
 
 TABLES = {
-    "chat": (list_parameters(inspect.unwrap(TextModel.chat)), CHAT),
-    "plan": (list_parameters(TextModel.plan_chat), PLAN),
-    "request": (list_parameters(TextModel.build_request), REQUEST),
-    "complete": (list_parameters(TextModel.complete), COMPLETE),
+    "chat": (list_parameters(inspect.unwrap(Model.chat)), CHAT),
+    "plan": (list_parameters(Model.plan_chat), PLAN),
+    "request": (list_parameters(Model.build_request), REQUEST),
+    "complete": (list_parameters(Model.complete), COMPLETE),
     "ask": (list_parameters(Conversation.ask), ASK),
     "afterglow chat": ([name for name in list_parameters(chat) if name not in Settings.model_fields], FILES),
     "load": (list_parameters(afterglow.load), LOAD),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from afterglow.api.base import TextModel
+from afterglow.api.model import Model
 from afterglow.chat.content import AttachmentSource, build_attachments
 from afterglow.chat.messages import Message, MessageLike, ToolCall, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
@@ -45,7 +45,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: TextModel,
+        model: Model,
         *,
         system: str | None = None,
         messages: Sequence[MessageLike] = (),

@@ -12,7 +12,7 @@ from afterglow import registry
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
-from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState
+from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.llama.gguf.footprint import count_layers_that_fit
@@ -26,12 +26,14 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
+HOSTS: dict[str, type[Lifecycle]] = {"thread": ThreadLifecycle, "process": ProcessLifecycle}
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
 
 
 def load(
     model: str | os.PathLike[str],
     *,
+    host: Literal["thread", "process"] = "thread",
     context: int = 4096,
     sequences: int = 4,
     threads: int | None = None,
@@ -75,6 +77,8 @@ def load(
 
     Args:
         model: Name of a known model, or path of a GGUF file.
+        host: Where the engine runs: in a "thread" of this process, or in a child "process". A crash of the child only
+            fails the requests in flight, and busy Python threads do not slow it down.
         context: Maximum number of tokens of one request, prompt and completion together.
         sequences: Number of requests that run at the same time, and of conversations that stay in the KV cache.
         threads: Number of CPU threads. None: one per physical core.
@@ -159,16 +163,16 @@ def load(
         projector=projector,
         projector_settings=projector_settings,
     )
-    lifecycle = build_lifecycle(spec, hooks)
-    try:  # a drafter may not fit although the model did
+    if host not in HOSTS:
+        raise InvalidArgument("host", f"must be {' or '.join(HOSTS)}, not {host!r}")
+    lifecycle = HOSTS[host](spec, hooks)
+    try:
         advance_to(LoadState(state), lifecycle, progress)
         return Model(
             lifecycle,
             str(model),
-            spec.engine_settings,
-            chat_template,
-            draft_source,
-            media_policy,
+            chat_template=chat_template,
+            media_policy=media_policy,
             strip_media=strip_media,
         )
     except BaseException:
@@ -270,18 +274,6 @@ def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | No
 
 
 # --- lifecycle
-
-
-def build_lifecycle(spec: EngineSpec, hooks: Sequence[LoadHook]) -> Lifecycle:
-    """Return the lifecycle of a model, in state COLD."""
-    return Lifecycle(
-        spec.path,
-        spec.model_settings,
-        spec.context_settings,
-        hooks=hooks,
-        projector_path=spec.projector_path,
-        projector_settings=spec.projector_settings,
-    )
 
 
 def advance_to(state: LoadState, lifecycle: Lifecycle, progress: ProgressCallback | None) -> None:

@@ -1,37 +1,70 @@
-"""`Model`: a loaded model with its engine in a thread of this process."""
+"""`Model`: a model and its engine, in a thread of this process or in a child process."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.api.base import TextModel, needs_boundaries
-from afterglow.api.outputs import Score
-from afterglow.chat.chat import Chat
+from afterglow.api.generate import collect_choice, stream_text, stream_text_async
+from afterglow.api.outputs import Completion, Score
+from afterglow.api.prompts import FittedPrompt, MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
+from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
+from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
+from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
+from afterglow.chat.response import ChatResponse, ChatStream
+from afterglow.chat.tools.tool import ToolLike
+from afterglow.chat.truncation import check_policy, count_bos, fit_entries, fit_plan
+from afterglow.closeable import Closeable
+from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
-from afterglow.engine.host.build import DraftSource, build_engine
-from afterglow.engine.host.lifecycle import Lifecycle, LoadState
-from afterglow.engine.host.remote_calls import MAX_EMBEDDING_TOKENS
-from afterglow.engine.host.thread import EngineThread
-from afterglow.engine.inspect import snapshots
+from afterglow.engine.host.lifecycle import EngineHost, Lifecycle, LoadState, ProcessLifecycle
+from afterglow.engine.host.remote_calls import (
+    MAX_EMBEDDING_TOKENS,
+    CacheContents,
+    DecodedMediaInfo,
+    EngineInfo,
+    EngineStats,
+)
+from afterglow.engine.host.stream import EventStream
+from afterglow.engine.inspect import cache, difference, snapshots
+from afterglow.engine.inspect.difference import PrefixMiss
+from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.sequence import SavedSequence
-from afterglow.engine.sampling import logprobs as scoring
-from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import Closed, InvalidArgument, PromptTooLong
+from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
+from afterglow.engine.types.entries import Entry
+from afterglow.engine.types.media import EncodedMedia, MediaPart
+from afterglow.engine.types.request import Request
+from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
+from afterglow.llama.checks import check_integer
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import ModelInfo, ModelSettings
+from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
-from afterglow.media.policy import INLINE_ONLY, MediaPolicy
+from afterglow.media.load import decode_media
+from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
+from afterglow.version import __version__
 
+GREEDY = Sampling(temperature=0)
+PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt
+ChatInput: TypeAlias = str | Sequence[MessageLike]
+EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
+DEFAULT_MAX_TOKENS = 128  # of a completion
+CHAT_OPTION_NAMES = frozenset(ChatOptions.__dataclass_fields__)
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -54,14 +87,15 @@ whether a sequence can be cut at any position, `partial_state` whether checkpoin
 other engines call `image`."""
 
 
-class Model(TextModel):
+class Model(Closeable):
     """A model that generates text. Create it with `afterglow.load`; close it, or use it in a `with` statement.
 
     Any number of threads and asyncio tasks may use a model at the same time. Their requests are batched, and every
     prompt starts from the longest cached prefix.
 
     `chat` answers conversations, `complete` and `stream` continue prompts, `logprobs` scores text, `embed` returns a
-    vector.
+    vector. They are the same for every host of the engine: with `load(…, host="process")` the engine runs in a child
+    process, and a crash of the engine only fails the requests in flight.
 
     >>> model.complete("The capital of France is", max_tokens=2).text
     ' Paris.'
@@ -73,30 +107,22 @@ class Model(TextModel):
         self,
         lifecycle: Lifecycle,
         name: str,
-        settings: EngineSettings,
-        chat_template: str | None = None,
-        draft: DraftSource | None = None,
-        media_policy: MediaPolicy = INLINE_ONLY,
         *,
+        chat_template: str | None = None,
+        media_policy: MediaPolicy = INLINE_ONLY,
         strip_media: bool = False,
     ) -> None:
-        super().__init__()
         self.name = name
         self._lifecycle = lifecycle
-        self._engine_settings = settings
         self._chat_template = chat_template
-        self._draft = draft
         self._media_policy = media_policy
         self._strip_media = strip_media
-        self.restarts = 0  # engines started after a crash
-        self._engine: EngineThread | None = None
-        self._transition_lock = threading.Lock()
+        self._request_ids = itertools.count()
+        self._media_measurer = MediaMeasurer(lambda measure: self._get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
         self._chat_lock = threading.Lock()
-        self._chat: tuple[object, Chat] | None = None
-        if lifecycle.state is LoadState.ACTIVE:
-            self._start_engine()
+        self._chat: tuple[object, Chat] | None = None  # with the weights whose template it uses
 
     # --- properties
 
@@ -106,8 +132,17 @@ class Model(TextModel):
 
         It is `CRASHED` after the engine crashed. The next request starts a new engine; `restarts` counts them.
         """
-        engine = self._engine
-        return LoadState.CRASHED if engine is not None and engine.has_crashed else self._lifecycle.state
+        return self._lifecycle.state
+
+    @property
+    def restarts(self) -> int:
+        """Number of engines started after a crash."""
+        return self._lifecycle.restarts
+
+    @property
+    def needs_restart(self) -> bool:
+        """Whether the engine crashed and does not restart by itself. The next request, or `activate`, starts one."""
+        return self._lifecycle.needs_restart
 
     @property
     def is_loaded(self) -> bool:
@@ -126,17 +161,32 @@ class Model(TextModel):
         >>> model.info.architecture, model.info.memory_kind
         ('llama', 'attention')
         """
-        return self._lifecycle.model.info
+        return self._lifecycle.model_info
 
     @property
     def settings(self) -> tuple[ModelSettings, ContextSettings]:
         """Settings with which the model is loaded."""
-        return self._lifecycle.model_settings, self._lifecycle.context_settings
+        return self._lifecycle.spec.model_settings, self._lifecycle.spec.context_settings
 
     @property
     def context_length(self) -> int:
         """Maximum number of tokens of one request, prompt and completion together."""
-        return self._lifecycle.context.cells_per_sequence
+        return self.engine_info.cells
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """Limits of the engine and what it found out about the model."""
+        return self._lifecycle.info
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether the model generates text. An embedding model does not."""
+        return self.info.is_causal
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identifies everything besides the request that determines output: version, native build and weights."""
+        return f"afterglow-{__version__}-{get_library().build.split()[0]}-{self._lifecycle.model.fingerprint[:12]}"
 
     @property
     def backend(self) -> str:
@@ -146,9 +196,8 @@ class Model(TextModel):
     @property
     def capabilities(self) -> frozenset[str]:
         """Names of the capabilities of this model with its settings on this machine; `CAPABILITIES` lists all names."""
-        model, info, projector = self._lifecycle.model, self.info, self._lifecycle.projector
-        modalities = frozenset[str]() if projector is None else projector.modalities
-        settings, generates = self._engine_settings, info.is_causal
+        model, info, modalities = self._lifecycle.model, self.info, self._modalities
+        settings, generates, memory_kind = self._lifecycle.spec.engine_settings, info.is_causal, self._memory_kind
         supported = {
             "audio": "audio" in modalities,
             "chat_template": model.get_chat_template() is not None,
@@ -156,22 +205,22 @@ class Model(TextModel):
             "generation": generates,
             "gpu": any("gpu" in device.kind for device in list_devices()),
             "grammar": generates,
-            "hidden_state": info.memory_kind in ("recurrent", "hybrid"),
+            "hidden_state": memory_kind in ("recurrent", "hybrid"),
             "image": "image" in modalities,
             "infill": "fim_pre" in model.vocabulary.special_tokens,
-            "kv_cache": generates and info.memory_kind != "recurrent",
+            "kv_cache": generates and memory_kind != "recurrent",
             "log_probs": generates,
             "lora_adapters": False,  # only contexts of the low-level API apply adapters
             "mtp": info.mtp_layer_count > 0 and get_library().supports_mtp,
-            "multi_sequence": generates and self._lifecycle.context_settings.sequences > 1,
-            "partial_state": info.memory_kind != "attention",
+            "multi_sequence": generates and self._lifecycle.spec.context_settings.sequences > 1,
+            "partial_state": memory_kind != "attention",
             "prompt_caching": generates,
             "raw_completion": generates,
             "sliding_window": info.sliding_window > 0,
             "speculative_decoding": generates and settings.speculation != "off" and not settings.deterministic,
             "streaming": generates,
             "tokenizer": info.vocabulary_size > 0,
-            "trim": generates and info.memory_kind == "attention",
+            "trim": generates and memory_kind == "attention",
             "vision": "image" in modalities,
         }
         assert supported.keys() == CAPABILITIES
@@ -180,7 +229,7 @@ class Model(TextModel):
     @property
     def media_error(self) -> str:
         """Why the projector cannot be used, so that images and audio are rejected; empty if there is no error."""
-        return self._lifecycle.projector_error
+        return self.engine_info.media_error if self._has_engine else ""
 
     @property
     def chat_template(self) -> str | None:
@@ -202,22 +251,448 @@ class Model(TextModel):
             raise InvalidArgument("capability", f"must be one of {', '.join(sorted(CAPABILITIES))}, not {capability!r}")
         return capability in self.capabilities
 
+    # --- tokens
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """Return the tokens of `text`.
+
+        With `special`, control tokens written in the text are parsed; otherwise they stay text. With `bos`, the result
+        starts with the tokens that the model puts at the start of a prompt.
+
+        >>> len(model.tokenize("<|im_start|>")), len(model.tokenize("<|im_start|>", special=True))
+        (7, 1)
+        """
+        return self.vocabulary.tokenize(text, parse_special=special, add_special=bos)
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of `tokens`. Incomplete UTF-8 characters become U+FFFD.
+
+        >>> model.detokenize(model.tokenize("naïve"))
+        'naïve'
+        """
+        return self.vocabulary.detokenize(tokens, special=special).decode("utf-8", "replace")
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of `text`, without the tokens at the start of a prompt.
+
+        >>> model.count_tokens("How many tokens is this?")
+        6
+        """
+        return len(self.tokenize(text))
+
+    # --- chat
+
+    @overload
+    def chat(self, messages: ChatInput, *, stream: Literal[False] = False, **options: Any) -> ChatResponse: ...
+    @overload
+    def chat(self, messages: ChatInput, *, stream: Literal[True], **options: Any) -> ChatStream: ...
+    def chat(
+        self,
+        messages: ChatInput,
+        *,
+        stream: bool = False,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> ChatResponse | ChatStream:
+        """Generate the assistant's response to a conversation.
+
+        Args:
+            messages: The question as text, or a list of (role, text) pairs, `Message` objects or OpenAI message
+                dictionaries. The response continues a last message of the assistant.
+            stream: Return a `ChatStream` that yields parts of the response as they are generated.
+            n: Number of responses. They share one prefill; all but the first are in `ChatResponse.alternatives`.
+            on_token: Called with each token of the first response; for a stream, when it is read.
+            cancel: Setting this event stops the request and raises `Cancelled`, for a stream in its reader.
+            options: Options of `plan_chat` (`tools`, `tool_choice`, `response_format`, `reasoning`, …) and of
+                `build_request` (`max_tokens`, `temperature`, `stop`, …). `max_tokens` has no limit by default.
+
+        >>> model.chat("What is 2+2?").text
+        'The answer to this classic math problem is 4.'
+        >>> model.chat("Is snow black?", response_format={"type": "choice", "choices": ["yes", "no"]}).text
+        'no'
+        >>> model.chat("List two numbers.", response_format=list[int]).parsed
+        [1, 2]
+        """
+        if stream and n != 1:
+            raise InvalidArgument("n", f"must be 1 for a stream, not {n}")
+        streams = self.submit_chat(messages, n=n, on_token=on_token, cancel=cancel, **options)
+        if stream:
+            return streams[0]
+        try:
+            first, *others = [chat_stream.result() for chat_stream in streams]
+        except BaseException:
+            for chat_stream in streams:
+                chat_stream.cancel()
+            raise
+        return replace(first, alternatives=tuple(others))
+
+    async def chat_async(self, messages: ChatInput, *, n: int = 1, **options: Any) -> ChatResponse:
+        """Asyncio version of `chat`. To stream, use `async for part in model.chat(…, stream=True)`.
+
+        >>> asyncio.run(model.chat_async("What is 2+2?")).text
+        'The answer to this classic math problem is 4.'
+        """
+        streams = self.submit_chat(messages, n=n, **options)
+        try:
+            first, *others = [await chat_stream.result_async() for chat_stream in streams]
+        except BaseException:
+            for chat_stream in streams:
+                chat_stream.cancel()
+            raise
+        return replace(first, alternatives=tuple(others))
+
+    def submit_chat(
+        self,
+        messages: ChatInput,
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> list[ChatStream]:
+        """Start `n` responses that share one prefill and return their streams. Options as for `chat`."""
+        chat_options = {name: options.pop(name) for name in CHAT_OPTION_NAMES & options.keys()}
+        overflow = check_policy(options.pop("overflow", "refuse"))
+        plan = self._plan_fitted_chat(messages, overflow, options.get("max_tokens"), chat_options)
+        return self.submit_plan(plan, n=n, on_token=on_token, cancel=cancel, **options)
+
+    def submit_plan(
+        self,
+        plan: ChatPlan,
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> list[ChatStream]:
+        """Start `n` responses to a chat plan and return their streams. Options as for `chat` and `build_request`."""
+        options.setdefault("max_tokens", None)
+        request = plan.apply_to(self.build_request(plan.prompt, **options))
+        streams = self._submit_choices(request, n)
+        return [
+            ChatStream(stream, plan, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel)
+            for index, stream in enumerate(streams)
+        ]
+
+    def plan_chat(
+        self,
+        messages: ChatInput,
+        *,
+        tools: Sequence[ToolLike] = (),
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        reasoning: bool | int | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatPlan:
+        """Render a conversation with the chat template of the model, and prepare its token constraints.
+
+        Args:
+            messages: As for `chat`.
+            tools: OpenAI tool dictionaries, or Python functions with type hints.
+            tool_choice: `none`, `auto`, `required`, or the dictionary that names a function.
+            parallel_tool_calls: Whether one response may contain several tool calls.
+            response_format: The format of OpenAI; or `{"type": "regex", "pattern": …}`, `{"type": "choice",
+                "choices": […]}`, `{"type": "grammar", "grammar": …, "syntax": "lark" or "gbnf"}`; or a type, e.g. a
+                pydantic class, which also parses the response.
+            reasoning: True, False, a reasoning budget in tokens, or an effort (e.g. "low").
+            chat_template_kwargs: Additional variables for the template.
+        """
+        parsed: Sequence[MessageLike] = [("user", messages)] if isinstance(messages, str) else messages
+        chat_options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            reasoning=reasoning,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        return self._get_chat().plan(parsed, chat_options)
+
+    def _plan_fitted_chat(
+        self, messages: ChatInput, overflow: TruncationPolicy, max_tokens: int | None, options: Mapping[str, Any]
+    ) -> ChatPlan:
+        """Plan a chat and drop turns by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
+        if overflow == "refuse":
+            return self.plan_chat(messages, **options)
+        return fit_plan(
+            self.load_media([("user", messages)] if isinstance(messages, str) else messages),
+            lambda remaining: self.plan_chat(remaining, **options),
+            overflow,
+            context=self.context_length,
+            max_tokens=max_tokens,
+        )
+
+    def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
+        """Return the messages with their images and audio fetched and decoded."""
+        return self._get_chat().load_media(messages)
+
+    def apply_chat_template(self, messages: ChatInput, **options: Any) -> ChatPrompt:
+        """Render a conversation with the chat template of the model, as a prompt for `complete` or `stream`.
+
+        The prompt ends where the response of the assistant starts. Control tokens written in messages stay text.
+        Options as for `plan_chat`.
+
+        >>> prompt = model.apply_chat_template("What is 2+2?")
+        >>> model.complete(prompt, max_tokens=20).text
+        'The answer to this classic math problem is 4.'
+        """
+        return self.plan_chat(messages, **options).prompt
+
+    # --- completion
+
+    def complete(
+        self,
+        prompt: PromptInput,
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Continue a prompt.
+
+        Args:
+            prompt: Text, tokens, a list that mixes text, tokens, `ImageData` and `AudioData`, or the result of
+                `apply_chat_template`.
+            n: Number of completions. They share one prefill.
+            on_token: Called with each token of the first completion.
+            cancel: Setting this event stops the request and raises `Cancelled`.
+            options: Options of `build_request`: `max_tokens`, `temperature`, `seed`, `stop`, `logprobs`, …
+
+        >>> completion = model.complete("Once upon a time", max_tokens=5, n=2, temperature=0.8, seed=1)
+        >>> [len(choice.tokens) for choice in completion.choices]
+        [5, 5]
+        """
+        overflow = check_policy(options.pop("overflow", "refuse"))
+        fitted = self._fit_prompt(prompt, overflow, options.get("max_tokens", DEFAULT_MAX_TOKENS))
+        streams = self._submit_choices(self.build_request(fitted, **options), n)
+        stops = options.get("stop", ())
+        try:
+            first = collect_choice(streams[0], self._token_to_piece, stops, on_token, cancel)
+            others = [collect_choice(stream, self._token_to_piece, stops, None, cancel) for stream in streams[1:]]
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        choices, usages = zip(first, *others, strict=True)
+        truncation = fitted.truncation if isinstance(fitted, FittedPrompt) else None
+        return Completion(choices=choices, usages=usages, truncation=truncation)
+
+    def stream(self, prompt: PromptInput, **options: Any) -> Iterator[str]:
+        """Continue a prompt like `complete`, and yield text as it is generated. Closing the iterator cancels it.
+
+        >>> list(model.stream("One, two, three,", max_tokens=2))
+        [' four', ',']
+        """
+        return stream_text(
+            self._get_host().submit(self.build_request(prompt, **options)),
+            self._token_to_piece,
+            options.get("stop", ()),
+        )
+
+    def stream_async(self, prompt: PromptInput, **options: Any) -> AsyncIterator[str]:
+        """Asyncio version of `stream`.
+
+        >>> async def shout():
+        ...     return [text.upper() async for text in model.stream_async("One, two, three,", max_tokens=2)]
+        >>> asyncio.run(shout())
+        [' FOUR', ',']
+        """
+        stream = self._get_host().submit(self.build_request(prompt, **options))
+        return stream_text_async(stream, self._token_to_piece, options.get("stop", ()))
+
+    def build_request(
+        self,
+        prompt: PromptInput | FittedPrompt,
+        *,
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        temperature: float | None = None,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        sequence: int | None = None,
+        boundaries: Sequence[int] = (),
+        priority: int = 0,
+        deadline: float | None = None,
+        use_prefix_cache: bool = True,
+        ignore_eos: bool = False,
+        overflow: TruncationPolicy = "refuse",
+        salt: str = "",
+    ) -> Request:
+        """Build the engine request for a prompt. The options are also those of `complete`, `stream` and `chat`.
+
+        Args:
+            prompt: As for `complete`.
+            max_tokens: Maximum number of generated tokens. None: until an end token or until the context is full.
+            temperature: Sampling temperature. 0, the default, always chooses the most likely token.
+            seed: Makes sampling repeatable. None: a new random seed for each request.
+            sampling: All sampling parameters, including the temperature: `temperature` must not be given beside it.
+                `seed` replaces its seed.
+            stop: Strings that end the text. They are not part of the result.
+            logprobs: Number of alternatives to return with the logprob of each token. None: no logprobs.
+            sequence: Number of the KV cache sequence to use. None: the engine chooses.
+            boundaries: Prompt lengths at which a later prompt may diverge from this one; the engine takes checkpoints
+                there. Chat prompts have their message boundaries already.
+            priority: Requests with a higher priority start first.
+            deadline: Seconds after which generation ends with what there is, with finish reason `deadline`.
+            use_prefix_cache: Whether cached prefixes may be used.
+            ignore_eos: Continue after end tokens.
+            overflow: Policy for a prompt that exceeds the context: `refuse` (`PromptTooLong`), `shift` (drop the oldest
+                turns of a chat, or the start of a prompt) or `truncate_middle`. The latter two also leave space for the
+                response: `max_tokens`, or a quarter of the context. `truncation` of the result says what was dropped.
+            salt: Cache salt, e.g. of a tenant. Requests with different salts never share cached state.
+        """
+        prompt = self._fit_prompt(prompt, check_policy(overflow), max_tokens)
+        entries, media = self._build_entries(prompt)
+        return Request(
+            id=str(next(self._request_ids)),
+            entries=entries,
+            media=media,
+            sampling=resolve_sampling(sampling, temperature, seed),
+            max_tokens=None if max_tokens is None else check_integer("max_tokens", max_tokens, 0),
+            stop=encode_stops(stop),
+            logprobs=None if logprobs is None else check_integer("logprobs", logprobs, 0, 1000),
+            sequence=sequence,
+            boundaries=frozenset(boundaries) | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset()),
+            system_length=prompt.system_length if isinstance(prompt, ChatPrompt) else 0,
+            priority=priority,
+            deadline=deadline,
+            use_prefix_cache=use_prefix_cache,
+            ignore_eos=ignore_eos,
+            salt=salt,
+        )
+
+    def build_infill_prompt(self, before: str, after: str) -> list[int]:
+        """Build a fill-in-the-middle prompt for the text between `before` and `after`.
+
+        Raises `UnsupportedOption` if the model has no fill-in-the-middle tokens.
+        """
+        special = self.vocabulary.special_tokens
+        prefix, suffix, middle = (special.get(name) for name in ("fim_pre", "fim_suf", "fim_mid"))
+        if prefix is None or suffix is None or middle is None:
+            raise UnsupportedOption("suffix", f"the model {self.name!r} has no fill-in-the-middle tokens")
+        start = [special["bos"]] if self.vocabulary.adds_bos and "bos" in special else []
+        return [*start, prefix, *self.tokenize(before), suffix, *self.tokenize(after), middle]
+
+    def explain(self, prompt: PromptInput, *, salt: str = "") -> Explanation:
+        """Explain how much of a prompt is a prefix hit now, where it diverges from the cache, and why it misses.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> model.explain("The rain in Portugal").shared_entries
+        3
+        """
+        return self._get_host().call(functools.partial(Engine.explain, request=self.build_request(prompt, salt=salt)))
+
+    # --- prefix cache
+
+    def pin(self, prompt: PromptInput, *, salt: str = "") -> None:
+        """Pin a prefix, e.g. a system prompt: it is never evicted, whether it is cached now or later.
+
+        Raises `InvalidArgument` if pins would take more than half of the RAM budget, and `PromptTooLong` if the prefix
+        does not fit into the context. On disk, a pinned prefix stays pinned for the next start.
+
+        >>> model.pin("You are a helpful assistant.")
+        >>> model.unpin("You are a helpful assistant.")
+        True
+        """
+        self._get_host().call(functools.partial(cache.pin, entries=self._build_entries(prompt)[0], salt=salt))
+
+    def unpin(self, prompt: PromptInput, *, salt: str = "") -> bool:
+        """Remove a pin, so that the prefix can be evicted again; return False if exactly this prefix is not pinned.
+
+        >>> model.unpin("This was never pinned.")
+        False
+        """
+        return self._get_host().call(functools.partial(cache.unpin, entries=self._build_entries(prompt)[0], salt=salt))
+
+    def clear_cache(self, sequence: int | None = None) -> None:
+        """Clear one idle sequence, or the prefix cache in all tiers with pinned prefixes and the files of this model.
+
+        Sequences in use are not cleared. Pins stay: a pinned prefix is pinned again when it is computed again.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> model.clear_cache()
+        >>> model.complete("The rain in Spain", max_tokens=1).usage.cached_tokens
+        0
+        """
+        self._get_host().call(functools.partial(snapshots.clear, sequence=sequence))
+
+    def get_cache_contents(self, salt: str = "") -> CacheContents:
+        """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> max(sequence.tokens for sequence in model.get_cache_contents().sequences) >= 4
+        True
+        """
+        return self._get_host().call(functools.partial(remote_calls.get_cache_contents, salt=salt))
+
+    def get_stats(self) -> EngineStats:
+        """Return counters, tier usage and speculation results of the engine since its start.
+
+        >>> model.get_stats().counters["decodes"] > 0
+        True
+        """
+        return self._get_host().call(remote_calls.get_engine_stats)
+
+    def explain_miss(self, prompt: PromptInput, *, salt: str = "") -> PrefixMiss:
+        """Like `explain`, with the entries of both sides after the divergence."""
+        return self._get_host().call(
+            functools.partial(difference.explain_miss, request=self.build_request(prompt, salt=salt))
+        )
+
     # --- scoring
 
     def logprobs(self, text: str | Sequence[int]) -> Score:
         """Return the log-probability of each token of a text except the first.
 
-        `text` may also be tokens. Text gets the special tokens that start a prompt.
+        `text` may also be tokens. Text gets the special tokens that start a prompt. A text longer than the context is
+        scored in windows that overlap by half.
 
         >>> score = model.logprobs("The capital of France is Paris")
         >>> len(score.logprobs)
         5
         """
-        tokens = self._tokenize_prompt(text)
-        engine, context = self._get_host(), self._lifecycle.context
+        tokens = [int(token) for token in self._tokenize_prompt(text)]
+        if len(tokens) < 2:
+            raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
+        windows = plan_windows(len(tokens), self.context_length)
+        values = [
+            logprob
+            for window in windows
+            for logprob, _ in self.score(tokens[window.start : window.stop], first=window.score_start - window.start)
+        ]
+        return Score(tokens=tuple(tokens), logprobs=tuple(values), windows=len(windows))
+
+    def score(self, tokens: Sequence[int], alternatives: int = 0, *, first: int = 1) -> list[TokenLogprob]:
+        """Return the log-probability of each token from index `first` on, with the most likely alternatives.
+
+        A long text takes several decodes; other requests run between them.
+
+        >>> [round(logprob, 1) for logprob, _ in model.score(model.tokenize("One, two, three"))]
+        [-1.4, -2.5, -0.2, -0.7]
+        """
+        self._check_length(tokens, self.context_length)
+        step = self.engine_info.max_scoring_tokens
+        host = self._get_host()
+        scored: list[TokenLogprob] = []
         with self._scoring_lock:
-            values, windows = scoring.compute_logprobs(context, tokens, run=lambda task: engine.call(lambda _: task()))
-        return Score(tokens=tuple(int(token) for token in tokens), logprobs=tuple(values), windows=windows)
+            for start in range(0, len(tokens) - 1, step):
+                rows = tokens[start : start + step + 1]
+                scored += host.call(
+                    functools.partial(
+                        remote_calls.run_scoring,
+                        tokens=rows,
+                        position=start,
+                        count=max(0, min(len(rows) - 1, start + len(rows) - first)),
+                        alternatives=alternatives,
+                        text_length=len(tokens),
+                    )
+                )
+        return scored
 
     def perplexity(self, text: str | Sequence[int]) -> float:
         """Return the perplexity of a text: 1 is certainty, the size of the vocabulary is a uniform distribution.
@@ -232,7 +707,7 @@ class Model(TextModel):
     @property
     def max_embedding_tokens(self) -> int:
         """Maximum number of tokens of a text for `embed`."""
-        settings = self._lifecycle.context_settings
+        settings = self._lifecycle.spec.context_settings
         return min(settings.cells // settings.sequences, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
 
     def embed(self, text: str | Sequence[int]) -> NDArray[np.float32]:
@@ -248,9 +723,9 @@ class Model(TextModel):
         tokens = [int(token) for token in self._tokenize_prompt(text)]
         if not tokens:
             raise InvalidArgument("text", "must have at least one token")
-        if len(tokens) > (limit := self.max_embedding_tokens):
-            raise PromptTooLong(len(tokens), limit)
-        return self._get_engine().call(functools.partial(remote_calls.embed, tokens=tokens, limit=limit))
+        self._check_length(tokens, limit := self.max_embedding_tokens)
+        host = self._lifecycle.get_host()  # models that cannot generate can embed
+        return host.call(functools.partial(remote_calls.embed, tokens=tokens, limit=limit))
 
     # --- snapshots
 
@@ -259,9 +734,7 @@ class Model(TextModel):
 
         `sequence` None copies the most recently used one.
         """
-        return self._get_host().call(
-            lambda engine: snapshots.fork(engine, snapshots.find_latest(engine) if sequence is None else sequence)
-        )
+        return self._get_host().call(functools.partial(snapshots.fork, sequence=sequence))
 
     def snapshot(self, name: str, sequence: int | None = None) -> None:
         """Save the state of an idle sequence under a name. `sequence` None saves the most recently used one.
@@ -273,14 +746,12 @@ class Model(TextModel):
         >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached_tokens
         7
         """
-        self._snapshots[name] = self._get_host().call(
-            lambda engine: snapshots.save(engine, snapshots.find_latest(engine) if sequence is None else sequence)
-        )
+        self._snapshots[name] = self._get_host().call(functools.partial(snapshots.save, sequence=sequence))
 
     def restore(self, name: str, sequence: int | None = None) -> int:
         """Load a snapshot into the KV cache, as a prefix for later requests, and return the number of its sequence."""
         snapshot = self._find_snapshot(name)
-        return self._get_host().call(lambda engine: snapshots.load(engine, snapshot, sequence))
+        return self._get_host().call(functools.partial(snapshots.load, snapshot=snapshot, sequence=sequence))
 
     def save_snapshot(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write a snapshot to a file. Snapshots with media cannot be written."""
@@ -293,123 +764,222 @@ class Model(TextModel):
         """
         self._snapshots[name] = snapshots.read_file(Path(path))
 
-    def clear_cache(self, sequence: int | None = None) -> None:
-        """Clear an idle sequence, or the whole prefix cache in all tiers if `sequence` is None."""
-        self._get_host().call(lambda engine: snapshots.clear(engine, sequence))
-
     # --- load states
 
     def warm(self) -> None:
-        """COLD → WARM: load the weights into RAM."""
-        with self._transition_lock:
-            self._lifecycle.warm()
+        """COLD → WARM: load the weights into RAM; with a process host, into the page cache of the operating system."""
+        self._lifecycle.warm()
 
     def activate(self) -> None:
         """COLD, WARM or CRASHED → ACTIVE: load the weights onto the device and start the engine."""
-        with self._transition_lock:
-            if self.state is LoadState.CRASHED:
-                return self._restart_engine()
-            self._lifecycle.activate()
-            self._start_engine()
+        self._lifecycle.activate()
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: stop the engine and release the context and GPU memory."""
-        with self._transition_lock:
-            self._lifecycle.require("deactivate", LoadState.ACTIVE)
-            self._stop_engine()
-            self._lifecycle.deactivate()
+        self._close_chat()
+        self._lifecycle.deactivate()
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
-        with self._transition_lock:
-            self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
-            self._stop_engine()
-            self._lifecycle.unload()
+        self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
+        self._close_chat()
+        self._lifecycle.unload()
 
     def close(self) -> None:
-        """Release everything permanently. Running requests end with `Closed`."""
-        with self._transition_lock:
-            self._stop_engine()
-            self._lifecycle.close()
+        """Release everything permanently. Running requests end with `Closed`. May be called twice."""
+        self._lifecycle.close()
+        self._close_chat()
 
-    # --- engine
+    # --- requests
 
-    def _start_engine(self) -> None:
-        context, projector = self._lifecycle.context, self._lifecycle.projector
-        settings, draft = self._engine_settings, self._draft
-        self._engine = EngineThread(lambda: build_engine(context, settings, draft=draft, projector=projector))
+    def submit(self, request: Request, n: int = 1) -> list[EventStream]:
+        """Start `n` choices of a request and return their event streams."""
+        return self._submit_choices(request, n)
 
-    def _restart_engine(self) -> None:
-        """Replace the crashed engine and its context. The caller holds the transition lock.
+    def announce_request(self) -> Callable[[], None]:
+        """Announce a request that is being prepared, so that others wait for it briefly and are batched with it.
 
-        Until then, and if it fails, the state stays CRASHED, so that the next request tries again.
+        Call the returned function when the request is submitted or abandoned. Only the first call has an effect.
         """
-        assert self._engine is not None
-        self._engine.close()
-        if self._lifecycle.state is LoadState.ACTIVE:
-            self._lifecycle.replace_context()
-        else:  # an earlier attempt failed
-            self._lifecycle.activate()
-        self._start_engine()
-        self.restarts += 1
+        host = self._get_host()
+        host.expect_requests(1)
+        changes = [-1]
 
-    def _stop_engine(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-        with self._chat_lock:
-            self._close_chat()
+        def withdraw() -> None:
+            with contextlib.suppress(IndexError):
+                host.expect_requests(changes.pop())
 
-    def _get_engine(self) -> EngineThread:
-        if self.state is LoadState.CRASHED:
-            with self._transition_lock:
-                if self.state is LoadState.CRASHED:  # otherwise another thread restarted it
-                    self._restart_engine()
-        assert self._lifecycle.context  # raises WrongState or Closed if there is none
-        if (engine := self._engine) is None:  # another thread is unloading or closing the model
-            raise Closed("model")
-        return engine
+        return withdraw
 
-    def _get_host(self) -> EngineThread:
-        engine = self._get_engine()
+    def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read the events of a child process in this event loop, which wakes one thread less per token."""
+        self._lifecycle.get_host().attach_event_loop(loop)
+
+    def _submit_choices(self, request: Request, n: int) -> list[EventStream]:
+        requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
+        return self._get_host().submit_together(requests)
+
+    def _derive_request(self, request: Request, index: int) -> Request:
+        """Return the request of choice `index`: the same prompt with another id and seed."""
+        if index == 0:
+            return request
+        seed = request.sampling.seed
+        sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
+        return replace(request, id=str(next(self._request_ids)), sampling=sampling)
+
+    @staticmethod
+    def _check_length(tokens: Sequence[int], limit: int) -> None:
+        if len(tokens) > limit:
+            raise PromptTooLong(len(tokens), limit)
+
+    def _token_to_piece(self, token: int) -> bytes:
+        return self.vocabulary.token_to_piece(token, special=False)
+
+    def _fit_prompt(
+        self, prompt: PromptInput | FittedPrompt, overflow: TruncationPolicy, max_tokens: int | None
+    ) -> PromptInput | FittedPrompt:
+        """Truncate a prompt by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
+        if overflow == "refuse" or isinstance(prompt, FittedPrompt):
+            return prompt
+        if isinstance(prompt, ChatPrompt):
+            raise InvalidArgument("overflow", "cannot shorten a rendered conversation: pass its messages to `chat`")
+        entries, media = self._build_entries(prompt)
+        fitted, truncation = fit_entries(
+            list(entries),
+            overflow,
+            context=self.context_length,
+            max_tokens=max_tokens,
+            keep_start=count_bos(list(entries[:1]), self.vocabulary),
+        )
+        return FittedPrompt(fitted, media, truncation)
+
+    def _build_entries(self, prompt: PromptInput | FittedPrompt) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
+        """Return the entries of a prompt, and its media by digest."""
+        entries: EntrySequence
+        media: Mapping[bytes, MediaPart] = {}
+        if isinstance(prompt, FittedPrompt) or (isinstance(prompt, ChatPrompt) and prompt.media):
+            entries, media = prompt.entries, prompt.media
+        elif is_mixed_prompt(prompt):
+            entries, media = build_mixed_entries(prompt, self.vocabulary, self._media_measurer)  # type: ignore[arg-type]
+        else:
+            entries = self._tokenize_prompt(prompt).astype(np.int64)
+        if not len(entries):
+            raise InvalidArgument("prompt", "must have at least one token")
+        return entries, media
+
+    def _tokenize_prompt(self, prompt: PromptInput) -> NDArray[np.int32]:
+        """Return the tokens of a prompt of text or tokens."""
+        if isinstance(prompt, ChatPrompt):
+            prompt = prompt.tokens
+        tokens = self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt
+        return self.vocabulary.check_tokens(tokens)  # type: ignore[arg-type]
+
+    # --- chat and media
+
+    def _get_host(self) -> EngineHost:
+        host = self._lifecycle.get_host()
         if not self.info.is_causal:
-            raise InvalidArgument("prompt", "cannot be continued: this model only computes embeddings")
-        return engine
+            raise InvalidArgument("model", f"{self.name!r} only computes embeddings")
+        return host
 
     def _get_chat(self) -> Chat:
         """Return the chat of the loaded weights; a reload creates a new one."""
         model = self._lifecycle.model
         with self._chat_lock:
-            if self._chat is None or self._chat[0] is not model:
-                self._close_chat()
-                boundaries = needs_boundaries(model.info.memory_kind, self._engine_settings)
-                self._chat = (
-                    model,
-                    Chat(
-                        model.vocabulary,
-                        self.chat_template,
-                        self._media_policy,
-                        self._get_media_support,
-                        boundaries=boundaries,
-                    ),
+            if self._chat is not None and self._chat[0] is not model:
+                self._chat[1].close()
+                self._chat = None
+            if self._chat is None:
+                chat = Chat(
+                    model.vocabulary,
+                    self.chat_template,
+                    self._media_policy,
+                    self._get_media_support,
+                    boundaries=self._needs_boundaries,
                 )
+                self._chat = model, chat
             return self._chat[1]
 
+    def _close_chat(self) -> None:
+        with self._chat_lock:
+            if self._chat is not None:
+                self._chat[1].close()
+            self._chat = None
+
+    @property
+    def _needs_boundaries(self) -> bool:
+        """Whether the engine uses message boundaries. Attention memory can continue from any position without."""
+        return self._memory_kind != "attention" or self._lifecycle.spec.engine_settings.pin_system_prompts
+
+    @property
+    def _memory_kind(self) -> str:
+        """Kind of memory: as probed by the engine, or as the weights say before there is one."""
+        return self.engine_info.memory if self._has_engine else self._lifecycle.model_info.memory_kind
+
+    @property
+    def _has_engine(self) -> bool:
+        return self.state in (LoadState.ACTIVE, LoadState.CRASHED)
+
     def _get_media_support(self) -> MediaSupport:
-        projector = self._lifecycle.projector
         return MediaSupport(
-            kinds=frozenset() if projector is None else projector.modalities,
+            kinds=self._modalities,
             measure=self._media_measurer,
-            unsupported_reason=self._lifecycle.projector_error,
+            decode=self._decode_in_child if isinstance(self._lifecycle, ProcessLifecycle) else decode_media,
+            unsupported_reason=self.media_error,
             strip_unsupported=self._strip_media,
         )
 
-    def _close_chat(self) -> None:
-        if self._chat is not None:
-            self._chat[1].close()
-        self._chat = None
+    @property
+    def _modalities(self) -> frozenset[Modality]:
+        return self.engine_info.media if self._has_engine else frozenset()
+
+    def _decode_in_child(
+        self, modality: Modality, data: bytes, policy: MediaPolicy, *, source: str, detail: str
+    ) -> EncodedMedia:
+        """Have the engine process decode a file: decoded media never enters this process."""
+        decode: Callable[[Engine], Future[DecodedMediaInfo]] = functools.partial(
+            remote_calls.decode_media, modality=modality, data=data, policy=policy, source=source, detail=detail
+        )
+        info: DecodedMediaInfo = self._get_host().call(decode)  # type: ignore[arg-type]
+        return EncodedMedia(
+            modality=modality,
+            data=data,
+            detail=detail,
+            policy=policy,
+            size=info.size,
+            digest=info.digest,
+            nbytes=info.nbytes,
+        )
 
     def _find_snapshot(self, name: str) -> SavedSequence:
         if name not in self._snapshots:
             raise InvalidArgument("name", f"there is no snapshot called {name!r}")
         return self._snapshots[name]
+
+
+def resolve_sampling(sampling: Sampling | None, temperature: float | None, seed: int | None) -> Sampling:
+    """Return `sampling`, or sampling with only a temperature if it is None; a given seed replaces its seed.
+
+    >>> resolve_sampling(None, temperature=0.5, seed=3).seed
+    3
+    """
+    if sampling is not None and temperature is not None:
+        raise InvalidArgument(
+            "temperature", f"must not be given beside `sampling`, whose temperature is {sampling.temperature}"
+        )
+    resolved = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
+    return resolved if seed is None else replace(resolved, seed=seed)
+
+
+def encode_stops(stop: Sequence[str]) -> tuple[bytes, ...]:
+    """Return stop strings as the bytes that the engine matches.
+
+    >>> encode_stops(["END"])
+    (b'END',)
+    """
+    if isinstance(stop, str | bytes) or not all(isinstance(text, str) and text for text in stop):
+        raise InvalidArgument("stop", "must be a list of non-empty strings")
+    try:
+        return tuple(text.encode() for text in stop)
+    except UnicodeEncodeError:
+        raise InvalidArgument("stop", "must not contain an unpaired surrogate: no model can generate it") from None

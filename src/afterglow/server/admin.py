@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from afterglow.api.base import PromptInput
+from afterglow.api.model import PromptInput
 from afterglow.api.served_model import ServedModel
 from afterglow.chat.miss_reasons import explain_miss
 from afterglow.chat.multimodal import get_media_label

@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from afterglow.engine.host.lifecycle import Lifecycle, LoadState
+from afterglow.engine.host.build import EngineSpec
+from afterglow.engine.host.lifecycle import Lifecycle, LoadState, ProcessLifecycle, ThreadLifecycle
+from afterglow.engine.types.request import Request
 from afterglow.errors import Cancelled, Closed, InvalidModel, LoadVetoed, OutOfMemory, WrongState
-from afterglow.llama.model import ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.media_prompts import noise_image
@@ -20,12 +21,23 @@ pytestmark = pytest.mark.native
 SMALL = ContextSettings(cells=256, batch=64, threads=1)
 
 
-def build_lifecycle(path: Path | None = None, context: ContextSettings = SMALL, **options) -> Lifecycle:
-    return Lifecycle(path or models.get_path("attention"), ModelSettings(), context, **options)
+HOSTS = {"thread": ThreadLifecycle, "process": ProcessLifecycle}
 
 
-def test_c12_the_load_states_go_up_and_down(list_own_handles):
-    with build_lifecycle() as model:
+@pytest.fixture(params=HOSTS)
+def host(request) -> str:
+    return request.param
+
+
+def build_lifecycle(
+    host: str = "thread", path: Path | None = None, context: ContextSettings = SMALL, hooks=(), **options
+) -> Lifecycle:
+    spec = EngineSpec(path=path or models.get_path("attention"), context_settings=context, **options)
+    return HOSTS[host](spec, hooks)
+
+
+def test_c12_the_load_states_go_up_and_down(host, list_own_handles):
+    with build_lifecycle(host) as model:
         assert model.state is LoadState.COLD
         model.warm()
         assert model.state is LoadState.WARM
@@ -33,7 +45,8 @@ def test_c12_the_load_states_go_up_and_down(list_own_handles):
         model.activate()
         assert model.state is LoadState.ACTIVE
         assert model.model is weights  # without a GPU the weights are not loaded twice
-        assert model.context.cells == 256
+        assert model.info.cells == 256
+        assert list(model.get_host().submit(Request(id="a", entries=[1, 2, 3], max_tokens=2)))[-1].usage
         model.deactivate()
         assert model.state is LoadState.WARM
         assert model.model is weights
@@ -44,8 +57,8 @@ def test_c12_the_load_states_go_up_and_down(list_own_handles):
     assert not list_own_handles()
 
 
-def test_c12_calls_in_the_wrong_state_are_typed_errors():
-    with build_lifecycle() as model:
+def test_c12_calls_in_the_wrong_state_are_typed_errors(host):
+    with build_lifecycle(host) as model:
         for call in (model.deactivate, model.unload):
             with pytest.raises(WrongState, match="cold"):
                 call()
@@ -53,7 +66,7 @@ def test_c12_calls_in_the_wrong_state_are_typed_errors():
             assert model.model
         model.warm()
         with pytest.raises(WrongState, match="needs the model to be active"):
-            assert model.context
+            model.get_host()
         with pytest.raises(WrongState):
             model.warm()
         model.activate()
@@ -61,24 +74,24 @@ def test_c12_calls_in_the_wrong_state_are_typed_errors():
             model.activate()
 
 
-def test_c12_a_closed_lifecycle_raises_closed():
-    model = build_lifecycle()
+def test_c12_a_closed_lifecycle_raises_closed(host):
+    model = build_lifecycle(host)
     model.activate()
     model.close()
     model.close()
-    for call in (model.warm, model.activate, model.unload, lambda: model.model, lambda: model.context):
+    for call in (model.warm, model.activate, model.unload, lambda: model.model, model.get_host):
         with pytest.raises(Closed):
             call()
 
 
-def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load(list_own_handles):
+def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load(host, list_own_handles):
     targets: list[LoadState] = []
 
     def hook(path: Path, state: LoadState) -> str | None:
         targets.append(state)
         return "not on Sundays" if state is LoadState.ACTIVE else None
 
-    with build_lifecycle(hooks=[hook]) as model:
+    with build_lifecycle(host, hooks=[hook]) as model:
         with pytest.raises(LoadVetoed, match="not on Sundays"):
             model.activate()
         assert model.state is LoadState.COLD
@@ -87,8 +100,8 @@ def test_c12_a_hook_gets_the_target_state_and_can_reject_the_load(list_own_handl
         assert targets == [LoadState.ACTIVE, LoadState.WARM]
 
 
-def test_c12_a_failed_activation_leaves_the_warm_model_usable():
-    with build_lifecycle(context=ContextSettings(cells=2**31 - 1000)) as model:
+def test_c12_a_failed_activation_leaves_the_warm_model_usable(host):
+    with build_lifecycle(host, context=ContextSettings(cells=2**31 - 1000)) as model:
         model.warm()
         with pytest.raises(OutOfMemory):
             model.activate()
@@ -96,10 +109,10 @@ def test_c12_a_failed_activation_leaves_the_warm_model_usable():
         assert model.model.vocabulary.tokenize("still here")
 
 
-def test_c12_a_failed_load_leaves_the_model_cold_and_no_handle_open(tmp_path, list_own_handles):
+def test_c12_a_failed_load_leaves_the_model_cold_and_no_handle_open(host, tmp_path, list_own_handles):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(models.get_path("attention").read_bytes()[:5000])
-    with build_lifecycle(broken) as model:
+    with build_lifecycle(host, broken) as model:
         with pytest.raises(InvalidModel):
             model.activate()
         assert model.state is LoadState.COLD
@@ -123,6 +136,21 @@ def test_c12_progress_is_reported_and_can_cancel():
         with pytest.raises(ZeroDivisionError):
             model.warm(progress=explode)
         model.warm()
+
+
+def test_c12_a_load_in_a_child_process_reports_progress_and_can_be_cancelled(list_own_handles):
+    fractions: list[float] = []
+    with build_lifecycle("process") as model:
+        model.activate(progress=fractions.append)
+        assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+        assert fractions == sorted(fractions)
+        model.unload()
+        with pytest.raises(Cancelled, match="progress callback"):
+            model.activate(progress=lambda fraction: False)
+        assert model.state is LoadState.COLD
+        assert not list_own_handles()
+        model.activate()
+        assert model.state is LoadState.ACTIVE
 
 
 def test_c12_the_state_is_readable_during_a_transition():
@@ -149,13 +177,11 @@ def test_c12_fifty_cycles_leak_nothing(projector, list_own_handles):
     for _ in range(50):
         with build_lifecycle(projector_path=projector and models.get_path(projector)) as model:
             model.warm()
-            assert model.projector is None
             model.activate()
-            assert (model.projector is not None) == (projector is not None)
-            if model.projector is not None:
-                model.projector.encode([noise_image(1)])
+            assert bool(model.info.media) == (projector is not None)
+            if projector is not None:
+                model.get_host().call(lambda engine: engine.backend.projector.encode([noise_image(1)]))
             model.deactivate()
-            assert model.projector is None
             model.unload()
         gc.collect()
         sizes.append(process.memory_info().rss)

@@ -18,7 +18,7 @@ from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
-from afterglow.llama.model import LlamaModel, ModelSettings
+from afterglow.llama.model import LlamaModel, ModelSettings, ProgressCallback
 from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ROPE_OPTIONS, ContextSettings
 
@@ -42,25 +42,24 @@ class EngineSpec:
     trust: bool = False  # the files were loaded before: load them without a trial
     step_costs: StepCosts | None = None  # of an earlier engine; None: calibrate
 
-    def __call__(self) -> Engine:
+    def __call__(self, progress: ProgressCallback | None = None) -> Engine:
         settings = replace(self.model_settings, mtp=True) if self.draft == "mtp" else self.model_settings
-        model = LlamaModel.load(self.path, settings, trust=self.trust)
+        model = LlamaModel.load(self.path, settings, progress=progress, trust=self.trust)
         try:
             context = LlamaContext(model, self.context_settings)
             projector, projector_error = open_projector(
                 model, self.projector_path, self.projector_settings, trust=self.trust
             )
-            engine = build_engine(
+            return build_engine(
                 context,
                 self.engine_settings,
                 draft=self.draft,
                 projector=projector,
+                projector_error=projector_error,
                 owns_model=True,
                 trust=self.trust,
                 step_costs=self.step_costs,
             )
-            engine.media_scheduler.projector_error = projector_error
-            return engine
         except BaseException:
             model.close()
             raise
@@ -76,13 +75,15 @@ def build_engine(
     *,
     draft: DraftSource | None = None,
     projector: Projector | None = None,
+    projector_error: str = "",
     owns_model: bool = False,
     trust: bool = False,
     step_costs: StepCosts | None = None,
 ) -> Engine:
     """Build an engine on a context. With `owns_model`, closing the engine closes the model.
 
-    `trust` loads a draft model without a trial. `step_costs` are known decode times; None calibrates.
+    `projector_error` is why there is no projector. `trust` loads a draft model without a trial. `step_costs` are known
+    decode times; None calibrates.
     """
     drafters: list[Drafter] = []
     backend: LlamaBackend
@@ -97,6 +98,7 @@ def build_engine(
     backend.owns_model = owns_model
     try:
         engine = Engine(backend, settings, drafters)
+        engine.media_scheduler.projector_error = projector_error
         if step_costs is not None:
             engine.prefix_cache.cost_model.step_costs = step_costs
         elif engine.speculator.drafter_names and context.model.info.is_causal:

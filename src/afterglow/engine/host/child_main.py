@@ -33,6 +33,7 @@ PR_SET_PDEATHSIG = 1
 # Run the engine at lower priority than the process that streams tokens: on a busy core that saved 4 of 90 ms to the
 # first token.
 ENGINE_NICENESS = 2
+MIN_PROGRESS = 0.01  # between two reports of a load
 
 
 class ChildHost:
@@ -45,6 +46,7 @@ class ChildHost:
         self._outbox = Outbox(pipe, on_disconnect=exit_immediately)
         self._factory: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._loop = EngineLoop(self._deliver)
+        self._reported_fraction = 0.0  # of the load
 
     def read_messages(self) -> None:
         """Handle messages as they arrive, also while the engine computes. Exit if the parent is gone."""
@@ -86,7 +88,7 @@ class ChildHost:
         """
         try:
             factory = unpack("factory", self._factory.get())
-            engine: Engine = factory()
+            engine: Engine = factory(self._report_progress) if isinstance(factory, EngineSpec) else factory()
         except BaseException as error:
             self._send("failed", content=to_portable_error(error))
             return True
@@ -98,6 +100,11 @@ class ChildHost:
             return False
         close_engine(engine)
         return True
+
+    def _report_progress(self, fraction: float) -> None:
+        if fraction in (0.0, 1.0) or fraction - self._reported_fraction >= MIN_PROGRESS:
+            self._reported_fraction = fraction
+            self._send("progress", fraction)
 
     def _submit(self, ids: Sequence[str], content: bytes) -> None:
         try:

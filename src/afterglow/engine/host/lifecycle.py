@@ -1,23 +1,32 @@
-"""Load states of a model: COLD (file only), WARM (weights in RAM), ACTIVE (on the device, with a context).
+"""Load states of a model: COLD (file only), WARM (weights in RAM), ACTIVE (an engine runs on the device).
 
-Every transition builds the new state before it releases the old one, so a failed transition leaves the model usable.
+`ThreadLifecycle` loads the weights into this process and runs the engine in a thread. `ProcessLifecycle` loads only the
+vocabulary here and runs the engine in a child process. Every transition builds the new state before it releases the old
+one, so a failed transition leaves the model usable.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeAlias
 
 from afterglow.closeable import Closeable
-from afterglow.engine.host.build import open_projector
+from afterglow.engine.host import remote_calls
+from afterglow.engine.host.build import EngineSpec, build_engine, open_projector
+from afterglow.engine.host.process import EngineProcess
+from afterglow.engine.host.remote_calls import EngineInfo
+from afterglow.engine.host.thread import EngineThread
 from afterglow.errors import Closed, LoadVetoed, WrongState
 from afterglow.llama.context import LlamaContext
-from afterglow.llama.model import LlamaModel, ModelSettings, ProgressCallback
-from afterglow.llama.projector import Projector, ProjectorSettings
-from afterglow.llama.settings import ContextSettings
+from afterglow.llama.gguf.probe import list_split_files
+from afterglow.llama.model import LlamaModel, ModelInfo, ModelSettings, ProgressCallback
 
 
 class LoadState(StrEnum):
@@ -39,106 +48,106 @@ class LoadState(StrEnum):
 
 LoadHook = Callable[[Path, LoadState], str | None]
 """Called with the path and the target state before a load. A returned text rejects the load with this reason."""
+EngineHost: TypeAlias = EngineThread | EngineProcess
 
 
-class Lifecycle(Closeable):
-    """Owns the weights, the context and the projector of one model.
+class Lifecycle(Closeable, ABC):
+    """Owns the weights and the engine of one model, and moves them between the load states."""
 
-    >>> with Lifecycle(path, ModelSettings(), ContextSettings()) as lifecycle:
-    ...     lifecycle.activate()
-    ...     lifecycle.state
-    <LoadState.ACTIVE: 'active'>
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        model_settings: ModelSettings,
-        context_settings: ContextSettings,
-        *,
-        hooks: Sequence[LoadHook] = (),
-        projector_path: Path | None = None,
-        projector_settings: ProjectorSettings | None = None,
-    ) -> None:
-        """`projector_path` is the projector file of a multimodal model; it is loaded with `projector_settings`."""
-        self.path = path
-        self.projector_path = projector_path
-        self.projector_settings = projector_settings or ProjectorSettings()
-        self.projector: Projector | None = None  # only while ACTIVE
-        self.projector_error = ""  # why the projector cannot be used
-        self.model_settings = model_settings
-        self.context_settings = context_settings
+    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
+        """A new lifecycle is COLD."""
+        self.spec = spec
         self.hooks = list(hooks)
-        self._lock = threading.RLock()
-        self._state = LoadState.COLD
+        self._lock = threading.RLock()  # held during transitions
+        self._state = LoadState.COLD  # ACTIVE also after a crash of the engine
         self._closed = False
         self._model: LlamaModel | None = None
-        self._context: LlamaContext | None = None
+        self._info: EngineInfo | None = None
+
+    # --- properties
 
     @property
     def state(self) -> LoadState:
         """Current state. Takes no lock, so any thread can read it during a transition."""
-        return self._state
+        return LoadState.CRASHED if self._state is LoadState.ACTIVE and self._has_crashed else self._state
 
     @property
     def model(self) -> LlamaModel:
-        """Weights. Raises `WrongState` while COLD."""
+        """Weights, or only their vocabulary and metadata. Raises `WrongState` while COLD."""
         if (model := self._model) is None:
             raise self._build_unavailable_error("reading the vocabulary or metadata", LoadState.WARM)
         return model
 
     @property
-    def context(self) -> LlamaContext:
-        """Context. Raises `WrongState` unless ACTIVE."""
-        if (context := self._context) is None:
+    def info(self) -> EngineInfo:
+        """Limits of the engine. Raises `WrongState` unless the model is or was ACTIVE since it was loaded."""
+        if (info := self._info) is None:
             raise self._build_unavailable_error("computing", LoadState.ACTIVE)
-        return context
+        return info
+
+    @property
+    @abstractmethod
+    def model_info(self) -> ModelInfo:
+        """Facts about the model."""
+
+    @property
+    @abstractmethod
+    def restarts(self) -> int:
+        """Number of engines started after a crash."""
+
+    @property
+    @abstractmethod
+    def needs_restart(self) -> bool:
+        """Whether the engine crashed and does not restart by itself."""
+
+    @property
+    @abstractmethod
+    def _has_crashed(self) -> bool:
+        """Whether the engine crashed and no new one is ready."""
+
+    @property
+    @abstractmethod
+    def _current_host(self) -> EngineHost | None: ...
+
+    def get_host(self) -> EngineHost:
+        """Return the host of the engine; start a new engine if the last one crashed. Raises unless ACTIVE."""
+        if self.needs_restart:
+            self.restart()
+        if (host := self._current_host) is None:
+            raise self._build_unavailable_error("computing", LoadState.ACTIVE)
+        return host
+
+    # --- transitions
 
     def warm(self, progress: ProgressCallback | None = None) -> None:
         """COLD → WARM: load the weights into RAM, none on a GPU."""
         with self._lock:
             self.require("warm", LoadState.COLD)
-            self._model = self._load(LoadState.WARM, progress)
+            self._run_hooks(LoadState.WARM)
+            self._model = self._load_warm(progress)
             self._state = LoadState.WARM
 
     def activate(self, progress: ProgressCallback | None = None) -> None:
-        """COLD or WARM → ACTIVE: load the weights onto the device and create a context."""
+        """COLD or WARM → ACTIVE: load the weights onto the device and start the engine. CRASHED: start a new engine."""
         with self._lock:
+            if self.state is LoadState.CRASHED:
+                return self.restart()
             self.require("activate", LoadState.COLD, LoadState.WARM)
-            old = self._model
-            model = old if old is not None and not self._uses_gpu else self._load(LoadState.ACTIVE, progress)
-            try:
-                self._context = LlamaContext(model, self.context_settings)
-            except BaseException:
-                if model is not old:
-                    model.close()
-                raise
-            self._release_projector()  # there is one if a context could not be replaced
-            self.projector, self.projector_error = open_projector(model, self.projector_path, self.projector_settings)
-            self._model, self._state = model, LoadState.ACTIVE
-            if old is not None and old is not model:
-                old.close()
-
-    def replace_context(self) -> None:
-        """ACTIVE → ACTIVE with a new context: after a crash of the engine, the state of the old one is unknown."""
-        with self._lock:
-            self.require("replace_context", LoadState.ACTIVE)
-            self.context.close()
-            self._context, self._state = None, LoadState.WARM  # stays so if the next line raises
-            self._context = LlamaContext(self.model, self.context_settings)
+            self._activate(progress)
             self._state = LoadState.ACTIVE
 
+    def restart(self) -> None:
+        """Start a new engine unless another thread did. If that fails, the state stays CRASHED."""
+        with self._lock:
+            if self.needs_restart:
+                self._restart()
+
     def deactivate(self) -> None:
-        """ACTIVE → WARM: release the context and GPU memory; the weights stay in RAM."""
+        """ACTIVE → WARM: stop the engine and release the device; the weights stay in RAM."""
         with self._lock:
             self.require("deactivate", LoadState.ACTIVE)
-            old, context = self.model, self.context
-            model = self._load(LoadState.WARM, None) if self._uses_gpu else old
-            self._model, self._context, self._state = model, None, LoadState.WARM
-            self._release_projector()
-            context.close()
-            if old is not model:
-                old.close()
+            self._deactivate()
+            self._state = LoadState.WARM
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything."""
@@ -152,30 +161,6 @@ class Lifecycle(Closeable):
             self._release()
             self._closed = True
 
-    @property
-    def _uses_gpu(self) -> bool:
-        return self.model_settings.gpu_layers != 0
-
-    def _load(self, state: LoadState, progress: ProgressCallback | None) -> LlamaModel:
-        for hook in self.hooks:
-            if reason := hook(self.path, state):
-                raise LoadVetoed(str(self.path), reason)
-        settings = self.model_settings
-        if state is LoadState.WARM:
-            settings = replace(settings, gpu_layers=0)
-        return LlamaModel.load(self.path, settings, progress=progress)
-
-    def _release_projector(self) -> None:
-        projector, self.projector, self.projector_error = self.projector, None, ""
-        if projector is not None:
-            projector.close()
-
-    def _release(self) -> None:
-        self._release_projector()
-        model, self._model, self._context, self._state = self._model, None, None, LoadState.COLD
-        if model is not None:
-            model.close()  # also closes its context
-
     def require(self, call: str, *states: LoadState) -> None:
         """Raise `WrongState` unless the model is in one of these states, or `Closed` after `close`."""
         if self._closed:
@@ -183,5 +168,222 @@ class Lifecycle(Closeable):
         if self._state not in states:
             raise WrongState(call, self._state.value, " or ".join(allowed.value for allowed in states))
 
+    def _run_hooks(self, state: LoadState) -> None:
+        for hook in self.hooks:
+            if reason := hook(self.spec.path, state):
+                raise LoadVetoed(str(self.spec.path), reason)
+
+    def _release(self) -> None:
+        self._stop_engine()
+        model, self._model, self._info, self._state = self._model, None, None, LoadState.COLD
+        if model is not None:
+            model.close()
+
     def _build_unavailable_error(self, call: str, needed: LoadState) -> Closed | WrongState:
-        return Closed("model") if self._closed else WrongState(call, self._state.value, needed.value)
+        # ACTIVE without what was asked for: another thread is in a transition.
+        is_closed = self._closed or self._state is LoadState.ACTIVE
+        return Closed("model") if is_closed else WrongState(call, self._state.value, needed.value)
+
+    @abstractmethod
+    def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel: ...
+
+    @abstractmethod
+    def _activate(self, progress: ProgressCallback | None) -> None: ...
+
+    @abstractmethod
+    def _restart(self) -> None: ...
+
+    @abstractmethod
+    def _deactivate(self) -> None: ...
+
+    @abstractmethod
+    def _stop_engine(self) -> None: ...
+
+
+class ThreadLifecycle(Lifecycle):
+    """Weights and engine in this process; the engine has its own thread.
+
+    >>> with ThreadLifecycle(EngineSpec(path=path)) as lifecycle:
+    ...     lifecycle.activate()
+    ...     lifecycle.state
+    <LoadState.ACTIVE: 'active'>
+    """
+
+    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
+        super().__init__(spec, hooks)
+        self._restarts = 0
+        self._host: EngineThread | None = None  # a crashed one stays until its successor runs
+        self._engine_resources = contextlib.ExitStack()  # projector, context and engine
+        self._context: LlamaContext | None = None
+
+    @property
+    def context(self) -> LlamaContext:
+        """Context of the engine. Raises `WrongState` unless ACTIVE."""
+        if (context := self._context) is None:
+            raise self._build_unavailable_error("computing", LoadState.ACTIVE)
+        return context
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Facts about the model. Raises `WrongState` while COLD."""
+        return self.model.info
+
+    @property
+    def restarts(self) -> int:
+        """Number of engines started after a crash."""
+        return self._restarts
+
+    @property
+    def needs_restart(self) -> bool:
+        """Whether the engine crashed."""
+        return (host := self._host) is not None and host.has_crashed
+
+    @property
+    def _has_crashed(self) -> bool:
+        return self.needs_restart
+
+    @property
+    def _current_host(self) -> EngineThread | None:
+        return self._host
+
+    def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel:
+        return LlamaModel.load(self.spec.path, replace(self.spec.model_settings, gpu_layers=0), progress=progress)
+
+    def _activate(self, progress: ProgressCallback | None) -> None:
+        old = self._model
+        with contextlib.ExitStack() as stack:
+            if old is None or self._uses_gpu:
+                self._run_hooks(LoadState.ACTIVE)
+                model = LlamaModel.load(self.spec.path, self.spec.model_settings, progress=progress)
+                stack.callback(model.close)
+            else:
+                model = old
+            self._start_engine(model)
+            stack.pop_all()
+        self._model = model
+        if old is not None and old is not model:
+            old.close()
+
+    def _start_engine(self, model: LlamaModel) -> None:
+        spec = self.spec
+        with contextlib.ExitStack() as stack:
+            context = stack.enter_context(LlamaContext(model, spec.context_settings))
+            projector, error = open_projector(model, spec.projector_path, spec.projector_settings)
+            if projector is not None:
+                stack.enter_context(projector)
+            host = stack.enter_context(
+                EngineThread(
+                    lambda: build_engine(
+                        context, spec.engine_settings, draft=spec.draft, projector=projector, projector_error=error
+                    )
+                )
+            )
+            self._info = host.call(remote_calls.get_engine_info)
+            self._context, self._host, self._engine_resources = context, host, stack.pop_all()
+
+    def _restart(self) -> None:
+        """Replace the crashed engine and its context: the state of the old context is unknown."""
+        self._engine_resources.close()
+        self._start_engine(self.model)
+        self._restarts += 1
+
+    def _deactivate(self) -> None:
+        old = self.model
+        if self._uses_gpu:
+            self._run_hooks(LoadState.WARM)
+        model = self._load_warm(None) if self._uses_gpu else old
+        self._stop_engine()
+        self._model = model
+        if old is not model:
+            old.close()
+
+    def _stop_engine(self) -> None:
+        self._host = self._context = None
+        self._engine_resources.close()
+
+    @property
+    def _uses_gpu(self) -> bool:
+        return self.spec.model_settings.gpu_layers != 0
+
+
+class ProcessLifecycle(Lifecycle):
+    """Engine in a child process, and the vocabulary in this process.
+
+    A crash of the engine ends only the child. WARM: the vocabulary is loaded, and the operating system reads the
+    weights into its page cache.
+
+    >>> with ProcessLifecycle(EngineSpec(path=path)) as lifecycle:
+    ...     lifecycle.activate()
+    ...     lifecycle.state
+    <LoadState.ACTIVE: 'active'>
+    """
+
+    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
+        super().__init__(spec, hooks)
+        self._host: EngineProcess | None = None
+        self._earlier_restarts = 0  # of hosts that could not restart their child
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Facts about the model. Raises `WrongState` unless the model is or was ACTIVE since it was loaded."""
+        return self.info.model
+
+    @property
+    def restarts(self) -> int:
+        """Number of child processes started after a crash."""
+        return self._earlier_restarts + (0 if (host := self._host) is None else host.restarts)
+
+    @property
+    def needs_restart(self) -> bool:
+        """Whether the child could not be restarted several times, so that it is not tried any more."""
+        return (host := self._host) is not None and host.has_given_up
+
+    @property
+    def _has_crashed(self) -> bool:
+        return (host := self._host) is not None and not host.is_ready
+
+    @property
+    def _current_host(self) -> EngineProcess | None:
+        return self._host
+
+    def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel:
+        model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), progress=progress)
+        for path in list_split_files(self.spec.path):
+            start_reading(path)
+        return model
+
+    def _activate(self, progress: ProgressCallback | None) -> None:
+        self._run_hooks(LoadState.ACTIVE)
+        with contextlib.ExitStack() as stack:
+            model = self._model
+            if model is None:
+                model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True))
+                stack.callback(model.close)
+            host = stack.enter_context(EngineProcess(self.spec, progress=progress))
+            self._info = host.call(remote_calls.get_engine_info)
+            stack.pop_all()
+        self._model, self._host = model, host
+
+    def _restart(self) -> None:
+        """Start a new host. The vocabulary stays open: other threads may be using it."""
+        assert self._host is not None
+        host = EngineProcess(self.spec)
+        self._earlier_restarts += self._host.restarts + 1
+        self._host.close()
+        self._host = host
+
+    def _deactivate(self) -> None:
+        self._stop_engine()
+
+    def _stop_engine(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            self._earlier_restarts += host.restarts
+            host.close()
+
+
+def start_reading(path: Path) -> None:
+    """Ask the operating system to read a file into its page cache."""
+    if hasattr(os, "posix_fadvise"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -23,6 +23,7 @@ from afterglow.engine.host.loop import describe_error, logger
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
 from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
 from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
+from afterglow.llama.model import ProgressCallback
 
 ResultT = TypeVar("ResultT")
 START_TIMEOUT_SECONDS = 600.0  # a large model loads slowly
@@ -64,15 +65,18 @@ class EngineProcess(Closeable):
         self,
         factory: Callable[[], Engine],
         *,
+        progress: ProgressCallback | None = None,
         silence_timeout: float = MAX_SILENCE_SECONDS,
         start_timeout: float = START_TIMEOUT_SECONDS,
     ) -> None:
         """Start the child and wait until its engine is built.
 
         `factory` builds the engine in the child. It is pickled, so it must be a function of a module or an object like
-        `EngineSpec`. A child that does not respond for `silence_timeout` seconds is killed and restarted.
+        `EngineSpec`. Only an `EngineSpec` reports `progress`; if that returns False, the start is cancelled. A child
+        that does not respond for `silence_timeout` seconds is killed and restarted.
         """
         self.restarts = 0
+        self._progress = progress
         self._factory = pack("factory", factory)
         self._silence_timeout, self._start_timeout = silence_timeout, start_timeout
         self._heartbeat_seconds = min(HEARTBEAT_SECONDS, silence_timeout / 4)
@@ -290,6 +294,8 @@ class EngineProcess(Closeable):
             case "answer":
                 self._repeatable_calls.pop(key, None)
                 self._pending.resolve_call(key, content)
+            case "progress":
+                self._report_progress(child, key)
             case "ready":
                 self._factory = content or self._factory
                 self._mark_ready(child)
@@ -300,6 +306,16 @@ class EngineProcess(Closeable):
                 child.crash_reason = key
                 child.set_exit_deadline()
                 logger.error("the engine crashed in its process\n%s", content)
+
+    def _report_progress(self, child: ChildProcess, fraction: float) -> None:
+        if self._progress is None or self._started.done():  # a restart has no caller
+            return
+        try:
+            if self._progress(fraction) is False:
+                raise Cancelled("loading was cancelled by its progress callback")
+        except BaseException as error:  # the constructor raises it
+            child.start_error = error
+            child.kill()
 
     def _mark_ready(self, child: ChildProcess) -> None:
         with self._pending.lock:

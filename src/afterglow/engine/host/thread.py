@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Sequence
@@ -55,6 +56,13 @@ class EngineThread(Closeable):
         streams = [self._pending.add_stream(request.id) for request in requests]
         self._loop.submit(*requests)
         return streams
+
+    def expect_requests(self, change: int) -> None:
+        """Change the number of requests about to be submitted. New prompts wait briefly for them, to be batched."""
+        self._loop.expect_requests(change)
+
+    def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Has no effect: events reach an event loop directly from the engine thread."""
 
     def cancel(self, id: str) -> None:
         """Cancel a request, even during a decode. An unknown id is ignored."""

@@ -21,8 +21,9 @@ MAGIC = b"afterglow snapshot\x02"
 HEADER = struct.Struct("<QQQQ")  # number of entries, of those on the deterministic grid, bytes of salt, bytes of state
 
 
-def save(engine: Engine, sequence: int) -> SavedSequence:
-    """Return a copy of an idle sequence."""
+def save(engine: Engine, sequence: int | None = None) -> SavedSequence:
+    """Return a copy of an idle sequence. None copies the most recently used one."""
+    sequence = find_latest(engine) if sequence is None else sequence
     slot = get_idle_slot(engine, sequence)
     if not len(slot):
         raise InvalidArgument("sequence", f"{sequence} is empty")
@@ -57,8 +58,8 @@ def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -
     return slot.seq_id
 
 
-def fork(engine: Engine, sequence: int) -> int:
-    """Copy an idle sequence and return the number of the copy."""
+def fork(engine: Engine, sequence: int | None = None) -> int:
+    """Copy an idle sequence and return the number of the copy. None copies the most recently used one."""
     return load(engine, save(engine, sequence))
 
 

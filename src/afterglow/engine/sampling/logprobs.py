@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.errors import InvalidArgument
 from afterglow.llama.context import LlamaContext
 
-ResultT = TypeVar("ResultT")
 MIN_SCORING_CELLS = 512
 SCORING_SEQUENCE = 0  # the only one of a scoring context
 TokenLogprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 """Log-probability of a token, and those of the most likely tokens at its position."""
-
-
-class TaskRunner(Protocol):
-    """Runs a task in the thread of the engine and returns its result."""
-
-    def __call__(self, task: Callable[[], ResultT], /) -> ResultT: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,37 +57,6 @@ def _create_scoring_context(target: LlamaContext, token_count: int) -> LlamaCont
         batch=min(target.batch.capacity, target.max_outputs),  # every row has an output
     )
     return LlamaContext(target.model, settings, owner=target)
-
-
-def compute_logprobs(target: LlamaContext, tokens: NDArray[np.int32], run: TaskRunner) -> tuple[list[float], int]:
-    """Return the log-probability of each token but the first, and the number of windows.
-
-    Each decode goes through `run`, so that other requests run between two of them.
-    """
-    if len(tokens) < 2:
-        raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
-    windows = plan_windows(len(tokens), target.cells_per_sequence)
-    context = run(lambda: get_scoring_context(target, min(len(tokens), target.cells_per_sequence)))
-    logprobs: list[float] = []
-    for window in windows:
-        run(lambda: context.memory.remove(SCORING_SEQUENCE))
-        logprobs += _score_window(context, tokens[window.start : window.stop], window.score_start - window.start, run)
-    return logprobs, len(windows)
-
-
-def _score_window(
-    context: LlamaContext, tokens: NDArray[np.int32], score_start: int, run: TaskRunner
-) -> Iterator[float]:
-    step = context.batch.capacity
-    for start in range(0, len(tokens) - 1, step):  # the logits after the last token are not needed
-        stop = min(start + step, len(tokens) - 1)
-        scored = range(max(start, score_start - 1), stop)
-
-        def score_step(start: int = start, stop: int = stop, scored: range = scored) -> list[float]:
-            rows = score_tokens(context, tokens[start : stop + 1], start, len(scored), alternatives=0)
-            return [logprob for logprob, _ in rows]
-
-        yield from run(score_step)
 
 
 def score_tokens(
