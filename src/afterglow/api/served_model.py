@@ -8,21 +8,26 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.api.base import PromptInput, TextModel, needs_boundaries
-from afterglow.api.load import apply_disk_cache, build_engine_spec
-from afterglow.api.options import LoadOptions
+from afterglow.api.load import (
+    apply_disk_cache,
+    build_engine_settings,
+    build_engine_spec,
+    read_chat_template,
+    resolve_draft,
+)
+from afterglow.api.options import LoadOptions, check_options
 from afterglow.chat.chat import Chat
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
-from afterglow.engine.host.build import DraftSource, EngineSpec
+from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.remote_calls import (
     MAX_EMBEDDING_TOKENS,
@@ -47,27 +52,25 @@ from afterglow.version import __version__
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedSettings(LoadOptions):
-    """Settings of a served model. They mean the same as the arguments of `afterglow.load`."""
+class ServedSettings:
+    """Settings of a served model: arguments of `afterglow.load`, checked."""
 
-    disk_cache: bool | None = None  # None: on, unless AFTERGLOW_DISK_CACHE is `off`
-    chat_template: str | None = None  # None: the template of the model
-    projector: Path | Literal[False] | None = None  # None: the only one next to the model file
-    media_policy: MediaPolicy = INLINE_ONLY
-    strip_media: bool = False  # drop unsupported media with a warning instead of an error
-    draft: DraftSource | None = None  # "mtp", or the file of a draft model
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    def __init__(
+        self,
+        *,
+        media_policy: MediaPolicy = INLINE_ONLY,
+        engine: EngineSettings | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        self.options = check_options(LoadOptions, options)
+        self.media_policy = media_policy
+        self.chat_template = read_chat_template(self.options["chat_template"])
+        self.engine = build_engine_settings(engine, self.options | {"disk_cache": False}, options, label="")
 
     def build_spec(self, path: Path) -> EngineSpec:
         """Return the spec from which the child process builds the engine."""
-        return build_engine_spec(
-            path,
-            self,
-            apply_disk_cache(self.engine, str(path), self.disk_cache),
-            draft=self.draft,
-            projector=self.projector,
-        )
+        engine = apply_disk_cache(self.engine, str(path), self.options["disk_cache"])
+        return build_engine_spec(path, self.options, engine, draft=resolve_draft(self.options["draft"], fetch=False))
 
 
 class ServedModel(TextModel):
@@ -214,7 +217,7 @@ class ServedModel(TextModel):
     @property
     def max_embedding_tokens(self) -> int:
         """Maximum number of tokens of a text for `embed`."""
-        return min(self.settings.context, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
+        return min(self.settings.options["context"], self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the embedding of a text, normalized to length 1."""
@@ -282,7 +285,7 @@ class ServedModel(TextModel):
             measure=self._media_measurer,
             decode=self._decode_media,
             unsupported_reason=self.engine_info.media_error,
-            strip_unsupported=self.settings.strip_media,
+            strip_unsupported=self.settings.options["strip_media"],
         )
 
     def _decode_media(
