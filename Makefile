@@ -1,5 +1,5 @@
 # `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
-.PHONY: help chat test test-full unit check setup bench bench-quick bench-pages lock clean
+.PHONY: help chat test test-full unit check docs setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -36,6 +36,9 @@ bench-quick: .venv/development   ## the same checks on smaller workloads, five m
 
 bench-pages: .venv/bench    ## write the table of README.md and the plots of docs/speed.md
 	@$(BIN)/python benchmarks/results.py
+
+docs: .venv/development     ## write docs/settings.md from the declarations of the settings
+	@$(BIN)/python scripts/write_settings_page.py
 
 setup: .venv/runtime        ## create the virtual environment
 

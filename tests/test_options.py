@@ -13,10 +13,10 @@ import pytest
 import afterglow
 from afterglow.api.conversation import Conversation
 from afterglow.api.model import Model
+from afterglow.api.options import ContextOptions, GenerationOptions, LoadOptions, PromptOptions, get_fields
 from afterglow.chat.constraints.grammar import RESPONSE_FORMAT_FIELDS
 from afterglow.cli.chat import chat
-from afterglow.cli.options import LOAD_OPTIONS
-from afterglow.cli.settings import Settings
+from afterglow.cli.settings import SETTINGS_FIELDS
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
@@ -141,6 +141,7 @@ REASONING_BUDGET = {
 }
 LOAD = {
     "model": "test_smollm2_reports_its_info",
+    "name": "test_a_model_can_have_another_name",
     "host": "test_a_method_has_the_same_result_on_both_hosts",
     "context": "test_a_completion_ends_if_the_context_is_full",
     "sequences": "test_c19_an_option_of_load_reaches_llama_cpp",
@@ -170,6 +171,14 @@ LOAD = {
     "media_policy": "test_the_media_policy_of_load_is_applied",
     "strip_media": "test_c18_unsupported_media_is_stripped_if_configured",
     "engine": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",
+    "options": "test_a_misspelled_keyword_of_load_is_rejected_before_the_model_is_looked_up",
+    **dict.fromkeys(
+        (
+            *("ram_cache_bytes", "disk_cache_bytes", "pin_system_prompts", "max_token_gap", "speculation"),
+            "deterministic",
+        ),
+        "test_an_option_replaces_the_field_of_given_engine_settings",
+    ),
     "state": "test_c12_the_load_states_go_up_and_down",
     "fetch": "test_the_python_of_a_page_runs",
     "progress": "test_c12_progress_is_reported_and_can_cancel",
@@ -198,8 +207,8 @@ SERVER_MEDIA = {
     "max_media": "test_the_number_of_media_in_a_request_is_limited",
 }
 SETTINGS = {
-    **{name: "test_every_setting_is_passed_on" for name in Settings.model_fields},
-    **dict.fromkeys(LOAD_OPTIONS, "test_the_commands_have_the_same_flags_for_the_model"),
+    **{name: "test_every_setting_is_passed_on" for name in SETTINGS_FIELDS},
+    **dict.fromkeys(get_fields(ContextOptions), "test_the_commands_have_the_same_flags_for_the_model"),
     "model": "test_a_command_uses_the_file",
     "overflow": "test_the_chat_continues_after_the_context_is_full",
     "max_tokens": "test_a_command_uses_the_file",
@@ -234,8 +243,10 @@ TABLES = {
     "request": (list_parameters(Model.build_request), REQUEST),
     "complete": (list_parameters(Model.complete), COMPLETE),
     "ask": (list_parameters(Conversation.ask), ASK),
-    "afterglow chat": ([name for name in list_parameters(chat) if name not in Settings.model_fields], FILES),
-    "load": (list_parameters(afterglow.load), LOAD),
+    "afterglow chat": ([name for name in list_parameters(chat) if name not in SETTINGS_FIELDS], FILES),
+    "load": ([*list_parameters(afterglow.load), *get_fields(LoadOptions)], LOAD),
+    "GenerationOptions": (["prompt", *get_fields(GenerationOptions)], REQUEST),
+    "PromptOptions": (["messages", "tools", *get_fields(PromptOptions)], PLAN),
     "MediaPolicy": (list_fields(MediaPolicy), MEDIA),
     "ServerSettings for media": (
         [name for name in ServerSettings.model_fields if name in SERVER_MEDIA or "media" in name],
@@ -247,7 +258,7 @@ TABLES = {
     "CheckpointSettings": (list_fields(CheckpointSettings), CHECKPOINTS),
     "GrammarConstraint": (list_fields(GrammarConstraint), CONSTRAINT),
     "ReasoningBudget": (list_fields(ReasoningBudget), REASONING_BUDGET),
-    "Settings": (list(Settings.model_fields), SETTINGS),
+    "Settings": (list(SETTINGS_FIELDS), SETTINGS),
     "response_format": (list(RESPONSE_FORMAT_FIELDS), FORMATS),
 }
 

@@ -161,6 +161,11 @@ def test_images_can_be_in_prompts_on_every_host(host: str) -> None:
         assert completion.usage.media_tokens > 0
 
 
+def test_a_model_can_have_another_name() -> None:
+    with load("thread", name="small") as model:
+        assert model.name == "small"
+
+
 def test_an_unknown_host_is_an_error() -> None:
     with pytest.raises(InvalidArgument, match="thread or process, not 'fiber'"):
         load("fiber")

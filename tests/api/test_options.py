@@ -1,22 +1,34 @@
-"""`LoadOptions`: every option reaches llama.cpp, from `load`, from served models and from the flags of the commands."""
+"""Options: each is declared once, and reaches llama.cpp from `load`, from served models and from the commands."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.main import get_command
 
 import afterglow
 from afterglow.api import load as load_module
-from afterglow.api.options import LoadOptions
+from afterglow.api.options import (
+    ChatGenerationOptions,
+    ContextOptions,
+    GenerationOptions,
+    LoadOptions,
+    build_context_settings,
+    build_model_settings,
+    check_options,
+    get_fields,
+)
 from afterglow.api.served_model import ServedSettings
 from afterglow.cli.main import app
-from afterglow.cli.options import LOAD_OPTIONS, MODEL_OPTIONS
+from afterglow.cli.options import MODEL_OPTIONS
 from afterglow.cli.serve import build_served_settings
-from afterglow.cli.settings import Settings, load_command_settings
+from afterglow.cli.settings import SETTINGS_FIELDS, load_command_settings
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, UnsupportedOption
 from afterglow.llama import model as llama_model
 from afterglow.llama.library.loader import get_library
@@ -57,11 +69,25 @@ COMMANDS = {"chat": ["small"], "run": ["--model", "small", "Why?"], "serve": ["s
 
 
 def test_every_option_is_in_a_table() -> None:
-    fields = {field.name for field in dataclasses.fields(LoadOptions)}
-    assert fields == VALUES.keys() == LOAD_OPTIONS.keys()
-    assert fields <= Settings.model_fields.keys()
-    assert MODEL_OPTIONS.keys() <= Settings.model_fields.keys()
-    assert all(value != getattr(LoadOptions(), name) for name, value in VALUES.items())
+    fields = get_fields(ContextOptions)
+    assert fields.keys() == VALUES.keys()
+    assert set(MODEL_OPTIONS) == get_fields(LoadOptions).keys() <= SETTINGS_FIELDS.keys()
+    assert all(value != fields[name].default for name, value in VALUES.items())
+
+
+def test_every_option_has_a_description_and_is_in_the_docstring_of_load() -> None:
+    for declaration in (LoadOptions, ChatGenerationOptions):
+        assert all(field.description for field in get_fields(declaration).values())
+    for name in get_fields(LoadOptions):
+        assert f" {name}: " in (afterglow.load.__doc__ or ""), name
+
+
+def test_an_option_of_the_engine_has_the_default_of_its_settings() -> None:
+    names = {field.name for field in dataclasses.fields(EngineSettings)} & get_fields(LoadOptions).keys()
+    assert {name: get_fields(LoadOptions)[name].default for name in names} == {
+        name: getattr(EngineSettings(), name) for name in names
+    }
+    assert {"ram_cache_bytes", "speculation", "deterministic"} <= names
 
 
 @pytest.mark.native
@@ -69,9 +95,14 @@ def test_every_option_is_in_a_table() -> None:
 def test_every_context_option_is_a_parameter_of_llama_cpp(name: str) -> None:
     value, field, expected = CONTEXT_FIELDS[name]
     needed = {"yarn_ext_factor": 0.0} if name == "yarn_attn_factor" else {}
-    parameters = LoadOptions(**{name: value}, **needed).build_context_settings().build_parameters()
+    parameters = build_context_settings(check_options(LoadOptions, {name: value, **needed})).build_parameters()
     assert getattr(parameters, field) == expected
-    assert getattr(LoadOptions(threads=1).build_context_settings().build_parameters(), field) != expected
+    default = build_context_settings(check_options(LoadOptions, {"threads": 1})).build_parameters()
+    assert getattr(default, field) != expected
+
+
+def build_model_parameters(**options: Any) -> Any:
+    return llama_model._build_parameters(build_model_settings(check_options(LoadOptions, options)))
 
 
 @pytest.mark.native
@@ -81,14 +112,14 @@ def test_every_option_of_the_weights_is_a_parameter_of_llama_cpp(name: str) -> N
     if name == "tensor_split":
         if get_library().symbols.llama_max_devices() < len(value):
             with pytest.raises(InvalidArgument, match="tensor_split"):
-                llama_model._build_parameters(LoadOptions(tensor_split=value).build_model_settings())
+                build_model_parameters(tensor_split=value)
             return
-        parameters, shares = llama_model._build_parameters(LoadOptions(tensor_split=value).build_model_settings())
+        parameters, shares = build_model_parameters(tensor_split=value)
         assert list(parameters.tensor_split[0:2]) == list(shares[0:2]) == expected
         return
-    parameters, _ = llama_model._build_parameters(LoadOptions(**{name: value}).build_model_settings())
+    parameters, _ = build_model_parameters(**{name: value})
     assert getattr(parameters, field) == expected
-    parameters, _ = llama_model._build_parameters(LoadOptions().build_model_settings())
+    parameters, _ = build_model_parameters()
     assert getattr(parameters, field) != expected
 
 
@@ -108,7 +139,7 @@ def test_load_and_served_models_pass_every_option(name: str, monkeypatch: pytest
     monkeypatch.setattr(load_module, "build_engine_spec", build_engine_spec)
     with pytest.raises(Stop):
         afterglow.load(path, **{name: VALUES[name]})
-    assert passed == [LoadOptions(**{name: VALUES[name]})]
+    assert passed == [check_options(LoadOptions, {name: VALUES[name]})]
     monkeypatch.undo()
     needed = {"yarn_ext_factor": 0.0} if name == "yarn_attn_factor" else {}
     default = ServedSettings(threads=1, **needed).build_spec(path)
@@ -133,19 +164,19 @@ def test_the_commands_have_the_same_flags_for_the_model(command: str, monkeypatc
             command, [*arguments, "--draft", "mtp", "--speculation", "3", *COMMANDS[command]]
         )
     )
-    assert MODEL_OPTIONS.keys() <= context.params.keys()
+    assert set(MODEL_OPTIONS) <= context.params.keys()
     settings = load_command_settings(context)
-    assert settings.load_options == VALUES
-    assert (settings.draft, settings.speculation) == ("mtp", 3)
-    served = build_served_settings(settings)
-    assert {name: getattr(served, name) for name in VALUES} == VALUES
+    expected = VALUES | {"tensor_split": [3.0, 1.0], "draft": "mtp", "speculation": 3}
+    assert expected.items() <= settings.load_options.items()
+    expected["draft"] = None  # each served model has its own
+    assert expected.items() <= build_served_settings(settings).options.items()
 
 
 def test_the_environment_sets_shares_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFTERGLOW_SETTINGS", "/dev/null")
     monkeypatch.setenv("AFTERGLOW_TENSOR_SPLIT", "3,1")
     context = get_command(app).commands["chat"].make_context("chat", [])  # type: ignore[attr-defined]
-    assert load_command_settings(context).tensor_split == (3.0, 1.0)
+    assert load_command_settings(context).load_options["tensor_split"] == [3.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +193,72 @@ def test_the_environment_sets_shares_of_gpus(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_an_invalid_option_is_an_error_that_names_it(options: dict[str, Any], match: str) -> None:
     with pytest.raises((InvalidArgument, UnsupportedOption), match=match):
-        LoadOptions(**options).build_context_settings()
+        build_context_settings(check_options(LoadOptions, options))
+
+
+@pytest.mark.parametrize(
+    ("declaration", "options", "message"),
+    [
+        (LoadOptions, {"contxt": 1}, "`contxt` is not an option; did you mean 'context'?"),
+        (LoadOptions, {"context": "many"}, "`context` must be a valid integer, not 'many'"),
+        (LoadOptions, {"context": "512"}, "`context` must be a valid integer, not '512'"),
+        (LoadOptions, {"context": 0}, "`context` must be greater than or equal to 1, not 0"),
+        (LoadOptions, {"tensor_split": [3, "a"]}, "`tensor_split` [1] must be a valid number, not 'a'"),
+        (
+            LoadOptions,
+            {"projector": 3},
+            "`projector` must be a valid string or an instance of PathLike or False, not 3",
+        ),
+        (GenerationOptions, {"temprature": 1}, "`temprature` is not an option; did you mean 'temperature'?"),
+        (GenerationOptions, {"max_tokens": True}, "`max_tokens` must be a valid integer, not True"),
+        (GenerationOptions, {"stop": "END"}, "`stop` must be a valid list or a valid tuple, not 'END'"),
+        (GenerationOptions, {"stop": ["a", 3]}, "`stop` [1] must be a valid string, not 3"),
+        (GenerationOptions, {"sampling": 1}, "`sampling` must be an instance of Sampling, not 1"),
+        (
+            GenerationOptions,
+            {"overflow": "shfit"},
+            "`overflow` must be 'refuse', 'shift' or 'truncate_middle', not 'shfit'",
+        ),
+        (ChatGenerationOptions, {"response_fromat": {}}, "did you mean 'response_format'?"),
+    ],
+)
+def test_a_wrong_name_or_type_is_an_error_that_says_what_is_valid(
+    declaration: type, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message) + "$"):
+        check_options(declaration, options)
+
+
+def test_a_misspelled_keyword_of_load_is_rejected_before_the_model_is_looked_up() -> None:
+    for keyword, meant in (("contxt", "context"), ("fetsh", "fetch"), ("hoks", "hooks")):
+        with pytest.raises(InvalidArgument, match=f"`{keyword}` is not an option; did you mean '{meant}'"):
+            afterglow.load("no such model", **{keyword: 1})
+
+
+@pytest.mark.parametrize("name", ["engine", "media_policy", "projector_settings", "state"])
+def test_a_keyword_of_the_wrong_type_is_rejected_before_the_model_is_looked_up(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"`{name}` must be"):
+        afterglow.load("no such model", **{name: "nonsense"})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = {"max_tokens": np.int64(3), "temperature": np.float32(0.5)}
+    checked = check_options(GenerationOptions, options)
+    assert (type(checked["max_tokens"]), checked["max_tokens"], checked["temperature"]) == (int, 3, 0.5)
+
+
+def test_a_missing_chat_template_is_rejected_before_the_model_is_looked_up(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"none\.jinja cannot be read"):
+        afterglow.load("no such model", chat_template=tmp_path / "none.jinja")
+
+
+@pytest.mark.native
+def test_an_option_replaces_the_field_of_given_engine_settings() -> None:
+    engine = EngineSettings(grid=32, speculation="off", ram_cache_bytes=1024)
+    options = {"context": 256, "threads": 1, "engine": engine, "ram_cache_bytes": 2048}
+    with afterglow.load(models.get_path("attention"), **options) as model:
+        settings = model._engine_settings
+    assert (settings.grid, settings.speculation, settings.ram_cache_bytes) == (32, "off", 2048)
 
 
 # --- effects

@@ -78,7 +78,7 @@ def test_a_damaged_model_file_is_one_line_on_standard_error(tmp_path: Path) -> N
 
 
 def test_wrong_usage_has_exit_code_two() -> None:
-    assert run_command("chat", "--max-tokens", "0").returncode == 2
+    assert run_command("chat", "--max-tokens", "-1").returncode == 2
     assert run_command("frobnicate").returncode == 2
 
 

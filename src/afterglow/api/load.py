@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias, Unpack
 
 from afterglow import registry
 from afterglow.api.model import Model
-from afterglow.api.options import LoadOptions
+from afterglow.api.options import (
+    LoadOptions,
+    build_context_settings,
+    build_model_settings,
+    check_options,
+    document_options,
+    select_fields,
+)
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.types.settings import EngineSettings
@@ -19,57 +27,32 @@ from afterglow.llama.gguf.footprint import count_layers_that_fit
 from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import ensure_safe
 from afterglow.llama.library.devices import get_free_memory
-from afterglow.llama.model import ProgressCallback, SplitMode
+from afterglow.llama.model import ProgressCallback
 from afterglow.llama.projector import ProjectorSettings
-from afterglow.llama.settings import CacheType, RopeScaling
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
 HOSTS: dict[str, type[Lifecycle]] = {"thread": ThreadLifecycle, "process": ProcessLifecycle}
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
+FirstState: TypeAlias = Literal["active", "warm", "cold"] | LoadState
+FIRST_STATES = (LoadState.ACTIVE, LoadState.WARM, LoadState.COLD)
 
 
+@document_options(LoadOptions)
 def load(
     model: str | os.PathLike[str],
     *,
     host: Literal["thread", "process"] = "thread",
-    context: int = 4096,
-    sequences: int = 4,
-    threads: int | None = None,
-    gpu_layers: int | None = None,
-    split_mode: SplitMode = "layer",
-    tensor_split: Sequence[float] = (),
-    main_gpu: int = 0,
-    mmap: bool = True,
-    mlock: bool = False,
-    batch: int | None = None,
-    ubatch: int | None = None,
-    cache_type_k: CacheType = "f16",
-    cache_type_v: CacheType = "f16",
-    flash_attention: bool | None = None,
-    kv_unified: bool = False,
-    swa_full: bool = False,
-    rope_scaling: RopeScaling = "model",
-    rope_freq_base: float = 0.0,
-    rope_freq_scale: float = 0.0,
-    yarn_orig_ctx: int = 0,
-    yarn_ext_factor: float | None = None,
-    yarn_attn_factor: float | None = None,
-    yarn_beta_fast: float | None = None,
-    yarn_beta_slow: float | None = None,
-    chat_template: str | None = None,
-    disk_cache: bool | None = None,
-    draft: str | os.PathLike[str] | None = None,
-    projector: str | os.PathLike[str] | Literal[False] | None = None,
+    name: str | None = None,
     projector_settings: ProjectorSettings | None = None,
     media_policy: MediaPolicy = INLINE_ONLY,
-    strip_media: bool = False,
     engine: EngineSettings | None = None,
-    state: LoadState | str = LoadState.ACTIVE,
+    state: FirstState = "active",
     fetch: bool = False,
     progress: ProgressCallback | None = None,
     hooks: Sequence[LoadHook] = (),
+    **options: Unpack[LoadOptions],
 ) -> Model:
     """Load a model by name or path and return it, ready for use. `afterglow models` lists the names.
 
@@ -79,101 +62,54 @@ def load(
         model: Name of a known model, or path of a GGUF file.
         host: Where the engine runs: in a "thread" of this process, or in a child "process". A crash of the child only
             fails the requests in flight, and busy Python threads do not slow it down.
-        context: Maximum number of tokens of one request, prompt and completion together.
-        sequences: Number of requests that run at the same time, and of conversations that stay in the KV cache.
-        threads: Number of CPU threads. None: one per physical core.
-        gpu_layers: Number of layers on the GPU; -1 is all. None: as many as fit, if there is a GPU.
-        split_mode: How several GPUs share the model: "layer", "row" or "none" (only `main_gpu` is used).
-        tensor_split: Share of each GPU, e.g. (3, 1). Empty: by free memory.
-        main_gpu: Number of the GPU that computes what is not split.
-        mmap: Map the model file into memory instead of reading it.
-        mlock: Keep the model in RAM; it is never swapped out.
-        batch: Maximum rows of one decode: tokens of all requests together. None: 512, or 16,384 on a GPU.
-        ubatch: Maximum rows computed at once, at most `batch`. None: 512. An image of a model with non-causal image
-            attention must fit into it.
-        cache_type_k: Data type of the keys in the KV cache.
-        cache_type_v: Data type of the values in the KV cache.
-        flash_attention: Whether to use flash attention. None: if the model and the device support it.
-        kv_unified: Share the cells of the KV cache among all sequences, instead of a fixed number for each.
-        swa_full: Keep all cells of sliding-window layers instead of only the window. It takes more memory, and prompts
-            can continue from any position without a checkpoint.
-        rope_scaling: RoPE scaling: "none", "linear", "yarn" or "longrope". "model": as in the model file.
-        rope_freq_base: RoPE base frequency. 0: from the model file.
-        rope_freq_scale: RoPE frequency scale, e.g. 0.25 for 4 times the trained context. 0: from the model file.
-        yarn_orig_ctx: Trained context length for YaRN. 0: from the model file.
-        yarn_ext_factor: YaRN extrapolation mix; 0 is full interpolation. None: from the model file.
-        yarn_attn_factor: YaRN scale of the attention; needs `yarn_ext_factor=0`. None: from the model file.
-        yarn_beta_fast: YaRN correction limit for high frequencies. None: from the model file.
-        yarn_beta_slow: YaRN correction limit for low frequencies. None: from the model file.
-        chat_template: Jinja chat template that replaces the one of the model.
-        disk_cache: Store computed prefixes on disk, so that they outlive the process. None: yes, unless the environment
-            variable AFTERGLOW_DISK_CACHE is `off`.
-        draft: Drafter for speculative decoding, used if it is faster: "mtp" for the MTP heads of the model, or the name
-            or path of a smaller model with the same vocabulary.
-        projector: Projector file for images or audio. None: the only `*mmproj*.gguf` next to the model, if there is
-            exactly one. False: none. If it cannot be used, text still works and `Model.media_error` says why.
+        name: Name of the model in results and errors. None: `model`.
         projector_settings: Settings of the projector.
         media_policy: Where images and audio may come from and how large they may be. By default they must be inside the
             messages.
-        strip_media: Drop media that the model does not accept with a warning, instead of an error.
-        engine: Settings of the engine: cache sizes, checkpoints, speculation, determinism.
+        engine: All settings of the engine. An option that is also a setting of the engine replaces it.
         state: First load state: "active", "warm" or "cold".
         fetch: Download a known model that is not on this machine.
         progress: Called with the loaded fraction, from 0 to 1. Returning False cancels the load.
         hooks: Called before the model is loaded; each may reject the load.
+        options: Options of weights, context, prefix cache, speculation and media: see `LoadOptions`.
 
-    Raises `ModelNotFound`, `InvalidModel` or `OutOfMemory`; all are `LoadError`s.
+    Raises `InvalidArgument` before anything is loaded, or `ModelNotFound`, `InvalidModel` or `OutOfMemory`; the latter
+    are `LoadError`s.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
     6
     """
-    path, draft_source = resolve_model_path(model, fetch=fetch), _resolve_draft(draft, fetch=fetch)
-    options = LoadOptions(
-        context=context,
-        sequences=sequences,
-        threads=threads,
-        gpu_layers=gpu_layers,
-        split_mode=split_mode,
-        tensor_split=tuple(tensor_split),
-        main_gpu=main_gpu,
-        mmap=mmap,
-        mlock=mlock,
-        batch=batch,
-        ubatch=ubatch,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        flash_attention=flash_attention,
-        kv_unified=kv_unified,
-        swa_full=swa_full,
-        rope_scaling=rope_scaling,
-        rope_freq_base=rope_freq_base,
-        rope_freq_scale=rope_freq_scale,
-        yarn_orig_ctx=yarn_orig_ctx,
-        yarn_ext_factor=yarn_ext_factor,
-        yarn_attn_factor=yarn_attn_factor,
-        yarn_beta_fast=yarn_beta_fast,
-        yarn_beta_slow=yarn_beta_slow,
-    )
-    spec = build_engine_spec(
-        path,
-        options,
-        apply_disk_cache(engine or EngineSettings(), str(path), disk_cache),
-        draft=draft_source,
-        projector=projector,
-        projector_settings=projector_settings,
-    )
     if host not in HOSTS:
         raise InvalidArgument("host", f"must be {' or '.join(HOSTS)}, not {host!r}")
+    if state not in FIRST_STATES:
+        raise InvalidArgument("state", f"must be one of {', '.join(FIRST_STATES)}, not {state!r}")
+    for name, value, kind in (
+        ("engine", engine, EngineSettings),
+        ("media_policy", media_policy, MediaPolicy),
+        ("projector_settings", projector_settings, ProjectorSettings),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidArgument(name, f"must be {kind.__name__}, not {value!r}")
+    checked = check_options(LoadOptions, options, others=inspect.signature(load).parameters)
+    chat_template = read_chat_template(checked["chat_template"])
+    path, draft = resolve_model_path(model, fetch=fetch), resolve_draft(checked["draft"], fetch=fetch)
+    spec = build_engine_spec(
+        path,
+        checked,
+        build_engine_settings(engine, checked, options, label=str(path)),
+        draft=draft,
+        projector_settings=projector_settings,
+    )
     lifecycle = HOSTS[host](spec, hooks)
     try:
         advance_to(LoadState(state), lifecycle, progress)
         return Model(
             lifecycle,
-            str(model),
+            str(model) if name is None else name,
             chat_template=chat_template,
             media_policy=media_policy,
-            strip_media=strip_media,
+            strip_media=checked["strip_media"],
         )
     except BaseException:
         lifecycle.close()
@@ -190,7 +126,7 @@ def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool) -> Path:
     return path
 
 
-def _resolve_draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> DraftSource | None:
+def resolve_draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> DraftSource | None:
     """Return the source of draft tokens: the MTP heads of the model, or the file of a draft model."""
     if draft is None or draft == "mtp":
         return None if draft is None else "mtp"
@@ -204,6 +140,16 @@ def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[F
     return Path(projector).expanduser()
 
 
+def read_chat_template(template: str | os.PathLike[str] | None) -> str | None:
+    """Return a chat template that is given as text or as the path of a file; None without one."""
+    if template is None or isinstance(template, str):
+        return template
+    try:
+        return Path(template).expanduser().read_text()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("chat_template", f"{template} cannot be read: {error}") from None
+
+
 # --- settings
 
 
@@ -213,30 +159,29 @@ def build_engine_spec(
     engine_settings: EngineSettings,
     *,
     draft: DraftSource | None,
-    projector: str | os.PathLike[str] | Literal[False] | None,
     projector_settings: ProjectorSettings | None = None,
 ) -> EngineSpec:
-    """Return the spec of an engine, with all unset values chosen."""
+    """Return the spec of an engine from checked options, with all unset values chosen."""
     if draft is not None and (engine_settings.speculation == "off" or engine_settings.deterministic):
         reason = "deterministic mode does not speculate" if engine_settings.deterministic else 'speculation is "off"'
         raise InvalidArgument("draft", f"has no effect: {reason}")
     context_settings = replace(
-        options.build_context_settings(), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
+        build_context_settings(options), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
     )
     gpu_memory = get_free_memory(gpu=True)
-    layers = options.gpu_layers
+    layers = options["gpu_layers"]
     if layers is None:  # as many as fit; none without a GPU
         layers = count_layers_that_fit(read_header(path), context_settings, gpu_memory) if gpu_memory else 0
     # With MTP heads every row has a hidden state in memory.
-    if layers and gpu_memory and options.batch is None and draft != "mtp":
+    if layers and gpu_memory and options["batch"] is None and draft != "mtp":
         context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,
-        model_settings=replace(options.build_model_settings(), gpu_layers=layers, mtp=draft == "mtp"),
+        model_settings=replace(build_model_settings(options), gpu_layers=layers, mtp=draft == "mtp"),
         context_settings=context_settings,
         engine_settings=engine_settings,
         draft=draft,
-        projector_path=resolve_projector(path, projector),
+        projector_path=resolve_projector(path, options["projector"]),
         projector_settings=projector_settings
         or ProjectorSettings(use_gpu=layers != 0, threads=context_settings.threads),
     )
@@ -253,6 +198,14 @@ def count_recurrent_snapshots(draft: DraftSource | None, settings: EngineSetting
     if isinstance(settings.speculation, int):
         return settings.speculation
     return 0 if draft is None else DEFAULT_RECURRENT_SNAPSHOTS
+
+
+def build_engine_settings(
+    base: EngineSettings | None, options: LoadOptions, given: Container[str], *, label: str
+) -> EngineSettings:
+    """Return `base`, or the defaults, with the options whose names are `given`, and with the disk cache directory."""
+    values = {name: value for name, value in select_fields(EngineSettings, options).items() if name in given}
+    return apply_disk_cache(replace(base or EngineSettings(), **values), label, options["disk_cache"])
 
 
 def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | None = None) -> EngineSettings:
@@ -283,5 +236,3 @@ def advance_to(state: LoadState, lifecycle: Lifecycle, progress: ProgressCallbac
             lifecycle.warm(progress)
         case LoadState.ACTIVE:
             lifecycle.activate(progress)
-        case LoadState.CRASHED:
-            raise InvalidArgument("state", "must be `active`, `warm` or `cold`: a model does not start crashed")

@@ -1,90 +1,500 @@
-"""`LoadOptions`: how weights and context of a model are loaded, for `load`, served models and the commands."""
+"""Options of `load` and of requests, each declared once with its type, limits, default and description.
+
+The keywords of the Python API, the flags of the commands, the environment variables, the settings file and
+docs/settings.md are generated from these declarations.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
 import os
-from dataclasses import dataclass
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
+import numpy as np
 import psutil
+import pydantic
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict
 
+from afterglow.chat.prompt import TruncationPolicy
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
-from afterglow.llama.checks import check_integer
 from afterglow.llama.model import ModelSettings, SplitMode
+from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
 
+DEFAULT_MAX_TOKENS = 128  # of a completion
+BYTE_SIZE = pydantic.TypeAdapter(pydantic.ByteSize)
+MESSAGE_NOISE = re.compile(r"^Value error, |, (unable to parse|got a) .*")  # in messages of pydantic
+OptionsT = TypeVar("OptionsT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """Options of weights and context. They are described in `afterglow.load`.
 
-    >>> LoadOptions(context=1024, sequences=3).build_context_settings().cells
-    3072
+def split_commas(value: Any) -> Any:
+    """Split text at commas: lists in flags and environment variables are written so.
+
+    >>> split_commas("3,1")
+    ['3', '1']
+    """
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def parse_bytes(value: Any) -> Any:
+    """Return a size with a unit as a number of bytes; other values unchanged.
+
+    >>> parse_bytes("4KiB")
+    4096
+    """
+    return int(BYTE_SIZE.validate_python(value)) if isinstance(value, str) else value
+
+
+def _option(default: object, description: str, *, ge: float | None = None, le: float | None = None) -> Any:
+    """Return the default, description and limits of an option, as metadata of its type."""
+    return pydantic.Field(default=default, description=description, ge=ge, le=le)
+
+
+ByteCount = Annotated[int, pydantic.BeforeValidator(parse_bytes)]
+
+
+# --- load
+
+
+class ContextOptions(TypedDict, total=False):
+    """Options of weights and context."""
+
+    context: Annotated[
+        int,
+        _option(
+            4096, "Maximum number of tokens of one request, prompt and completion together.", ge=1, le=2**31 // 256
+        ),
+    ]
+    sequences: Annotated[
+        int,
+        _option(
+            4,
+            "Number of requests that run at the same time, and of conversations that stay in the KV cache.",
+            ge=1,
+            le=255,
+        ),
+    ]
+    threads: Annotated[
+        int | None, _option(None, "Number of CPU threads. Default: one per physical core.", ge=1, le=512)
+    ]
+    gpu_layers: Annotated[
+        int | None,
+        _option(None, "Number of layers on the GPU; -1: all. Default: as many as fit, if there is a GPU.", ge=-1),
+    ]
+    split_mode: Annotated[
+        SplitMode,
+        _option("layer", "How several GPUs share the model: `layer`, `row` or `none` (only `main_gpu` is used)."),
+    ]
+    tensor_split: Annotated[
+        Sequence[float],
+        pydantic.BeforeValidator(split_commas),
+        _option((), "Share of each GPU, e.g. 3 and 1. Default: by free memory."),
+    ]
+    main_gpu: Annotated[int, _option(0, "Number of the GPU that computes what is not split.", ge=0, le=255)]
+    mmap: Annotated[bool, _option(True, "Map the model file into memory instead of reading it.")]
+    mlock: Annotated[bool, _option(False, "Keep the model in RAM; it is never swapped out.")]
+    batch: Annotated[
+        int | None,
+        _option(
+            None, "Maximum rows of one decode: tokens of all requests together. Default: 512, or 16,384 on a GPU.", ge=1
+        ),
+    ]
+    ubatch: Annotated[
+        int | None,
+        _option(
+            None,
+            "Maximum rows computed at once, at most `batch`. An image of a model with non-causal image attention "
+            "must fit into it. Default: 512.",
+            ge=1,
+        ),
+    ]
+    cache_type_k: Annotated[CacheType, _option("f16", "Data type of the keys in the KV cache.")]
+    cache_type_v: Annotated[
+        CacheType, _option("f16", "Data type of the values in the KV cache. Quantized types need flash attention.")
+    ]
+    flash_attention: Annotated[
+        bool | None, _option(None, "Flash attention. Default: true if the model and the device support it.")
+    ]
+    kv_unified: Annotated[
+        bool, _option(False, "Share the cells of the KV cache among all sequences, instead of a fixed number for each.")
+    ]
+    swa_full: Annotated[
+        bool,
+        _option(
+            False,
+            "Keep all cells of sliding-window layers, not only the window. It takes more memory, and prompts can "
+            "continue from any position without a checkpoint.",
+        ),
+    ]
+    rope_scaling: Annotated[
+        RopeScaling,
+        _option("model", "RoPE scaling: `none`, `linear`, `yarn` or `longrope`. `model`: as in the model file."),
+    ]
+    rope_freq_base: Annotated[float, _option(0.0, "RoPE base frequency. 0: from the model file.", ge=0)]
+    rope_freq_scale: Annotated[
+        float,
+        _option(0.0, "RoPE frequency scale, e.g. 0.25 for 4 times the trained context. 0: from the model file.", ge=0),
+    ]
+    yarn_orig_ctx: Annotated[int, _option(0, "Trained context length for YaRN. 0: from the model file.", ge=0)]
+    yarn_ext_factor: Annotated[
+        float | None,
+        _option(None, "YaRN extrapolation mix; 0 is full interpolation. Default: from the model file.", ge=0),
+    ]
+    yarn_attn_factor: Annotated[
+        float | None,
+        _option(
+            None, "YaRN scale of the attention; needs a `yarn_ext_factor` of 0. Default: from the model file.", ge=0
+        ),
+    ]
+    yarn_beta_fast: Annotated[
+        float | None, _option(None, "YaRN correction limit for high frequencies. Default: from the model file.", ge=0)
+    ]
+    yarn_beta_slow: Annotated[
+        float | None, _option(None, "YaRN correction limit for low frequencies. Default: from the model file.", ge=0)
+    ]
+
+
+class LoadOptions(ContextOptions, total=False):
+    """Options of `afterglow.load` that a settings file can express."""
+
+    disk_cache: Annotated[
+        bool | None,
+        _option(
+            None,
+            "Store computed prefixes on disk, so that they outlive the process. Default: true, unless the environment "
+            "variable AFTERGLOW_DISK_CACHE is `off`.",
+        ),
+    ]
+    disk_cache_bytes: Annotated[
+        ByteCount,
+        _option(10 * 1024**3, "Size of the disk prefix cache of all models.", ge=0),
+    ]
+    ram_cache_bytes: Annotated[
+        ByteCount | None,
+        _option(None, "Size of the RAM prefix cache. Default: a quarter of the free memory, at most 2 GiB.", ge=0),
+    ]
+    pin_system_prompts: Annotated[bool, _option(False, "Never evict system prompts and tools from the prefix cache.")]
+    max_token_gap: Annotated[
+        float,
+        _option(
+            0.2, "Target for the time between two tokens of a response while other prompts prefill, in seconds.", ge=0
+        ),
+    ]
+    deterministic: Annotated[
+        bool,
+        _option(False, "Bit-identical output regardless of load and cache contents; slower with concurrent requests."),
+    ]
+    draft: Annotated[
+        str | os.PathLike[str] | None,
+        _option(
+            None,
+            "Drafter for speculative decoding beside the n-gram drafter, used if it is faster: `mtp` for the MTP "
+            "heads of the model, or the name or path of a smaller model with the same vocabulary.",
+        ),
+    ]
+    speculation: Annotated[
+        Literal["auto", "off"] | int,
+        _option(
+            "auto", "Draft length: `auto` (as long as it pays on this machine), `off`, or a fixed number of tokens."
+        ),
+    ]
+    chat_template: Annotated[
+        str | os.PathLike[str] | None,
+        _option(
+            None,
+            "Jinja chat template that replaces the one of the model: a file; in Python, a `Path` or the template "
+            "itself as text.",
+        ),
+    ]
+    projector: Annotated[
+        str | os.PathLike[str] | Literal[False] | None,
+        _option(
+            None,
+            "Projector file for image and audio input; false: none. If it cannot be used, text still works. Default: "
+            "the only `*mmproj*.gguf` in the directory of the model.",
+        ),
+    ]
+    strip_media: Annotated[
+        bool,
+        _option(False, "Drop images and audio that the model does not accept, with a warning, instead of an error."),
+    ]
+
+
+# --- requests
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Options of one generation: sampling, limits and use of the cache."""
+
+    max_tokens: Annotated[
+        int | None,
+        _option(
+            DEFAULT_MAX_TOKENS,
+            "Maximum number of generated tokens. None: until an end token or until the context is full, which is the "
+            "default of a chat.",
+            ge=0,
+        ),
+    ]
+    temperature: Annotated[
+        float | None,
+        _option(None, "Sampling temperature. 0, the default, always chooses the most likely token.", ge=0, le=100),
+    ]
+    seed: Annotated[
+        int | None, _option(None, "Makes sampling repeatable. Default: a new random seed for each request.")
+    ]
+    sampling: Annotated[
+        pydantic.InstanceOf[Sampling] | None,
+        _option(
+            None,
+            "All sampling parameters, including the temperature: `temperature` must not be given beside it. `seed` "
+            "replaces its seed.",
+        ),
+    ]
+    stop: Annotated[
+        list[str] | tuple[str, ...], _option((), "Strings that end the text. They are not part of the result.")
+    ]
+    logprobs: Annotated[
+        int | None,
+        _option(
+            None,
+            "Number of alternatives to return with the logprob of each token. Default: no logprobs.",
+            ge=0,
+            le=1000,
+        ),
+    ]
+    sequence: Annotated[
+        int | None, _option(None, "Number of the KV cache sequence to use. Default: the engine chooses.", ge=0)
+    ]
+    boundaries: Annotated[
+        list[int] | tuple[int, ...] | frozenset[int],
+        _option(
+            (),
+            "Prompt lengths at which a later prompt may diverge from this one; the engine takes checkpoints there. "
+            "Chat prompts have their message boundaries already.",
+        ),
+    ]
+    priority: Annotated[int, _option(0, "Requests with a higher priority start first.")]
+    deadline: Annotated[
+        float | None,
+        _option(None, "Seconds after which generation ends with what there is, with finish reason `deadline`.", ge=0),
+    ]
+    use_prefix_cache: Annotated[bool, _option(True, "Whether cached prefixes may be used.")]
+    ignore_eos: Annotated[bool, _option(False, "Continue after end tokens.")]
+    overflow: Annotated[
+        TruncationPolicy,
+        _option(
+            "refuse",
+            "Policy for a prompt that exceeds the context: `refuse` (`PromptTooLong`), `shift` (drop the oldest "
+            "turns of a chat, or the start of a prompt) or `truncate_middle`. The latter two also leave space for "
+            "the response: `max_tokens`, or a quarter of the context. `truncation` of the result says what was "
+            "dropped.",
+        ),
+    ]
+    salt: Annotated[
+        str, _option("", "Cache salt, e.g. of a tenant. Requests with different salts never share cached state.")
+    ]
+
+
+class PromptOptions(TypedDict, total=False):
+    """Options that change the prompt of a chat or constrain its response."""
+
+    tool_choice: Annotated[
+        str | Mapping[str, Any] | None,
+        _option(
+            None,
+            "`none`, `auto`, `required`, or the dictionary that names a function. Default: `auto` if there are tools.",
+        ),
+    ]
+    parallel_tool_calls: Annotated[bool, _option(True, "Whether one response may contain several tool calls.")]
+    response_format: Annotated[
+        object,
+        _option(
+            None,
+            'The format of OpenAI; or `{"type": "regex", "pattern": …}`, `{"type": "choice", "choices": […]}`, '
+            '`{"type": "grammar", "grammar": …, "syntax": "lark" or "gbnf"}`; or a type, e.g. a pydantic class, '
+            "which also parses the response.",
+        ),
+    ]
+    reasoning: Annotated[
+        bool | int | str | None,
+        _option(
+            None,
+            "Whether to reason (true or false), a reasoning budget in tokens, or an effort, e.g. `low`. Default: as "
+            "in the chat template.",
+        ),
+    ]
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, _option(None, "Additional variables for the template.")]
+
+
+class ChatGenerationOptions(GenerationOptions, PromptOptions, total=False):
+    """Options of one response of a chat."""
+
+
+# --- declarations
+
+
+@functools.cache
+def get_fields(declaration: type) -> dict[str, FieldInfo]:
+    """Return the declared options by name, with type, limits, default and description.
+
+    >>> get_fields(LoadOptions)["context"].default
+    4096
+    """
+    hints = get_type_hints(declaration, include_extras=True)
+    return {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
+
+
+def format_default(name: str, field: FieldInfo) -> str:
+    """Return the default of an option as text; empty if it has none or if its description says it.
+
+    >>> format_default("disk_cache_bytes", get_fields(LoadOptions)["disk_cache_bytes"])
+    '10GiB'
+    """
+    default = field.default
+    if default in (None, (), "") or "default" in (field.description or "").lower():
+        return ""
+    if isinstance(default, bool):
+        return "true" if default else "false"
+    if name.endswith("_bytes"):
+        return pydantic.ByteSize(default).human_readable().replace(".0", "")
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def describe_option(name: str, field: FieldInfo) -> str:
+    """Return the description of an option with its default.
+
+    >>> describe_option("mlock", get_fields(LoadOptions)["mlock"])
+    'Keep the model in RAM; it is never swapped out. Default: false.'
+    """
+    default = format_default(name, field)
+    return f"{field.description or ''} {f'Default: {default}.' if default else ''}".strip()
+
+
+def document_options(declaration: type) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that appends the declared options to a docstring, for `help()` and notebooks."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        options = [f"        {name}: {describe_option(name, field)}" for name, field in get_fields(declaration).items()]
+        text = "\n".join(textwrap.fill(option, 120, subsequent_indent=" " * 12) for option in options)
+        function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Options:\n{text}\n    "
+        return function
+
+    return decorate
+
+
+# --- checks
+
+
+@functools.cache
+def _get_adapter(declaration: type) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(declaration)
+
+
+def check_options(declaration: type[OptionsT], values: Mapping[str, Any], *, others: Iterable[str] = ()) -> OptionsT:
+    """Check options against their declaration and return all of them, with defaults for those not given.
+
+    Types are strict: no text is parsed to a number. `others` are the names of further keywords, for suggestions.
+
+    >>> check_options(LoadOptions, {"context": 512})["sequences"]
+    4
+    >>> check_options(LoadOptions, {"contxt": 512})
+    Traceback (most recent call last):
+    afterglow.errors.InvalidArgument: `contxt` is not an option; did you mean 'context'?
+    """
+    kind: type = declaration
+    known = get_fields(kind)
+    for name in values:
+        if name not in known:
+            raise InvalidArgument(name, f"is not an option; {suggest_name(name, [*known, *others])}")
+    adapter: pydantic.TypeAdapter[OptionsT] = _get_adapter(kind)
+    try:
+        return adapter.validate_python(values, strict=True)
+    except pydantic.ValidationError as error:
+        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+        if any(plain[name] is not value for name, value in values.items()):  # numbers of numpy are numbers
+            return check_options(declaration, plain)
+        details = error.errors(include_url=False)
+        raise InvalidArgument(str(details[0]["loc"][0]), describe_errors(details)) from None
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return a hint to the nearest known name.
+
+    >>> suggest_name("temprature", ["seed", "temperature"])
+    "did you mean 'temperature'?"
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"valid names are {', '.join(names)}"
+
+
+def describe_errors(errors: Sequence[ErrorDetails], depth: int = 1, *, show_value: bool = True) -> str:
+    """Describe why the first invalid value is invalid. A union type has one error per alternative.
+
+    `depth` is the number of leading parts of a location that name the value.
     """
 
-    context: int = 4096
-    sequences: int = 4
-    threads: int | None = None
-    gpu_layers: int | None = None
-    split_mode: SplitMode = "layer"
-    tensor_split: tuple[float, ...] = ()
-    main_gpu: int = 0
-    mmap: bool = True
-    mlock: bool = False
-    batch: int | None = None
-    ubatch: int | None = None
-    cache_type_k: CacheType = "f16"
-    cache_type_v: CacheType = "f16"
-    flash_attention: bool | None = None
-    kv_unified: bool = False
-    swa_full: bool = False
-    rope_scaling: RopeScaling = "model"
-    rope_freq_base: float = 0.0
-    rope_freq_scale: float = 0.0
-    yarn_orig_ctx: int = 0
-    yarn_ext_factor: float | None = None
-    yarn_attn_factor: float | None = None
-    yarn_beta_fast: float | None = None
-    yarn_beta_slow: float | None = None
+    def get_indices(error: ErrorDetails) -> list[int]:
+        return [part for part in error["loc"][depth:] if isinstance(part, int)]
 
-    def build_model_settings(self) -> ModelSettings:
-        """Return the settings of the weights, without GPU layers if their number is not set."""
-        return ModelSettings(
-            gpu_layers=self.gpu_layers or 0,
-            main_gpu=self.main_gpu,
-            split_mode=self.split_mode,
-            tensor_split=self.tensor_split,
-            mmap=self.mmap,
-            mlock=self.mlock,
-        )
+    same = [error for error in errors if error["loc"][:depth] == errors[0]["loc"][:depth]]
+    inner = max(same, key=lambda error: len(get_indices(error)))  # an item of a list, if one is invalid
+    messages = [
+        "must be a path" if error["type"] == "path_type" else MESSAGE_NOISE.sub("", error["msg"])
+        for error in same
+        if get_indices(error) == get_indices(inner)
+    ]
+    reasons = " or ".join(dict.fromkeys(messages)).replace("Input should", "must").replace("or must be", "or")
+    place = "".join(f"[{index}] " for index in get_indices(inner))
+    value = f", not {textwrap.shorten(repr(inner['input']), 80)}" if show_value else ""
+    return f"{place}{reasons}{value}"
 
-    def build_context_settings(self) -> ContextSettings:
-        """Return context settings for `sequences` requests of `context` tokens each."""
-        sequences = check_integer("sequences", self.sequences, 1, 255)
-        defaults = ContextSettings()
-        if self.batch is not None and self.ubatch is not None and self.ubatch > self.batch:
-            raise InvalidArgument("ubatch", f"is {self.ubatch}, but must be at most `batch`, {self.batch}")
-        batch = max(defaults.batch, self.ubatch or 0) if self.batch is None else self.batch
-        return ContextSettings(
-            cells=sequences * check_integer("context", self.context, 1, 2**31 // 256),
-            sequences=sequences,
-            outputs=max(64, sequences),
-            threads=count_usable_cores() if self.threads is None else self.threads,
-            batch=batch,
-            ubatch=defaults.ubatch if self.ubatch is None else self.ubatch,
-            cache_type_k=self.cache_type_k,
-            cache_type_v=self.cache_type_v,
-            flash_attention=self.flash_attention,
-            kv_unified=self.kv_unified,
-            swa_full=self.swa_full,
-            rope_scaling=self.rope_scaling,
-            rope_freq_base=self.rope_freq_base,
-            rope_freq_scale=self.rope_freq_scale,
-            yarn_orig_ctx=self.yarn_orig_ctx,
-            yarn_ext_factor=self.yarn_ext_factor,
-            yarn_attn_factor=self.yarn_attn_factor,
-            yarn_beta_fast=self.yarn_beta_fast,
-            yarn_beta_slow=self.yarn_beta_slow,
-        )
+
+# --- settings of weights, context and engine
+
+
+def select_fields(
+    kind: type[ModelSettings | ContextSettings | EngineSettings], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options that are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in options.items() if name in names}
+
+
+def build_model_settings(options: ContextOptions) -> ModelSettings:
+    """Return the settings of the weights, without GPU layers if their number is not set."""
+    values = select_fields(ModelSettings, options)
+    return ModelSettings(
+        **values | {"gpu_layers": options["gpu_layers"] or 0, "tensor_split": tuple(options["tensor_split"])}
+    )
+
+
+def build_context_settings(options: ContextOptions) -> ContextSettings:
+    """Return context settings for `sequences` requests of `context` tokens each.
+
+    >>> build_context_settings(check_options(ContextOptions, {"context": 1024, "sequences": 3})).cells
+    3072
+    """
+    defaults, batch, ubatch, threads = ContextSettings(), options["batch"], options["ubatch"], options["threads"]
+    if batch is not None and ubatch is not None and ubatch > batch:
+        raise InvalidArgument("ubatch", f"is {ubatch}, but must be at most `batch`, {batch}")
+    values = select_fields(ContextSettings, options) | {
+        "cells": options["sequences"] * options["context"],
+        "outputs": max(64, options["sequences"]),
+        "threads": count_usable_cores() if threads is None else threads,
+        "batch": max(defaults.batch, ubatch or 0) if batch is None else batch,
+        "ubatch": defaults.ubatch if ubatch is None else ubatch,
+    }
+    return ContextSettings(**values)
 
 
 def count_usable_cores() -> int:

@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
-from afterglow.api.load import apply_disk_cache, build_engine_spec
+from afterglow.api.load import (
+    apply_disk_cache,
+    build_engine_settings,
+    build_engine_spec,
+    read_chat_template,
+    resolve_draft,
+)
 from afterglow.api.model import Model
-from afterglow.api.options import LoadOptions
-from afterglow.engine.host.build import DraftSource, EngineSpec
+from afterglow.api.options import LoadOptions, check_options
+from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.lifecycle import ProcessLifecycle
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedSettings(LoadOptions):
-    """Settings of a served model. They mean the same as the arguments of `afterglow.load`."""
+class ServedSettings:
+    """Settings of a served model: arguments of `afterglow.load`, checked."""
 
-    disk_cache: bool | None = None  # None: on, unless AFTERGLOW_DISK_CACHE is `off`
-    chat_template: str | None = None  # None: the template of the model
-    projector: Path | Literal[False] | None = None  # None: the only one next to the model file
-    media_policy: MediaPolicy = INLINE_ONLY
-    strip_media: bool = False  # drop unsupported media with a warning instead of an error
-    draft: DraftSource | None = None  # "mtp", or the file of a draft model
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    def __init__(
+        self,
+        *,
+        media_policy: MediaPolicy = INLINE_ONLY,
+        engine: EngineSettings | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        self.options = check_options(LoadOptions, options)
+        self.media_policy = media_policy
+        self.chat_template = read_chat_template(self.options["chat_template"])
+        self.engine = build_engine_settings(engine, self.options | {"disk_cache": False}, options, label="")
 
     def build_spec(self, path: Path) -> EngineSpec:
         """Return the spec from which the child process builds the engine."""
-        return build_engine_spec(
-            path,
-            self,
-            apply_disk_cache(self.engine, str(path), self.disk_cache),
-            draft=self.draft,
-            projector=self.projector,
-        )
+        engine = apply_disk_cache(self.engine, str(path), self.options["disk_cache"])
+        return build_engine_spec(path, self.options, engine, draft=resolve_draft(self.options["draft"], fetch=False))
 
 
 class ServedModel(Model):
@@ -50,7 +53,7 @@ class ServedModel(Model):
             name,
             chat_template=served.chat_template,
             media_policy=served.media_policy,
-            strip_media=served.strip_media,
+            strip_media=served.options["strip_media"],
         )
         try:
             self.activate()

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from afterglow.api.load import read_chat_template
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.chat.miss_reasons import explain_miss
 from afterglow.cli import cache, options
-from afterglow.cli.open_model import read_template, resolve_or_pull
+from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import load_command_settings
 from afterglow.engine.inspect import disk
 from afterglow.errors import InvalidArgument
@@ -23,6 +24,7 @@ from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.paths import get_cache_directory
 
 
+@options.accept_settings(["chat_template"])
 def explain(
     command: typer.Context,
     prompt_file: Annotated[
@@ -30,7 +32,6 @@ def explain(
         typer.Argument(help="Text file, or JSON: a list of messages or a request body. `-` reads standard input."),
     ],
     model: options.ModelOption = None,
-    chat_template: options.ChatTemplateOption = None,
     directory: cache.DirectoryOption = None,
     as_json: cache.JsonFlag = False,
 ) -> None:
@@ -43,7 +44,7 @@ def explain(
         if isinstance(prompt, str):
             tokens = vocabulary.tokenize(prompt, add_special=True)
         else:
-            with Chat(vocabulary, read_template(settings.chat_template) or loaded.get_chat_template()) as chat:
+            with Chat(vocabulary, read_chat_template(settings.chat_template) or loaded.get_chat_template()) as chat:
                 tokens = list(chat.plan(prompt.pop("messages"), parse_chat_options(prompt)).prompt.tokens)
         if not tokens:
             raise InvalidArgument("prompt_file", "has no tokens")

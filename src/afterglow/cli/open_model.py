@@ -13,7 +13,7 @@ from afterglow.api.load import load
 from afterglow.api.model import Model
 from afterglow.cli.models import show_progress
 from afterglow.cli.settings import Settings
-from afterglow.errors import InvalidArgument, ModelNotFound
+from afterglow.errors import ModelNotFound
 
 
 def open_model(settings: Settings, console: Console) -> Model:
@@ -27,25 +27,7 @@ def open_model(settings: Settings, console: Console) -> Model:
             bar.update(task, completed=fraction)
             return True
 
-        return load(
-            path,
-            **settings.load_options,
-            disk_cache=settings.disk_cache,
-            chat_template=read_template(settings.chat_template),
-            draft=settings.draft,
-            projector=settings.projector,
-            strip_media=settings.strip_media,
-            engine=settings.engine,
-            progress=update_bar,
-        )
-
-
-def read_template(path: Path | None) -> str | None:
-    """Read a chat template file; None without a path."""
-    try:
-        return None if path is None else path.expanduser().read_text()
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from None
+        return load(path, **settings.load_options, progress=update_bar)
 
 
 def resolve_or_pull(name: str) -> Path:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from afterglow.api.conversation import Conversation
 from afterglow.api.model import Model
+from afterglow.api.options import ChatGenerationOptions
 from afterglow.cli import options
-from afterglow.cli.chat import build_generation_options
 from afterglow.cli.display import choose_display, format_statistics, show_response
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import load_command_settings
@@ -32,18 +32,13 @@ CHAT_ONLY_PARAMETERS = (
 )
 
 
-@options.accept_options(options.MODEL_OPTIONS)
+@options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
 def run(
     command: typer.Context,
     prompt: options.PromptArgument,
     model: options.ModelOption = None,
     raw: options.RawOption = False,
     schema: options.SchemaOption = None,
-    system: options.SystemOption = None,
-    max_tokens: options.MaxTokensOption = None,
-    temperature: options.TemperatureOption = None,
-    seed: options.SeedOption = None,
-    reasoning: options.ReasoningOption = None,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print statistics to standard error.")] = False,
@@ -54,7 +49,7 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     if raw:
         reject_chat_options(command)
-    generation_options = build_generation_options(settings)
+    generation_options = settings.generation_options
     if schema is not None:
         generation_options["response_format"] = read_response_format(schema)
     with open_model(settings, console) as loaded:
@@ -76,9 +71,10 @@ def reject_chat_options(command: typer.Context) -> None:
             raise InvalidArgument(f"--{name.replace('_', '-')}", "cannot be used with --raw")
 
 
-def continue_text(model: Model, text: str, options: dict[str, Any]) -> None:
+def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions) -> None:
     """Print the completion of `text`, without the chat template."""
-    completion_options = {name: value for name, value in options.items() if name != "reasoning"}
+    chat_only = ("reasoning", "overflow")
+    completion_options = {name: value for name, value in generation_options.items() if name not in chat_only}
     for piece in model.stream(text, **completion_options):
         print(piece, end="", flush=True)
     print()
@@ -93,7 +89,7 @@ def read_response_format(path: Path) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-@options.accept_options(options.LOAD_OPTIONS)
+@options.accept_settings(options.CONTEXT_OPTIONS)
 def perplexity(
     command: typer.Context,
     file: Annotated[Path, typer.Argument(help="Text file. `-` reads standard input.")],

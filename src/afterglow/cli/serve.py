@@ -6,16 +6,16 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from socket import socket
 
 import typer
 from rich.console import Console
 
+from afterglow.api.options import LoadOptions
 from afterglow.api.served_model import ServedSettings
 from afterglow.cli import options
-from afterglow.cli.open_model import read_template, resolve_or_pull
+from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import Settings, load_command_settings
 from afterglow.engine.host.build import DraftSource
 from afterglow.errors import InvalidArgument
@@ -25,38 +25,14 @@ from afterglow.server.serve import serve as run_server
 from afterglow.server.state import ServerState
 
 
-@options.accept_options(options.MODEL_OPTIONS)
-def serve(
-    command: typer.Context,
-    models: options.ModelsArgument = None,
-    host: options.HostOption = None,
-    port: options.PortOption = None,
-    api_key: options.ApiKeyOption = None,
-    api_key_file: options.ApiKeyFileOption = None,
-    allow_host: options.AllowHostOption = None,
-    allow_origin: options.AllowOriginOption = None,
-    max_queue: options.MaxQueueOption = None,
-    lazy_load: options.LazyLoadOption = None,
-    shutdown_seconds: options.ShutdownSecondsOption = None,
-    stall_seconds: options.StallSecondsOption = None,
-    max_buffered_tokens: options.MaxBufferedTokensOption = None,
-    media_host: options.MediaHostOption = None,
-    media_directory: options.MediaDirectoryOption = None,
-    max_media_bytes: options.MaxMediaBytesOption = None,
-    max_image_pixels: options.MaxImagePixelsOption = None,
-) -> None:
+@options.accept_settings([*options.SERVER_OPTIONS, *options.MODEL_OPTIONS])
+def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
     Each model runs in its own engine process. Ctrl-C shuts down after running requests finish; a second Ctrl-C
     cancels them.
     """
-    settings = load_command_settings(
-        command,
-        api_keys=api_key or None,
-        allow_hosts=allow_host or None,
-        allow_origins=allow_origin or None,
-        media_hosts=media_host or None,
-    )
+    settings = load_command_settings(command)
     os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
     logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
     serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
@@ -66,7 +42,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
     """Serve models under their names until a signal arrives."""
     console = Console(stderr=True, highlight=False)
     paths = {name: resolve_or_pull(model) for name, model in models.items()}
-    if settings.projector is not None and len(paths) > 1:
+    if settings.load_options["projector"] and len(paths) > 1:
         raise InvalidArgument(
             "--projector", "applies to one model only: put each projector into the directory of its model"
         )
@@ -87,32 +63,25 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
 
 def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models. Only the drafter can differ between models."""
-    common = build_served_settings(settings)
-    with_drafts = {name: replace(common, draft=draft) for name, draft in parse_drafts(settings.draft, paths).items()}
-    return ModelRegistry(paths, common, with_drafts)
+    drafts = parse_drafts(settings.load_options["draft"], paths)
+    with_drafts = {name: build_served_settings(settings, draft) for name, draft in drafts.items()}
+    return ModelRegistry(paths, build_served_settings(settings), with_drafts)
 
 
-def build_served_settings(settings: Settings) -> ServedSettings:
-    """Build the load settings of the served models."""
-    return ServedSettings(
-        **settings.load_options,
-        disk_cache=settings.disk_cache,
-        chat_template=read_template(settings.chat_template),
-        projector=settings.projector,
-        media_policy=settings.server.media_policy,
-        strip_media=settings.strip_media,
-        engine=settings.engine,
-    )
+def build_served_settings(settings: Settings, draft: DraftSource | None = None) -> ServedSettings:
+    """Build the load settings of a served model."""
+    load_options: LoadOptions = {**settings.load_options, "draft": draft}
+    return ServedSettings(**load_options, media_policy=settings.server.media_policy)
 
 
-def parse_drafts(text: str | None, names: Collection[str]) -> dict[str, DraftSource]:
+def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:
     """Parse the drafter of each model: `mtp` or a model for all, or NAME=DRAFT for one, separated by commas.
 
     >>> parse_drafts("mtp,small=mtp", ["big", "small"])
     {'big': 'mtp', 'small': 'mtp'}
     """
     drafts: dict[str, DraftSource] = {}
-    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    parts = [part.strip() for part in str(text or "").split(",") if part.strip()]
     for part in sorted(parts, key=lambda part: "=" in part):  # NAME=DRAFT overrides the drafter for all
         name, equals, source = part.partition("=")
         if not equals or "/" in name:

@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import pydantic
 
+from afterglow.api.options import ByteCount, split_commas
 from afterglow.errors import InvalidArgument
 from afterglow.media.policy import MediaPolicy
 
 KEY_DIGEST_PREFIX = "sha256:"
+TextList = Annotated[tuple[str, ...], pydantic.BeforeValidator(split_commas)]
 
 
 def hash_api_key(key: str) -> str:
@@ -51,63 +53,84 @@ class ServerSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    host: str = "127.0.0.1"
-    port: int = pydantic.Field(8080, ge=0, le=65_535, description="0 selects a free port.")
-    api_keys: tuple[Annotated[str, pydantic.AfterValidator(hash_api_key)], ...] = pydantic.Field(
-        (), description="Keys, or their digests as `sha256:…`; only digests are kept. If empty, requests need no key."
+    host: str = pydantic.Field("127.0.0.1", description="Address to listen on; 127.0.0.1 is for this machine only.")
+    port: int = pydantic.Field(8080, ge=0, le=65_535, description="Port to listen on; 0 selects a free port.")
+    api_keys: Annotated[
+        tuple[Annotated[str, pydantic.AfterValidator(hash_api_key)], ...], pydantic.BeforeValidator(split_commas)
+    ] = pydantic.Field(
+        (),
+        description="API keys that clients must send, or their digests as `sha256:…`; only digests are kept. Clients "
+        "with different keys share no cached state. A key in a flag is shown in the process list. Default: requests "
+        "need no key.",
     )
-    api_key_file: Path | None = pydantic.Field(None, description="File with one key or digest per line.")
-    allow_hosts: tuple[str, ...] = pydantic.Field(
-        (), description="Accepted `Host` names beside loopback and `host`; `*`: all. Not checked if there are keys."
+    api_key_file: Path | None = pydantic.Field(None, description="File with one API key or digest per line.")
+    allow_hosts: TextList = pydantic.Field(
+        (),
+        description="Accepted `Host` names beside loopback and `host`; `*`: all. Other requests get status 403, so "
+        "that no web page can reach the server by a name of its own. Not checked if there are keys.",
     )
-    allow_origins: tuple[str, ...] = pydantic.Field((), description="CORS origins allowed to connect; `*`: all.")
+    allow_origins: TextList = pydantic.Field(
+        (), description="CORS origins allowed to connect; `*`: all. Requests of other web pages get status 403."
+    )
     lazy_load: bool = pydantic.Field(False, description="Load a model on its first request instead of at startup.")
-    max_queue: int = pydantic.Field(64, ge=0, description="Choices that may wait for a model; more get 429.")
-    shutdown_seconds: float = pydantic.Field(30.0, ge=0, description="Time for running requests after a signal.")
+    max_queue: int = pydantic.Field(64, ge=0, description="Choices that may wait for a model; more get status 429.")
+    shutdown_seconds: float = pydantic.Field(
+        30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C; a second signal ends them."
+    )
     ping_seconds: float = pydantic.Field(15.0, gt=0, description="Interval of keep-alive comments on idle streams.")
     stall_seconds: float = pydantic.Field(
-        30.0, gt=0, description="A connection whose client accepts no data for this time is closed."
+        30.0,
+        gt=0,
+        description="A connection whose client accepts no data for this time is closed, and its request cancelled.",
     )
     max_buffered_tokens: int = pydantic.Field(
         4096, ge=1, description="Tokens of a choice that may wait for a slow client; the request is then cancelled."
     )
     deadline: float | None = pydantic.Field(None, gt=0, description="Maximum seconds for any request.")
 
-    max_body_bytes: int = pydantic.Field(16 * 1024 * 1024, ge=1)
+    max_body_bytes: ByteCount = pydantic.Field(16 * 1024 * 1024, ge=1, description="Maximum size of a request body.")
     max_choices: int = pydantic.Field(16, ge=1, le=128, description="Maximum of `n` and of `best_of`, for each prompt.")
-    max_prompts: int = pydantic.Field(128, ge=1)
-    max_inputs: int = pydantic.Field(256, ge=1, description="Inputs of one embeddings request.")
-    max_messages: int = pydantic.Field(4096, ge=1)
-    max_stops: int = pydantic.Field(16, ge=0)
-    max_stop_length: int = pydantic.Field(256, ge=1, description="In characters.")
-    max_tools: int = pydantic.Field(128, ge=0)
-    max_grammar_bytes: int = pydantic.Field(65_536, ge=1, description="Size of a schema, a grammar or all tools.")
-    max_logit_bias: int = pydantic.Field(1024, ge=0)
-    media_hosts: tuple[str, ...] = pydantic.Field(
+    max_prompts: int = pydantic.Field(128, ge=1, description="Maximum prompts of one completions request.")
+    max_inputs: int = pydantic.Field(256, ge=1, description="Maximum inputs of one embeddings request.")
+    max_messages: int = pydantic.Field(4096, ge=1, description="Maximum messages of one chat request.")
+    max_stops: int = pydantic.Field(16, ge=0, description="Maximum stop strings of one request.")
+    max_stop_length: int = pydantic.Field(256, ge=1, description="Maximum length of a stop string, in characters.")
+    max_tools: int = pydantic.Field(128, ge=0, description="Maximum tools of one request.")
+    max_grammar_bytes: ByteCount = pydantic.Field(
+        65_536, ge=1, description="Maximum size of a schema, of a grammar, or of all tools."
+    )
+    max_logit_bias: int = pydantic.Field(1024, ge=0, description="Maximum entries of `logit_bias`.")
+    media_hosts: TextList = pydantic.Field(
         (), description="Hosts from which media may be fetched; `*`: every public host."
     )
     media_directory: Path | None = pydantic.Field(None, description="Directory from which media may be read.")
     media_allow_private: bool = pydantic.Field(False, description="Also fetch from private network addresses.")
     media_fetch_seconds: float = pydantic.Field(10.0, gt=0, description="Timeout for fetching one file.")
-    max_media: int = pydantic.Field(32, ge=0, description="Images and audio files of one request.")
-    max_media_bytes: int = pydantic.Field(20 * 1024 * 1024, ge=1, description="Encoded size of one file.")
-    max_image_pixels: int = pydantic.Field(32_000_000, ge=1)
-    max_image_side: int = pydantic.Field(16_384, ge=1, description="In pixels.")
-    max_audio_seconds: float = pydantic.Field(1800.0, gt=0)
-    max_decoded_media_bytes: int = pydantic.Field(
+    max_media: int = pydantic.Field(32, ge=0, description="Maximum images and audio files of one request.")
+    max_media_bytes: ByteCount = pydantic.Field(
+        20 * 1024 * 1024, ge=1, description="Maximum encoded size of one media file."
+    )
+    max_image_pixels: int = pydantic.Field(32_000_000, ge=1, description="Maximum pixels of one image.")
+    max_image_side: int = pydantic.Field(16_384, ge=1, description="Maximum width and height of an image, in pixels.")
+    max_audio_seconds: float = pydantic.Field(1800.0, gt=0, description="Maximum length of one audio file.")
+    max_decoded_media_bytes: ByteCount = pydantic.Field(
         384 * 1024 * 1024,
         ge=1,
-        description="Memory for media of all requests: files in the server, decoding in each engine; also the decoded "
-        "size of all media of one request.",
+        description="Memory for the media of all requests: files in the server (more get status 429), decoding in the "
+        "engine process of a model (more wait); also the decoded size of all media of one request.",
     )
-    max_stored_responses: int = pydantic.Field(256, ge=0)
-    max_stored_response_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=0, description="Size of all stored responses.")
+    max_stored_responses: int = pydantic.Field(256, ge=0, description="Maximum number of stored responses.")
+    max_stored_response_bytes: ByteCount = pydantic.Field(
+        64 * 1024 * 1024, ge=0, description="Maximum size of all stored responses."
+    )
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _add_keys_of_file(cls, values: Any) -> Any:
-        keys = values.get("api_keys", ())
-        if values.get("api_key_file") is None or not isinstance(keys, list | tuple):
+        if not isinstance(values, dict) or values.get("api_key_file") is None:
+            return values
+        keys = split_commas(values.get("api_keys", ()))
+        if not isinstance(keys, list | tuple):
             return values
         return {**values, "api_keys": (*keys, *read_api_keys(Path(values["api_key_file"])))}
 

@@ -1,0 +1,100 @@
+"""Writes docs/settings.md from the declarations of the settings.
+
+    make docs
+
+A test fails if the page is not up to date.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from afterglow.api.options import LoadOptions, format_default, get_fields
+from afterglow.cli.settings import SERVER_FIELDS, SETTINGS_FIELDS
+
+TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
+PAGE = """\
+<!-- Written by scripts/write_settings_page.py (`make docs`). Do not edit. -->
+
+# Settings
+
+The commands read `settings.toml` from the user's configuration directory (on Linux `~/.config/afterglow/`).
+`AFTERGLOW_SETTINGS=/path` selects another file. The precedence is the same for every setting:
+
+1. flags (`--context 8192`)
+2. environment variables (`AFTERGLOW_CONTEXT=8192`)
+3. the file (`context = 8192`)
+4. the defaults below
+
+Flags and variables are spelled like the keys: `disk_cache_bytes` is `--disk-cache-bytes` and
+`AFTERGLOW_DISK_CACHE_BYTES`. In variables, the items of a list are separated by commas. Sizes may have a unit, e.g.
+`4GiB`. An unknown name is an error that suggests the nearest valid one, a wrong value is an error that says what is
+valid; both name the flag, the variable or the key of the file, and nothing is started.
+
+These variables are read before the settings: `AFTERGLOW_CACHE` (directory of everything that can be computed or
+downloaded again), `AFTERGLOW_MODELS` (directory of pulled models), `AFTERGLOW_LIBLLAMA` (a custom llama.cpp library).
+
+## Model
+
+`serve`, `chat` and `run` have these flags; `afterglow.load` has the same options in Python. `perplexity` has those up
+to `yarn_beta_slow`. For `serve`, `draft` also takes `NAME=DRAFT` for one model, and `--draft` can be repeated.
+
+{model}
+
+## Responses
+
+{responses}
+
+## Server
+
+These keys belong to the table `[server]` of the file, and their variables start with `AFTERGLOW_SERVER_`. Flags of
+lists are singular and can be repeated: `--api-key`, `--allow-host`, `--allow-origin`, `--media-host`.
+
+{server}
+"""
+
+
+def build_page() -> str:
+    """Return the text of the page."""
+    model = ["model", *get_fields(LoadOptions)]
+    responses = [name for name in SETTINGS_FIELDS if name not in (*model, "server")]
+    return PAGE.format(
+        model=build_table((name, SETTINGS_FIELDS[name]) for name in model),
+        responses=build_table((name, SETTINGS_FIELDS[name]) for name in responses),
+        server=build_table(SERVER_FIELDS.items()),
+    )
+
+
+def build_table(fields: Iterable[tuple[str, FieldInfo]]) -> str:
+    """Return the rows of settings: key, type, default and description."""
+    rows = [
+        f"| `{name}` | {format_type(name, field.annotation)} | {format_default(name, field)} | {field.description} |"
+        for name, field in fields
+    ]
+    return "\n".join(["| key | type | default | description |", "|---|---|---|---|", *rows])
+
+
+def format_type(name: str, annotation: Any) -> str:
+    """Return a type in words."""
+    if name.endswith("_bytes"):
+        return "size"
+    if get_origin(annotation) is Annotated:
+        return format_type(name, get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return ", ".join("false" if value is False else f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [format_type(name, kind) for kind in get_args(annotation) if kind is not type(None)]
+        return " or ".join(dict.fromkeys(kinds))
+    if get_origin(annotation) is not None:
+        inner = format_type(name, get_args(annotation)[0])
+        return inner if get_origin(annotation).__name__ == "PathLike" else f"list of {inner}s"
+    return {bool: "true or false", int: "integer", float: "number"}.get(annotation, "text")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(build_page())
