@@ -20,20 +20,23 @@ from afterglow.cli.settings import SETTINGS_FIELDS
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
+from afterglow.errors import InvalidArgument
 from afterglow.llama.sampling import Sampling
 from afterglow.media.policy import MediaPolicy
 from afterglow.server.settings import ServerSettings
+from afterglow.testing import models
 
 TESTS = Path(__file__).parent
 C15 = "test_c15_each_option_has_its_documented_effect"
 
 CHAT = {
     "messages": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",
+    "tools": "test_a_function_can_be_a_tool",
     "stream": "test_stream_and_response_have_the_same_text",
     "n": "test_a_chat_can_have_several_responses",
     "on_token": "test_c14_on_token_is_called_once_for_each_token_of_a_chat",
     "cancel": "test_c14_a_cancel_event_ends_a_chat_and_its_stream",
-    "options": "test_an_unknown_option_is_rejected",
+    "options": "test_an_unknown_option_is_rejected_with_the_nearest_name",
 }
 PLAN = {
     "messages": "test_a_text_is_a_user_message",
@@ -66,7 +69,7 @@ COMPLETE = {
     "n": "test_c14_several_choices_share_one_prefill",
     "on_token": "test_c14_on_token_is_called_once_for_each_token",
     "cancel": "test_c14_a_cancel_event_ends_the_request",
-    "options": "test_an_unknown_option_is_rejected",
+    "options": "test_an_unknown_option_is_rejected_with_the_nearest_name",
 }
 SAMPLING = {
     **{field.name: C15 for field in dataclasses.fields(Sampling)},
@@ -218,7 +221,7 @@ ASK = {
     "text": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",
     "images": "test_a_conversation_saves_the_images_of_a_message",
     "audio": "test_every_audio_input_form_gives_the_same_audio",
-    "options": "test_an_unknown_option_is_rejected",
+    "options": "test_an_unknown_option_is_rejected_with_the_nearest_name",
 }
 FILES = {  # flags that are not settings
     "image": "test_the_image_flag_attaches_images",
@@ -239,8 +242,6 @@ def list_fields(kind: type) -> list[str]:
 
 TABLES = {
     "chat": (list_parameters(inspect.unwrap(Model.chat)), CHAT),
-    "plan": (list_parameters(Model.plan_chat), PLAN),
-    "request": (list_parameters(Model.build_request), REQUEST),
     "complete": (list_parameters(Model.complete), COMPLETE),
     "ask": (list_parameters(Conversation.ask), ASK),
     "afterglow chat": ([name for name in list_parameters(chat) if name not in SETTINGS_FIELDS], FILES),
@@ -279,9 +280,15 @@ def test_every_option_has_a_row_and_every_row_a_test(table: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.model
-def test_an_unknown_option_is_rejected(smollm2: Path) -> None:
-    with afterglow.load(smollm2, context=64) as model:
-        for ask in (model.complete, model.chat, model.stream):
-            with pytest.raises(TypeError, match="temprature"):
+def test_an_unknown_option_is_rejected_with_the_nearest_name() -> None:
+    with afterglow.load(models.get_path("attention"), context=64) as model:
+        conversation = Conversation(model)
+        for ask in (model.complete, model.chat, model.stream, model.build_request, conversation.ask):
+            with pytest.raises(InvalidArgument, match="`temprature` is not an option; did you mean 'temperature'"):
                 ask("Hello", temprature=1)
+        for ask in (model.plan_chat, model.apply_chat_template):
+            with pytest.raises(InvalidArgument, match="`tols` is not an option; did you mean 'tools'"):
+                ask("Hello", tols=[])
+        with pytest.raises(InvalidArgument, match="`temperature` must be a valid number, not '1'"):
+            model.chat("Hello", temperature="1")
+        assert not conversation.messages

@@ -257,7 +257,7 @@ def test_an_option_replaces_the_field_of_given_engine_settings() -> None:
     engine = EngineSettings(grid=32, speculation="off", ram_cache_bytes=1024)
     options = {"context": 256, "threads": 1, "engine": engine, "ram_cache_bytes": 2048}
     with afterglow.load(models.get_path("attention"), **options) as model:
-        settings = model._engine_settings
+        settings = model._lifecycle.spec.engine_settings
     assert (settings.grid, settings.speculation, settings.ram_cache_bytes) == (32, "off", 2048)
 
 

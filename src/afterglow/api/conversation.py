@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from afterglow.api.model import Model
+from afterglow.api.options import ChatGenerationOptions
 from afterglow.chat.content import AttachmentSource, build_attachments
 from afterglow.chat.messages import Message, MessageLike, ToolCall, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
@@ -50,13 +51,14 @@ class Conversation:
         system: str | None = None,
         messages: Sequence[MessageLike] = (),
         tools: Sequence[ToolLike] = (),
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> None:
         self.model = model
         self.messages: list[Message] = [Message(role="system", content=system)] if system else []
         self.messages += parse_messages(messages) if messages else []
         self.tools = parse_tools(tools)
-        self.options = {"overflow": "shift", **options}
+        defaults: ChatGenerationOptions = {"overflow": "shift"}
+        self.options: ChatGenerationOptions = {**defaults, **options}
         self.last_response: ChatResponse | None = None
 
     def ask(
@@ -65,7 +67,7 @@ class Conversation:
         *,
         images: Sequence[AttachmentSource] = (),
         audio: Sequence[AttachmentSource] = (),
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> ChatResponse:
         """Send a user message and return the response. If generation fails, the history does not change.
 
@@ -84,7 +86,7 @@ class Conversation:
         *,
         images: Sequence[AttachmentSource] = (),
         audio: Sequence[AttachmentSource] = (),
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> ChatResponse:
         """Asyncio version of `ask`."""
         history = [*self.messages, build_user_message(text, images, audio)]
@@ -103,7 +105,7 @@ class Conversation:
         *,
         images: Sequence[AttachmentSource] = (),
         audio: Sequence[AttachmentSource] = (),
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> Iterator[OutputPart]:
         """Send a user message and yield the parts of the response as they are generated.
 
@@ -123,12 +125,12 @@ class Conversation:
         *,
         images: Sequence[AttachmentSource] = (),
         audio: Sequence[AttachmentSource] = (),
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> Iterator[Delta]:
         """Like `stream`, but yield `Delta` objects with the tokens and the prefill progress behind the parts."""
         return self._stream_history([*self.messages, build_user_message(text, images, audio)], options)
 
-    def regenerate(self, **options: Any) -> ChatResponse:
+    def regenerate(self, **options: Unpack[ChatGenerationOptions]) -> ChatResponse:
         """Replace the last response with a new one. Set a `temperature` to get a different one.
 
         >>> chat = Conversation(model, max_tokens=20)
@@ -139,7 +141,7 @@ class Conversation:
         """
         return self._generate(self._get_history_to_question(), options)
 
-    def stream_regeneration(self, **options: Any) -> Iterator[Delta]:
+    def stream_regeneration(self, **options: Unpack[ChatGenerationOptions]) -> Iterator[Delta]:
         """Streaming version of `regenerate`."""
         return self._stream_history(self._get_history_to_question(), options)
 
@@ -200,7 +202,7 @@ class Conversation:
 
     # --- generation
 
-    def _generate(self, history: list[Message], options: dict[str, Any]) -> ChatResponse:
+    def _generate(self, history: list[Message], options: ChatGenerationOptions) -> ChatResponse:
         response: ChatResponse
         for chat_options in self._iterate_tool_rounds(options):
             response = self.last_response = self.model.chat(history, tools=self.tools, **chat_options)
@@ -211,7 +213,7 @@ class Conversation:
         self.messages = history
         return response
 
-    def _stream_history(self, history: list[Message], options: dict[str, Any]) -> Iterator[Delta]:
+    def _stream_history(self, history: list[Message], options: ChatGenerationOptions) -> Iterator[Delta]:
         for chat_options in self._iterate_tool_rounds(options):
             stream: ChatStream = self.model.chat(history, stream=True, tools=self.tools, **chat_options)
             yield from stream.deltas()
@@ -230,9 +232,9 @@ class Conversation:
 
     # --- tools
 
-    def _iterate_tool_rounds(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _iterate_tool_rounds(self, options: ChatGenerationOptions) -> Iterator[ChatGenerationOptions]:
         """Yield the options of each round of tool calls; the last round does not allow tool calls."""
-        chat_options = {**self.options, **options}
+        chat_options: ChatGenerationOptions = {**self.options, **options}
         yield from itertools.repeat(chat_options, MAX_TOOL_ROUNDS)
         yield {**chat_options, "tool_choice": "none"}
 

@@ -12,12 +12,20 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.api.generate import collect_choice, stream_text, stream_text_async
+from afterglow.api.options import (
+    ChatGenerationOptions,
+    GenerationOptions,
+    PromptOptions,
+    check_options,
+    document_options,
+    select_options,
+)
 from afterglow.api.outputs import Completion, Score
 from afterglow.api.prompts import FittedPrompt, MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
@@ -26,7 +34,7 @@ from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
 from afterglow.chat.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import ToolLike
-from afterglow.chat.truncation import check_policy, count_bos, fit_entries, fit_plan
+from afterglow.chat.truncation import count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
@@ -63,8 +71,6 @@ GREEDY = Sampling(temperature=0)
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
-DEFAULT_MAX_TOKENS = 128  # of a completion
-CHAT_OPTION_NAMES = frozenset(ChatOptions.__dataclass_fields__)
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -283,30 +289,53 @@ class Model(Closeable):
     # --- chat
 
     @overload
-    def chat(self, messages: ChatInput, *, stream: Literal[False] = False, **options: Any) -> ChatResponse: ...
-    @overload
-    def chat(self, messages: ChatInput, *, stream: Literal[True], **options: Any) -> ChatStream: ...
     def chat(
         self,
         messages: ChatInput,
         *,
+        tools: Sequence[ToolLike] = (),
+        stream: Literal[False] = False,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Unpack[ChatGenerationOptions],
+    ) -> ChatResponse: ...
+    @overload
+    def chat(
+        self,
+        messages: ChatInput,
+        *,
+        tools: Sequence[ToolLike] = (),
+        stream: Literal[True],
+        n: Literal[1] = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Unpack[ChatGenerationOptions],
+    ) -> ChatStream: ...
+    @document_options(ChatGenerationOptions)
+    def chat(
+        self,
+        messages: ChatInput,
+        *,
+        tools: Sequence[ToolLike] = (),
         stream: bool = False,
         n: int = 1,
         on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> ChatResponse | ChatStream:
         """Generate the assistant's response to a conversation.
 
         Args:
             messages: The question as text, or a list of (role, text) pairs, `Message` objects or OpenAI message
                 dictionaries. The response continues a last message of the assistant.
+            tools: OpenAI tool dictionaries, or Python functions with type hints.
             stream: Return a `ChatStream` that yields parts of the response as they are generated.
             n: Number of responses. They share one prefill; all but the first are in `ChatResponse.alternatives`.
             on_token: Called with each token of the first response; for a stream, when it is read.
             cancel: Setting this event stops the request and raises `Cancelled`, for a stream in its reader.
-            options: Options of `plan_chat` (`tools`, `tool_choice`, `response_format`, `reasoning`, …) and of
-                `build_request` (`max_tokens`, `temperature`, `stop`, …). `max_tokens` has no limit by default.
+            options: Options of the prompt and of generation: see `ChatGenerationOptions`. `max_tokens` has no limit by
+                default.
 
         >>> model.chat("What is 2+2?").text
         'The answer to this classic math problem is 4.'
@@ -317,7 +346,7 @@ class Model(Closeable):
         """
         if stream and n != 1:
             raise InvalidArgument("n", f"must be 1 for a stream, not {n}")
-        streams = self.submit_chat(messages, n=n, on_token=on_token, cancel=cancel, **options)
+        streams = self.submit_chat(messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options)
         if stream:
             return streams[0]
         try:
@@ -328,13 +357,22 @@ class Model(Closeable):
             raise
         return replace(first, alternatives=tuple(others))
 
-    async def chat_async(self, messages: ChatInput, *, n: int = 1, **options: Any) -> ChatResponse:
+    async def chat_async(
+        self,
+        messages: ChatInput,
+        *,
+        tools: Sequence[ToolLike] = (),
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Unpack[ChatGenerationOptions],
+    ) -> ChatResponse:
         """Asyncio version of `chat`. To stream, use `async for part in model.chat(…, stream=True)`.
 
         >>> asyncio.run(model.chat_async("What is 2+2?")).text
         'The answer to this classic math problem is 4.'
         """
-        streams = self.submit_chat(messages, n=n, **options)
+        streams = self.submit_chat(messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options)
         try:
             first, *others = [await chat_stream.result_async() for chat_stream in streams]
         except BaseException:
@@ -347,16 +385,20 @@ class Model(Closeable):
         self,
         messages: ChatInput,
         *,
+        tools: Sequence[ToolLike] = (),
         n: int = 1,
         on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
-        **options: Any,
+        **options: Unpack[ChatGenerationOptions],
     ) -> list[ChatStream]:
         """Start `n` responses that share one prefill and return their streams. Options as for `chat`."""
-        chat_options = {name: options.pop(name) for name in CHAT_OPTION_NAMES & options.keys()}
-        overflow = check_policy(options.pop("overflow", "refuse"))
-        plan = self._plan_fitted_chat(messages, overflow, options.get("max_tokens"), chat_options)
-        return self.submit_plan(plan, n=n, on_token=on_token, cancel=cancel, **options)
+        options.setdefault("max_tokens", None)
+        checked = check_options(ChatGenerationOptions, options, others=("tools", "stream", "n", "on_token", "cancel"))
+        prompt_options = select_options(PromptOptions, checked)
+        plan = self._plan_fitted_chat(messages, tools, checked["overflow"], checked["max_tokens"], prompt_options)
+        generation_options = select_options(GenerationOptions, options)
+        generation_options["overflow"] = "refuse"  # the plan fits
+        return self.submit_plan(plan, n=n, on_token=on_token, cancel=cancel, **generation_options)
 
     def submit_plan(
         self,
@@ -365,9 +407,9 @@ class Model(Closeable):
         n: int = 1,
         on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> list[ChatStream]:
-        """Start `n` responses to a chat plan and return their streams. Options as for `chat` and `build_request`."""
+        """Start `n` responses to a chat plan and return their streams. `max_tokens` has no limit by default."""
         options.setdefault("max_tokens", None)
         request = plan.apply_to(self.build_request(plan.prompt, **options))
         streams = self._submit_choices(request, n)
@@ -376,50 +418,45 @@ class Model(Closeable):
             for index, stream in enumerate(streams)
         ]
 
+    @document_options(PromptOptions)
     def plan_chat(
-        self,
-        messages: ChatInput,
-        *,
-        tools: Sequence[ToolLike] = (),
-        tool_choice: Any = None,
-        parallel_tool_calls: bool = True,
-        response_format: Any = None,
-        reasoning: bool | int | str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), **options: Unpack[PromptOptions]
     ) -> ChatPlan:
         """Render a conversation with the chat template of the model, and prepare its token constraints.
 
         Args:
             messages: As for `chat`.
-            tools: OpenAI tool dictionaries, or Python functions with type hints.
-            tool_choice: `none`, `auto`, `required`, or the dictionary that names a function.
-            parallel_tool_calls: Whether one response may contain several tool calls.
-            response_format: The format of OpenAI; or `{"type": "regex", "pattern": …}`, `{"type": "choice",
-                "choices": […]}`, `{"type": "grammar", "grammar": …, "syntax": "lark" or "gbnf"}`; or a type, e.g. a
-                pydantic class, which also parses the response.
-            reasoning: True, False, a reasoning budget in tokens, or an effort (e.g. "low").
-            chat_template_kwargs: Additional variables for the template.
+            tools: As for `chat`.
+            options: See `PromptOptions`.
         """
         parsed: Sequence[MessageLike] = [("user", messages)] if isinstance(messages, str) else messages
-        chat_options = ChatOptions(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            reasoning=reasoning,
-            chat_template_kwargs=chat_template_kwargs or {},
+        checked = check_options(PromptOptions, options, others=("tools",))
+        return self._get_chat().plan(
+            parsed,
+            ChatOptions(
+                tools=tools,
+                tool_choice=checked["tool_choice"],
+                parallel_tool_calls=checked["parallel_tool_calls"],
+                response_format=checked["response_format"],
+                reasoning=checked["reasoning"],
+                chat_template_kwargs=checked["chat_template_kwargs"] or {},
+            ),
         )
-        return self._get_chat().plan(parsed, chat_options)
 
     def _plan_fitted_chat(
-        self, messages: ChatInput, overflow: TruncationPolicy, max_tokens: int | None, options: Mapping[str, Any]
+        self,
+        messages: ChatInput,
+        tools: Sequence[ToolLike],
+        overflow: TruncationPolicy,
+        max_tokens: int | None,
+        options: PromptOptions,
     ) -> ChatPlan:
         """Plan a chat and drop turns by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
         if overflow == "refuse":
-            return self.plan_chat(messages, **options)
+            return self.plan_chat(messages, tools=tools, **options)
         return fit_plan(
             self.load_media([("user", messages)] if isinstance(messages, str) else messages),
-            lambda remaining: self.plan_chat(remaining, **options),
+            lambda remaining: self.plan_chat(remaining, tools=tools, **options),
             overflow,
             context=self.context_length,
             max_tokens=max_tokens,
@@ -429,20 +466,23 @@ class Model(Closeable):
         """Return the messages with their images and audio fetched and decoded."""
         return self._get_chat().load_media(messages)
 
-    def apply_chat_template(self, messages: ChatInput, **options: Any) -> ChatPrompt:
+    @document_options(PromptOptions)
+    def apply_chat_template(
+        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), **options: Unpack[PromptOptions]
+    ) -> ChatPrompt:
         """Render a conversation with the chat template of the model, as a prompt for `complete` or `stream`.
 
         The prompt ends where the response of the assistant starts. Control tokens written in messages stay text.
-        Options as for `plan_chat`.
 
         >>> prompt = model.apply_chat_template("What is 2+2?")
         >>> model.complete(prompt, max_tokens=20).text
         'The answer to this classic math problem is 4.'
         """
-        return self.plan_chat(messages, **options).prompt
+        return self.plan_chat(messages, tools=tools, **options).prompt
 
     # --- completion
 
+    @document_options(GenerationOptions)
     def complete(
         self,
         prompt: PromptInput,
@@ -450,7 +490,7 @@ class Model(Closeable):
         n: int = 1,
         on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> Completion:
         """Continue a prompt.
 
@@ -460,16 +500,16 @@ class Model(Closeable):
             n: Number of completions. They share one prefill.
             on_token: Called with each token of the first completion.
             cancel: Setting this event stops the request and raises `Cancelled`.
-            options: Options of `build_request`: `max_tokens`, `temperature`, `seed`, `stop`, `logprobs`, …
+            options: See `GenerationOptions`.
 
         >>> completion = model.complete("Once upon a time", max_tokens=5, n=2, temperature=0.8, seed=1)
         >>> [len(choice.tokens) for choice in completion.choices]
         [5, 5]
         """
-        overflow = check_policy(options.pop("overflow", "refuse"))
-        fitted = self._fit_prompt(prompt, overflow, options.get("max_tokens", DEFAULT_MAX_TOKENS))
+        checked = check_options(GenerationOptions, options, others=("n", "on_token", "cancel"))
+        fitted = self._fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
         streams = self._submit_choices(self.build_request(fitted, **options), n)
-        stops = options.get("stop", ())
+        stops = checked["stop"]
         try:
             first = collect_choice(streams[0], self._token_to_piece, stops, on_token, cancel)
             others = [collect_choice(stream, self._token_to_piece, stops, None, cancel) for stream in streams[1:]]
@@ -481,7 +521,7 @@ class Model(Closeable):
         truncation = fitted.truncation if isinstance(fitted, FittedPrompt) else None
         return Completion(choices=choices, usages=usages, truncation=truncation)
 
-    def stream(self, prompt: PromptInput, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> Iterator[str]:
         """Continue a prompt like `complete`, and yield text as it is generated. Closing the iterator cancels it.
 
         >>> list(model.stream("One, two, three,", max_tokens=2))
@@ -493,7 +533,7 @@ class Model(Closeable):
             options.get("stop", ()),
         )
 
-    def stream_async(self, prompt: PromptInput, **options: Any) -> AsyncIterator[str]:
+    def stream_async(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> AsyncIterator[str]:
         """Asyncio version of `stream`.
 
         >>> async def shout():
@@ -504,66 +544,28 @@ class Model(Closeable):
         stream = self._get_host().submit(self.build_request(prompt, **options))
         return stream_text_async(stream, self._token_to_piece, options.get("stop", ()))
 
-    def build_request(
-        self,
-        prompt: PromptInput | FittedPrompt,
-        *,
-        max_tokens: int | None = DEFAULT_MAX_TOKENS,
-        temperature: float | None = None,
-        seed: int | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        logprobs: int | None = None,
-        sequence: int | None = None,
-        boundaries: Sequence[int] = (),
-        priority: int = 0,
-        deadline: float | None = None,
-        use_prefix_cache: bool = True,
-        ignore_eos: bool = False,
-        overflow: TruncationPolicy = "refuse",
-        salt: str = "",
-    ) -> Request:
-        """Build the engine request for a prompt. The options are also those of `complete`, `stream` and `chat`.
-
-        Args:
-            prompt: As for `complete`.
-            max_tokens: Maximum number of generated tokens. None: until an end token or until the context is full.
-            temperature: Sampling temperature. 0, the default, always chooses the most likely token.
-            seed: Makes sampling repeatable. None: a new random seed for each request.
-            sampling: All sampling parameters, including the temperature: `temperature` must not be given beside it.
-                `seed` replaces its seed.
-            stop: Strings that end the text. They are not part of the result.
-            logprobs: Number of alternatives to return with the logprob of each token. None: no logprobs.
-            sequence: Number of the KV cache sequence to use. None: the engine chooses.
-            boundaries: Prompt lengths at which a later prompt may diverge from this one; the engine takes checkpoints
-                there. Chat prompts have their message boundaries already.
-            priority: Requests with a higher priority start first.
-            deadline: Seconds after which generation ends with what there is, with finish reason `deadline`.
-            use_prefix_cache: Whether cached prefixes may be used.
-            ignore_eos: Continue after end tokens.
-            overflow: Policy for a prompt that exceeds the context: `refuse` (`PromptTooLong`), `shift` (drop the oldest
-                turns of a chat, or the start of a prompt) or `truncate_middle`. The latter two also leave space for the
-                response: `max_tokens`, or a quarter of the context. `truncation` of the result says what was dropped.
-            salt: Cache salt, e.g. of a tenant. Requests with different salts never share cached state.
-        """
-        prompt = self._fit_prompt(prompt, check_policy(overflow), max_tokens)
+    def build_request(self, prompt: PromptInput | FittedPrompt, **options: Unpack[GenerationOptions]) -> Request:
+        """Build the engine request for a prompt. Prompt and options as for `complete`."""
+        checked = check_options(GenerationOptions, options)
+        prompt = self._fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
         entries, media = self._build_entries(prompt)
         return Request(
             id=str(next(self._request_ids)),
             entries=entries,
             media=media,
-            sampling=resolve_sampling(sampling, temperature, seed),
-            max_tokens=None if max_tokens is None else check_integer("max_tokens", max_tokens, 0),
-            stop=encode_stops(stop),
-            logprobs=None if logprobs is None else check_integer("logprobs", logprobs, 0, 1000),
-            sequence=sequence,
-            boundaries=frozenset(boundaries) | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset()),
+            sampling=resolve_sampling(checked["sampling"], checked["temperature"], checked["seed"]),
+            max_tokens=checked["max_tokens"],
+            stop=encode_stops(checked["stop"]),
+            logprobs=checked["logprobs"],
+            sequence=checked["sequence"],
+            boundaries=frozenset(checked["boundaries"])
+            | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset()),
             system_length=prompt.system_length if isinstance(prompt, ChatPrompt) else 0,
-            priority=priority,
-            deadline=deadline,
-            use_prefix_cache=use_prefix_cache,
-            ignore_eos=ignore_eos,
-            salt=salt,
+            priority=checked["priority"],
+            deadline=checked["deadline"],
+            use_prefix_cache=checked["use_prefix_cache"],
+            ignore_eos=checked["ignore_eos"],
+            salt=checked["salt"],
         )
 
     def build_infill_prompt(self, before: str, after: str) -> list[int]:

@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import numpy as np
 import psutil
@@ -424,6 +424,16 @@ def check_options(declaration: type[OptionsT], values: Mapping[str, Any], *, oth
             return check_options(declaration, plain)
         details = error.errors(include_url=False)
         raise InvalidArgument(str(details[0]["loc"][0]), describe_errors(details)) from None
+
+
+def select_options(declaration: type[OptionsT], options: Mapping[str, object]) -> OptionsT:
+    """Return the options that belong to a declaration.
+
+    >>> select_options(PromptOptions, {"max_tokens": 5, "reasoning": False})
+    {'reasoning': False}
+    """
+    names: type = declaration
+    return cast(OptionsT, {name: value for name, value in options.items() if name in get_fields(names)})
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -67,18 +66,6 @@ def find_media_file(text: str) -> MediaFile | None:
         return (kind, path) if kind is not None and path.is_file() else None
     except (OSError, ValueError, RuntimeError):  # the path is too long, or names an unknown user
         return None
-
-
-def group_by_modality(files: Sequence[MediaFile]) -> dict[str, list[Path]]:
-    """Group files by the keywords of `Conversation` methods.
-
-    >>> group_by_modality([("audio", Path("bell.wav"))])
-    {'images': [], 'audio': [PosixPath('bell.wav')]}
-    """
-    return {
-        "images": [path for kind, path in files if kind == "image"],
-        "audio": [path for kind, path in files if kind == "audio"],
-    }
 
 
 def describe_media(kind: Modality, path: Path) -> str:

@@ -20,7 +20,6 @@ from afterglow.cli.media import (
     MediaFile,
     describe_media,
     extract_media_files,
-    group_by_modality,
     unquote_word,
 )
 from afterglow.cli.settings import Settings
@@ -96,7 +95,8 @@ class Repl:
         self._attach_files(files)
         if text:
             attached, self._pending_files = self._pending_files, []
-            self._show_response(self._conversation.stream_deltas(text, **group_by_modality(attached)))
+            images, audio = ([path for kind, path in attached if kind == modality] for modality in ("image", "audio"))
+            self._show_response(self._conversation.stream_deltas(text, images=images, audio=audio))
 
     # --- input
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from afterglow.api.conversation import Conversation
 from afterglow.api.model import Model
-from afterglow.api.options import ChatGenerationOptions
+from afterglow.api.options import ChatGenerationOptions, GenerationOptions, select_options
 from afterglow.cli import options
 from afterglow.cli.display import choose_display, format_statistics, show_response
 from afterglow.cli.open_model import open_model
@@ -73,8 +73,8 @@ def reject_chat_options(command: typer.Context) -> None:
 
 def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions) -> None:
     """Print the completion of `text`, without the chat template."""
-    chat_only = ("reasoning", "overflow")
-    completion_options = {name: value for name, value in generation_options.items() if name not in chat_only}
+    completion_options = select_options(GenerationOptions, generation_options)
+    completion_options["overflow"] = "refuse"  # the setting is for conversations
     for piece in model.stream(text, **completion_options):
         print(piece, end="", flush=True)
     print()
