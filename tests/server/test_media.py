@@ -20,16 +20,19 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from afterglow.api.served_model import ServedModel, ServedSettings
+from afterglow.chat.messages import Message, parse_messages
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.cli import serve
 from afterglow.cli.main import app
 from afterglow.cli.serve import build_served_settings
 from afterglow.cli.settings import load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
+from afterglow.media.budget import ByteBudget
 from afterglow.media.policy import MediaPolicy
-from afterglow.server.admission import MediaBudget
+from afterglow.media.types import ImageData
+from afterglow.server.admission import MediaReservation
 from afterglow.server.errors import APIError, to_api_error
-from afterglow.server.media import count_media, load_media
+from afterglow.server.media import load_media
 from afterglow.server.models import ModelRegistry
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
@@ -145,25 +148,29 @@ def media_state(
         yield state, registry.get_slot("tiny").load()
 
 
+async def load(state: ServerState, model: ServedModel, messages: list[Any]) -> list[Message]:
+    with contextlib.ExitStack() as resources:
+        return await load_media(state, model, parse_messages(messages), resources)
+
+
 @pytest.mark.native
 def test_media_are_decoded_before_the_prompt_is_planned(media_state: tuple[ServerState, ServedModel]) -> None:
     state, model = media_state
     messages = build_messages(build_image_part("cat.png", detail="low"), build_image_part())
-    first, second, third = asyncio.run(load_media(state, model, messages))[0]["content"]
-    assert first == {"type": "text", "text": "What is this?"}
-    assert (second["type"], second["image"].width) == ("image", 512)
-    assert (third["type"], third["image"].width) == ("image", 64)
-    text_messages = [{"role": "user", "content": "x"}]
-    assert asyncio.run(load_media(state, model, text_messages)) is text_messages
+    (message,) = asyncio.run(load(state, model, messages))
+    assert message.content == "What is this?"
+    first, second = (attachment.source for attachment in message.attachments)
+    assert isinstance(first, ImageData)
+    assert isinstance(second, ImageData)
+    assert (first.width, second.width) == (512, 64)
 
 
 @pytest.mark.native
 def test_the_number_of_media_in_a_request_is_limited(media_state: tuple[ServerState, ServedModel]) -> None:
     state, model = media_state
     messages = build_messages(*[build_image_part()] * 4)
-    assert count_media(messages) == 4
     with pytest.raises(APIError, match="max_media") as error:
-        asyncio.run(load_media(state, model, messages))
+        asyncio.run(load(state, model, messages))
     assert (error.value.status, error.value.code) == (400, "limit_exceeded")
 
 
@@ -188,7 +195,7 @@ def test_slow_media_hosts_block_neither_the_event_loop_nor_text_work(
 
     async def measure_text_work() -> float:
         messages = build_messages(build_image_part("http://slow.example/"))
-        loads = [asyncio.ensure_future(load_media(state, model, messages)) for _ in range(20)]
+        loads = [asyncio.ensure_future(load(state, model, messages)) for _ in range(20)]
         await asyncio.sleep(0.3)
         started = time.perf_counter()
         for _ in range(20):
@@ -344,16 +351,17 @@ def test_images_are_decoded_in_the_engine_process_and_released(vision_server: Se
 
 
 def test_the_media_files_of_all_requests_share_one_budget() -> None:
-    budget = MediaBudget(max_bytes=100)
-    first, second = budget.reserve(60), budget.reserve(40)
+    budget = ByteBudget()
+    first, second = MediaReservation(budget, max_bytes=100), MediaReservation(budget, max_bytes=100)
+    first.resize(60)
+    second.resize(40)
     with pytest.raises(APIError, match="`max_decoded_media_bytes`") as error:
-        budget.reserve(1)
+        second.resize(41)
     assert (error.value.status, error.value.code) == (429, "media_memory_full")
-    first()
-    first()
-    assert budget.used_bytes == 40
-    second()
-    budget.reserve(500)  # one request is always admitted: its size has limits of its own
+    first.release()
+    first.release()
+    assert budget.used_bytes == 0  # a reservation that could not grow has nothing left
+    second.resize(500)  # one request is always admitted: its size has limits of its own
 
 
 # --- sources of images

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from afterglow.api.generate import collect_choice, stream_text, stream_text_async
 from afterglow.api.outputs import Completion
-from afterglow.api.prompts import FittedPrompt, MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
+from afterglow.api.prompts import (
+    EntrySequence,
+    FittedPrompt,
+    MediaMeasurer,
+    PromptPart,
+    build_mixed_entries,
+    is_mixed_prompt,
+)
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
 from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
@@ -28,7 +35,6 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.host.stream import EventStream
 from afterglow.engine.inspect import cache
 from afterglow.engine.kvcache.explain import Explanation
-from afterglow.engine.types.entries import Entry
 from afterglow.engine.types.media import MediaPart
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import EngineSettings
@@ -38,9 +44,8 @@ from afterglow.llama.sampling import Sampling
 from afterglow.llama.vocabulary import Vocabulary
 
 GREEDY = Sampling(temperature=0)
-PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt
+PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
-EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
 DEFAULT_MAX_TOKENS = 128  # of a completion
 CHAT_OPTION_NAMES = frozenset(ChatOptions.__dataclass_fields__)
 ResultT = TypeVar("ResultT")
@@ -205,7 +210,9 @@ class TextModel(Closeable):
         request = plan.apply_to(self.build_request(plan.prompt, **options))
         streams = self._submit_choices(request, n)
         return [
-            ChatStream(stream, plan, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel)
+            ChatStream(
+                stream, plan.output_format, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel
+            )
             for index, stream in enumerate(streams)
         ]
 
@@ -300,7 +307,9 @@ class TextModel(Closeable):
         [5, 5]
         """
         overflow = check_policy(options.pop("overflow", "refuse"))
-        fitted = self._fit_prompt(prompt, overflow, options.get("max_tokens", DEFAULT_MAX_TOKENS))
+        fitted = prompt
+        if overflow != "refuse":  # the engine rejects a prompt too long
+            fitted = self.fit_prompt(prompt, overflow, options.get("max_tokens", DEFAULT_MAX_TOKENS))
         streams = self._submit_choices(self.build_request(fitted, **options), n)
         stops = options.get("stop", ())
         try:
@@ -339,7 +348,7 @@ class TextModel(Closeable):
 
     def build_request(
         self,
-        prompt: PromptInput | FittedPrompt,
+        prompt: PromptInput,
         *,
         max_tokens: int | None = DEFAULT_MAX_TOKENS,
         temperature: float | None = None,
@@ -379,7 +388,8 @@ class TextModel(Closeable):
                 response: `max_tokens`, or a quarter of the context. `truncation` of the result says what was dropped.
             salt: Cache salt, e.g. of a tenant. Requests with different salts never share cached state.
         """
-        prompt = self._fit_prompt(prompt, check_policy(overflow), max_tokens)
+        if check_policy(overflow) != "refuse":
+            prompt = self.fit_prompt(prompt, overflow, max_tokens)
         entries, media = self._build_entries(prompt)
         return Request(
             id=str(next(self._request_ids)),
@@ -459,13 +469,21 @@ class TextModel(Closeable):
     def _token_to_piece(self, token: int) -> bytes:
         return self.vocabulary.token_to_piece(token, special=False)
 
-    def _fit_prompt(
-        self, prompt: PromptInput | FittedPrompt, overflow: TruncationPolicy, max_tokens: int | None
-    ) -> PromptInput | FittedPrompt:
-        """Truncate a prompt by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
-        if overflow == "refuse" or isinstance(prompt, FittedPrompt):
-            return prompt
-        if isinstance(prompt, ChatPrompt):
+    def fit_prompt(
+        self,
+        prompt: PromptInput,
+        overflow: TruncationPolicy = "refuse",
+        max_tokens: int | None = None,
+        *,
+        keep_start: int | None = None,
+        keep_end: int = 0,
+    ) -> FittedPrompt:
+        """Tokenize a prompt and truncate it by the overflow policy.
+
+        The first `keep_start` entries (default: the BOS token) and the last `keep_end` are never dropped. Raises
+        `PromptTooLong` if the prompt does not fit into the context.
+        """
+        if isinstance(prompt, ChatPrompt) and overflow != "refuse":
             raise InvalidArgument("overflow", "cannot shorten a rendered conversation: pass its messages to `chat`")
         entries, media = self._build_entries(prompt)
         fitted, truncation = fit_entries(
@@ -473,11 +491,16 @@ class TextModel(Closeable):
             overflow,
             context=self.context_length,
             max_tokens=max_tokens,
-            keep_start=count_bos(list(entries[:1]), self.vocabulary),
+            keep_start=count_bos(list(entries[:1]), self.vocabulary) if keep_start is None else keep_start,
+            keep_end=keep_end,
         )
-        return FittedPrompt(fitted, media, truncation)
+        return FittedPrompt(entries if truncation is None else fitted, media, truncation)
 
-    def _build_entries(self, prompt: PromptInput | FittedPrompt) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
+    def tokenize_prompt(self, prompt: PromptInput) -> FittedPrompt:
+        """Tokenize a prompt once, for several uses. It is not truncated."""
+        return FittedPrompt(*self._build_entries(prompt))
+
+    def _build_entries(self, prompt: PromptInput) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
         """Return the entries of a prompt, and its media by digest."""
         entries: EntrySequence
         media: Mapping[bytes, MediaPart] = {}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 from afterglow.api.served_model import ServedModel, ServedSettings
 from afterglow.closeable import Closeable
 from afterglow.errors import Closed, ModelNotFound
 from afterglow.server.errors import invalid_request_error
+
+Model: TypeAlias = ServedModel
+RETRY_AFTER_SECONDS = 10.0  # until then, requests for a model that could not be loaded get the same error
 
 
 class ModelSlot:
@@ -22,34 +26,81 @@ class ModelSlot:
         self.path = path
         self.settings = settings
         self.created = int(time.time())
-        self.model: ServedModel | None = None
+        self.model: Model | None = None
+        self._lock = threading.Lock()  # held briefly, never during a load
+        self._loading: Future[Model] | None = None  # the load that runs, or the last one that failed
+        self._retry_time = 0.0  # when a failed load may be repeated
         self._closed = False
-        self._lock = threading.Lock()  # a model is loaded once
 
-    def load(self) -> ServedModel:
-        """Return the model and load it if necessary: on first use, and after its engine could not be restarted."""
+    def start_load(self) -> Future[Model]:
+        """Return the future model: on first use, and after its engine could not be restarted, a new load is started.
+
+        All callers share one load. The error of a failed load is returned for `RETRY_AFTER_SECONDS`.
+        """
         with self._lock:
             if self._closed:
                 raise Closed("server")
-            if self.model is not None and self.model.has_failed:
-                self.model.restart()
-            if self.model is None:
-                self.model = ServedModel(self.name, self.path, self.settings)
-            return self.model
+            if self._loading is not None and (not self._loading.done() or time.monotonic() < self._retry_time):
+                return self._loading
+            future: Future[Model] = Future()
+            future.set_running_or_notify_cancel()  # a request that is cancelled must not cancel the load
+            if self.model is not None and not self.model.has_failed:
+                future.set_result(self.model)
+            else:
+                self._loading = future
+                # A daemon: neither shutdown nor the exit of the process waits for a load.
+                threading.Thread(target=self._load, args=[future], name=f"load-{self.name}", daemon=True).start()
+            return future
+
+    def load(self) -> Model:
+        """Return the model, loaded if necessary. Blocking."""
+        return self.start_load().result()
+
+    def _load(self, future: Future[Model]) -> None:
+        try:
+            model = self._build_model()
+        except BaseException as error:  # raised in the requests that wait for it
+            with self._lock:
+                self._retry_time = time.monotonic() + RETRY_AFTER_SECONDS
+                if not future.done():
+                    future.set_exception(error)
+            return
+        with self._lock:
+            if not self._closed:
+                self.model, self._loading = model, None
+                future.set_result(model)
+                return
+        model.close()
+
+    def _build_model(self) -> Model:
+        if self.model is None:
+            return Model(self.name, self.path, self.settings)
+        self.model.restart()
+        return self.model
+
+    def retry_failed(self) -> None:
+        """Load a model whose engine could not be restarted again, in the background."""
+        if self.state == "failed" and not self._closed:
+            self.start_load()
 
     def close(self) -> None:
-        """Close the model. Later calls of `load` raise `Closed`."""
+        """Close the model without waiting for a load. Waiting requests and later loads get `Closed`."""
         with self._lock:
             self._closed = True
-            if self.model is not None:
-                self.model.close()
+            if self._loading is not None and not self._loading.done():
+                self._loading.set_exception(Closed("server"))
+        if self.model is not None:
+            self.model.close()
 
     @property
     def state(self) -> str:
         """`not loaded`, `loading`, `ready`, `restarting` if the engine died, `failed` if restarts failed too."""
+        is_loading = self._loading is not None and not self._loading.done()
         if (model := self.model) is None:
-            return "loading" if self._lock.locked() else "not loaded"
-        return "ready" if model.is_alive else "failed" if model.has_failed else "restarting"
+            return "loading" if is_loading else "not loaded"
+        if model.is_alive:
+            return "ready"
+        return "failed" if model.has_failed and not is_loading else "restarting"
 
 
 class ModelRegistry(Closeable):
@@ -82,8 +133,8 @@ class ModelRegistry(Closeable):
 
     def load_all(self) -> None:
         """Load all models concurrently."""
-        with ThreadPoolExecutor(max(1, len(self.slots))) as pool:
-            list(pool.map(ModelSlot.load, self.slots.values()))
+        for future in [slot.start_load() for slot in self.slots.values()]:
+            future.result()
 
     def close(self) -> None:
         """Close all models concurrently. Running requests end with an error."""
