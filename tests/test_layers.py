@@ -73,7 +73,9 @@ ORDERS = {
         state auth
         media
         generation
+        openai.schema
         openai
+        schema.admin
         admin
         app
         serve

@@ -27,9 +27,9 @@ HOSTS = ("thread", "process")
 PROMPT = CYCLE[:20]
 
 
-def load(host: str, name: str = "successor-attention", **options: Any) -> afterglow.Model:
+def load(host: str, file: str = "successor-attention", **options: Any) -> afterglow.Model:
     defaults: dict[str, Any] = {"context": 256, "threads": 1, "disk_cache": False}
-    return afterglow.load(models.get_path(name), host=host, **(defaults | options))  # type: ignore[arg-type]
+    return afterglow.load(models.get_path(file), host=host, **(defaults | options))  # type: ignore[arg-type]
 
 
 def kill_child(model: afterglow.Model) -> None:
@@ -204,3 +204,21 @@ def test_a_model_whose_engine_cannot_be_built_leaves_nothing_open(host: str, lis
         load(host, draft=models.get_path("hybrid"), context=2**25)
     assert set(psutil.Process().children(recursive=True)) <= processes
     assert not list_own_handles()
+
+
+def test_prefixes_are_pinned_and_the_cache_is_cleared_in_the_engine_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    with load("process", disk_cache=True) as model:
+        model.pin("abc" * 20)
+        model.complete("abc" * 20, max_tokens=1)
+        assert model.complete("abc" * 20, max_tokens=1).usage.cached_tokens > 0
+        model.clear_cache()
+        assert model.complete("abc" * 20, max_tokens=1).usage.cached_tokens == 0
+        model.clear_cache()
+        assert model.unpin("abc" * 20)
+        assert not model.unpin("abc" * 20)
+        with pytest.raises(PromptTooLong):
+            model.pin("a" * 1000)
+    assert not list(tmp_path.rglob("*.cells"))

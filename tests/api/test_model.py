@@ -13,7 +13,6 @@ import pytest
 import afterglow
 from afterglow import Conversation, Sampling
 from afterglow.api.model import CAPABILITIES
-from afterglow.api.served_model import ServedModel, ServedSettings
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import (
     Cancelled,
@@ -142,9 +141,6 @@ def test_embeddings_are_normalized_and_depend_on_the_text(name, list_own_handles
             model.embed([])
         with pytest.raises(PromptTooLong):
             model.embed([30] * (model.max_embedding_tokens + 1))
-        if name == "attention":  # the vectors of the server
-            with ServedModel("tiny", models.get_path(name), ServedSettings(context=256, threads=1)) as served:
-                assert np.allclose(served.embed(served.tokenize("the cat sat", bos=True)), cat, atol=1e-5)
         model.deactivate()
         assert len(list_own_handles()) == 1  # the weights
 
@@ -278,7 +274,7 @@ def test_a_drafter_without_speculation_is_rejected():
     with pytest.raises(InvalidArgument, match=r"draft.*deterministic"):
         load("successor-attention", draft="mtp", engine=EngineSettings(deterministic=True))
     with pytest.raises(InvalidArgument, match="draft"):
-        ServedSettings(draft="mtp", engine=EngineSettings(speculation="off")).build_spec(models.get_path("attention"))
+        load("successor-attention", draft="mtp", host="process", speculation="off")
 
 
 def test_clearing_an_unknown_or_busy_sequence_is_an_error():

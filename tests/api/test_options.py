@@ -23,10 +23,9 @@ from afterglow.api.options import (
     check_options,
     get_fields,
 )
-from afterglow.api.served_model import ServedSettings
+from afterglow.cli import serve
 from afterglow.cli.main import app
 from afterglow.cli.options import MODEL_OPTIONS
-from afterglow.cli.serve import build_served_settings
 from afterglow.cli.settings import SETTINGS_FIELDS, load_command_settings
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, UnsupportedOption
@@ -125,7 +124,7 @@ def test_every_option_of_the_weights_is_a_parameter_of_llama_cpp(name: str) -> N
 
 @pytest.mark.native
 @pytest.mark.parametrize("name", VALUES)
-def test_load_and_served_models_pass_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_passes_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Exception):
         pass
 
@@ -141,9 +140,11 @@ def test_load_and_served_models_pass_every_option(name: str, monkeypatch: pytest
         afterglow.load(path, **{name: VALUES[name]})
     assert passed == [check_options(LoadOptions, {name: VALUES[name]})]
     monkeypatch.undo()
-    needed = {"yarn_ext_factor": 0.0} if name == "yarn_attn_factor" else {}
-    default = ServedSettings(threads=1, **needed).build_spec(path)
-    spec = ServedSettings(**{"threads": 1, name: VALUES[name]}, **needed).build_spec(path)
+    needed = {"threads": 1} | ({"yarn_ext_factor": 0.0} if name == "yarn_attn_factor" else {})
+    default, spec = (
+        load_module.build_engine_spec(path, check_options(LoadOptions, options), EngineSettings(), draft=None)
+        for options in (needed, needed | {name: VALUES[name]})
+    )
     assert (spec.model_settings, spec.context_settings) != (default.model_settings, default.context_settings)
 
 
@@ -168,8 +169,10 @@ def test_the_commands_have_the_same_flags_for_the_model(command: str, monkeypatc
     settings = load_command_settings(context)
     expected = VALUES | {"tensor_split": [3.0, 1.0], "draft": "mtp", "speculation": 3}
     assert expected.items() <= settings.load_options.items()
-    expected["draft"] = None  # each served model has its own
-    assert expected.items() <= build_served_settings(settings).options.items()
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(serve, "load", lambda *_, **options: served.append(options))
+    serve.build_model_registry({"tiny": Path("tiny.gguf")}, settings).get_slot("tiny")._open_model()
+    assert expected.items() <= served[0].items()
 
 
 def test_the_environment_sets_shares_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import afterglow
 from afterglow.api.conversation import Conversation
-from afterglow.api.served_model import ServedModel, ServedSettings
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.engine.types.entries import Media
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia
@@ -245,9 +244,9 @@ def test_the_projector_is_unloaded_and_loaded_with_the_model():
             model.activate()
 
 
-def test_a_served_model_supports_images():
-    settings = ServedSettings(context=256, threads=1, projector=models.get_path("projector-colors"))
-    with ServedModel("colors", models.get_path("colors"), settings) as model:
+def test_a_model_in_a_child_process_supports_images():
+    settings = {"context": 256, "threads": 1, "projector": models.get_path("projector-colors")}
+    with afterglow.load(models.get_path("colors"), host="process", **settings) as model:
         assert model.engine_info.media == {"image"}
         first = model.chat([user_message(image_part("Y"), text_part("?"))])
         second = model.chat([user_message(image_part("Y"), text_part("??"))])
@@ -258,12 +257,11 @@ def test_a_served_model_supports_images():
         assert model.get_cache_contents().sequences
 
 
-def test_a_served_model_with_a_missing_projector_supports_text(tmp_path):
-    settings = ServedSettings(context=256, threads=1, projector=tmp_path / "none.gguf")
-    with ServedModel("colors", models.get_path("colors"), settings) as model:
+def test_a_model_in_a_child_process_with_a_missing_projector_supports_text(tmp_path):
+    settings = {"context": 256, "threads": 1, "host": "process"}
+    with afterglow.load(models.get_path("colors"), projector=tmp_path / "none.gguf", **settings) as model:
         assert model.chat("Hello?").text == "N"
         with pytest.raises(UnsupportedMedia, match=r"none\.gguf"):
             model.chat([user_message(image_part("R"))])
-    stripped = ServedSettings(context=256, threads=1, projector=False, strip_media=True)
-    with ServedModel("colors", models.get_path("colors"), stripped) as model:
+    with afterglow.load(models.get_path("colors"), projector=False, strip_media=True, **settings) as model:
         assert model.chat([user_message(image_part("R"), text_part("?"))]).text == "N"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -14,9 +15,8 @@ from typer.testing import CliRunner
 
 from afterglow.cli import open_model, serve
 from afterglow.cli.main import app
-from afterglow.cli.serve import build_served_settings, parse_drafts
+from afterglow.cli.serve import parse_drafts
 from afterglow.cli.settings import Settings, load_command_settings, load_settings, parse_reasoning
-from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.server.settings import hash_api_key
 from afterglow.testing import models
@@ -169,7 +169,7 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
         projector=tmp_path / "mmproj.gguf",
         strip_media=True,
     )
-    load_options: dict[str, object] = {}
+    load_options: dict[str, Any] = {}
     monkeypatch.setattr(open_model, "load", lambda path, **options: load_options.update(options))
     monkeypatch.setattr(open_model, "resolve_or_pull", lambda name: name)
     open_model.open_model(settings, Console(stderr=True))
@@ -178,12 +178,10 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
     expected |= {"disk_cache_bytes": 3 * 1024**3, "ram_cache_bytes": 5 * 1024**2}
     expected |= {"pin_system_prompts": True, "max_token_gap": 0.5, "speculation": 4}
     assert {name: load_options[name] for name in expected} == expected
-    served = build_served_settings(settings)
-    assert {name: served.options[name] for name in expected} == expected
-    assert (served.engine.ram_cache_bytes, served.engine.speculation) == (5 * 1024**2, 4)
-    assert served.chat_template == "{{ messages[0].content }}"
-    assert build_served_settings(load_settings()).engine == EngineSettings()
-    assert build_served_settings(load_settings(deterministic=True)).engine == EngineSettings(deterministic=True)
+    monkeypatch.setattr(serve, "load", lambda path, **options: load_options.update(served=options))
+    serve.build_model_registry({"tiny": Path("tiny.gguf")}, settings).get_slot("tiny")._open_model()
+    served = load_options["served"]
+    assert {name: served[name] for name in expected} == expected
     generation = {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False, "overflow": "shift"}
     assert settings.generation_options == generation
 

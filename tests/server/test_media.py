@@ -19,17 +19,20 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from afterglow.api.served_model import ServedModel, ServedSettings
+import afterglow
+from afterglow.api.model import Model
+from afterglow.chat.messages import Message, parse_messages
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.cli import serve
 from afterglow.cli.main import app
-from afterglow.cli.serve import build_served_settings
-from afterglow.cli.settings import load_settings
+from afterglow.cli.settings import Settings, load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
+from afterglow.media.budget import ByteBudget
 from afterglow.media.policy import MediaPolicy
-from afterglow.server.admission import MediaBudget
+from afterglow.media.types import ImageData
+from afterglow.server.admission import MediaReservation
 from afterglow.server.errors import APIError, to_api_error
-from afterglow.server.media import count_media, load_media
+from afterglow.server.media import load_media
 from afterglow.server.models import ModelRegistry
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
@@ -135,41 +138,47 @@ def tiny_path() -> Path:
 @pytest.fixture
 def media_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_path: Path
-) -> Iterator[tuple[ServerState, ServedModel]]:
+) -> Iterator[tuple[ServerState, Model]]:
     """A server state with a text model that claims to support images."""
-    monkeypatch.setattr(ServedModel, "_get_media_support", lambda *_: MediaSupport(kinds=frozenset({"image"})))
+    monkeypatch.setattr(Model, "_get_media_support", lambda *_: MediaSupport(kinds=frozenset({"image"})))
     policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
     (tmp_path / "cat.png").write_bytes(encode_image(gradient(600, 10)))
-    registry = ModelRegistry({"tiny": tiny_path}, ServedSettings(context=256, media_policy=policy))
+    registry = ModelRegistry(
+        {"tiny": lambda: afterglow.load(tiny_path, host="process", context=256, media_policy=policy)}
+    )
     with ServerState(registry, ServerSettings(max_media=3)) as state:
         yield state, registry.get_slot("tiny").load()
 
 
+async def load(state: ServerState, model: Model, messages: list[Any]) -> list[Message]:
+    with contextlib.ExitStack() as resources:
+        return await load_media(state, model, parse_messages(messages), resources)
+
+
 @pytest.mark.native
-def test_media_are_decoded_before_the_prompt_is_planned(media_state: tuple[ServerState, ServedModel]) -> None:
+def test_media_are_decoded_before_the_prompt_is_planned(media_state: tuple[ServerState, Model]) -> None:
     state, model = media_state
     messages = build_messages(build_image_part("cat.png", detail="low"), build_image_part())
-    first, second, third = asyncio.run(load_media(state, model, messages))[0]["content"]
-    assert first == {"type": "text", "text": "What is this?"}
-    assert (second["type"], second["image"].width) == ("image", 512)
-    assert (third["type"], third["image"].width) == ("image", 64)
-    text_messages = [{"role": "user", "content": "x"}]
-    assert asyncio.run(load_media(state, model, text_messages)) is text_messages
+    (message,) = asyncio.run(load(state, model, messages))
+    assert message.content == "What is this?"
+    first, second = (attachment.source for attachment in message.attachments)
+    assert isinstance(first, ImageData)
+    assert isinstance(second, ImageData)
+    assert (first.width, second.width) == (512, 64)
 
 
 @pytest.mark.native
-def test_the_number_of_media_in_a_request_is_limited(media_state: tuple[ServerState, ServedModel]) -> None:
+def test_the_number_of_media_in_a_request_is_limited(media_state: tuple[ServerState, Model]) -> None:
     state, model = media_state
     messages = build_messages(*[build_image_part()] * 4)
-    assert count_media(messages) == 4
     with pytest.raises(APIError, match="max_media") as error:
-        asyncio.run(load_media(state, model, messages))
+        asyncio.run(load(state, model, messages))
     assert (error.value.status, error.value.code) == (400, "limit_exceeded")
 
 
 @pytest.mark.native
 def test_slow_media_hosts_block_neither_the_event_loop_nor_text_work(
-    media_state: tuple[ServerState, ServedModel], monkeypatch: pytest.MonkeyPatch
+    media_state: tuple[ServerState, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, model = media_state
     running, max_running, lock, release = 0, 0, threading.Lock(), threading.Event()
@@ -188,7 +197,7 @@ def test_slow_media_hosts_block_neither_the_event_loop_nor_text_work(
 
     async def measure_text_work() -> float:
         messages = build_messages(build_image_part("http://slow.example/"))
-        loads = [asyncio.ensure_future(load_media(state, model, messages)) for _ in range(20)]
+        loads = [asyncio.ensure_future(load(state, model, messages)) for _ in range(20)]
         await asyncio.sleep(0.3)
         started = time.perf_counter()
         for _ in range(20):
@@ -205,6 +214,13 @@ def test_slow_media_hosts_block_neither_the_event_loop_nor_text_work(
 # --- settings
 
 
+def capture_media_policy(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> MediaPolicy:
+    captured: list[MediaPolicy] = []
+    monkeypatch.setattr(serve, "load", lambda *_, media_policy, **__: captured.append(media_policy))
+    serve.build_model_registry({"tiny": Path("tiny.gguf")}, settings).get_slot("tiny")._open_model()
+    return captured[0]
+
+
 def test_media_settings_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_HOSTS", "a.example,b.example")
     monkeypatch.setenv("AFTERGLOW_SERVER_MEDIA_ALLOW_PRIVATE", "true")
@@ -219,7 +235,7 @@ def test_media_settings_reach_the_models(tmp_path: Path, monkeypatch: pytest.Mon
             "max_decoded_media_bytes": 9,
         }
     )
-    assert build_served_settings(settings).media_policy == MediaPolicy(
+    assert capture_media_policy(settings, monkeypatch) == MediaPolicy(
         allowed_hosts=("a.example", "b.example"),
         allow_private=True,
         allowed_directory=tmp_path,
@@ -232,22 +248,22 @@ def test_media_settings_reach_the_models(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_HOSTS")
     monkeypatch.delenv("AFTERGLOW_SERVER_MEDIA_ALLOW_PRIVATE")
-    assert build_served_settings(load_settings()).media_policy == MediaPolicy()
+    assert capture_media_policy(load_settings(), monkeypatch) == MediaPolicy()
 
 
 @pytest.mark.native
 def test_media_flags_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[ServedSettings] = []
+    captured: list[Settings] = []
 
-    def capture(paths: Any, settings: ServedSettings, *_: Any) -> None:
+    def capture(models: Any, settings: Settings) -> None:
         captured.append(settings)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve, "ModelRegistry", capture)
+    monkeypatch.setattr(serve, "serve_models", capture)
     sources = ["--media-host", "a.example", "--media-host", "*.b.example", "--media-directory", str(tmp_path)]
     limits = ["--max-media-bytes", "1000", "--max-image-pixels", "2000"]
     CliRunner().invoke(app, ["serve", "--port", "0", *sources, *limits, str(tiny_path)])
-    assert captured[0].media_policy == MediaPolicy(
+    assert captured[0].server.media_policy == MediaPolicy(
         allowed_hosts=("a.example", "*.b.example"), allowed_directory=tmp_path, max_bytes=1000, max_pixels=2000
     )
 
@@ -344,16 +360,17 @@ def test_images_are_decoded_in_the_engine_process_and_released(vision_server: Se
 
 
 def test_the_media_files_of_all_requests_share_one_budget() -> None:
-    budget = MediaBudget(max_bytes=100)
-    first, second = budget.reserve(60), budget.reserve(40)
+    budget = ByteBudget()
+    first, second = MediaReservation(budget, max_bytes=100), MediaReservation(budget, max_bytes=100)
+    first.resize(60)
+    second.resize(40)
     with pytest.raises(APIError, match="`max_decoded_media_bytes`") as error:
-        budget.reserve(1)
+        second.resize(41)
     assert (error.value.status, error.value.code) == (429, "media_memory_full")
-    first()
-    first()
-    assert budget.used_bytes == 40
-    second()
-    budget.reserve(500)  # one request is always admitted: its size has limits of its own
+    first.release()
+    first.release()
+    assert budget.used_bytes == 0  # a reservation that could not grow has nothing left
+    second.resize(500)  # one request is always admitted: its size has limits of its own
 
 
 # --- sources of images

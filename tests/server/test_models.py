@@ -9,12 +9,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from afterglow.api.served_model import ServedSettings
-from afterglow.errors import ModelNotFound
+import afterglow
+from afterglow.engine.host import remote_calls
+from afterglow.errors import EngineError, ModelNotFound
+from afterglow.server import models as server_models
 from afterglow.server.models import ModelSlot
 from afterglow.testing import models
+from support.engine_factories import Raise
 from support.server_process import ServerProcess, run_server, wait_until
 
 pytestmark = pytest.mark.native
@@ -49,12 +53,47 @@ def test_the_model_is_required_if_several_models_are_served(server: ServerProces
     assert "tiny, hybrid" in error["message"]
 
 
-def test_a_model_whose_engine_cannot_be_restarted_has_failed_and_is_loaded_again(tmp_path: Path) -> None:
-    path = Path(shutil.copy(models.get_path("successor-attention"), tmp_path / "model.gguf"))
-    slot = ModelSlot("tiny", path, ServedSettings(context=256, threads=1, disk_cache=False))
+def load_tiny(path: Path, **options: Any) -> afterglow.Model:
+    return afterglow.load(path, host="process", context=256, threads=1, disk_cache=False, **options)
+
+
+def test_the_template_process_is_started_when_the_model_is_loaded() -> None:
+    slot = ModelSlot("tiny", lambda: load_tiny(models.get_path("attention")))
     with closing(slot):
         model = slot.load()
-        process = model._process
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        model.plan_chat("Hello")
+        after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert after == before
+
+
+def test_a_model_with_an_invalid_chat_template_is_still_served() -> None:
+    path = models.get_path("successor-attention")
+    slot = ModelSlot("tiny", lambda: load_tiny(path, chat_template="{{ raise_exception('no') }}"))
+    with closing(slot):
+        assert slot.load().complete("abc", max_tokens=3).text == "def"
+
+
+@pytest.mark.parametrize("step", ["get_engine_info", "prepare"])
+def test_a_model_that_fails_while_it_starts_leaves_nothing_open(
+    step: str, monkeypatch: pytest.MonkeyPatch, list_own_handles: Any
+) -> None:
+    module = remote_calls if step == "get_engine_info" else server_models
+    monkeypatch.setattr(module, step, Raise(EngineError("the bug")))
+    processes = psutil.Process().children(recursive=True)
+    slot = ModelSlot("tiny", lambda: load_tiny(models.get_path("attention")))
+    with closing(slot), pytest.raises(EngineError, match="the bug"):
+        slot.load()
+    assert set(psutil.Process().children(recursive=True)) <= set(processes)
+    assert not list_own_handles()
+
+
+def test_a_model_whose_engine_cannot_be_restarted_has_failed_and_is_loaded_again(tmp_path: Path) -> None:
+    path = Path(shutil.copy(models.get_path("successor-attention"), tmp_path / "model.gguf"))
+    slot = ModelSlot("tiny", lambda: load_tiny(path))
+    with closing(slot):
+        model = slot.load()
+        process = model._lifecycle.get_host()
         assert slot.state == "ready"
         path.rename(tmp_path / "away")
         assert process.pid is not None

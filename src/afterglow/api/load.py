@@ -84,13 +84,13 @@ def load(
         raise InvalidArgument("host", f"must be {' or '.join(HOSTS)}, not {host!r}")
     if state not in FIRST_STATES:
         raise InvalidArgument("state", f"must be one of {', '.join(FIRST_STATES)}, not {state!r}")
-    for name, value, kind in (
+    for keyword, value, kind in (
         ("engine", engine, EngineSettings),
         ("media_policy", media_policy, MediaPolicy),
         ("projector_settings", projector_settings, ProjectorSettings),
     ):
         if value is not None and not isinstance(value, kind):
-            raise InvalidArgument(name, f"must be {kind.__name__}, not {value!r}")
+            raise InvalidArgument(keyword, f"must be {kind.__name__}, not {value!r}")
     checked = check_options(LoadOptions, options, others=inspect.signature(load).parameters)
     chat_template = read_chat_template(checked["chat_template"])
     path, draft = resolve_model_path(model, fetch=fetch), resolve_draft(checked["draft"], fetch=fetch)

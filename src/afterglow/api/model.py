@@ -17,7 +17,6 @@ from typing import Literal, TypeAlias, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.api.generate import collect_choice, stream_text, stream_text_async
 from afterglow.api.options import (
     ChatGenerationOptions,
     GenerationOptions,
@@ -26,11 +25,19 @@ from afterglow.api.options import (
     document_options,
     select_options,
 )
-from afterglow.api.outputs import Completion, Score
-from afterglow.api.prompts import FittedPrompt, MediaMeasurer, PromptPart, build_mixed_entries, is_mixed_prompt
+from afterglow.api.outputs import Choice, Completion, Score
+from afterglow.api.prompts import (
+    EntrySequence,
+    FittedPrompt,
+    MediaMeasurer,
+    PromptPart,
+    build_mixed_entries,
+    is_mixed_prompt,
+)
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
 from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
+from afterglow.chat.output.parts import OutputFormat, TextDelta
 from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
 from afterglow.chat.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import ToolLike
@@ -52,7 +59,6 @@ from afterglow.engine.inspect.difference import PrefixMiss
 from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
-from afterglow.engine.types.entries import Entry
 from afterglow.engine.types.media import EncodedMedia, MediaPart
 from afterglow.engine.types.request import Request
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
@@ -68,9 +74,8 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
 from afterglow.version import __version__
 
 GREEDY = Sampling(temperature=0)
-PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt
+PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
-EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -412,9 +417,11 @@ class Model(Closeable):
         """Start `n` responses to a chat plan and return their streams. `max_tokens` has no limit by default."""
         options.setdefault("max_tokens", None)
         request = plan.apply_to(self.build_request(plan.prompt, **options))
-        streams = self._submit_choices(request, n)
+        streams = self.submit(request, n)
         return [
-            ChatStream(stream, plan, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel)
+            ChatStream(
+                stream, plan.output_format, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel
+            )
             for index, stream in enumerate(streams)
         ]
 
@@ -506,20 +513,18 @@ class Model(Closeable):
         >>> [len(choice.tokens) for choice in completion.choices]
         [5, 5]
         """
-        checked = check_options(GenerationOptions, options, others=("n", "on_token", "cancel"))
-        fitted = self._fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
-        streams = self._submit_choices(self.build_request(fitted, **options), n)
-        stops = checked["stop"]
+        streams = self._submit_prompt(prompt, options, n=n, on_token=on_token, cancel=cancel)
         try:
-            first = collect_choice(streams[0], self._token_to_piece, stops, on_token, cancel)
-            others = [collect_choice(stream, self._token_to_piece, stops, None, cancel) for stream in streams[1:]]
+            responses = [stream.result() for stream in streams]
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        choices, usages = zip(first, *others, strict=True)
-        truncation = fitted.truncation if isinstance(fitted, FittedPrompt) else None
-        return Completion(choices=choices, usages=usages, truncation=truncation)
+        return Completion(
+            choices=tuple(map(Choice.from_response, responses)),
+            usages=tuple(response.usage for response in responses),
+            truncation=responses[0].truncation,
+        )
 
     def stream(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> Iterator[str]:
         """Continue a prompt like `complete`, and yield text as it is generated. Closing the iterator cancels it.
@@ -527,11 +532,8 @@ class Model(Closeable):
         >>> list(model.stream("One, two, three,", max_tokens=2))
         [' four', ',']
         """
-        return stream_text(
-            self._get_host().submit(self.build_request(prompt, **options)),
-            self._token_to_piece,
-            options.get("stop", ()),
-        )
+        (stream,) = self._submit_prompt(prompt, options)
+        return (part.text for part in stream if isinstance(part, TextDelta))
 
     def stream_async(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> AsyncIterator[str]:
         """Asyncio version of `stream`.
@@ -541,13 +543,35 @@ class Model(Closeable):
         >>> asyncio.run(shout())
         [' FOUR', ',']
         """
-        stream = self._get_host().submit(self.build_request(prompt, **options))
-        return stream_text_async(stream, self._token_to_piece, options.get("stop", ()))
+        (stream,) = self._submit_prompt(prompt, options)
+        return (part.text async for part in stream if isinstance(part, TextDelta))
 
-    def build_request(self, prompt: PromptInput | FittedPrompt, **options: Unpack[GenerationOptions]) -> Request:
+    def _submit_prompt(
+        self,
+        prompt: PromptInput,
+        options: GenerationOptions,
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[ChatStream]:
+        """Start `n` completions that share one prefill and return their streams, which consist of text only."""
+        checked = check_options(GenerationOptions, options, others=("n", "on_token", "cancel"))
+        truncation = None
+        if checked["overflow"] != "refuse":  # otherwise the engine rejects a prompt too long
+            prompt = self.fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
+            truncation, checked["overflow"] = prompt.truncation, "refuse"
+        output_format = OutputFormat(self._token_to_piece, truncation=truncation)
+        return [
+            ChatStream(stream, output_format, checked["stop"], on_token=None if index else on_token, cancel=cancel)
+            for index, stream in enumerate(self.submit(self.build_request(prompt, **checked), n))
+        ]
+
+    def build_request(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> Request:
         """Build the engine request for a prompt. Prompt and options as for `complete`."""
         checked = check_options(GenerationOptions, options)
-        prompt = self._fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
+        if checked["overflow"] != "refuse":
+            prompt = self.fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
         entries, media = self._build_entries(prompt)
         return Request(
             id=str(next(self._request_ids)),
@@ -796,7 +820,8 @@ class Model(Closeable):
 
     def submit(self, request: Request, n: int = 1) -> list[EventStream]:
         """Start `n` choices of a request and return their event streams."""
-        return self._submit_choices(request, n)
+        requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
+        return self._get_host().submit_together(requests)
 
     def announce_request(self) -> Callable[[], None]:
         """Announce a request that is being prepared, so that others wait for it briefly and are batched with it.
@@ -817,10 +842,6 @@ class Model(Closeable):
         """Read the events of a child process in this event loop, which wakes one thread less per token."""
         self._lifecycle.get_host().attach_event_loop(loop)
 
-    def _submit_choices(self, request: Request, n: int) -> list[EventStream]:
-        requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
-        return self._get_host().submit_together(requests)
-
     def _derive_request(self, request: Request, index: int) -> Request:
         """Return the request of choice `index`: the same prompt with another id and seed."""
         if index == 0:
@@ -837,13 +858,21 @@ class Model(Closeable):
     def _token_to_piece(self, token: int) -> bytes:
         return self.vocabulary.token_to_piece(token, special=False)
 
-    def _fit_prompt(
-        self, prompt: PromptInput | FittedPrompt, overflow: TruncationPolicy, max_tokens: int | None
-    ) -> PromptInput | FittedPrompt:
-        """Truncate a prompt by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
-        if overflow == "refuse" or isinstance(prompt, FittedPrompt):
-            return prompt
-        if isinstance(prompt, ChatPrompt):
+    def fit_prompt(
+        self,
+        prompt: PromptInput,
+        overflow: TruncationPolicy = "refuse",
+        max_tokens: int | None = None,
+        *,
+        keep_start: int | None = None,
+        keep_end: int = 0,
+    ) -> FittedPrompt:
+        """Tokenize a prompt and truncate it by the overflow policy.
+
+        The first `keep_start` entries (default: the BOS token) and the last `keep_end` are never dropped. Raises
+        `PromptTooLong` if the prompt does not fit into the context.
+        """
+        if isinstance(prompt, ChatPrompt) and overflow != "refuse":
             raise InvalidArgument("overflow", "cannot shorten a rendered conversation: pass its messages to `chat`")
         entries, media = self._build_entries(prompt)
         fitted, truncation = fit_entries(
@@ -851,11 +880,16 @@ class Model(Closeable):
             overflow,
             context=self.context_length,
             max_tokens=max_tokens,
-            keep_start=count_bos(list(entries[:1]), self.vocabulary),
+            keep_start=count_bos(list(entries[:1]), self.vocabulary) if keep_start is None else keep_start,
+            keep_end=keep_end,
         )
-        return FittedPrompt(fitted, media, truncation)
+        return FittedPrompt(entries if truncation is None else fitted, media, truncation)
 
-    def _build_entries(self, prompt: PromptInput | FittedPrompt) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
+    def tokenize_prompt(self, prompt: PromptInput) -> FittedPrompt:
+        """Tokenize a prompt once, for several uses. It is not truncated."""
+        return FittedPrompt(*self._build_entries(prompt))
+
+    def _build_entries(self, prompt: PromptInput) -> tuple[EntrySequence, Mapping[bytes, MediaPart]]:
         """Return the entries of a prompt, and its media by digest."""
         entries: EntrySequence
         media: Mapping[bytes, MediaPart] = {}

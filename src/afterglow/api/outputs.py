@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from afterglow.chat.prompt import Truncation
-from afterglow.engine.types.request import Finished, FinishReason, Token, Usage
+from afterglow.chat.response import ChatResponse
+from afterglow.engine.types.request import FinishReason, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,16 @@ class Choice:
     alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()  # (token, logprob) pairs, most likely first
 
     @classmethod
-    def from_tokens(cls, tokens: Sequence[Token], text: str, end: Finished) -> Choice:
-        """Build a choice from the events of a request."""
+    def from_response(cls, response: ChatResponse) -> Choice:
+        """Convert the response of the common reader of events."""
+        assert response.finish_reason != "tool_calls"
         return cls(
-            text=text,
-            tokens=tuple(token.token for token in tokens),
-            finish_reason=end.finish_reason,
-            stop_reason=end.stop_reason.decode() if isinstance(end.stop_reason, bytes) else end.stop_reason,
-            logprobs=tuple(token.logprob for token in tokens if token.logprob is not None),
-            alternatives=tuple(token.alternatives for token in tokens if token.alternatives),
+            text=response.text,
+            tokens=tuple(token.token for token in response.tokens),
+            finish_reason=response.finish_reason,
+            stop_reason=response.stop_reason,
+            logprobs=tuple(token.logprob for token in response.tokens if token.logprob is not None),
+            alternatives=tuple(token.alternatives for token in response.tokens if token.alternatives),
         )
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from afterglow.chat.prompt import Truncation
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
@@ -20,17 +23,23 @@ from afterglow.llama.projector import MediaPlaceholder, MediaSize, get_media_siz
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.types import AudioData, ImageData, MediaData
 
+EntrySequence: TypeAlias = Sequence[Entry] | NDArray[np.int64]
 PromptPart: TypeAlias = str | int | MediaData
 MAX_CACHED_MEASUREMENTS = 256  # distinct image sizes and audio lengths
 
 
 @dataclass(frozen=True, slots=True)
 class FittedPrompt:
-    """Entries and media of a prompt after truncation, and what was dropped."""
+    """Entries and media of a prompt, possibly truncated, and what was dropped."""
 
-    entries: Sequence[Entry]
+    entries: EntrySequence
     media: Mapping[bytes, MediaPart]
-    truncation: Truncation | None
+    truncation: Truncation | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of a prompt without media."""
+        return [int(entry) for entry in self.entries]  # type: ignore[arg-type]
 
 
 class MediaMeasurer:

@@ -15,7 +15,7 @@ from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_too
 from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Message, MessageLike, parse_messages
 from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
-from afterglow.chat.output.parts import OutputParser, PlainTextParser
+from afterglow.chat.output.parts import OutputFormat, OutputParser, PlainTextParser
 from afterglow.chat.output.reasoning import (
     HARMONY_REASONING,
     OutputPosition,
@@ -73,6 +73,11 @@ class ChatPlan:
             reasoning_budget=self.reasoning_budget,
             stop_tokens=self.chat.stop_tokens,
         )
+
+    @property
+    def output_format(self) -> OutputFormat:
+        """How tokens become a response."""
+        return OutputFormat(self.chat.piece, self.create_parser, self.parse, self.truncation)
 
     def create_parser(self) -> OutputParser:
         """Create the parser that splits one answer into text, reasoning and tool calls."""

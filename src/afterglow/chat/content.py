@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -50,7 +50,7 @@ class Attachment:
 
     kind: Modality
     source: str | MediaContent
-    offset: int  # position in the text of the message, in characters
+    offset: int = 0  # position in the text of the message, in characters
     id: str | None = None  # FNV-1a hash of its bytes, if the caller gave one
     detail: ImageDetail = "auto"  # "low": at most 512 by 512 pixels
 
@@ -77,6 +77,22 @@ def load_attachments(
             reason = f"all media together take more than {policy.max_decoded_bytes:,} bytes decoded: send fewer"
             raise InvalidMedia(abbreviate_source(str(attachment.source)), reason)
     return loaded
+
+
+def join_content(parts: Iterable[str | Attachment]) -> tuple[str, tuple[Attachment, ...]]:
+    """Join the parts of a message to its text, and to its attachments with their positions in the text.
+
+    >>> join_content(["Look: ", Attachment(kind="image", source="cat.png"), "a cat"])[1][0].offset
+    6
+    """
+    text = ""
+    attachments: list[Attachment] = []
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        else:
+            attachments.append(replace(part, offset=len(text)))
+    return text, tuple(attachments)
 
 
 def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
@@ -177,7 +193,12 @@ def _parse_audio_source(value: Any, where: str) -> str:
     data, format = check_text(value.get("data"), f"{where}.data"), value.get("format")
     if format is not None and format not in AUDIO_FORMATS:
         raise InvalidArgument(f"{where}.format", f"must be wav or mp3, not {format!r}")
-    return data if format is None or data[:5].lower() == "data:" else f"data:audio/{format};base64,{data}"
+    return data if format is None else build_audio_uri(data, format)
+
+
+def build_audio_uri(data: str, format: str) -> str:
+    """Return base64 text as a data URI, unless it is one already."""
+    return data if data[:5].lower() == "data:" else f"data:audio/{format};base64,{data}"
 
 
 def check_text(value: Any, where: str) -> str:
@@ -187,11 +208,8 @@ def check_text(value: Any, where: str) -> str:
     return value
 
 
-def to_openai_content(
-    text: str, attachments: Sequence[Attachment], *, keep_loaded: bool = False
-) -> str | list[dict[str, Any]]:
-    """Return content in OpenAI's format, the inverse of `parse_content`. With `keep_loaded`, decoded media stay
-    objects; otherwise they become data URIs and the result can be serialized.
+def to_openai_content(text: str, attachments: Sequence[Attachment]) -> str | list[dict[str, Any]]:
+    """Return content in OpenAI's format, the inverse of `parse_content`. Decoded media become data URIs.
 
     >>> to_openai_content("Hello", ())
     'Hello'
@@ -203,10 +221,7 @@ def to_openai_content(
     for attachment in sorted(attachments, key=lambda attachment: attachment.offset):
         if piece := text[start : attachment.offset]:
             parts.append({"type": "text", "text": piece})
-        if keep_loaded and not isinstance(attachment.source, str):
-            parts.append({"type": attachment.kind, attachment.kind: attachment.source})
-        else:
-            parts.append(_to_openai_part(attachment))
+        parts.append(_to_openai_part(attachment))
         start = max(start, attachment.offset)
     return [*parts, {"type": "text", "text": text[start:]}] if text[start:] else parts
 

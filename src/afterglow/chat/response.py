@@ -1,4 +1,4 @@
-"""Chat responses: the events of a generation as streamed parts, and the complete response."""
+"""Reads the events of a generation: as streamed parts, and as the complete response."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from afterglow.chat.chat import ChatPlan
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.detokenizer import Detokenizer
-from afterglow.chat.output.parts import OutputPart, join_parts
+from afterglow.chat.output.parts import OutputFormat, OutputPart, join_parts
 from afterglow.chat.prompt import Truncation
 from afterglow.engine.host.stream import CANCEL_POLL_SECONDS, EventStream
 from afterglow.engine.types.request import EngineEvent, Failed, Finished, PrefillProgress, Token, Usage
@@ -57,7 +56,9 @@ class Delta:
 
 
 class ChatStream:
-    """A streamed response. Iterate over its parts with `for` or `async for`; leaving the loop early cancels it.
+    """The streamed response to a chat or a prompt. Iterate over its parts with `for` or `async for`.
+
+    Leaving the loop early cancels the request.
 
     >>> for part in model.chat("What is 2+2?", stream=True):
     ...     print(part.text, end="|")
@@ -67,8 +68,8 @@ class ChatStream:
     def __init__(
         self,
         stream: EventStream,
-        plan: ChatPlan,
-        stops: Sequence[str],
+        format: OutputFormat,
+        stops: Sequence[str] = (),
         *,
         on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
@@ -77,8 +78,9 @@ class ChatStream:
         self._stream = stream
         self._on_token = on_token
         self._cancel_event = cancel
-        self._plan = plan
-        self._parser = plan.create_parser()
+        self._format = format
+        self._token_to_piece = format.token_to_piece
+        self._parser = format.create_parser()
         self._detokenizer = Detokenizer(stops)
         self._tokens: list[Token] = []
         self._parts: list[OutputPart] = []
@@ -149,7 +151,7 @@ class ChatStream:
                 self._tokens.append(event)
                 if self._on_token is not None:
                     self._on_token(event.token)
-                text = self._detokenizer.feed(self._plan.chat.piece(event.token))
+                text = self._detokenizer.feed(self._token_to_piece(event.token))
                 return Delta(self._record_parts(self._parser.feed(text)), event)
             case PrefillProgress():
                 return Delta((), progress=event)
@@ -163,7 +165,7 @@ class ChatStream:
         rest = self._detokenizer.finish(stop if isinstance(stop, str) else None)
         delta = Delta(self._record_parts(self._parser.feed(rest) + self._parser.finish()))
         output, is_complete = join_parts(self._parts), finished.finish_reason == "stop"
-        parse = self._plan.parse if is_complete and not output.tool_calls else None
+        parse = self._format.parse if is_complete and not output.tool_calls else None
         self._response = ChatResponse(
             text=output.text,
             reasoning=output.reasoning,
@@ -173,7 +175,7 @@ class ChatStream:
             tokens=tuple(self._tokens),
             usage=finished.usage,
             parsed=None if parse is None else parse(output.text),
-            truncation=self._plan.truncation,
+            truncation=self._format.truncation,
         )
         return delta
 

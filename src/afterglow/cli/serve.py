@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -12,8 +13,9 @@ from socket import socket
 import typer
 from rich.console import Console
 
+from afterglow.api.load import load
+from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
-from afterglow.api.served_model import ServedSettings
 from afterglow.cli import options
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import Settings, load_command_settings
@@ -64,14 +66,12 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
 def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models. Only the drafter can differ between models."""
     drafts = parse_drafts(settings.load_options["draft"], paths)
-    with_drafts = {name: build_served_settings(settings, draft) for name, draft in drafts.items()}
-    return ModelRegistry(paths, build_served_settings(settings), with_drafts)
 
+    def open_model(name: str) -> Model:
+        load_options: LoadOptions = {**settings.load_options, "draft": drafts.get(name)}
+        return load(paths[name], host="process", name=name, media_policy=settings.server.media_policy, **load_options)
 
-def build_served_settings(settings: Settings, draft: DraftSource | None = None) -> ServedSettings:
-    """Build the load settings of a served model."""
-    load_options: LoadOptions = {**settings.load_options, "draft": draft}
-    return ServedSettings(**load_options, media_policy=settings.server.media_policy)
+    return ModelRegistry({name: functools.partial(open_model, name) for name in paths})
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:

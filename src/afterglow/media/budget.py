@@ -19,32 +19,46 @@ def release_free_memory() -> None:
 
 
 class ByteBudget:
-    """Counts the bytes that are in use. A thread waits until its bytes fit, or until it is the only one.
+    """Counts the bytes that are in use. More fit if they do not exceed a limit, or if they are the only ones.
 
     >>> budget = ByteBudget()
     >>> with budget.reserve(60, limit=100):
-    ...     budget.used_bytes
-    60
+    ...     budget.used_bytes, budget.try_reserve(60, limit=100)
+    (60, False)
     """
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self._condition = threading.Condition()
 
+    def try_reserve(self, nbytes: int, limit: int) -> bool:
+        """Use `nbytes` if they fit, and return whether they do. `release` returns them."""
+        with self._condition:
+            if fits := self._fits(nbytes, limit):
+                self.used_bytes += nbytes
+            return fits
+
+    def release(self, nbytes: int) -> None:
+        """Return bytes that are no longer in use."""
+        with self._condition:
+            self.used_bytes -= nbytes
+            self._condition.notify_all()
+
     @contextmanager
     def reserve(self, nbytes: int, limit: int) -> Iterator[None]:
-        """Use `nbytes` inside the `with` block. Waits while all uses together would exceed `limit`."""
+        """Use `nbytes` inside the `with` block. Waits until they fit."""
         with self._condition:
-            self._condition.wait_for(lambda: not self.used_bytes or self.used_bytes + nbytes <= limit)
+            self._condition.wait_for(lambda: self._fits(nbytes, limit))
             self.used_bytes += nbytes
         try:
             yield
         finally:
             if nbytes >= MIN_TRIMMED_BYTES:
                 release_free_memory()
-            with self._condition:
-                self.used_bytes -= nbytes
-                self._condition.notify_all()
+            self.release(nbytes)
+
+    def _fits(self, nbytes: int, limit: int) -> bool:
+        return not self.used_bytes or self.used_bytes + nbytes <= limit
 
 
 DECODE_BUDGET = ByteBudget()  # working memory of all decoders of this process

@@ -22,6 +22,7 @@ BASE64_PREFIXES = {  # magic bytes of the supported formats in base64
     "image": ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD", "Qk"),
     "audio": ("UklGR", "SUQz", "//", "ZkxhQ"),
 }
+ALL_BASE64_PREFIXES = (*BASE64_PREFIXES["image"], *BASE64_PREFIXES["audio"])
 URL_SAFE_TRANSLATION = str.maketrans("-_", "+/")
 
 
@@ -76,6 +77,18 @@ def _load_source(modality: Modality, source: str, policy: MediaPolicy) -> bytes:
         case "file" | "":
             return read_file(source, policy)
     raise MediaRefused(abbreviate_source(source), "only data:, http:, https: and file: URLs are supported")
+
+
+def estimate_inline_bytes(source: str) -> int:
+    """Return the size of a file that a source contains as text, before it is decoded; 0 for URLs and paths.
+
+    >>> estimate_inline_bytes("data:image/png;base64,iVBORw0K"), estimate_inline_bytes("https://example.com/cat.png")
+    (6, 0)
+    """
+    scheme = match[1].lower() if (match := SCHEME_PATTERN.match(source)) else ""
+    if scheme == "data":
+        return len(source.partition(",")[2]) * 3 // 4
+    return len(source) * 3 // 4 if not scheme and source.startswith(ALL_BASE64_PREFIXES) else 0
 
 
 def _decode_data_uri(source: str, policy: MediaPolicy) -> bytes:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from afterglow.api.model import PromptInput
-from afterglow.api.served_model import ServedModel
+from afterglow.api.model import Model, PromptInput
 from afterglow.chat.miss_reasons import explain_miss
 from afterglow.chat.multimodal import get_media_label
 from afterglow.chat.prompt import ChatPrompt
@@ -22,7 +22,8 @@ from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.media import load_media
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot
-from afterglow.server.openai.chat import build_chat_options
+from afterglow.server.openai.chat import build_prompt_options
+from afterglow.server.openai.schema.chat import ChatFields, build_message, build_tools
 from afterglow.server.schema.admin import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
@@ -40,9 +41,9 @@ from afterglow.server.schema.admin import (
     TokenizeResponse,
 )
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.schema.chat import ChatFields, MessageDict, dump_message
 from afterglow.server.state import ServerState
 
+ResultT = TypeVar("ResultT")
 DIFFERENCE_CONTEXT_TOKENS = 16  # tokens shown on each side of a difference
 
 
@@ -76,7 +77,7 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
     )
 
 
-def list_capabilities(model: ServedModel) -> list[str]:
+def list_capabilities(model: Model) -> list[str]:
     """List the capabilities of a model."""
     infill = {"fim_pre", "fim_suf", "fim_mid"} <= model.vocabulary.special_tokens.keys()
     generation = ["chat", "completion"] if model.can_generate else []
@@ -103,12 +104,12 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/apply-template", summary="Render a conversation with the chat template of the model")
     async def apply_template(body: ApplyTemplateRequest) -> ApplyTemplateResponse:
         model = await state.get_model(body.model)
-        messages = await load_media(state, model, [dump_message(message) for message in body.messages])
-        prompt = await state.run_text_work(lambda: build_prompt(model, body, messages))
-        return ApplyTemplateResponse(prompt=prompt.text, tokens=prompt.cells)
+        with contextlib.ExitStack() as resources:
+            prompt = await build_prompt(state, model, body, resources)
+            return ApplyTemplateResponse(prompt=prompt.text, tokens=prompt.cells)
 
 
-def format_piece(model: ServedModel, token: int) -> str | list[int]:
+def format_piece(model: Model, token: int) -> str | list[int]:
     """Return the text of a token, or its bytes if they are not valid UTF-8."""
     data = model.vocabulary.token_to_piece(token)
     try:
@@ -117,14 +118,21 @@ def format_piece(model: ServedModel, token: int) -> str | list[int]:
         return list(data)
 
 
-def build_prompt(model: ServedModel, body: ChatFields, messages: list[MessageDict]) -> ChatPrompt:
-    """Render the prompt of a conversation."""
-    return model.apply_chat_template(messages, **build_chat_options(body))
+async def build_prompt(
+    state: ServerState, model: Model, body: ChatFields, resources: contextlib.ExitStack
+) -> ChatPrompt:
+    """Render the prompt of a conversation. Its media are released with `resources`."""
+    messages = [build_message(message) for message in body.messages]
+    tools, options = build_tools(body.tools), build_prompt_options(body)
+    loaded = await load_media(state, model, messages, resources)
+    return await state.run_text_work(lambda: model.apply_chat_template(loaded, tools=tools, **options))
 
 
 def _add_state_routes(router: APIRouter, state: ServerState) -> None:
     async def health() -> Response:
         slot_states = {name: slot.state for name, slot in state.models.slots.items()}
+        for slot in state.models.slots.values():  # a failed server may get no other requests
+            slot.retry_failed()
         ready = all(slot_state in ("ready", "not loaded") for slot_state in slot_states.values())
         body = HealthResponse(status="ok" if ready else "starting", models=slot_states)
         return JSONResponse(body.model_dump(), 200 if ready else 503)
@@ -142,11 +150,11 @@ def _add_state_routes(router: APIRouter, state: ServerState) -> None:
         return {"models": {model.name: await collect_stats(state, model) for model in _list_loaded_models(state)}}
 
 
-def _list_loaded_models(state: ServerState) -> list[ServedModel]:
+def _list_loaded_models(state: ServerState) -> list[Model]:
     return [slot.model for slot in state.models.slots.values() if slot.model is not None]
 
 
-async def collect_stats(state: ServerState, model: ServedModel) -> dict[str, Any]:
+async def collect_stats(state: ServerState, model: Model) -> dict[str, Any]:
     """Collect the statistics of one engine. They contain numbers only, no text of any request."""
     engine_stats, queue = await state.run_engine_call(model.get_stats), state.get_admission_queue(model)
     choices = {"in_flight": queue.in_flight, "waiting": queue.waiting}
@@ -159,23 +167,25 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
         salt, models = get_tenant_salt(request), _list_loaded_models(state)
         return {"models": {model.name: await collect_cache_contents(state, model, salt) for model in models}}
 
+    async def run_with_prompt(
+        body: ExplainRequest, request: Request, work: Callable[[Model, PromptInput, str], ResultT]
+    ) -> ResultT:
+        model, salt = await state.get_model(body.model), get_tenant_salt(request)
+        with contextlib.ExitStack() as resources:
+            prompt = await build_prompt_input(state, model, body, resources)
+            return await state.run_engine_call(lambda: work(model, prompt, salt))
+
     @router.post("/cache/explain", summary="Explain how much of a prompt is cached and why not more")
     async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
-        model = await state.get_model(body.model)
-        prompt = await build_prompt_input(state, model, body)
-        return await state.run_engine_call(lambda: explain_prompt(model, prompt, get_tenant_salt(request)))
+        return await run_with_prompt(body, request, explain_prompt)
 
     @router.post("/cache/pin", summary="Pin a prefix: it is never evicted, whether it is cached now or later")
     async def pin(body: PinRequest, request: Request) -> PinResponse:
-        model = await state.get_model(body.model)
-        prompt = await build_prompt_input(state, model, body)
-        return await state.run_engine_call(lambda: pin_prompt(model, prompt, get_tenant_salt(request)))
+        return await run_with_prompt(body, request, pin_prompt)
 
     @router.post("/cache/unpin", summary="Remove the pin on a prefix")
     async def unpin(body: PinRequest, request: Request) -> PinResponse:
-        model = await state.get_model(body.model)
-        prompt = await build_prompt_input(state, model, body)
-        return await state.run_engine_call(lambda: unpin_prompt(model, prompt, get_tenant_salt(request)))
+        return await run_with_prompt(body, request, unpin_prompt)
 
     @router.post("/cache/clear", summary="Clear the prefix cache of a model in all tiers, for all clients")
     async def clear(body: ClearRequest) -> ClearResponse:
@@ -184,32 +194,32 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
         return ClearResponse(model=model.name)
 
 
-async def build_prompt_input(state: ServerState, model: ServedModel, body: ExplainRequest) -> PromptInput:
-    """Return the prompt of a body with either `messages` or `prompt`."""
+async def build_prompt_input(
+    state: ServerState, model: Model, body: ExplainRequest, resources: contextlib.ExitStack
+) -> PromptInput:
+    """Return the prompt of a body with either `messages` or `prompt`. Its media are released with `resources`."""
     if (body.messages is None) == (body.prompt is None):
         raise invalid_request_error("prompt", "set either `messages` or `prompt`")
-    if body.prompt is not None:
-        return body.prompt
-    messages = await load_media(state, model, [dump_message(message) for message in body.messages or ()])
-    return await state.run_text_work(lambda: build_prompt(model, body, messages))
+    return await build_prompt(state, model, body, resources) if body.prompt is None else body.prompt
 
 
-def pin_prompt(model: ServedModel, prompt: PromptInput, salt: str) -> PinResponse:
+def pin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:
     """Pin a prefix."""
-    tokens = len(model.build_request(prompt).entries)
-    model.pin(prompt, salt=salt)
-    return PinResponse(model=model.name, tokens=tokens, pinned=True)
+    tokenized = model.tokenize_prompt(prompt)
+    model.pin(tokenized, salt=salt)
+    return PinResponse(model=model.name, tokens=len(tokenized.entries), pinned=True)
 
 
-def unpin_prompt(model: ServedModel, prompt: PromptInput, salt: str) -> PinResponse:
+def unpin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:
     """Unpin a prefix; raise status 404 if it is not pinned."""
-    tokens = len(model.build_request(prompt).entries)
-    if not model.unpin(prompt, salt=salt):
+    tokenized = model.tokenize_prompt(prompt)
+    tokens = len(tokenized.entries)
+    if not model.unpin(tokenized, salt=salt):
         raise APIError(404, f"exactly this prefix of {tokens:,} tokens is not pinned", code="pin_not_found")
     return PinResponse(model=model.name, tokens=tokens, pinned=False)
 
 
-def format_entries(model: ServedModel, entries: Sequence[Entry]) -> str:
+def format_entries(model: Model, entries: Sequence[Entry]) -> str:
     """Format entries as text, with a label for each media entry. Entries of an engine encode media as negatives."""
     text, label = "", get_media_label(model.engine_info.media)
     for is_media, group in itertools.groupby(entries, key=lambda entry: isinstance(entry, Media) or entry < 0):
@@ -218,7 +228,7 @@ def format_entries(model: ServedModel, entries: Sequence[Entry]) -> str:
     return text
 
 
-async def collect_cache_contents(state: ServerState, model: ServedModel, salt: str) -> dict[str, Any]:
+async def collect_cache_contents(state: ServerState, model: Model, salt: str) -> dict[str, Any]:
     """Collect the cache contents of one engine, with text previews of the sequences of this tenant."""
     contents = await state.run_engine_call(lambda: model.get_cache_contents(salt))
     return {
@@ -233,7 +243,7 @@ async def collect_cache_contents(state: ServerState, model: ServedModel, salt: s
     }
 
 
-def _format_sequence(model: ServedModel, sequence: CachedSequence) -> dict[str, Any]:
+def _format_sequence(model: Model, sequence: CachedSequence) -> dict[str, Any]:
     fields = asdict(sequence)
     first_entries, last_entries = fields.pop("first_entries"), fields.pop("last_entries")
     return {
@@ -243,7 +253,7 @@ def _format_sequence(model: ServedModel, sequence: CachedSequence) -> dict[str, 
     }
 
 
-def explain_prompt(model: ServedModel, prompt: PromptInput, salt: str) -> dict[str, Any]:
+def explain_prompt(model: Model, prompt: PromptInput, salt: str) -> dict[str, Any]:
     """Compare a prompt with the nearest cached prefix: token counts, the texts at the difference, and the reason."""
     entries = list(model.build_request(prompt).entries)
     miss = model.explain_miss(prompt, salt=salt)

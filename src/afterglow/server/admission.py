@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 
+from afterglow.media.budget import ByteBudget
 from afterglow.server.errors import APIError
 
 DURATION_SMOOTHING = 0.2  # weight of the newest duration in the moving average
@@ -86,36 +86,34 @@ class AdmissionQueue:
         return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(self._mean_seconds / self._max_running)))
 
 
-class MediaBudget:
-    """Bytes of the media files of all running requests. Used by the event loop only.
+class MediaReservation:
+    """Bytes of the media files that one request keeps in this process, out of the budget of all requests.
 
-    >>> budget = MediaBudget(max_bytes=100)
-    >>> release = budget.reserve(60)
-    >>> release()
-    >>> budget.used_bytes
-    0
+    >>> reservation = MediaReservation(ByteBudget(), max_bytes=100)
+    >>> reservation.resize(60)
+    >>> reservation.release()
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.used_bytes = 0
+    def __init__(self, budget: ByteBudget, max_bytes: int) -> None:
+        self._budget = budget
         self._max_bytes = max_bytes
+        self._nbytes = 0
 
-    def reserve(self, nbytes: int) -> Callable[[], None]:
-        """Reserve the bytes of a request, or raise a 429 error. Returns the function that releases them, once."""
-        if self.used_bytes and self.used_bytes + nbytes > self._max_bytes:
+    def resize(self, nbytes: int) -> None:
+        """Change the size or raise a 429 error. Called in the event loop only."""
+        self.release()
+        if not self._budget.try_reserve(nbytes, self._max_bytes):
             raise APIError(
                 429,
-                f"the media of running requests takes {self.used_bytes:,} bytes and this request has {nbytes:,}; "
-                f"the limit is {self._max_bytes:,} (server setting `max_decoded_media_bytes`); retry later",
+                f"the media of running requests takes {self._budget.used_bytes:,} bytes and this request has "
+                f"{nbytes:,}; the limit is {self._max_bytes:,} (server setting `max_decoded_media_bytes`); retry later",
                 error_type="rate_limit_error",
                 code="media_memory_full",
                 retry_after=1,
             )
-        self.used_bytes += nbytes
-        reserved = [nbytes]
+        self._nbytes = nbytes
 
-        def release() -> None:
-            while reserved:
-                self.used_bytes -= reserved.pop()
-
-        return release
+    def release(self) -> None:
+        """Return all bytes to the budget. Only the first call has an effect."""
+        self._budget.release(self._nbytes)
+        self._nbytes = 0

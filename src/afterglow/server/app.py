@@ -8,18 +8,22 @@ from starlette.types import ASGIApp
 
 from afterglow.server import admin, errors
 from afterglow.server.auth import AuthMiddleware
+from afterglow.server.errors import ErrorFormats
 from afterglow.server.openai import chat, completions, embeddings, responses
+from afterglow.server.openai.errors import build_error_body
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
 DESCRIPTION = "OpenAI-compatible API for local language models. Unsupported fields are rejected, never ignored."
+ROUTE_MODULES = (chat, completions, responses, embeddings, admin)
+ERROR_FORMATS = ErrorFormats(default=build_error_body)  # another API adds its path prefix
 
 
 def build_routed_app(state: ServerState) -> FastAPI:
     """Return the application without middleware."""
     app = FastAPI(title="afterglow", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
-    errors.install_error_handlers(app)
-    for module in (chat, completions, responses, embeddings, admin):
+    errors.install_error_handlers(app, ERROR_FORMATS)
+    for module in ROUTE_MODULES:
         app.include_router(module.build_router(state))
     return app
 
@@ -27,7 +31,7 @@ def build_routed_app(state: ServerState) -> FastAPI:
 def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     """Return the complete application, and its authentication middleware, which controls shutdown."""
     settings = state.settings
-    middleware = AuthMiddleware(build_routed_app(state), settings, state.metrics)
+    middleware = AuthMiddleware(build_routed_app(state), settings, state.metrics, ERROR_FORMATS)
     if not settings.allow_origins:
         return middleware, middleware
     origins = list(settings.allow_origins)

@@ -14,11 +14,13 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ReceiveError
+from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ErrorFormats, ReceiveError
 from afterglow.server.metrics import Metrics
 from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # need no key and respond during shutdown
+
+KEY_HEADERS = ("authorization", "x-api-key")
 
 
 class APIKeys:
@@ -136,7 +138,7 @@ def get_tenant_salt(request: Request) -> str:
 class AuthMiddleware:
     """Passes valid requests to the application and responds to all others itself."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, error_formats: ErrorFormats) -> None:
         self.app = app
         self.is_shutting_down = False  # if true, new requests get 503
         self.active_requests = 0
@@ -144,6 +146,7 @@ class AuthMiddleware:
         self._browser_policy = BrowserPolicy(settings)
         self._max_body_bytes = settings.max_body_bytes
         self._metrics = metrics
+        self._error_formats = error_formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -162,7 +165,8 @@ class AuthMiddleware:
             if error is None:
                 await self.app(scope, self._limit_body(receive), send_and_record)
             else:
-                await error.to_response()(scope, receive, send_and_record)
+                response = self._error_formats.build_response(error, scope["path"])
+                await response(scope, receive, send_and_record)
         finally:
             self.active_requests -= 1
             route = getattr(scope.get("route"), "path", "other")
@@ -178,15 +182,14 @@ class AuthMiddleware:
             return APIError(
                 503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5
             )
-        key = headers.get("authorization", "").removeprefix("Bearer ")
+        sent_keys = {headers[name].removeprefix("Bearer ") for name in KEY_HEADERS if name in headers}
+        key = next(iter(sent_keys), "")
         scope.setdefault("state", {})["salt"] = self._keys.get_salt(key)
-        if self._keys and not self._keys.is_valid(key):
-            return APIError(
-                401,
-                "a valid API key is required: Authorization: Bearer …",
-                error_type="authentication_error",
-                code="invalid_api_key",
-            )
+        if self._keys and (len(sent_keys) > 1 or not self._keys.is_valid(key)):
+            message = "a valid API key is required: `Authorization: Bearer …` or `x-api-key: …`"
+            if len(sent_keys) > 1:
+                message = "`Authorization` and `x-api-key` have different keys: send one of them"
+            return APIError(401, message, error_type="authentication_error", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdigit() and len(length) < 20 and int(length) > self._max_body_bytes:
             return self._build_too_large_error()

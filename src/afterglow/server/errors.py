@@ -1,10 +1,11 @@
-"""Mapping of exceptions to OpenAI error objects: HTTP status, type, parameter and code."""
+"""Mapping of exceptions to `APIError`: HTTP status, type, parameter and code. Each API formats its own error bodies."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -62,16 +63,22 @@ class APIError(Exception):
         self.status, self.message, self.error_type = status, message, error_type
         self.param, self.code, self.retry_after = param, code, retry_after
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """OpenAI error object."""
-        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
-        return {"error": error}
 
-    def to_response(self) -> JSONResponse:
-        """Return the HTTP response for this error."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return JSONResponse(self.body, self.status, headers)
+ErrorFormat: TypeAlias = Callable[[APIError], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormats:
+    """Error bodies by path prefix: each API formats the errors of its own paths, the default all others."""
+
+    default: ErrorFormat
+    by_prefix: Mapping[str, ErrorFormat] = field(default_factory=dict)
+
+    def build_response(self, error: APIError, path: str) -> JSONResponse:
+        """Return the HTTP response for an error of a request to `path`."""
+        formats = [build_body for prefix, build_body in self.by_prefix.items() if path.startswith(prefix)]
+        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+        return JSONResponse((formats or [self.default])[0](error), error.status, headers)
 
 
 class ReceiveError(HTTPException):
@@ -177,20 +184,20 @@ def _get_child(value: Any, step: str | int) -> Any:
     return None
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Register handlers that convert every exception to an OpenAI error object."""
+def install_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
+    """Register handlers that respond to every exception with the error body of the API."""
 
-    @app.exception_handler(RequestValidationError)
-    async def handle_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
-        return validation_to_api_error(error.errors(), error.body).to_response()
+    async def handle_error(request: Request, error: Exception) -> JSONResponse:
+        match error:
+            case RequestValidationError():
+                api_error = validation_to_api_error(error.errors(), error.body)
+            case ReceiveError():
+                api_error = error.api_error
+            case HTTPException():
+                api_error = APIError(error.status_code, str(error.detail))
+            case _:
+                api_error = to_api_error(error)
+        return formats.build_response(api_error, request.url.path)
 
-    @app.exception_handler(HTTPException)
-    async def handle_http_error(_: Request, error: HTTPException) -> JSONResponse:
-        api_error = error.api_error if isinstance(error, ReceiveError) else None
-        return (api_error or APIError(error.status_code, str(error.detail))).to_response()
-
-    async def handle_error(_: Request, error: Exception) -> JSONResponse:
-        return to_api_error(error).to_response()
-
-    for exception_type in (APIError, AfterglowError, Exception):
+    for exception_type in (RequestValidationError, HTTPException, APIError, AfterglowError, Exception):
         app.add_exception_handler(exception_type, handle_error)

@@ -1,84 +1,150 @@
-"""Generation of chat responses, independent of the API that requests them."""
+"""Generation of responses, independent of the API that requests them.
+
+An API converts its body to a `ConversationRequest` or a `PromptRequest`, starts it with `start_generation`, and formats
+the `Generation` with a formatter of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-from afterglow.api.served_model import ServedModel
-from afterglow.chat.chat import ChatPlan
-from afterglow.chat.output.parts import ReasoningDelta
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from afterglow.api.model import Model
+from afterglow.api.options import GenerationOptions, PromptOptions
+from afterglow.api.prompts import FittedPrompt
+from afterglow.chat.messages import Message
+from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
 from afterglow.chat.prompt import Truncation, TruncationPolicy
 from afterglow.chat.response import ChatResponse, ChatStream, Delta
+from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
-from afterglow.engine.host.stream import EventStream
-from afterglow.engine.types.request import Token, Usage
+from afterglow.engine.types.request import Request, Token
 from afterglow.server import limits
 from afterglow.server.admission import Ticket
-from afterglow.server.errors import invalid_request_error
-from afterglow.server.media import count_media_bytes, load_media
-from afterglow.server.schema.chat import MessageDict
+from afterglow.server.errors import APIError
+from afterglow.server.media import load_media
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
+from afterglow.server.sse import EventStreamResponse, report_errors, wait_for_first_item
 from afterglow.server.state import ServerState, merge_streams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """A conversation and the options for its response."""
+@dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """A prompt ready for the engine, and the format of its output."""
 
-    messages: list[MessageDict]
-    chat_options: dict[str, Any]  # keyword arguments of `TextModel.plan_chat`
+    request: Request
+    output_format: OutputFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest(ABC):
+    """Options of a generation. Subclasses add the prompt."""
+
     sampling_fields: SamplingFields
-    n: int = 1
+    n: int = 1  # choices of each prompt
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     logprobs: int | None = None
-    overflow: TruncationPolicy = "refuse"
     salt: str = ""
+
+    @property
+    def choices(self) -> int:
+        """Number of choices of all prompts."""
+        return self.n
+
+    def check_limits(self, state: ServerState) -> None:
+        """Raise `limit_exceeded` if the request exceeds a limit of the server."""
+        limits.check_limit(state.settings, "max_choices", "n", self.n)
+        limits.check_limit(state.settings, "max_logit_bias", "logit_bias", len(self.sampling_fields.logit_bias or {}))
+
+    async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
+        """Return the request with its media loaded. They are released with `resources`."""
+        return self
+
+    @abstractmethod
+    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
+        """Plan the prompts. `options` are those of `Model.build_request`. Blocking."""
+
+    def build_options(self, state: ServerState, model: Model) -> GenerationOptions:
+        """Build the options of `Model.build_request`. The deadline is the smaller of those of request and server."""
+        deadlines = [self.sampling_fields.deadline, state.settings.deadline]
+        return {
+            "max_tokens": self.max_tokens,
+            "sampling": build_sampling(
+                self.sampling_fields, context_length=model.context_length, vocabulary_size=model.vocabulary.size
+            ),
+            "stop": self.stop,
+            "logprobs": self.logprobs,
+            "deadline": min((value for value in deadlines if value is not None), default=None),
+            "salt": self.salt,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationRequest(GenerationRequest):
+    """A conversation to continue."""
+
+    messages: list[Message]
+    tools: Sequence[Tool] = ()
+    prompt_options: PromptOptions
+    overflow: TruncationPolicy = "refuse"
 
     def check_limits(self, state: ServerState) -> None:
         """Raise `limit_exceeded` if the request exceeds a limit of the server."""
         settings = state.settings
         limits.check_limit(settings, "max_messages", "messages", len(self.messages))
-        limits.check_limit(settings, "max_choices", "n", self.n)
-        limits.check_limit(settings, "max_tools", "tools", len(self.chat_options.get("tools", ())))
-        limits.check_limit(settings, "max_logit_bias", "logit_bias", len(self.sampling_fields.logit_bias or {}))
-        limits.check_grammar_size("tools", self.chat_options.get("tools"), settings)
-        limits.check_grammar_size("response_format", self.chat_options.get("response_format"), settings)
+        GenerationRequest.check_limits(self, state)
+        limits.check_limit(settings, "max_tools", "tools", len(self.tools))
+        limits.check_grammar_size("tools", [tool.definition for tool in self.tools], settings)
+        limits.check_grammar_size("response_format", self.prompt_options.get("response_format"), settings)
 
-    def plan_chat(self, model: ServedModel) -> ChatPlan:
-        """Render a prompt that fits the context. Blocking."""
-        return fit_plan(
+    async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
+        """Return the request with its media loaded. They are released with `resources`."""
+        return replace(self, messages=await load_media(state, model, self.messages, resources))
+
+    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
+        """Render the conversation to a prompt that fits the context. Blocking."""
+        plan = fit_plan(
             self.messages,
-            lambda messages: model.plan_chat(messages, **self.chat_options),
+            lambda messages: model.plan_chat(messages, tools=self.tools, **self.prompt_options),
             self.overflow,
             context=model.context_length,
             max_tokens=self.max_tokens,
         )
+        return [PlannedPrompt(plan.apply_to(model.build_request(plan.prompt, **options)), plan.output_format)]
 
-    def submit(
-        self, model: ServedModel, deadline: float | None, before_submit: Callable[[], None]
-    ) -> tuple[list[ChatStream], Truncation | None]:
-        """Plan the prompt and submit it to the engine. Calls `before_submit` between the two. Blocking."""
-        plan = self.plan_chat(model)
-        sampling = build_sampling(
-            self.sampling_fields, context_length=model.context_length, vocabulary_size=model.vocabulary.size
-        )
-        before_submit()
-        streams = model.submit_plan(
-            plan,
-            n=self.n,
-            max_tokens=self.max_tokens,
-            sampling=sampling,
-            stop=self.stop,
-            logprobs=self.logprobs,
-            deadline=deadline,
-            salt=self.salt,
-        )
-        return streams, plan.truncation
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRequest(GenerationRequest):
+    """Prompts to complete, without a chat template."""
+
+    prompts: Sequence[FittedPrompt]
+    ignore_eos: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of choices of all prompts."""
+        return self.n * len(self.prompts)
+
+    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
+        """Build the engine requests."""
+        token_to_piece = functools.partial(model.vocabulary.token_to_piece, special=False)
+        options["ignore_eos"] = self.ignore_eos
+        return [
+            PlannedPrompt(
+                model.build_request(prompt, **options),
+                OutputFormat(token_to_piece, truncation=prompt.truncation),
+            )
+            for prompt in self.prompts
+        ]
 
 
 class ReasoningTokenCounter:
@@ -102,35 +168,59 @@ class ReasoningTokenCounter:
                 self._pending_tokens += 1
 
 
+class Formatter(Protocol):
+    """Formats a generation for one API."""
+
+    async def build_response(self) -> dict[str, Any]:
+        """Read the generation to its end and return the body of the response."""
+
+    def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """Yield the events of a stream."""
+
+    def format_error(self, error: APIError) -> bytes:
+        """Format the error that ends a stream."""
+
+
 class Generation:
-    """Running choices of one conversation. The owner must call `close`."""
+    """Running choices of one request, those of a prompt one after the other. The owner must call `close`."""
 
     def __init__(
         self,
         state: ServerState,
-        model: ServedModel,
+        model: Model,
         resources: contextlib.ExitStack,
+        prompts: list[PlannedPrompt],
         streams: list[ChatStream],
-        truncation: Truncation | None,
     ) -> None:
         """`resources` releases the admission ticket and the media budget."""
         self.model = model
-        self.truncation = truncation
+        self.prompts = prompts
         self.created = int(time.time())
-        self.reasoning_counters = [ReasoningTokenCounter() for _ in streams]
         self._state = state
         self._resources = resources
         self._streams = streams
+        self._reasoning_counters = [ReasoningTokenCounter() for _ in streams]
         self._latency_recorders = [state.metrics.build_latency_recorder(model.name) for _ in streams]
         self._eog_tokens = model.vocabulary.eog_tokens
         self._usage_recorded = False
+
+    @property
+    def truncations(self) -> list[Truncation]:
+        """What was dropped from prompts that were too long."""
+        formats = (prompt.output_format for prompt in self.prompts)
+        return [format.truncation for format in formats if format.truncation is not None]
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Reasoning tokens of all choices."""
+        return sum(counter.reasoning_tokens for counter in self._reasoning_counters)
 
     async def stream_deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield deltas as they arrive, each with the index of its choice."""
         async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
             if delta.token is not None:
                 self._latency_recorders[index].record_token()
-            self.reasoning_counters[index].add_delta(delta)
+            self._reasoning_counters[index].add_delta(delta)
             yield index, delta
 
     async def collect_responses(self) -> list[ChatResponse]:
@@ -151,6 +241,22 @@ class Generation:
         """Whether a token is part of the output. End-of-generation tokens are not."""
         return token.token not in self._eog_tokens
 
+    async def respond(self, formatter: Formatter, *, stream: bool) -> Response:
+        """Return the HTTP response, whole or as server-sent events, and close the generation at its end.
+
+        An error before the first event of a stream is raised.
+        """
+        if not stream:
+            with contextlib.closing(self):
+                return JSONResponse(await formatter.build_response())
+        try:
+            deltas = await wait_for_first_item(self.stream_deltas())
+        except BaseException:
+            self.close()
+            raise
+        events = report_errors(formatter.stream_events(deltas), formatter.format_error)
+        return EventStreamResponse(events, ping_seconds=self._state.settings.ping_seconds, on_close=self.close)
+
     def close(self) -> None:
         """Cancel running choices and release the resources of the request."""
         for stream in self._streams:
@@ -160,104 +266,38 @@ class Generation:
 
 async def start_generation(state: ServerState, model_name: str | None, request: GenerationRequest) -> Generation:
     """Admit a request, load its media and submit it to the engine."""
-    model = await state.get_model(model_name)
-    if not model.can_generate:
-        raise invalid_request_error("model", f"the model {model.name!r} supports embeddings only", "unsupported_model")
+    model = await state.get_generating_model(model_name)
     request.check_limits(state)
-    ticket = state.get_admission_queue(model).admit(request.n)
+    ticket = state.get_admission_queue(model).admit(request.choices)
     resources = contextlib.ExitStack()
     resources.callback(ticket.release)
-    truncations: list[Truncation | None] = []
+    prompts: list[PlannedPrompt] = []
     try:
-        loaded_request = replace(request, messages=await load_media(state, model, request.messages))
-        resources.callback(state.media_budget.reserve(count_media_bytes(loaded_request.messages)))
+        loaded_request = await request.load_media(state, model, resources)
         withdraw_announcement = model.announce_request()
+        resources.callback(withdraw_announcement)
 
         def submit() -> list[ChatStream]:
             try:
-                deadline = resolve_deadline(request.sampling_fields, state)
-                streams, truncation = loaded_request.submit(model, deadline, withdraw_announcement)
+                prompts.extend(loaded_request.plan(model, loaded_request.build_options(state, model)))
             finally:
                 withdraw_announcement()
-            truncations.append(truncation)
-            return streams
+            return [
+                ChatStream(stream, prompt.output_format, request.stop)
+                for prompt in prompts
+                for stream in model.submit(prompt.request, request.n)
+            ]
 
-        resources.callback(withdraw_announcement)
-        streams = await state.start_streams(submit)
+        streams = list(await state.start_streams(submit))
     except BaseException:
         resources.close()
         raise
-    bind_streams([stream.events for stream in streams], ticket, state)
-    return Generation(state, model, resources, list(streams), truncations[0])
+    bind_streams(streams, ticket, state)
+    return Generation(state, model, resources, prompts, streams)
 
 
-def bind_streams(streams: Iterable[EventStream], ticket: Ticket, state: ServerState) -> None:
+def bind_streams(streams: Sequence[ChatStream], ticket: Ticket, state: ServerState) -> None:
     """Free the place of each choice when its generation ends, and bound what waits for a slow client."""
     for stream in streams:
-        stream.limit_buffer(state.settings.max_buffered_tokens)
-        stream.call_at_end(ticket.release_one)
-
-
-def resolve_deadline(fields: SamplingFields, state: ServerState) -> float | None:
-    """Return the deadline in seconds: the smaller of those of the request and the server."""
-    deadlines = [value for value in (fields.deadline, state.settings.deadline) if value is not None]
-    return min(deadlines, default=None)
-
-
-def build_usage(responses: list[ChatResponse], reasoning_counters: list[ReasoningTokenCounter]) -> dict[str, Any]:
-    """Build the usage of all choices of one conversation. The prompt counts once."""
-    prompt = responses[0].usage.prompt_tokens
-    generated = sum(response.usage.generated_tokens for response in responses)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": build_prompt_details([response.usage for response in responses]),
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(counter.reasoning_tokens for counter in reasoning_counters),
-            **build_prediction_details(response.usage for response in responses),
-        },
-    }
-
-
-def build_prompt_details(usages: list[Usage]) -> dict[str, int]:
-    """Build `prompt_tokens_details`: cached tokens and, for prompts with media, media tokens and encoder runs."""
-    cached = {"cached_tokens": min(usage.cached_tokens for usage in usages)}
-    if not usages[0].media_tokens:
-        return cached
-    return cached | {
-        "image_tokens": usages[0].media_tokens - usages[0].audio_tokens,
-        "audio_tokens": usages[0].audio_tokens,
-        "cached_media_tokens": min(usage.cached_media_tokens for usage in usages),
-        "encoded_media": sum(usage.encoded_media for usage in usages),
-    }
-
-
-def build_prediction_details(usages: Iterable[Usage]) -> dict[str, float]:
-    """Build the speculative decoding fields of `completion_tokens_details`.
-
-    OpenAI calls accepted and rejected draft tokens prediction tokens.
-    """
-    usages = list(usages)
-    accepted = sum(usage.accepted_tokens for usage in usages)
-    rejected = sum(usage.draft_tokens for usage in usages) - accepted
-    draft_steps = sum(usage.draft_steps for usage in usages)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": rejected,
-        "mean_draft_length": round((accepted + rejected) / draft_steps, 2) if draft_steps else 0.0,
-        "speculation_seconds_saved": round(sum(usage.speculation_seconds_saved for usage in usages), 4),
-    }
-
-
-def build_token_logprobs(model: ServedModel, token: Token) -> dict[str, Any]:
-    """Build the log-probabilities of a token and its alternatives in the format of chat completions."""
-    return {
-        **_build_logprob(model, token.token, token.logprob or 0.0),
-        "top_logprobs": [_build_logprob(model, alternative, value) for alternative, value in token.alternatives],
-    }
-
-
-def _build_logprob(model: ServedModel, token: int, logprob: float) -> dict[str, Any]:
-    piece = model.vocabulary.token_to_piece(token)
-    return {"token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": logprob}
+        stream.events.limit_buffer(state.settings.max_buffered_tokens)
+        stream.events.call_at_end(ticket.release_one)

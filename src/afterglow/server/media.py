@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-from afterglow.api.served_model import ServedModel
-from afterglow.chat.content import to_openai_content
+import contextlib
+from collections.abc import Iterable
+
+from afterglow.api.model import Model
+from afterglow.chat.content import Attachment
+from afterglow.chat.messages import Message
 from afterglow.engine.types.media import EncodedMedia
+from afterglow.media.load import estimate_inline_bytes
 from afterglow.server import limits
-from afterglow.server.schema.chat import MessageDict
+from afterglow.server.admission import MediaReservation
 from afterglow.server.state import ServerState
 
 
-def count_media(messages: list[MessageDict]) -> int:
-    """Count the images and audio files in messages.
+async def load_media(
+    state: ServerState, model: Model, messages: list[Message], resources: contextlib.ExitStack
+) -> list[Message]:
+    """Return the messages with all media fetched, and decoded once in the process of the engine.
 
-    >>> count_media([{"content": "Hello"}, {"content": [{"type": "image_url"}, {"type": "text"}]}])
-    1
+    The files count against the media budget until `resources` is closed: inline files before they are decoded, fetched
+    files once their size is known.
     """
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    return sum(part["type"] != "text" for content in contents for part in content)
-
-
-def count_media_bytes(messages: list[MessageDict]) -> int:
-    """Count the bytes of the media files that loaded messages keep in this process."""
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    media = [part.get(part["type"]) for content in contents for part in content]
-    return sum(len(file.data) for file in media if isinstance(file, EncodedMedia))
-
-
-async def load_media(state: ServerState, model: ServedModel, messages: list[MessageDict]) -> list[MessageDict]:
-    """Return the messages with all media fetched, and decoded once in the process of the engine."""
-    count = count_media(messages)
-    if not count:
+    attachments = list_attachments(messages)
+    if not attachments:
         return messages
-    limits.check_limit(state.settings, "max_media", "messages", count)
-    return await state.run_media_work(lambda: load_media_blocking(model, messages))
+    limits.check_limit(state.settings, "max_media", "messages", len(attachments))
+    reservation = MediaReservation(state.media_budget, state.settings.max_decoded_media_bytes)
+    resources.callback(reservation.release)
+    reservation.resize(count_media_bytes(attachments))
+    loaded = await state.run_media_work(lambda: model.load_media(messages))
+    reservation.resize(count_media_bytes(list_attachments(loaded)))
+    return loaded
 
 
-def load_media_blocking(model: ServedModel, messages: list[MessageDict]) -> list[MessageDict]:
-    """Load the media of messages in the current thread."""
-    return [
-        {**message, "content": to_openai_content(loaded.content, loaded.attachments, keep_loaded=True)}
-        if message.get("content")
-        else message
-        for message, loaded in zip(messages, model.load_media(messages), strict=True)
-    ]
+def list_attachments(messages: Iterable[Message]) -> list[Attachment]:
+    """List the images and audio files of messages."""
+    return [attachment for message in messages for attachment in message.attachments]
+
+
+def count_media_bytes(attachments: Iterable[Attachment]) -> int:
+    """Count the bytes of inline and loaded files in this process."""
+    total = 0
+    for attachment in attachments:
+        match attachment.source:
+            case str(text):
+                total += estimate_inline_bytes(text)
+            case EncodedMedia(data=data):
+                total += len(data)
+    return total

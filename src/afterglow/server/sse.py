@@ -50,7 +50,7 @@ class EventStreamResponse(EventSourceResponse):
     """Streaming response. Calls `on_close` once when the stream ends, also if it never started."""
 
     def __init__(self, events: AsyncIterator[bytes], *, ping_seconds: float, on_close: Callable[[], None]) -> None:
-        super().__init__(report_errors(events), ping=ping_seconds, sep="\n")
+        super().__init__(events, ping=ping_seconds, sep="\n")
         self._on_close = on_close
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
@@ -63,32 +63,15 @@ class EventStreamResponse(EventSourceResponse):
             self._on_close()
 
 
-async def stream_response(
-    items: AsyncIterator[ItemT],
-    format_events: Callable[[AsyncIterator[ItemT]], AsyncIterator[bytes]],
-    *,
-    ping_seconds: float,
-    on_close: Callable[[], None],
-) -> EventStreamResponse:
-    """Return a response that streams `items` as formatted by `format_events`.
-
-    Waits for the first item, and raises an error that occurs before it.
-    """
-    try:
-        items = await wait_for_first_item(items)
-    except BaseException:
-        on_close()
-        raise
-    return EventStreamResponse(format_events(items), ping_seconds=ping_seconds, on_close=on_close)
-
-
-async def report_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def report_errors(
+    events: AsyncIterator[bytes], format_error: Callable[[APIError], bytes]
+) -> AsyncIterator[bytes]:
     """Yield the events. An error becomes the last event."""
     try:
         async for event in events:
             yield event
     except (AfterglowError, APIError) as error:
-        yield format_event(to_api_error(error).body)
+        yield format_error(to_api_error(error))
 
 
 async def wait_for_first_item(items: AsyncIterator[ItemT]) -> AsyncIterator[ItemT]:

@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from afterglow.api.served_model import ServedModel
+from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.engine.host.remote_calls import EngineStats
 from afterglow.errors import Cancelled, RequestError
-from afterglow.server.admission import AdmissionQueue, MediaBudget
-from afterglow.server.errors import to_api_error
+from afterglow.media.budget import ByteBudget
+from afterglow.server.admission import AdmissionQueue
+from afterglow.server.errors import invalid_request_error, to_api_error
 from afterglow.server.metrics import Metrics
 from afterglow.server.models import ModelRegistry
 from afterglow.server.settings import ServerSettings
@@ -41,23 +42,31 @@ class ServerState(Closeable):
         self.models = models
         self.settings = settings
         self.metrics = Metrics()
-        self.media_budget = MediaBudget(settings.max_decoded_media_bytes)
+        self.media_budget = ByteBudget()  # of the media files of all requests
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")
         self._engine_call_pool = ThreadPoolExecutor(ENGINE_CALL_THREADS, thread_name_prefix="afterglow-engine-calls")
         self._pending_stats: dict[str, asyncio.Future[EngineStats]] = {}
 
-    async def get_model(self, name: str | None) -> ServedModel:
+    async def get_model(self, name: str | None) -> Model:
         """Return a model by name and load it if necessary."""
         slot = self.models.get_slot(name)
         model = slot.model
-        if model is None or model.has_failed:
-            model = await self.run_engine_call(slot.load)
+        if model is None or model.needs_restart:
+            model = await asyncio.wrap_future(slot.start_load())
         model.attach_event_loop(asyncio.get_running_loop())
         return model
 
-    def get_admission_queue(self, model: ServedModel) -> AdmissionQueue:
+    async def get_generating_model(self, name: str | None) -> Model:
+        """Return a model by name; raise status 400 if it only computes embeddings."""
+        model = await self.get_model(name)
+        if not model.can_generate:
+            message = f"the model {model.name!r} supports embeddings only"
+            raise invalid_request_error("model", message, "unsupported_model")
+        return model
+
+    def get_admission_queue(self, model: Model) -> AdmissionQueue:
         """Return the admission queue of a model."""
         if model.name not in self._admission_queues:
             self._admission_queues[model.name] = AdmissionQueue(
@@ -103,7 +112,7 @@ class ServerState(Closeable):
             await asyncio.wait({response, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if response.done():
                 return response.result()
-            return to_api_error(Cancelled("the client disconnected")).to_response()
+            raise Cancelled("the client disconnected")
         except RequestError as error:
             api_error = to_api_error(error)
             api_error.param = prompt_field if api_error.param == "messages" else api_error.param

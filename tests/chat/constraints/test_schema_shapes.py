@@ -28,7 +28,7 @@ from afterglow.chat.tools.detection import TOOL_FAMILIES
 from afterglow.chat.tools.tool import parse_tools
 from afterglow.errors import InvalidArgument, RequestError, UnsupportedOption
 from afterglow.server.openai.responses import build_response_format
-from afterglow.server.schema.responses import ResponseRequest
+from afterglow.server.openai.schema.responses import ResponseRequest
 from support.grammar_text import accepts
 
 UUID4 = "9b2f1c3a-5d4e-4f6a-8b7c-0d1e2f3a4b5c"

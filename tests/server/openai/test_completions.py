@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from afterglow.api.served_model import ServedModel, ServedSettings
+import afterglow
 from afterglow.errors import PromptTooLong
-from afterglow.server.openai.completions import tokenize_prompt
-from afterglow.server.schema.completions import CompletionRequest
+from afterglow.server.openai.completions import fit_prompt
+from afterglow.server.openai.schema.completions import CompletionRequest
 
 pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")
-def model(reasoning_model: Path) -> Iterator[ServedModel]:
-    with ServedModel("tiny", reasoning_model, ServedSettings(context=256, sequences=1, threads=1)) as model:
+def model(reasoning_model: Path) -> Iterator[afterglow.Model]:
+    with afterglow.load(reasoning_model, host="process", context=256, sequences=1, threads=1) as model:
         yield model
 
 
@@ -25,21 +25,21 @@ def build_body(**fields: object) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "tiny", "prompt": "x", "overflow": "shift", **fields})
 
 
-def test_shift_keeps_the_bos_token(model: ServedModel) -> None:
+def test_shift_keeps_the_bos_token(model: afterglow.Model) -> None:
     bos = model.vocabulary.special_tokens["bos"]
     text = [30 + n % 200 for n in range(300)]
-    prompt = tokenize_prompt(model, build_body(max_tokens=16), [bos, *text])
+    prompt = fit_prompt(model, build_body(max_tokens=16), [bos, *text])
     assert list(prompt.tokens) == [bos, *text[61:]]
     assert prompt.truncation is not None
     assert prompt.truncation.dropped_tokens == 61
 
 
-def test_shift_of_an_infill_prompt_drops_only_the_start_of_the_text_before_the_gap(model: ServedModel) -> None:
+def test_shift_of_an_infill_prompt_drops_only_the_start_of_the_text_before_the_gap(model: afterglow.Model) -> None:
     special = model.vocabulary.special_tokens
-    prompt = tokenize_prompt(model, build_body(max_tokens=16, suffix="y" * 20), "ab" * 200)
+    prompt = fit_prompt(model, build_body(max_tokens=16, suffix="y" * 20), "ab" * 200)
     tokens = list(prompt.tokens)
     assert tokens[0] == special["fim_pre"]
     assert tokens[-22:] == [special["fim_suf"], *model.tokenize("y" * 20), special["fim_mid"]]
     assert len(tokens) == 240
     with pytest.raises(PromptTooLong):
-        tokenize_prompt(model, build_body(max_tokens=16, suffix="y" * 300), "ab")
+        fit_prompt(model, build_body(max_tokens=16, suffix="y" * 300), "ab")

@@ -18,10 +18,10 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from afterglow.server.schema.chat import ChatRequest
-from afterglow.server.schema.completions import CompletionRequest
-from afterglow.server.schema.embeddings import EmbeddingRequest
-from afterglow.server.schema.responses import ResponseRequest
+from afterglow.server.openai.schema.chat import ChatRequest
+from afterglow.server.openai.schema.completions import CompletionRequest
+from afterglow.server.openai.schema.embeddings import EmbeddingRequest
+from afterglow.server.openai.schema.responses import ResponseRequest
 from afterglow.testing import models
 from afterglow.testing.models import vocabulary
 from support.server_process import CYCLE, PICK_TOOL, ServerProcess, get_text

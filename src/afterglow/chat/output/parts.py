@@ -1,12 +1,13 @@
-"""Parts of streamed output (text, reasoning, tool calls), and the protocol of parsers that produce them."""
+"""Parts of streamed output (text, reasoning, tool calls), and the parsers and output formats that produce them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from afterglow.chat.messages import ToolCall
+from afterglow.chat.prompt import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,16 @@ class PlainTextParser:
 
     def finish(self) -> list[OutputPart]:
         return []
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How the tokens of a request become a response. The default parser is that of completions: all output is text."""
+
+    token_to_piece: Callable[[int], bytes]
+    create_parser: Callable[[], OutputParser] = PlainTextParser
+    parse: Callable[[str], Any] | None = None  # parses the text of a complete response
+    truncation: Truncation | None = None  # what was dropped from the prompt
 
 
 @dataclass(frozen=True, slots=True)

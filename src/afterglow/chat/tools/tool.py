@@ -114,11 +114,24 @@ def _parse_dictionary(value: Mapping[str, Any], where: str) -> Tool:
     if not isinstance(function, Mapping):
         raise InvalidArgument(where, f"must be a dictionary, not {type(function).__name__}")
     _check_fields(function, FUNCTION_FIELDS, where)
+    return build_tool(
+        function.get("name"),
+        _get_optional(function, "description", str, where),
+        _get_optional(function, "parameters", Mapping, where),
+        _get_optional(function, "strict", bool, where),
+        where=where,
+    )
+
+
+def build_tool(
+    name: Any, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None, *, where: str
+) -> Tool:
+    """Build a tool from the fields of a request. Raises `InvalidArgument` for a field of `where`."""
     return Tool(
-        name=_check_name(function.get("name"), f"{where}.name"),
-        description=_get_optional(function, "description", str, where) or "",
-        parameters=_parse_parameters(_get_optional(function, "parameters", Mapping, where), f"{where}.parameters"),
-        strict=bool(_get_optional(function, "strict", bool, where)),
+        name=_check_name(name, f"{where}.name"),
+        description=description or "",
+        parameters=_parse_parameters(parameters, f"{where}.parameters"),
+        strict=bool(strict),
     )
 
 

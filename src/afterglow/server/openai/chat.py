@@ -7,26 +7,20 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
+from afterglow.api.options import PromptOptions
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.chat.response import ChatResponse, Delta
 from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import (
-    Generation,
-    GenerationRequest,
-    build_token_logprobs,
-    build_usage,
-    start_generation,
-)
+from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.generation import ConversationRequest, Generation, start_generation
+from afterglow.server.openai.errors import format_error_event
+from afterglow.server.openai.formatting import build_finish, build_token_logprobs, build_truncation, build_usage
+from afterglow.server.openai.schema.chat import ChatFields, ChatRequest, build_message, build_tools, dump_fields
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.schema.chat import ChatFields, ChatRequest, dump_fields, dump_message
-from afterglow.server.sse import DONE_EVENT, EventTemplate, stream_response
+from afterglow.server.sse import DONE_EVENT, EventTemplate
 from afterglow.server.state import ServerState
-
-FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -46,18 +40,7 @@ async def create_chat_completion(state: ServerState, body: ChatRequest, salt: st
     """Generate a chat completion and return it whole or as a stream."""
     check_fields(body)
     generation = await start_generation(state, body.model, build_generation_request(state, body, salt))
-    formatter = ChatFormatter(body, generation)
-    if not body.stream:
-        try:
-            return JSONResponse(formatter.build_response(await generation.collect_responses()))
-        finally:
-            generation.close()
-    return await stream_response(
-        generation.stream_deltas(),
-        formatter.stream_events,
-        ping_seconds=state.settings.ping_seconds,
-        on_close=generation.close,
-    )
+    return await generation.respond(ChatFormatter(body, generation), stream=bool(body.stream))
 
 
 def check_fields(body: ChatRequest) -> None:
@@ -72,11 +55,12 @@ def check_fields(body: ChatRequest) -> None:
         )
 
 
-def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -> GenerationRequest:
+def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -> ConversationRequest:
     """Convert the body to a generation request."""
-    return GenerationRequest(
-        messages=[dump_message(message) for message in body.messages],
-        chat_options=build_chat_options(body),
+    return ConversationRequest(
+        messages=[build_message(message) for message in body.messages],
+        tools=build_tools(body.tools),
+        prompt_options=build_prompt_options(body),
         sampling_fields=body,
         n=body.n or 1,
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -87,8 +71,8 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
     )
 
 
-def build_chat_options(body: ChatFields) -> dict[str, Any]:
-    """Build the keyword arguments of `TextModel.plan_chat`."""
+def build_prompt_options(body: ChatFields) -> PromptOptions:
+    """Build the keyword arguments of `Model.plan_chat`, except `tools`."""
     if body.reasoning_effort is not None and body.reasoning_budget is not None:
         raise invalid_request_error(
             "reasoning_budget", "`reasoning_budget` and `reasoning_effort` exclude each other: set only one of them"
@@ -99,7 +83,6 @@ def build_chat_options(body: ChatFields) -> dict[str, Any]:
         )
     reasoning = body.reasoning_effort if body.reasoning_budget is None else body.reasoning_budget
     return {
-        "tools": [dump_fields(tool) for tool in body.tools or ()],
         "tool_choice": dump_fields(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "response_format": dump_fields(body.response_format),
@@ -124,33 +107,38 @@ class ChatFormatter:
         }
         self._chunk_template = EventTemplate({**self._head, "object": "chat.completion.chunk"})
 
-    def build_response(self, responses: list[ChatResponse]) -> dict[str, Any]:
+    async def build_response(self) -> dict[str, Any]:
         """Build the whole chat completion."""
+        responses = await self._generation.collect_responses()
         completion: dict[str, Any] = {
             **self._head,
             "object": "chat.completion",
             "choices": [self._build_choice(index, response) for index, response in enumerate(responses)],
-            "usage": build_usage(responses, self._generation.reasoning_counters),
+            "usage": build_usage(self._generation),
         }
         if self._body.metadata is not None:
             completion["metadata"] = self._body.metadata
-        return completion | self._build_truncation()
+        return completion | build_truncation(self._generation)
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
         for index in range(self._body.n or 1):
-            yield self._format_chunk(index, {"role": "assistant", "content": ""}, extra=self._build_truncation())
+            yield self._format_chunk(
+                index, {"role": "assistant", "content": ""}, extra=build_truncation(self._generation)
+            )
         async for index, delta in deltas:
             logprobs = self._build_logprobs([delta.token] if delta.token else [])
             if delta.parts or (logprobs and logprobs["content"]):
                 yield self._format_chunk(index, build_delta(delta.parts), logprobs=logprobs)
-        responses = self._generation.get_responses()
-        for index, response in enumerate(responses):
+        for index, response in enumerate(self._generation.get_responses()):
             yield self._format_chunk(index, {}, **build_finish(response))
         if self._include_usage:
-            usage = build_usage(responses, self._generation.reasoning_counters)
-            yield self._chunk_template.format({"choices": [], "usage": usage})
+            yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation)})
         yield DONE_EVENT
+
+    def format_error(self, error: APIError) -> bytes:
+        """Format the error that ends a stream."""
+        return format_error_event(error)
 
     def _build_choice(self, index: int, response: ChatResponse) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": response.text, "refusal": None}
@@ -182,19 +170,6 @@ class ChatFormatter:
         model, is_visible = self._generation.model, self._generation.is_visible_token
         content = [build_token_logprobs(model, token) for token in tokens if is_visible(token)]
         return {"content": content, "refusal": None}
-
-    def _build_truncation(self) -> dict[str, Any]:
-        truncation = self._generation.truncation
-        return {} if truncation is None else {"overflow": truncation.report}
-
-
-def build_finish(response: ChatResponse) -> dict[str, Any]:
-    """Build OpenAI's `finish_reason` and the extension `stop_reason`."""
-    stop_reason = response.stop_reason if isinstance(response.stop_reason, str) else None
-    return {
-        "finish_reason": FINISH_REASONS.get(response.finish_reason, response.finish_reason),
-        "stop_reason": "deadline" if response.finish_reason == "deadline" else stop_reason,
-    }
 
 
 def build_delta(parts: Sequence[OutputPart]) -> dict[str, Any]:

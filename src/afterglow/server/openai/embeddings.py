@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
-from afterglow.api.served_model import ServedModel
+from afterglow.api.model import Model
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.openai.schema.embeddings import EmbeddingRequest
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.schema.embeddings import EmbeddingRequest
 from afterglow.server.state import ServerState
 
 
@@ -62,7 +62,7 @@ def list_inputs(body: EmbeddingRequest) -> list[Any]:
     return [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else list(value)
 
 
-def tokenize_input(model: ServedModel, value: str | list[int]) -> list[int]:
+def tokenize_input(model: Model, value: str | list[int]) -> list[int]:
     """Tokenize a text with the special tokens that the model adds. Tokens are only validated."""
     if isinstance(value, str):
         return model.tokenize(value, bos=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
+from afterglow.chat.content import IMAGE_DETAILS, Attachment, join_content
+from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.schema.chat import MessageDict, dump_fields
-from afterglow.server.schema.responses import (
+from afterglow.server.openai.schema.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputImage,
@@ -22,62 +24,61 @@ from afterglow.server.schema.responses import (
 ResponseEvent: TypeAlias = dict[str, Any]
 
 
-def parse_input_items(items: str | list[InputItem]) -> list[MessageDict]:
+def parse_input_items(items: str | list[InputItem]) -> list[Message]:
     """Convert the input to messages. Consecutive reasoning, text and calls of the assistant form one message."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[MessageDict] = []
-    for item in items:
-        match item:
-            case MessageItem(role="assistant"):
-                _get_assistant_message(messages, "content")["content"] = join_text(item.content)
-            case MessageItem(role="user"):
-                messages.append({"role": "user", "content": parse_content(item.content)})
-            case MessageItem():
-                messages.append({"role": "system", "content": join_text(item.content)})
-            case ReasoningItem():
-                reasoning = "".join(part.text for part in item.content or ())
-                _get_assistant_message(messages, "reasoning_content")["reasoning_content"] = reasoning
-            case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                _get_assistant_message(messages, "").setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem():
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": join_text(item.output)})
+        return [Message(role="user", content=items)]
+    messages: list[Message] = []
+    for message in map(build_item_message, items):
+        last = messages[-1] if messages else None
+        if last is None or last.role != "assistant" or message.role != "assistant":
+            messages.append(message)
+        elif message.tool_calls:
+            messages[-1] = replace(last, tool_calls=last.tool_calls + message.tool_calls)
+        elif last.reasoning is not None and message.reasoning is None and not (last.content or last.tool_calls):
+            messages[-1] = replace(last, content=message.content)
+        else:
+            messages.append(message)
     return messages
 
 
-def _get_assistant_message(messages: list[MessageDict], field: str) -> MessageDict:
-    """Return the assistant message that takes `field`: the last one, or a new one if `field` is already set."""
-    is_assistant = bool(messages) and messages[-1]["role"] == "assistant"
-    is_set = is_assistant and (field in messages[-1] or (field and "tool_calls" in messages[-1]))
-    if not is_assistant or is_set or (field == "reasoning_content" and "content" in messages[-1]):
-        messages.append({"role": "assistant"})
-    return messages[-1]
+def build_item_message(item: InputItem) -> Message:
+    """Convert an item to a message, or to a part of an assistant message."""
+    match item:
+        case MessageItem(role="user"):
+            content, attachments = build_content(item.content)
+            return Message(role="user", content=content, attachments=attachments)
+        case MessageItem():
+            role = "assistant" if item.role == "assistant" else "system"
+            return Message(role=role, content=join_text(item.content))
+        case ReasoningItem():
+            return Message(role="assistant", reasoning="".join(part.text for part in item.content or ()))
+        case FunctionCallItem():
+            call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
+            return Message(role="assistant", tool_calls=(call,))
+        case FunctionCallOutputItem():
+            return Message(role="tool", tool_call_id=item.call_id, content=join_text(item.output))
 
 
 def join_text(content: str | Sequence[MessagePart]) -> str:
     """Return the text of an item. Raises if it contains images."""
-    if isinstance(content, str):
-        return content
-    if any(isinstance(part, InputImage) for part in content):
+    text, attachments = build_content(content)
+    if attachments:
         raise invalid_request_error("input", "only user messages may contain images")
-    return "".join(_get_part_text(part) for part in content)
+    return text
 
 
-def parse_content(content: str | Sequence[MessagePart]) -> str | list[dict[str, Any]]:
-    """Convert the content of a user message to text, or to parts if it contains images."""
-    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
-        return join_text(content)
-    return [
-        dump_fields(part) if isinstance(part, InputImage) else {"type": "text", "text": _get_part_text(part)}
-        for part in content
-    ]
+def build_content(content: str | Sequence[MessagePart]) -> tuple[str, tuple[Attachment, ...]]:
+    """Convert content to text and attachments."""
+    return (content, ()) if isinstance(content, str) else join_content(map(_build_part, content))
 
 
-def _get_part_text(part: MessagePart) -> str:
-    assert not isinstance(part, InputImage)
-    return part.refusal if part.type == "refusal" else part.text
+def _build_part(part: MessagePart) -> str | Attachment:
+    if not isinstance(part, InputImage):
+        return part.refusal if part.type == "refusal" else part.text
+    if part.image_url is None:
+        raise invalid_request_error("input", "an `input_image` must have an `image_url`")
+    return Attachment(kind="image", source=part.image_url, id=part.id, detail=IMAGE_DETAILS[part.detail])
 
 
 class OutputItemBuilder:

@@ -7,13 +7,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from afterglow.chat.messages import Message
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response and its conversation without the instructions."""
 
     response: dict[str, Any]
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     nbytes: int
     salt: str = ""
 
@@ -33,9 +35,9 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._total_bytes = 0
 
-    def put(self, response: dict[str, Any], messages: list[dict[str, Any]], salt: str = "") -> None:
+    def put(self, response: dict[str, Any], messages: list[Message], salt: str = "") -> None:
         """Store a response and evict the least recently used ones that exceed the limits."""
-        nbytes = len(json.dumps(response)) + len(json.dumps(messages))
+        nbytes = len(json.dumps(response)) + len(repr(messages))
         self._responses[response["id"]] = StoredResponse(response, messages, nbytes, salt)
         self._total_bytes += nbytes
         while self._responses and (len(self._responses) > self._max_responses or self._total_bytes > self._max_bytes):

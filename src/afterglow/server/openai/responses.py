@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from afterglow.chat.messages import to_openai_message
+from afterglow.api.options import PromptOptions
+from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.response import Delta
-from afterglow.errors import AfterglowError
+from afterglow.chat.tools.tool import build_tool
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.errors import APIError, invalid_request_error, to_api_error
-from afterglow.server.generation import (
-    Generation,
-    GenerationRequest,
-    build_token_logprobs,
-    build_usage,
-    start_generation,
-)
+from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.generation import ConversationRequest, Generation, start_generation
+from afterglow.server.openai.formatting import build_token_logprobs, build_truncation, build_usage
 from afterglow.server.openai.response_items import (
     OutputItemBuilder,
     ResponseEvent,
@@ -28,10 +23,10 @@ from afterglow.server.openai.response_items import (
     parse_input_items,
 )
 from afterglow.server.openai.response_store import ResponseStore, StoredResponse
+from afterglow.server.openai.schema.chat import dump_fields
+from afterglow.server.openai.schema.responses import ResponseRequest
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.schema.chat import MessageDict, dump_fields
-from afterglow.server.schema.responses import FunctionTool, ResponseRequest
-from afterglow.server.sse import format_event, stream_response
+from afterglow.server.sse import format_event
 from afterglow.server.state import ServerState
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -74,7 +69,7 @@ def find_response(store: ResponseStore, id: str, salt: str, status: int, param: 
 
 async def create_response(state: ServerState, store: ResponseStore, body: ResponseRequest, salt: str) -> Response:
     """Generate a response and return it whole or as a stream."""
-    history: list[MessageDict] = []
+    history: list[Message] = []
     if body.previous_response_id is not None:
         history = find_response(store, body.previous_response_id, salt, 400, "previous_response_id").messages
     if body.stream_options is not None and not body.stream:
@@ -84,55 +79,42 @@ async def create_response(state: ServerState, store: ResponseStore, body: Respon
         raise invalid_request_error("input", "`input` must not be empty")
     generation = await start_generation(state, body.model, build_generation_request(body, messages, salt))
     formatter = ResponseFormatter(body, generation, store, messages, salt)
-    if not body.stream:
-        try:
-            async for _, delta in generation.stream_deltas():
-                formatter.add_delta(delta)
-            return JSONResponse(formatter.finish()[-1]["response"])
-        finally:
-            generation.close()
-    return await stream_response(
-        generation.stream_deltas(),
-        formatter.stream_events,
-        ping_seconds=state.settings.ping_seconds,
-        on_close=generation.close,
-    )
+    return await generation.respond(formatter, stream=bool(body.stream))
 
 
-def build_generation_request(body: ResponseRequest, messages: list[MessageDict], salt: str) -> GenerationRequest:
+def build_generation_request(body: ResponseRequest, messages: list[Message], salt: str) -> ConversationRequest:
     """Convert the body to a generation request."""
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    system = [Message(role="system", content=body.instructions)] if body.instructions else []
     include_logprobs = body.top_logprobs is not None or INCLUDE_LOGPROBS in (body.include or ())
-    overflow = body.overflow or ("shift" if body.truncation == "auto" else "refuse")
-    return GenerationRequest(
+    tools = [
+        build_tool(tool.name, tool.description, tool.parameters, tool.strict, where=f"tools[{index}]")
+        for index, tool in enumerate(body.tools or ())
+    ]
+    return ConversationRequest(
         messages=[*system, *messages],
-        chat_options=build_chat_options(body),
+        tools=tools,
+        prompt_options=build_prompt_options(body),
         sampling_fields=body,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if include_logprobs else None,
-        overflow=overflow,
+        overflow=body.overflow or ("shift" if body.truncation == "auto" else "refuse"),
         salt=salt,
     )
 
 
-def build_chat_options(body: ResponseRequest) -> dict[str, Any]:
-    """Build the keyword arguments of `TextModel.plan_chat`."""
+def build_prompt_options(body: ResponseRequest) -> PromptOptions:
+    """Build the keyword arguments of `Model.plan_chat`, except `tools`."""
     if not body.tools and (body.tool_choice not in (None, "none", "auto")):
         raise invalid_request_error("tool_choice", "the request has no `tools`")
     choice = dump_fields(body.tool_choice)
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": choice["tools"]}}
     return {
-        "tools": [{"type": "function", "function": _dump_function(tool)} for tool in body.tools or ()],
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "response_format": build_response_format(body),
         "reasoning": None if body.reasoning is None else body.reasoning.effort,
     }
-
-
-def _dump_function(tool: FunctionTool) -> dict[str, Any]:
-    return {key: value for key, value in dump_fields(tool).items() if key != "type"}
 
 
 def build_response_format(body: ResponseRequest) -> dict[str, Any] | None:
@@ -152,7 +134,7 @@ class ResponseFormatter:
         body: ResponseRequest,
         generation: Generation,
         store: ResponseStore,
-        messages: list[MessageDict],
+        messages: list[Message],
         salt: str,
     ) -> None:
         self._body = body
@@ -178,20 +160,23 @@ class ResponseFormatter:
             events += self._item_builder.add_part(part, logprobs)
         return events
 
+    async def build_response(self) -> dict[str, Any]:
+        """Build the whole response."""
+        async for _, delta in self._generation.stream_deltas():
+            self.add_delta(delta)
+        response: dict[str, Any] = self.finish()[-1]["response"]
+        return response
+
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
         initial = {**self._head, "status": "in_progress", "output": [], "usage": None}
         for event_type in ("response.created", "response.in_progress"):
             yield self._format_event({"type": event_type, "response": initial})
-        try:
-            async for _, delta in deltas:
-                for event in self.add_delta(delta):
-                    yield self._format_event(event)
-            for event in self.finish():
+        async for _, delta in deltas:
+            for event in self.add_delta(delta):
                 yield self._format_event(event)
-        except AfterglowError as error:
-            for event in self._build_failure_events(error):
-                yield self._format_event(event)
+        for event in self.finish():
+            yield self._format_event(event)
 
     def finish(self) -> list[ResponseEvent]:
         """Store the response and return the last events. The very last contains the whole response."""
@@ -203,23 +188,24 @@ class ResponseFormatter:
             "status": status,
             "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "output": self._item_builder.items,
-            "usage": self._build_usage(build_usage([chat_response], self._generation.reasoning_counters)),
+            "usage": self._build_usage(build_usage(self._generation)),
         }
         if self._body.store is not False:
-            self._store.put(response, [*self._messages, to_openai_message(chat_response.message)], self._salt)
+            self._store.put(response, [*self._messages, chat_response.message], self._salt)
         return [*events, {"type": f"response.{status}", "response": response}]
 
-    def _build_failure_events(self, error: AfterglowError) -> Iterator[ResponseEvent]:
-        api_error = to_api_error(error)
-        yield {"type": "error", "code": api_error.code, "message": api_error.message, "param": api_error.param}
+    def format_error(self, error: APIError) -> bytes:
+        """Format the two events that end a failed stream."""
         response = {
             **self._head,
             "status": "failed",
-            "error": {"code": "server_error", "message": api_error.message},
+            "error": {"code": "server_error", "message": error.message},
             "output": self._item_builder.items,
             "usage": None,
         }
-        yield {"type": "response.failed", "response": response}
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        events: list[ResponseEvent] = [{"type": "error", **fields}, {"type": "response.failed", "response": response}]
+        return b"".join(map(self._format_event, events))
 
     def _format_event(self, event: ResponseEvent) -> bytes:
         self._sequence_number += 1
@@ -266,4 +252,4 @@ def build_response_head(body: ResponseRequest, generation: Generation) -> dict[s
         "user": body.user,
         "system_fingerprint": generation.model.fingerprint,
     }
-    return head if generation.truncation is None else {**head, "overflow": generation.truncation.report}
+    return head | build_truncation(generation)

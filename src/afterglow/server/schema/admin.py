@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pydantic
 
+from afterglow.server.openai.schema.chat import ChatFields, ChatMessage
 from afterglow.server.schema.base import OptionalModel, StrictModel
-from afterglow.server.schema.chat import ChatFields, ChatMessage
 
 
 class TokenizeRequest(StrictModel):

@@ -62,6 +62,10 @@ OptionalModel: TypeAlias = Annotated[NameField | None, pydantic.Field(descriptio
 Label: TypeAlias = Annotated[
     str | None, pydantic.Field(max_length=512, description="Label of the client; has no effect.")
 ]
+MediaID: TypeAlias = Annotated[
+    Annotated[str, pydantic.Field(pattern="^[0-9a-fA-F]{16}$")] | None,
+    pydantic.Field(description="64-bit FNV-1a hash of the raw bytes, in hexadecimal."),
+]
 Metadata: TypeAlias = Annotated[
     dict[
         Annotated[str, pydantic.Field(max_length=64)],

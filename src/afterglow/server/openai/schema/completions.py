@@ -6,8 +6,8 @@ from typing import TypeAlias, cast
 
 import pydantic
 
+from afterglow.server.openai.schema.chat import StreamOptions
 from afterglow.server.schema.base import Label, OptionalModel
-from afterglow.server.schema.chat import StreamOptions
 from afterglow.server.schema.sampling import SamplingFields
 
 CompletionPrompt: TypeAlias = str | list[str] | list[int] | list[list[int]]

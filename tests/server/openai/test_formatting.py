@@ -1,9 +1,9 @@
-"""Usage of a generation."""
+"""Usage in the OpenAI format."""
 
 from __future__ import annotations
 
 from afterglow.engine.types.request import Usage
-from afterglow.server.generation import build_prediction_details
+from afterglow.server.openai.formatting import build_prediction_details
 
 
 def test_prediction_details_sum_over_choices() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
+from afterglow.chat.content import Attachment, build_audio_uri, join_content
+from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server.schema.base import (
     JsonObject,
     Label,
+    MediaID,
     Metadata,
     NameField,
     OptionalModel,
@@ -19,7 +24,6 @@ from afterglow.server.schema.base import (
 from afterglow.server.schema.sampling import SamplingFields
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-MessageDict: TypeAlias = dict[str, Any]  # a message in the format of `afterglow.chat`
 
 
 class TextPart(StrictModel):
@@ -37,7 +41,7 @@ class ImageURL(StrictModel):
 class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: ImageURL
-    id: str | None = pydantic.Field(None, description="64-bit FNV-1a hash of the raw bytes, in hexadecimal.")
+    id: MediaID = None
 
 
 class InputAudio(StrictModel):
@@ -48,7 +52,7 @@ class InputAudio(StrictModel):
 class AudioPart(StrictModel):
     type: Literal["input_audio"]
     input_audio: InputAudio
-    id: str | None = pydantic.Field(None, description="64-bit FNV-1a hash of the raw bytes, in hexadecimal.")
+    id: MediaID = None
 
 
 TextContent: TypeAlias = str | list[TextPart]
@@ -240,11 +244,49 @@ def dump_fields(value: Any) -> Any:
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, pydantic.BaseModel) else value
 
 
-def dump_message(value: ChatMessage) -> MessageDict:
-    """Convert a message to the format of `afterglow.chat`. Templates expect `system` for the newer role `developer`."""
-    message: MessageDict = dump_fields(value)
-    if message["role"] == "developer":
-        message["role"] = "system"
-    if refusal := message.pop("refusal", None):
-        message["content"] = message.get("content") or refusal
-    return message
+def build_message(body: ChatMessage) -> Message:
+    """Convert a message. Templates expect `system` for the newer role `developer`."""
+    content, attachments = build_content(body.content)
+    match body:
+        case AssistantMessage():
+            calls = [
+                ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                for call in body.tool_calls or ()
+            ]
+            return Message(
+                role="assistant",
+                content=content or body.refusal or "",
+                reasoning=body.reasoning_content,
+                tool_calls=tuple(calls),
+                name=body.name,
+            )
+        case ToolMessage():
+            return Message(role="tool", content=content, tool_call_id=body.tool_call_id, name=body.name)
+        case UserMessage():
+            return Message(role="user", content=content, attachments=attachments, name=body.name)
+        case SystemMessage():
+            return Message(role="system", content=content, name=body.name)
+
+
+def build_content(content: str | Sequence[UserPart] | None) -> tuple[str, tuple[Attachment, ...]]:
+    """Convert content to text and attachments."""
+    return (content or "", ()) if isinstance(content, str | None) else join_content(map(build_part, content))
+
+
+def build_part(part: UserPart) -> str | Attachment:
+    """Convert a content part."""
+    match part:
+        case TextPart():
+            return part.text
+        case ImagePart(image_url=image):
+            return Attachment(kind="image", source=image.url, id=part.id, detail=image.detail or "auto")
+        case AudioPart(input_audio=audio):
+            return Attachment(kind="audio", source=build_audio_uri(audio.data, audio.format), id=part.id)
+
+
+def build_tools(tools: Sequence[ChatTool] | None) -> list[Tool]:
+    """Convert the tools of a body."""
+    return [
+        build_tool(function.name, function.description, function.parameters, function.strict, where=where)
+        for where, function in ((f"tools[{index}].function", tool.function) for index, tool in enumerate(tools or ()))
+    ]

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
+from afterglow.server.openai.schema.chat import PromptCacheOptions, ReasoningEffort
 from afterglow.server.schema.base import (
     JsonObject,
     Label,
+    MediaID,
     Metadata,
     NameField,
     OptionalModel,
@@ -16,7 +18,6 @@ from afterglow.server.schema.base import (
     supports_only,
     unsupported,
 )
-from afterglow.server.schema.chat import PromptCacheOptions, ReasoningEffort
 from afterglow.server.schema.sampling import SamplingFields
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
@@ -44,7 +45,7 @@ class InputImage(StrictModel):
     image_url: str | None = pydantic.Field(None, description="A data: URI, or an address that the server allows.")
     detail: Literal["auto", "low", "high", "original"] | None = None
     file_id: Any = unsupported("files are not stored; use `image_url`")
-    id: str | None = pydantic.Field(None, description="64-bit FNV-1a hash of the raw bytes, in hexadecimal.")
+    id: MediaID = None
 
 
 MessagePart: TypeAlias = Annotated[

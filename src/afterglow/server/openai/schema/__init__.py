@@ -1,0 +1,1 @@
+"""Bodies of the OpenAI routes, and their conversion to messages and options."""
