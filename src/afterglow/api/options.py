@@ -42,7 +42,7 @@ def split_commas(value: Any) -> Any:
     >>> split_commas("3,1")
     ['3', '1']
     """
-    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+    return value.split(",") if isinstance(value, str) else value
 
 
 def parse_bytes(value: Any) -> Any:
