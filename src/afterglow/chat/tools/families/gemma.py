@@ -167,7 +167,7 @@ class GemmaRuleBuilder:
 def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, stop: str) -> ToolFamily:
     """Return a family with these markers. `stop` ends the turn before the model writes the tool's result itself."""
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         builder = GemmaRuleBuilder(grammar, name, quote)
         calls = []
         for tool in tools:
@@ -175,18 +175,14 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
             calls.append(f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(node)}")
         return f"{join_alternatives(calls)} {grammar.literal(closing)}"
 
-    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
-        return f"{call} {grammar.more_calls(call)}" if parallel else call
-
     return ToolFamily(
         name=name,
         markers=(opening, closing, quote),
         stops=(stop,),
         triggers=(opening,),
         parser_factory=partial(GemmaToolParser, opening=opening, closing=closing, quote=quote),
-        build_calls_rule=build_calls,
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools),
+        build_block_rule=build_block,
+        block_separator="",
     )
 
 

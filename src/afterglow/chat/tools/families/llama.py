@@ -69,7 +69,7 @@ def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: boo
     return f"{call} {grammar.more_calls(f'{separator} {call}')}" if parallel else call
 
 
-def _build_after_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:
+def _build_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:
     if trigger == PYTHON_TAG:
         return _build_calls_rule(grammar, tools, True)
     calls = []
@@ -86,6 +86,7 @@ LLAMA = ToolFamily(
     stops=("<|eom_id|>",),
     triggers=(PYTHON_TAG, CALL_OBJECT_PREFIX),
     parser_factory=Llama3JsonToolParser,
+    build_block_rule=_build_calls_rule,
     build_calls_rule=_build_calls_rule,
-    build_after_trigger_rule=_build_after_trigger_rule,
+    build_trigger_rule=_build_trigger_rule,
 )

@@ -200,7 +200,7 @@ class _ElementRules:
         return f"{item}{{{min_items},{'' if max_items is None else max_items}}}"
 
 
-def _build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+def _build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after the start of a block."""
     rules, calls = _ElementRules(grammar, "minimax-m3"), []
     for tool in tools:
@@ -217,8 +217,5 @@ MINIMAX_M3 = ToolFamily(
     markers=(NAMESPACE, "<tool_call>", "</tool_call>"),
     triggers=(BLOCK_START,),
     parser_factory=MinimaxM3ToolParser,
-    build_calls_rule=lambda grammar, tools, parallel: (
-        f"{grammar.literal(BLOCK_START)} {_build_body(grammar, tools, parallel)}"
-    ),
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_body(grammar, tools, True),
+    build_block_rule=_build_block,
 )

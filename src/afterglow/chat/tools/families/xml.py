@@ -3,7 +3,7 @@ markup of DeepSeek V3.2 and of Kimi-K3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -226,9 +226,9 @@ def build_xml_family(
     *,
     markers: tuple[str, ...],
     other_starts: tuple[str, ...] = (),
-    lead: Callable[[LarkGrammar], str] = lambda grammar: "",
+    optional_lead: str = "",
 ) -> ToolFamily:
-    """Return a family with these tags. `lead` builds what may precede the calls of an enforced turn."""
+    """Return a family with these tags."""
 
     def build_call(grammar: LarkGrammar, tool: Tool) -> str:
         pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1])]
@@ -268,17 +268,11 @@ def build_xml_family(
         opening = grammar.literal(f" {attributes.types[json_type]}{tags.attributes_end}")
         return f"{opening} {grammar.add_json_rule(node.standalone_schema)} {grammar.literal(tags.value[1])}"
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
         call = grammar.add_rule(join_alternatives(build_call(grammar, tool) for tool in tools))
         more = grammar.more_calls(f"SPACE? {call}") if parallel and tags.calls_share_block else ""
         return f"{space} {call} {more} {space} {grammar.literal(tags.closing)}"
-
-    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        block = grammar.add_rule(f"{grammar.literal(tags.opening)} {build_body(grammar, tools, parallel)}")
-        is_repeated = parallel and not tags.calls_share_block
-        calls = f"{block} {grammar.more_calls(f'SPACE? {block}')} SPACE?" if is_repeated else block
-        return f"{lead(grammar)} {calls}"
 
     return ToolFamily(
         name=name,
@@ -286,8 +280,9 @@ def build_xml_family(
         triggers=(tags.opening,),
         other_starts=other_starts,
         parser_factory=partial(XmlToolParser, tags=tags),
-        build_calls_rule=build_calls,
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
+        build_block_rule=build_block,
+        block_separator=None if tags.calls_share_block else "SPACE?",
+        optional_lead=optional_lead,
     )
 
 
@@ -407,5 +402,5 @@ KIMI_K3 = build_xml_family(
         ),
     ),
     markers=("<|open|>", "<|close|>", "<|sep|>"),
-    lead=lambda grammar: f"({grammar.literals('<|open|>response<|sep|><|close|>response<|sep|>')})?",
+    optional_lead="<|open|>response<|sep|><|close|>response<|sep|>",
 )
