@@ -10,7 +10,7 @@ from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, build_text_until_rule, list_properties
 from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
 from afterglow.chat.tools.parsing.json_values import (
-    ALL_TYPES,
+    ANY_TYPE,
     escape_json_text,
     get_parameter_types,
     text_to_json,
@@ -89,7 +89,7 @@ class GemmaToolParser(ToolParser):
                 return False
             self.emit_arguments("" if first else ", ")
             first = False
-            if not (yield from self._parse_value(ALL_TYPES)):
+            if not (yield from self._parse_value(ANY_TYPE)):
                 return False
             yield from self.scanner.take_whitespace()
             yield from self.scanner.skip_any(",")
@@ -149,7 +149,7 @@ class GemmaRuleBuilder:
                 return self._build_array(node)
             case ["object"]:
                 return self._grammar.add_rule(self.build_object(node))
-            case [_]:
+            case [_] | ["integer", "number"]:
                 return self._grammar.add_json_rule(node.standalone_schema)
         raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
 

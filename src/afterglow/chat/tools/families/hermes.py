@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from afterglow.chat.tools.family import ToolFamily
-from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives, rebase_references
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.parsing.json_calls import JsonCallParser
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser, generate_call_id
 from afterglow.chat.tools.parsing.scanner import ParseSteps
@@ -134,20 +134,13 @@ def build_untagged_end_family(name: str, opening: str) -> ToolFamily:
 
 def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the list of calls after `<|START_ACTION|>`."""
-
-    def build_call(tool: Tool) -> str:
-        arguments = rebase_references(dict(tool.parameters), "#/properties/parameters")
-        id = {"type": "string", "pattern": "^[0-9]{1,3}$"}
-        properties = {"tool_call_id": id, "tool_name": {"const": tool.name}, "parameters": arguments}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-        return grammar.add_json_rule({**schema, "additionalProperties": False})
-
-    call = grammar.add_rule(join_alternatives(map(build_call, tools)))
-    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} COHERE_SPACE? {call}") if parallel else ""
-    end = grammar.literals("]", "<|END_ACTION|>")
-    return f"SPACE? {grammar.literal('[')} COHERE_SPACE? {call} {more} SPACE? {end}".replace(
-        "COHERE_SPACE", "/[ \\n]{1,8}/"
+    id = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,3}$"}}
+    call = grammar.add_rule(
+        build_json_call_rule(grammar, tools, name_key="tool_name", arguments_key="parameters", properties_before=id)
     )
+    space = "/[ \\n]{1,8}/?"
+    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} {space} {call}") if parallel else ""
+    return f"SPACE? {grammar.literal('[')} {space} {call} {more} SPACE? {grammar.literals(']', '<|END_ACTION|>')}"
 
 
 def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
@@ -162,7 +155,7 @@ GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TA
 GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_openings=("<tool_call>",))
 NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 APRIEL = build_json_list_family(
-    "apriel", "<tool_calls>", "</tool_calls>", extra_properties={"id": {"type": "string", "maxLength": 64}}
+    "apriel", "<tool_calls>", "</tool_calls>", optional_properties={"id": {"type": "string", "maxLength": 64}}
 )
 COHERE = ToolFamily(
     name="cohere",

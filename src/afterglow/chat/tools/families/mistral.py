@@ -74,7 +74,7 @@ MISTRAL = build_json_list_family(
     "mistral",
     TOOL_CALLS_MARKER,
     new_id=generate_mistral_call_id,
-    extra_properties={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
+    optional_properties={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
 )
 MISTRAL_NAMED = build_mistral_family("mistral-named", with_ids=False)
 MISTRAL_IDS = build_mistral_family("mistral-ids", with_ids=True)

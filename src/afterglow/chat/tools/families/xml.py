@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from afterglow.chat.constraints.schema_analysis import get_type
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import (
@@ -17,7 +18,7 @@ from afterglow.chat.tools.grammar.schema import (
     list_parameters,
 )
 from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
-from afterglow.chat.tools.parsing.json_values import get_json_type, get_parameter_types, text_to_json
+from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_char
 from afterglow.chat.tools.tool import Tool
@@ -256,9 +257,7 @@ def build_xml_family(
         """Return a rule for the attribute of a value's type and the value."""
         allowed = node.allowed_types
         json_type = (
-            get_json_type(node.allowed_values[0])
-            if node.allowed_values
-            else min(allowed & set(attributes.types) or allowed)
+            get_type(node.allowed_values[0]) if node.allowed_values else min(allowed & set(attributes.types) or allowed)
         )
         if json_type == "string":
             text = build_text_until_rule(grammar, node, name, ending=tags.value[1])
