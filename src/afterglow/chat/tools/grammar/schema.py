@@ -57,7 +57,7 @@ class SchemaNode:
             if self.references_left == 0:
                 raise UnsupportedOption(f"{self.where}.$ref", f"the {family} call format cannot enforce recursion")
             self.check_keywords(frozenset({"$ref"}), family)
-            target = build_resolver(self.root)(schema)
+            target = build_resolver(self.root)(dict(schema))
             return SchemaNode(target, self.where, self.root, self.references_left - 1).expand_choices(family)
         types = schema.get("type")
         if isinstance(types, list):
