@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.chat.control_tokens import ControlTokenEscaper
-from afterglow.chat.messages import parse_messages
+from afterglow.chat.messages import Message, parse_messages
 from afterglow.chat.multimodal import find_unused_character
 from afterglow.chat.prompt import PromptBuilder
 from afterglow.chat.template.renderer import ChatTemplate
@@ -151,6 +151,17 @@ def test_separators_that_a_template_spells_are_not_in_the_prompt(expression):
     assert ControlTokenEscaper(vocabulary.control_tokens_by_text, source).escape("end", SEPARATOR) != "end"
     assert "ue000" not in prompt.text
     assert list(prompt.tokens)[: len(plain)] == plain
+
+
+def test_a_continued_message_keeps_private_use_characters():
+    source = "{{ messages[0].content }}<|im_end|>"
+    with ChatTemplate(source, SPECIAL_TOKENS) as template:
+        prompt = PromptBuilder(TemplateVocabulary(source), template, boundaries=False).build(
+            parse_messages([("user", "x")]),
+            prefill=Message(role="assistant", content="a\ue000b"),
+            continuation=lambda text, escape: escape("a\ue000b"),
+        )
+    assert prompt.text == "x<|im_end|>a\ue000b"
 
 
 def test_a_separator_that_the_client_spells_is_not_used():

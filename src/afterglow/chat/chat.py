@@ -225,6 +225,7 @@ class Chat(Closeable):
             tools=definitions,
             chat_template_kwargs=chat_template_kwargs,
             placeholders=placeholders,
+            prefill=prefill,
             continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
         )
 
