@@ -42,6 +42,18 @@ def test_every_completion_matches_its_grammar(kind, temperature):
         assert answer.end.finish_reason == "stop"
 
 
+def test_a_trigger_can_begin_in_the_prompt():
+    constraint = GrammarConstraint(triggers=((b">>>f\n", 'start: "1"'),), prefix=b">>>")
+    matcher = GrammarCompiler(PieceVocabulary()).compile(constraint)
+    assert matcher.get_allowed_tokens() is None
+    for byte in b"f\n":
+        matcher.accept(byte)
+    assert matcher.get_allowed_tokens().tolist() == [ord("1")]
+    for byte in b"1 and f\n":  # only the first call has its trigger in the prompt
+        matcher.accept(byte)
+    assert matcher.get_allowed_tokens() is None
+
+
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_gbnf_grammar_of_the_sampling_parameters_is_enforced(temperature):
     engine = Engine(FakeBackend())

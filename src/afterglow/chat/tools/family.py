@@ -24,7 +24,8 @@ class ToolFamily:
     """Tool-call format of a family of models.
 
     `markers`: control tokens whose text the parser must see. `stops`: texts that end a turn with calls. `triggers`:
-    texts that begin a call inside free text; empty if no text reliably does. `other_starts`: texts with which models
+    texts that begin a call inside free text; empty if no text reliably does. `tool_trigger`: the same with `{}` for the
+    name of the tool, if only the name tells a call from text. `other_starts`: texts with which models
     begin a call by mistake. `text_start`: text before the visible text of every answer, which the parser drops.
     `instructions`: describes the call format, for templates that render calls but not the tools.
 
@@ -49,6 +50,7 @@ class ToolFamily:
     markers: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     triggers: tuple[str, ...] = ()
+    tool_trigger: str = ""
     other_starts: tuple[str, ...] = ()
     text_start: str = ""
     instructions: str = ""
@@ -73,16 +75,24 @@ class ToolFamily:
         lead = f"({grammar.literals(self.optional_lead)})?" if self.optional_lead else ""
         return grammar.to_lark(f"{lead} {calls}")
 
+    def list_triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Return the texts that begin a call of these tools inside free text."""
+        named = tuple(self.tool_trigger.format(tool.name) for tool in tools) if self.tool_trigger else ()
+        return (*self.triggers, *named)
+
     def build_after_trigger_grammar(
         self, tools: Sequence[Tool], write_literal: LiteralFormatter, trigger: str | None = None
     ) -> str:
         """Return the grammar of the text after a trigger (default: the first) to the end of that block of calls."""
-        tools = _to_enforceable_tools(tools)
-        if not self.triggers:
+        tools, triggers = _to_enforceable_tools(tools), self.list_triggers(tools)
+        if not triggers:
             raise UnsupportedOption("tools", f"no text reliably begins a call of the family {self.name!r}")
-        if trigger is not None and trigger not in self.triggers:
-            raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, self.triggers))}, not {trigger!r}")
+        if trigger is not None and trigger not in triggers:
+            raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, triggers))}, not {trigger!r}")
         grammar = LarkGrammar(write_literal)
+        if self.tool_trigger:
+            tool = tools[triggers.index(trigger or triggers[0])]
+            return grammar.to_lark(grammar.add_json_rule(tool.parameters))
         if self.build_trigger_rule is not None:
             return grammar.to_lark(self.build_trigger_rule(grammar, tools, trigger or self.triggers[0]))
         return grammar.to_lark(self.build_block_rule(grammar, tools, True))

@@ -33,7 +33,7 @@ class GrammarConstraint:
     grammar: str = ""
     triggers: tuple[tuple[bytes, str], ...] = ()  # trigger texts, each with its grammar
     stop_after_first: bool = False
-    prefix: bytes = b""  # text of the grammar that the prompt already contains
+    prefix: bytes = b""  # text of the grammar, or of a trigger, with which the prompt already ends
     stop_at_other_text: bool = False
 
     def __post_init__(self) -> None:

@@ -156,6 +156,7 @@ FUNCTIONARY_TAGS = ToolFamily(
 )
 FUNCTIONARY = ToolFamily(
     name="functionary",
+    tool_trigger=f"{RECIPIENT}{{}}\n",
     text_start=f"{TEXT_RECIPIENT}\n",
     parser_factory=RecipientParser,
     build_block_rule=_build_recipient_calls,

@@ -11,6 +11,8 @@ from afterglow.chat.constraints.schema_analysis import get_type
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import (
+    CDATA_END,
+    CDATA_START,
     SchemaNode,
     ToolParameter,
     build_bare_or_json_rule,
@@ -24,7 +26,6 @@ from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_c
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
 
-CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 DSML = "｜DSML｜"  # noqa: RUF001 - full-width bars of the model's vocabulary
 
 
@@ -244,7 +245,12 @@ def build_xml_family(
         between = f"SPACE? {grammar.literal(tags.value[0])}" if tags.value[0] else ""
         value = (
             build_bare_or_json_rule(
-                grammar, parameter.node, name, ending=tags.value[1], allow_own_lines=tags.values_on_own_lines
+                grammar,
+                parameter.node,
+                name,
+                ending=tags.value[1],
+                allow_own_lines=tags.values_on_own_lines,
+                has_cdata=tags.has_cdata,
             )
             if tags.attributes is None
             else join_alternatives(

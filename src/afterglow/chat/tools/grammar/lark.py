@@ -70,10 +70,18 @@ class LarkGrammar:
             }
         )
 
-    def add_text_until_rule(self, ending: str, *, min_length: int = 0, max_length: int | None = None) -> str:
-        """Add a rule for any text up to and including `ending`, which the text does not contain."""
+    def add_text_until_rule(
+        self, ending: str, *, min_length: int = 0, max_length: int | None = None, first: str = "."
+    ) -> str:
+        """Add a rule for any text up to and including `ending`, which the text does not contain.
+
+        `first` is the class of its first character.
+        """
         literal = self._write_literal(ending)
         text = f"/(?s:.{{{min_length},{'' if max_length is None else max_length}}})/"
+        if first != "." and max_length != 0:
+            rest = f"{{{max(min_length - 1, 0)},{'' if max_length is None else max_length - 1}}}"
+            text = f"/(?s:({first}.{rest}){'' if min_length else '?'})/"
         if QUOTED_LITERAL_PATTERN.fullmatch(literal):
             return self.add_rule(text, f"[suffix={literal}]")
         # No text contains a control token. Text before it in the ending must end the terminal of the text.

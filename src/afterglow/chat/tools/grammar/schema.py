@@ -14,6 +14,7 @@ from afterglow.errors import UnsupportedOption
 
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
 
@@ -106,11 +107,11 @@ def list_properties(node: SchemaNode, family: str) -> list[ToolParameter]:
 
 
 def build_text_until_rule(
-    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool = False
+    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool = False, first: str = "."
 ) -> str:
     """Return a rule for the unquoted text of a string schema up to and including `ending`.
 
-    With `allow_own_lines`, a newline may surround the text.
+    With `allow_own_lines`, a newline may surround the text. `first` is the class of its first character.
     """
     node.check_keywords(STRING_KEYWORDS, family)
     if node.allowed_values is not None:
@@ -125,21 +126,30 @@ def build_text_until_rule(
         newline = grammar.literal("\n")
         text = grammar.add_text_until_rule("\n" + ending, min_length=min_length, max_length=max_length)
         return f"{newline} {text}"
-    return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length)
+    return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length, first=first)
 
 
 def build_bare_or_json_rule(
-    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool
+    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool, has_cdata: bool = False
 ) -> str:
-    """Return a rule for a value up to and including `ending`: strings unquoted, other types as JSON."""
+    """Return a rule for a value up to and including `ending`: strings unquoted, other types as JSON.
+
+    With `has_cdata`, a string that begins like markup is in a CDATA section, and others may be.
+    """
     alternatives = []
     for choice in node.expand_choices(family):
         is_text = "string" in choice.allowed_types and (
             choice.allowed_values is None or get_type(choice.allowed_values[0]) == "string"
         )
         if is_text:
+            if has_cdata:
+                section = build_text_until_rule(grammar, choice, family, ending=CDATA_END)
+                alternatives.append(f"{grammar.literal(CDATA_START)} {section} {grammar.literal(ending)}")
+            first = "[^<]" if has_cdata else "."
             alternatives.append(
-                build_text_until_rule(grammar, choice, family, ending=ending, allow_own_lines=allow_own_lines)
+                build_text_until_rule(
+                    grammar, choice, family, ending=ending, allow_own_lines=allow_own_lines, first=first
+                )
             )
         else:
             space = "SPACE?" if allow_own_lines else ""
