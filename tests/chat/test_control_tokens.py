@@ -153,6 +153,29 @@ def test_separators_that_a_template_spells_are_not_in_the_prompt(expression):
     assert list(prompt.tokens)[: len(plain)] == plain
 
 
+SORTED_NAMES = "{% for name, value in tools[0].p | dictsort %}{{ name }} {% endfor %}<|im_end|>"
+SORTED_LIST = "{{ tools[0].p | list | sort | join(' ') }} <|im_end|>"
+LOOKUP = "{{ tools[0].p[tools[0].ref.split('/')[-1]] }} {{ 'im' in tools[0].p }} {{ tools[0].p.get('im') }}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (SORTED_NAMES, "Ab im zoo <|im_end|>"),
+        (SORTED_LIST, "Ab im zoo <|im_end|>"),
+        (LOOKUP, "2 True 2<|im_end|>"),
+    ],
+)
+def test_escaped_names_keep_their_order_and_are_found(source, expected):
+    escaper = ControlTokenEscaper(TemplateVocabulary(source).control_tokens_by_text, "")
+    assert escaper.escape("im", SEPARATOR) != "im"
+    with ChatTemplate(source.replace("'im'", "'i' + 'm'"), SPECIAL_TOKENS) as template:
+        prompt = PromptBuilder(TemplateVocabulary(source), template, boundaries=False).build(
+            parse_messages([("user", "x")]), tools=[{"p": {"zoo": 1, "im": 2, "Ab": 3}, "ref": "#/$defs/im"}]
+        )
+    assert prompt.text == expected
+
+
 def test_a_continued_message_keeps_private_use_characters():
     source = "{{ messages[0].content }}<|im_end|>"
     with ChatTemplate(source, SPECIAL_TOKENS) as template:

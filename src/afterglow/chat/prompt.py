@@ -176,7 +176,7 @@ class PromptBuilder:
 
     def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
         """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
-        text = self._template.render(messages, **options)
+        text = self._template.render(messages, separator=separator, **options)
         for spelling in spell(separator):
             text = text.replace(spelling, separator)
         return text
