@@ -27,7 +27,7 @@ MAX_INTEGER_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 20, 17, 2
 MAX_NUMBER_BYTES = MAX_INTEGER_DIGITS + MAX_FRACTION_DIGITS
 NUMBER_START = tuple(bytes([byte]) for byte in b"-0123456789")
 NUMBER_END = re.compile(rb"(\.|[eE][+-]?|)([0-9]+)$")
-MAX_SEARCH_NODES = 2000  # per step, to find out which tokens leave only repetitions: about 0.1 s
+MAX_SEARCH_NODES = 400  # per step, to find out which tokens leave only repetitions: about 0.1 s
 MAX_TOKENS_TO_TRY = 256  # of more tokens, only those that look like the end or a part of an item are tried
 ITEM_INDENTS = (b"", b" ", b"\n", b"\n ", b"\n  ", b"\n    ", b"\n\t")
 
