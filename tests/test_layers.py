@@ -19,6 +19,7 @@ ORDERS = {
         engine
         chat testing
         api
+        testing.script
         server
         cli
     """,

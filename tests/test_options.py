@@ -82,7 +82,7 @@ SAMPLING = {
     ),
     "dry_multiplier": "test_c15_dry_prevents_a_repeated_phrase",
     "repeat_penalty": "test_c15_penalties_lower_accepted_tokens",
-    "grammar": "test_c15_a_grammar_allows_only_its_words",
+    "grammar": "test_a_gbnf_grammar_of_the_sampling_parameters_is_enforced",
     "seed": "test_c15_a_seed_determines_every_draw_and_none_is_random",
 }
 ENGINE_REQUEST = {

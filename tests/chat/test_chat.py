@@ -8,8 +8,10 @@ import pytest
 
 import afterglow
 from afterglow.chat.output.parts import ParsedOutput, join_parts
+from afterglow.engine.sampling.grammar import GrammarCompiler
 from afterglow.errors import InvalidGrammar
 from afterglow.testing import models
+from afterglow.testing.script import script_answers
 
 pytestmark = pytest.mark.native
 
@@ -156,7 +158,29 @@ def test_the_format_of_calls_is_described_if_the_template_does_not_render_tools(
     assert (call.name, call.arguments) == ("weather", '{"city": "Bern"}')
 
 
+def find_town(name: str) -> str:
+    """Find a town."""
+    return name
+
+
 FUNCTIONARY = "{{ tools | tojson }}>>>${recipient} >>>all{% for m in messages %}{{ m.content }}{% endfor %}>>>"
+
+
+def test_calls_of_functionary_are_constrained_at_the_start_and_after_text():
+    with load(FUNCTIONARY) as model:
+        constraint = model.plan_chat("Where?", tools=[find_town]).constraint
+        matcher = GrammarCompiler(model.vocabulary).compile(constraint)
+        for text in ("find_town\n", "all\nIn >>> print(1)\n>>>find_town\n"):
+            matcher = GrammarCompiler(model.vocabulary).compile(constraint)
+            for token in model.tokenize(text):
+                assert matcher.get_allowed_tokens() is None
+                matcher.accept(token)
+            allowed = {model.vocabulary.token_to_piece(int(token))[:1] for token in matcher.get_allowed_tokens()}
+            assert allowed <= {b"{", b" ", b"\n", b"\t"}
+        with script_answers(model, ["all\nLet me see.\n>>>find_town\n" + '{"name": "Bern"}']):
+            response = model.chat("Where?", tools=[find_town])
+    assert response.text == "Let me see."
+    assert response.tool_calls[0].arguments == '{"name": "Bern"}'
 
 
 def test_the_recipient_of_functionary_is_not_part_of_the_text_without_tools():

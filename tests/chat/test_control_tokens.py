@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.chat.control_tokens import ControlTokenEscaper
-from afterglow.chat.messages import parse_messages
+from afterglow.chat.messages import Message, parse_messages
 from afterglow.chat.multimodal import find_unused_character
 from afterglow.chat.prompt import PromptBuilder
 from afterglow.chat.template.renderer import ChatTemplate
@@ -151,6 +151,40 @@ def test_separators_that_a_template_spells_are_not_in_the_prompt(expression):
     assert ControlTokenEscaper(vocabulary.control_tokens_by_text, source).escape("end", SEPARATOR) != "end"
     assert "ue000" not in prompt.text
     assert list(prompt.tokens)[: len(plain)] == plain
+
+
+SORTED_NAMES = "{% for name, value in tools[0].p | dictsort %}{{ name }} {% endfor %}<|im_end|>"
+SORTED_LIST = "{{ tools[0].p | list | sort | join(' ') }} <|im_end|>"
+LOOKUP = "{{ tools[0].p[tools[0].ref.split('/')[-1]] }} {{ 'im' in tools[0].p }} {{ tools[0].p.get('im') }}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (SORTED_NAMES, "Ab im zoo <|im_end|>"),
+        (SORTED_LIST, "Ab im zoo <|im_end|>"),
+        (LOOKUP, "2 True 2<|im_end|>"),
+    ],
+)
+def test_escaped_names_keep_their_order_and_are_found(source, expected):
+    escaper = ControlTokenEscaper(TemplateVocabulary(source).control_tokens_by_text, "")
+    assert escaper.escape("im", SEPARATOR) != "im"
+    with ChatTemplate(source.replace("'im'", "'i' + 'm'"), SPECIAL_TOKENS) as template:
+        prompt = PromptBuilder(TemplateVocabulary(source), template, boundaries=False).build(
+            parse_messages([("user", "x")]), tools=[{"p": {"zoo": 1, "im": 2, "Ab": 3}, "ref": "#/$defs/im"}]
+        )
+    assert prompt.text == expected
+
+
+def test_a_continued_message_keeps_private_use_characters():
+    source = "{{ messages[0].content }}<|im_end|>"
+    with ChatTemplate(source, SPECIAL_TOKENS) as template:
+        prompt = PromptBuilder(TemplateVocabulary(source), template, boundaries=False).build(
+            parse_messages([("user", "x")]),
+            prefill=Message(role="assistant", content="a\ue000b"),
+            continuation=lambda text, escape: escape("a\ue000b"),
+        )
+    assert prompt.text == "x<|im_end|>a\ue000b"
 
 
 def test_a_separator_that_the_client_spells_is_not_used():

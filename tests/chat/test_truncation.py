@@ -69,10 +69,17 @@ def test_a_prompt_that_leaves_too_little_for_the_response_is_truncated_too() -> 
     assert fit(build_turns(12)).prompt.cells <= 192
 
 
-def test_the_turns_after_a_truncation_continue_its_prompt() -> None:
-    texts = [fit(build_turns(count)).prompt.text for count in range(13, 40)]
+@pytest.mark.parametrize("policy", ["shift", "truncate_middle"])
+def test_the_turns_after_a_truncation_continue_its_prompt(policy: str) -> None:
+    texts = [fit(build_turns(count), policy).prompt.text for count in range(13, 40)]
     continued = sum(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert continued >= len(texts) * 0.6  # turns of 20 in steps of 64
+
+
+def test_the_turns_before_a_dropped_middle_always_stay_the_same() -> None:
+    texts = [fit(build_turns(count), "truncate_middle").prompt.text for count in range(14, 60)]
+    head = "".join(text for _, text in build_turns(3)[:5])  # the system message and two turns
+    assert all(text.startswith(head) for text in texts)
 
 
 def test_the_last_turn_stays_even_if_it_leaves_too_little_space() -> None:

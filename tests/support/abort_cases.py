@@ -63,11 +63,6 @@ def native_memory(context: LlamaContext) -> object:
     return get_library().symbols.llama_get_memory(context.pointer)
 
 
-def grammar_chain() -> tuple[SamplerChain, list[int]]:
-    model = LlamaModel.load(models.get_path("attention"), trust=True)
-    return SamplerChain(model, Sampling(grammar='root ::= "a"')), model.vocabulary.tokenize("ab")
-
-
 def too_many_rows() -> None:
     context = make_context()
     overfill_batch(context, 33)
@@ -168,24 +163,6 @@ def sample_without_logits() -> None:
     SamplerChain(context.model, Sampling()).sample(np.zeros(0, dtype=np.float32))
 
 
-def grammar_forbids_the_token() -> None:
-    chain, (_, forbidden) = grammar_chain()
-    chain.accept(forbidden)
-
-
-def grammar_end_twice() -> None:
-    chain, (allowed, _) = grammar_chain()
-    chain.accept(allowed)
-    end = chain.model.vocabulary.special_tokens["eos"]
-    chain.accept(end)
-    chain.accept(end)
-
-
-def grammar_nested_too_deeply() -> None:
-    model = LlamaModel.load(models.get_path("attention"), trust=True)
-    SamplerChain(model, Sampling(grammar="root ::= " + "(" * 100_000))
-
-
 def piece_of_an_unknown_token() -> None:
     make_context().model.vocabulary.token_to_piece(10**6)
 
@@ -276,9 +253,6 @@ BINDING_CASES: dict[str, tuple[Callable[[], None], str]] = {
     "logits_before_any_decode": (logits_before_any_decode, "InvalidArgument"),
     "hidden_state_out_of_range": (hidden_state_out_of_range, "InvalidArgument"),
     "sample_without_logits": (sample_without_logits, "InvalidArgument"),
-    "grammar_forbids_the_token": (grammar_forbids_the_token, "InvalidArgument"),
-    "grammar_end_twice": (grammar_end_twice, "InvalidArgument"),
-    "grammar_nested_too_deeply": (grammar_nested_too_deeply, "InvalidGrammar"),
     "piece_of_an_unknown_token": (piece_of_an_unknown_token, "InvalidArgument"),
     "piece_of_a_negative_token": (piece_of_a_negative_token, "InvalidArgument"),
     "attribute_of_an_unknown_token": (attribute_of_an_unknown_token, "InvalidArgument"),
@@ -309,11 +283,6 @@ def native_empty_chain() -> None:
     symbols.llama_sampler_sample(chain, context.pointer, 9)
 
 
-def native_grammar_accept() -> None:
-    chain, (_, forbidden) = grammar_chain()
-    get_library().symbols.llama_sampler_accept(chain._grammar, forbidden)
-
-
 def native_piece() -> None:
     vocabulary = make_context().model.vocabulary
     get_library().symbols.llama_vocab_get_text(vocabulary.pointer, 10**6)
@@ -339,7 +308,6 @@ NATIVE_CASES: dict[str, Callable[[], object]] = {
         native_memory(prefilled_context("hybrid")), 0, 0, -1, 5
     ),
     "sample_without_logits": native_empty_chain,
-    "grammar_forbids_the_token": native_grammar_accept,
     "attribute_of_an_unknown_token": native_piece,
     "text_that_overflows_the_stack": lambda: native_tokenize(b"a" * 100_000),
     "bytes_beyond_unicode": lambda: native_tokenize(b"\xf7\xbf\xbf\xbf"),

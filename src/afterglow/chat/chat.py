@@ -21,6 +21,7 @@ from afterglow.chat.output.reasoning import (
     OutputPosition,
     ReasoningParser,
     detect_reasoning_format,
+    find_overlap,
 )
 from afterglow.chat.prompt import ChatPrompt, PromptBuilder, Truncation
 from afterglow.chat.template.renderer import ChatTemplate
@@ -230,6 +231,7 @@ class Chat(Closeable):
             tools=definitions,
             chat_template_kwargs=chat_template_kwargs,
             placeholders=placeholders,
+            prefill=prefill,
             continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
         )
 
@@ -258,8 +260,9 @@ class Chat(Closeable):
         starts_in: OutputPosition,
         prefill: Message | None,
     ) -> GrammarConstraint | None:
-        if tool_choice.mode == "auto" and tool_choice.tools and spec is None and self.tool_family.triggers:
-            return self._build_triggered_constraint(tool_choice, parallel)
+        triggers = self.tool_family.list_triggers(tool_choice.tools)
+        if tool_choice.mode == "auto" and triggers and tool_choice.tools and spec is None:
+            return self._build_triggered_constraint(tool_choice, parallel, triggers, prompt)
         has_text_start = starts_in == "answer" or self._ends_with_text_start(prompt.text)
         wrap_text = (lambda text_spec: text_spec) if has_text_start else self._wrap_text
         final_spec = None if spec is None else wrap_text(spec)
@@ -295,7 +298,8 @@ class Chat(Closeable):
             return spec
         if tool_choice.mode == "none":
             control = self._vocabulary.control_tokens_by_text  # a grammar cannot exclude control tokens as text
-            forbidden = [text for text in self.tool_family.triggers if not any(token in text for token in control)]
+            triggers = self.tool_family.list_triggers(tool_choice.tools)
+            forbidden = [text for text in triggers if not any(token in text for token in control)]
             return wrap_text(grammar.build_exclusion_spec(forbidden)) if spec is None and forbidden else spec
         try:
             calls = {
@@ -309,25 +313,29 @@ class Chat(Closeable):
             return calls
         return grammar.build_alternatives_spec(calls, wrap_text(grammar.build_prose_spec()) if spec is None else spec)
 
-    def _build_triggered_constraint(self, tool_choice: ResolvedToolChoice, parallel: bool) -> GrammarConstraint | None:
+    def _build_triggered_constraint(
+        self, tool_choice: ResolvedToolChoice, parallel: bool, triggers: Sequence[str], prompt: ChatPrompt
+    ) -> GrammarConstraint | None:
         """Build a constraint that leaves text free and enforces the schema of a tool call once one begins.
 
         As in OpenAI's API, only `strict` tools guarantee this: if a schema cannot be enforced and no tool is strict,
         tool calls are unconstrained.
         """
         try:
-            triggers = tuple(
+            grammars = tuple(
                 (
                     trigger.encode(),
                     self.tool_family.build_after_trigger_grammar(tool_choice.tools, self._write_literal, trigger),
                 )
-                for trigger in self.tool_family.triggers
+                for trigger in triggers
             )
         except UnsupportedOption:
             if any(tool.strict for tool in tool_choice.tools):
                 raise
             return None
-        return GrammarConstraint(triggers=triggers, stop_after_first=not parallel)
+        begun = max(find_overlap(prompt.text, trigger) for trigger in triggers)  # functionary's prompts end with `>>>`
+        prefix = prompt.text[len(prompt.text) - begun :].encode()
+        return GrammarConstraint(triggers=grammars, stop_after_first=not parallel, prefix=prefix)
 
     def _wrap_text(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
         """Put the text that begins visible text before a spec, if the format has one (the final channel of harmony)."""

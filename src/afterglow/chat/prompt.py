@@ -96,14 +96,16 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
         placeholders: MediaPlaceholders = NO_MEDIA,
+        prefill: Message | None = None,
         continuation: Callable[[str, Callable[[str], str]], str] | None = None,
     ) -> ChatPrompt:
         """Build the prompt for the next assistant message. `placeholders` are the media of the messages.
 
-        `continuation` writes the beginning of that message: it gets the rendered text and a function that escapes
-        client text.
+        `prefill` is the beginning of that message, and `continuation` writes it: it gets the rendered text and a
+        function that escapes client text.
         """
-        separator = find_unused_character(messages, list(tools), chat_template_kwargs)
+        client_messages = messages if prefill is None else [*messages, prefill]
+        separator = find_unused_character(client_messages, list(tools), chat_template_kwargs)
         escape = functools.cache(functools.partial(self._escaper.escape, separator=separator))
         options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, "escape": escape}
         text = self._render(messages, separator, **options)
@@ -174,7 +176,7 @@ class PromptBuilder:
 
     def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
         """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
-        text = self._template.render(messages, **options)
+        text = self._template.render(messages, separator=separator, **options)
         for spelling in spell(separator):
             text = text.replace(spelling, separator)
         return text

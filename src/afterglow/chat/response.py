@@ -163,8 +163,9 @@ class ChatStream:
     def _finish(self, finished: Finished) -> Delta:
         stop = finished.stop_reason.decode() if isinstance(finished.stop_reason, bytes) else finished.stop_reason
         rest = self._detokenizer.finish(stop if isinstance(stop, str) else None)
-        delta = Delta(self._record_parts(self._parser.feed(rest) + self._parser.finish()))
-        output, is_complete = join_parts(self._parts), finished.finish_reason == "stop"
+        is_complete = finished.finish_reason == "stop"
+        parts = self._parser.feed(rest) + self._parser.finish(truncated=not is_complete)
+        delta, output = Delta(self._record_parts(parts)), join_parts(self._parts)
         parse = self._format.parse if is_complete and not output.tool_calls else None
         self._response = ChatResponse(
             text=output.text,

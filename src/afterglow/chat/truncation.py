@@ -63,11 +63,12 @@ def fit_plan(
     # Dropping in steps keeps the prompt of the following turns a continuation of this one, which is a prefix hit.
     step = max(1, context // 4)
     target = length - step * -((limit - length) // step)
+    head = 0 if policy == "shift" else _count_head_turns(system, turns, build_plan, (limit - step) // 2)
     low, high = 1, len(turns) - 1  # the last turn always stays
     best: tuple[ChatPlan, int] | None = None
     while low <= high:  # binary search for the smallest number of dropped turns
         dropped = (low + high) // 2
-        remaining = drop_turns(turns, dropped, policy)
+        remaining = drop_turns(turns, dropped, head)
         candidate = build_plan([*system, *(message for turn in remaining for message in turn)])
         fits = candidate.prompt.cells <= target
         if fits or dropped == len(turns) - 1:
@@ -108,13 +109,29 @@ def get_role(message: MessageLike) -> str:
     return str(message["role"]) if isinstance(message, dict) else message.role  # type: ignore[union-attr]
 
 
-def drop_turns(turns: Sequence[list[MessageT]], count: int, policy: TruncationPolicy) -> list[list[MessageT]]:
-    """Return the turns without `count` of them: the oldest, or those in the middle.
+def _count_head_turns(
+    system: list[MessageT],
+    turns: Sequence[list[MessageT]],
+    build_plan: Callable[[list[MessageT]], ChatPlan],
+    max_cells: int,
+) -> int:
+    """Return how many turns before the middle stay: those that fit into `max_cells`, so that later turns do not change
+    it. The question of the next turn is counted with them, because templates expect a prompt to end with one."""
+    low, high = 0, len(turns) - 1
+    while low < high:  # binary search
+        count = (low + high + 1) // 2
+        head = [*system, *(message for turn in turns[:count] for message in turn), turns[count][0]]
+        low, high = (count, high) if build_plan(head).prompt.cells <= max_cells else (low, count - 1)
+    return low
 
-    >>> drop_turns([[1], [2], [3], [4]], 2, "truncate_middle")
+
+def drop_turns(turns: Sequence[list[MessageT]], count: int, head: int) -> list[list[MessageT]]:
+    """Return the turns without `count` of them after the first `head`. The last turn always stays.
+
+    >>> drop_turns([[1], [2], [3], [4]], 2, head=1)
     [[1], [4]]
     """
-    first = 0 if policy == "shift" else min(len(turns) - 1 - count, (len(turns) - count) // 2)
+    first = min(head, len(turns) - 1 - count)
     return [*turns[:first], *turns[first + count :]]
 
 

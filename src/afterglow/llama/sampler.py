@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.errors import InvalidArgument, InvalidGrammar
+from afterglow.errors import InvalidArgument, UnsupportedOption
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.sampling import Sampling
 
 CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-MAX_GRAMMAR_BYTES = 256 * 1024
-MAX_GRAMMAR_NESTING = 100  # llama.cpp's parser recurses: deeper nesting is a stack overflow, not an error
 MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is faster than building a shortlist
 SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `find_shortlist`
 
@@ -24,35 +22,31 @@ SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `find_shortlist`
 class SamplerChain(Handle):
     """Samples tokens with the given parameters. `sample` draws a token, `accept` updates the state.
 
+    The engine applies grammars, with llguidance: it passes the allowed tokens to `sample`.
+
     >>> chain = SamplerChain(model, Sampling(temperature=0.7, seed=1))
     >>> token = chain.sample(context.get_logits(row))
     >>> chain.accept(token)
     """
 
     def __init__(self, model: LlamaModel, sampling: Sampling) -> None:
+        if sampling.grammar:
+            raise UnsupportedOption("grammar", "a sampler chain has none: pass the tokens that it allows to `sample`")
         for token in sampling.logit_bias:
             model.vocabulary.check_token(token)
         self.model = model
         self.sampling = sampling
         self.seed = secrets.randbits(32) if sampling.seed is None or sampling.seed < 0 else sampling.seed % 2**32
-        self._grammar: Any = None
-        self._grammar_ended = False  # the grammar accepted an end token and must not be called again
         super().__init__("sampler", _build_chain(model, sampling, self.seed), parent=model)
-        if sampling.grammar:
-            try:
-                self._grammar = _build_grammar(model, sampling.grammar)
-            except InvalidGrammar:
-                self.close()
-                raise
         # Only an argmax, possibly of biased logits: needs no candidate array and has no state.
         stages = get_library().symbols.llama_sampler_chain_n(self._pointer)
-        self._is_argmax = sampling.is_greedy and not sampling.grammar and stages == 1 + bool(sampling.logit_bias)
+        self._is_argmax = sampling.is_greedy and stages == 1 + bool(sampling.logit_bias)
         self._bias_tokens = np.array(list(sampling.logit_bias), dtype=np.intp)
         self._bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._biases_only_lower = bool(self._bias_values.size) and float(self._bias_values.max()) <= 0
         self._logits_shape = (model.vocabulary.size,)
         # Top-k comes first, so no sampler sees the candidates that it drops.
-        self._uses_shortlist = not sampling.grammar and _get_first_sampler_name(self._pointer) == b"top-k"
+        self._uses_shortlist = _get_first_sampler_name(self._pointer) == b"top-k"
         self._candidate_buffer: NDArray[np.void] | None = None  # allocated on first use: an argmax needs none
         self._candidates: NDArray[np.void] | None = None  # the candidates of the last draw, a view of the buffer
         self._candidate_array = get_library().ffi.new("llama_token_data_array *")
@@ -72,8 +66,6 @@ class SamplerChain(Handle):
             assert self.pointer
             return self._find_argmax(logits, allowed)
         self._fill_candidates(logits, allowed)
-        if self._grammar is not None:
-            self._apply_grammar()
         get_library().symbols.llama_sampler_apply(self.pointer, self._candidate_array)
         selected = self._candidate_array.selected
         assert 0 <= selected < self._candidate_array.size, "the last sampler of a chain always selects a token"
@@ -91,38 +83,14 @@ class SamplerChain(Handle):
         return int(logits.argmax() if allowed is None else allowed[logits[allowed].argmax()])
 
     def accept(self, token: int) -> None:
-        """Update the state with `token`; raise `InvalidArgument` if the grammar forbids it (llama.cpp would abort)."""
+        """Update the state with `token`."""
         self.model.vocabulary.check_token(token)
-        if self._grammar is not None and not self._grammar_ended:
-            if not self.is_allowed(token):
-                raise InvalidArgument("token", f"{token} is not allowed by the grammar at this position")
-            get_library().symbols.llama_sampler_accept(self._grammar, token)
-            self._grammar_ended = token in self.model.vocabulary.eog_tokens
-        elif self._grammar_ended:
-            raise InvalidArgument("token", f"{token} comes after the end of the grammar")
         if not self._is_argmax:
             get_library().symbols.llama_sampler_accept(self.pointer, token)
 
-    def is_allowed(self, token: int) -> bool:
-        """Return whether the grammar allows `token` next; always True without a grammar."""
-        self.model.vocabulary.check_token(token)
-        if self._grammar is None:
-            return True
-        if self._grammar_ended:
-            return False
-        ffi = get_library().ffi
-        single = ffi.new("llama_token_data[1]", [{"id": token, "logit": 1.0, "p": 0.0}])
-        array = ffi.new("llama_token_data_array *", {"data": single, "size": 1, "selected": -1, "sorted": False})
-        get_library().symbols.llama_sampler_apply(self._grammar, array)
-        return bool(np.isfinite(single[0].logit))
-
     def reset(self) -> None:
-        """Reset to the initial state: no accepted tokens, the grammar at its start, the original seed."""
-        symbols = get_library().symbols
-        symbols.llama_sampler_reset(self.pointer)
-        self._grammar_ended = False
-        if self._grammar is not None:
-            symbols.llama_sampler_reset(self._grammar)
+        """Reset to the initial state: no accepted tokens, the original seed."""
+        get_library().symbols.llama_sampler_reset(self.pointer)
 
     def clone(self) -> SamplerChain:
         """Return an independent chain in the same state."""
@@ -130,10 +98,7 @@ class SamplerChain(Handle):
         clone = SamplerChain(self.model, self.sampling)
         initial, clone._pointer = clone._pointer, symbols.llama_sampler_clone(self.pointer)
         symbols.llama_sampler_free(initial)
-        if self._grammar is not None:
-            symbols.llama_sampler_free(clone._grammar)
-            clone._grammar = symbols.llama_sampler_clone(self._grammar)
-        clone._grammar_ended, clone.seed = self._grammar_ended, self.seed
+        clone.seed = self.seed
         return clone
 
     def _fill_candidates(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> None:
@@ -155,19 +120,8 @@ class SamplerChain(Handle):
         self._candidate_array.selected = -1
         self._candidate_array.sorted = False
 
-    def _apply_grammar(self) -> None:
-        assert self._candidates is not None
-        if self._grammar_ended:
-            raise InvalidArgument("grammar", "has ended: there is no next token")
-        get_library().symbols.llama_sampler_apply(self._grammar, self._candidate_array)
-        if not np.isfinite(self._candidates["logit"]).any():
-            raise InvalidGrammar("no token of this model continues it at this position")
-
     def _free(self, pointer: Any) -> None:
-        symbols = get_library().symbols
-        symbols.llama_sampler_free(pointer)
-        if self._grammar is not None:
-            symbols.llama_sampler_free(self._grammar)
+        get_library().symbols.llama_sampler_free(pointer)
 
 
 def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:
@@ -260,21 +214,3 @@ def _build_dry(model: LlamaModel, sampling: Sampling) -> Any:
         library.ffi.new("char *[]", breakers),
         len(breakers),
     )
-
-
-def _build_grammar(model: LlamaModel, text: str) -> Any:
-    library = get_library()
-    data = text.encode()
-    if len(data) > MAX_GRAMMAR_BYTES:
-        raise InvalidGrammar(f"it has {len(data):,} bytes, {MAX_GRAMMAR_BYTES:,} are allowed")
-    depth = deepest = 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    if deepest > MAX_GRAMMAR_NESTING:
-        raise InvalidGrammar(f"it nests {deepest} groups, {MAX_GRAMMAR_NESTING} are allowed")
-    library.log_bridge.take_error("")
-    pointer = library.symbols.llama_sampler_init_grammar(model.vocabulary.pointer, data, b"root")
-    if pointer == library.ffi.NULL:
-        raise InvalidGrammar(library.log_bridge.take_error("it cannot be parsed, or has no rule `root`"))
-    return pointer

@@ -16,9 +16,9 @@ DEFAULT_DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 class Sampling:
     """Sampling parameters, named as in llama.cpp and in OpenAI's API.
 
-    The order is fixed: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC,
+    The order is fixed: grammar, logit bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC,
     temperature, draw. Mirostat replaces the stages from top-n-sigma to XTC, and the draw. Temperature 0 is the argmax
-    after logit bias, grammar, penalties and DRY.
+    after grammar, logit bias, penalties and DRY.
 
     >>> yes_or_no = Sampling(temperature=0, grammar='root ::= "yes" | "no"')
     >>> model.complete("Is the sky blue? Answer:", sampling=yes_or_no).text in ("yes", "no")
@@ -48,7 +48,7 @@ class Sampling:
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     logit_bias: dict[int, float] = field(default_factory=dict)
-    grammar: str = ""  # GBNF with a rule `root`; empty: none
+    grammar: str = ""  # GBNF with a rule `root`, which the engine enforces; empty: none
     seed: int | None = None  # None or negative: random
 
     def __post_init__(self) -> None:

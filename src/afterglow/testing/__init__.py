@@ -1,4 +1,7 @@
-"""`FakeBackend`: an exact backend without a model, for tests of engines and of programs that use them.
+"""Test doubles for programs that use afterglow: docs/testing.md.
+
+`FakeBackend` is an exact backend without a model, for tests of engines. `models` has tiny models for llama.cpp.
+`script` lets a loaded model write given answers.
 
 As in a real model, every computed entry depends on everything that was in the KV cache when it was computed: a wrong,
 missing or duplicate cell changes the generated tokens.

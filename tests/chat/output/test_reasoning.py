@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.chat.constraints.reasoning_options import parse_reasoning_options
-from afterglow.chat.output.parts import PlainTextParser, ReasoningDelta, TextDelta, join_parts
+from afterglow.chat.output.parts import ParsedOutput, PlainTextParser, ReasoningDelta, TextDelta, join_parts
 from afterglow.chat.output.reasoning import (
     HARMONY_REASONING,
     REASONING_FORMATS,
@@ -195,6 +195,8 @@ def test_tags_are_part_of_neither_reasoning_nor_text(template, text, expected):
         (f"Hm. {CALL}\n{CALL}", ("Hm.", "", 2)),
         (f"Hm. {CALL[:30]}", ("Hm.", "", 1)),  # truncated
         (f"I use <tool_call> tags. {CALL}", ("I use <tool_call> tags.", "", 1)),
+        (f"First {CALL} or not?", (f"First {CALL} or not?", "", 0)),  # a draft
+        (f"First {CALL} or rather {CALL}\n", (f"First {CALL} or rather", "", 1)),
         (f"I could write {CALL}.</think>Yes", (f"I could write {CALL}.", "Yes", 0)),  # reasoning that was closed
         ("I use <tool_call> tags", ("I use <tool_call> tags", "", 0)),
         ("I use <tool_call", ("I use <tool_call", "", 0)),
@@ -205,6 +207,14 @@ def test_a_call_inside_reasoning_that_is_never_closed_is_a_call(text, expected):
     """Qwen 3.5 and Kimi call at once if the template opened the reasoning."""
     assert parse_calls("<think>", text, open=True) == expected
     assert parse_calls("<think>", f"<think>{text}") == expected
+
+
+def test_a_call_inside_truncated_reasoning_is_reasoning():
+    parser = ReasoningParser(
+        lambda: HERMES.create_parser(TOOLS), THINK, starts_in="reasoning", call_starts=HERMES.triggers
+    )
+    parts = parser.feed(f"Hm. {CALL}") + parser.finish(truncated=True)
+    assert join_parts(parts) == ParsedOutput("", f"Hm. {CALL}", ())
 
 
 def test_reasoning_streams_after_a_mention_of_the_call_tag():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,6 +15,12 @@ from pydantic import Field
 
 from afterglow.chat.tools.tool import parse_tools
 from afterglow.errors import InvalidArgument
+
+
+class Shop:
+    def price(self, item, count: int = 1):  # type: ignore[no-untyped-def]
+        """The price."""
+        return f"{count} {item}"
 
 
 class Unit(Enum):
@@ -63,7 +70,7 @@ def test_a_function_becomes_a_tool() -> None:
             "type": "object",
             "properties": {
                 "city": {"type": "string"},
-                "country": {"type": "string"},
+                "country": {"type": "string", "default": "France"},
                 "tags": {"type": "array", "items": {"type": "string"}},
             },
             "required": ["city"],
@@ -71,8 +78,8 @@ def test_a_function_becomes_a_tool() -> None:
             "description": "Where.",
         },
         "days": {"type": "integer", "description": "How many days, at most ten."},
-        "unit": {"enum": ["celsius", "fahrenheit"], "description": "The unit."},
-        "kind": {"enum": ["short", "long"]},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "description": "The unit."},
+        "kind": {"type": "string", "enum": ["short", "long"]},
         "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
         "words": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
         "extra": {"anyOf": [{"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "null"}]},
@@ -96,7 +103,7 @@ def test_a_call_converts_its_arguments_to_the_hinted_types() -> None:
         ('{"place": {"city": "Paris"}, "days": "1"}', "weather.arguments.days"),
         ('{"place": {"city": "Paris"}, "days": true}', "weather.arguments.days"),
         ('{"place": {"city": 1}, "days": 1}', "weather.arguments.place.city"),
-        ('{"place": {"town": "Paris"}, "days": 1}', "weather.arguments.place.town"),
+        ('{"place": {"city": "Paris", "town": "Paris"}, "days": 1}', "weather.arguments.place.town"),
         ('{"place": {}, "days": 1}', "weather.arguments.place.city"),
         ('{"place": 1, "days": 1}', "weather.arguments.place"),
         ('{"place": {"city": "P"}, "days": 1, "unit": "kelvin"}', "weather.arguments.unit"),
@@ -185,12 +192,12 @@ def test_numpy_and_sphinx_docstrings_are_parsed(function: Any) -> None:
 
 
 def variadic(*values: int) -> None: ...
-def untyped_object(value: object) -> None: ...
-def fixed_tuple(value: tuple[int, str]) -> None: ...
-def integer_keys(value: dict[int, str]) -> None: ...
+def own_class(value: Shop) -> None: ...
+def nested_class(value: list[Shop]) -> None: ...
+def function_type(value: Callable[[int], int]) -> None: ...
 
 
-@pytest.mark.parametrize("function", [variadic, untyped_object, fixed_tuple, integer_keys])
+@pytest.mark.parametrize("function", [variadic, own_class, nested_class, function_type])
 def test_a_parameter_type_without_a_json_equivalent_is_rejected(function: Any) -> None:
     name = "values" if function is variadic else "value"
     with pytest.raises(InvalidArgument) as error:
@@ -198,12 +205,29 @@ def test_a_parameter_type_without_a_json_equivalent_is_rejected(function: Any) -
     assert error.value.name == f"tools[0].{function.__name__}.{name}"
 
 
-def test_methods_and_unannotated_parameters_are_supported() -> None:
-    class Shop:
-        def price(self, item, count: int = 1):  # type: ignore[no-untyped-def]
-            """The price."""
-            return f"{count} {item}"
+def test_pairs_number_keys_and_any_object_are_parameters() -> None:
+    def take(pair: tuple[int, str], names: dict[int, str], value: object) -> Any:
+        return pair, names, value
 
+    (tool,) = parse_tools([take])
+    assert tool.parameters["properties"]["pair"]["prefixItems"] == [{"type": "integer"}, {"type": "string"}]
+    assert tool.call('{"pair": [1, "a"], "names": {"2": "b"}, "value": null}') == ((1, "a"), {2: "b"}, None)
+    with pytest.raises(InvalidArgument, match=r"take\.arguments\.names.*valid integer"):
+        tool.call('{"pair": [1, "a"], "names": {"two": "b"}, "value": null}')
+
+
+def test_a_value_that_no_member_of_a_union_accepts_is_reported_without_internal_names() -> None:
+    def take(value: list[int | Place]) -> Any:
+        return value
+
+    with pytest.raises(InvalidArgument) as error:
+        parse_tools([take])[0].call('{"value": [1, "x"]}')
+    assert error.value.name == "take.arguments.value[1]"
+    assert "valid integer" in error.value.reason
+    assert "object" in error.value.reason
+
+
+def test_methods_and_unannotated_parameters_are_supported() -> None:
     (tool,) = parse_tools([Shop().price])
     assert tool.parameters["properties"] == {"item": {}, "count": {"type": "integer"}}
     assert tool.call('{"item": "pear"}') == "1 pear"

@@ -42,6 +42,42 @@ def test_every_completion_matches_its_grammar(kind, temperature):
         assert answer.end.finish_reason == "stop"
 
 
+def test_a_trigger_can_begin_in_the_prompt():
+    constraint = GrammarConstraint(triggers=((b">>>f\n", 'start: "1"'),), prefix=b">>>")
+    matcher = GrammarCompiler(PieceVocabulary()).compile(constraint)
+    assert matcher.get_allowed_tokens() is None
+    for byte in b"f\n":
+        matcher.accept(byte)
+    assert matcher.get_allowed_tokens().tolist() == [ord("1")]
+    for byte in b"1 and f\n":  # only the first call has its trigger in the prompt
+        matcher.accept(byte)
+    assert matcher.get_allowed_tokens() is None
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_gbnf_grammar_of_the_sampling_parameters_is_enforced(temperature):
+    engine = Engine(FakeBackend())
+    for seed in range(5):
+        sampling = Sampling(temperature=temperature, seed=seed, grammar='root ::= ("abc" | "xyz")+ end\nend ::= [mno]')
+        answer = ask(engine, prompt(30, seed), sampling=sampling, max_tokens=200)
+        assert re.fullmatch("(abc|xyz)+[mno]", decode_text(answer.tokens))
+        assert answer.end.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ["root ::= (", "nonsense", "root ::= undefined", 'other ::= "a"', "(" * 5000, "root ::= " + "(" * 100_000],
+)
+def test_an_invalid_gbnf_grammar_is_rejected(grammar):
+    with pytest.raises(InvalidGrammar):
+        ask(Engine(FakeBackend()), [5], sampling=Sampling(grammar=grammar))
+
+
+def test_a_gbnf_grammar_beside_another_constraint_is_rejected():
+    with pytest.raises(InvalidArgument, match=r"sampling\.grammar"):
+        ask(Engine(FakeBackend()), [5], sampling=Sampling(grammar="root ::= [0-9]"), constraint=ABC)
+
+
 def test_a_completion_ends_with_its_grammar_without_another_decode():
     backend = FakeBackend()
     answer = ask(Engine(backend), [5], constraint=GrammarConstraint(grammar='start: "abc"'))

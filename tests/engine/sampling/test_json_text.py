@@ -10,11 +10,13 @@ import pytest
 
 import afterglow
 from afterglow.chat.constraints.grammar import build_json_schema_grammar
+from afterglow.engine.sampling import json_text
 from afterglow.engine.sampling.json_text import (
     MAX_EXPONENT_DIGITS,
     MAX_FRACTION_DIGITS,
     MAX_INTEGER_DIGITS,
     build_probe_grammar,
+    get_allowed_tokens,
     parse_value,
 )
 from afterglow.engine.types.constraints import GrammarConstraint
@@ -117,6 +119,34 @@ def test_long_items_are_compared_completely() -> None:
     for byte in f'["{values[0]}", "{values[1][:-1]}'.encode():
         matcher.accept(byte)
     assert list(matcher.get_allowed_tokens()) == [ord("b")]
+
+
+def test_the_search_for_another_item_is_bounded_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"{number:03}" + "x" * 40 for number in range(200)]
+    grammar = build_json_schema_grammar(unique({"enum": words}, minItems=200))
+    matcher = BYTES.compile(GrammarConstraint(grammar=grammar))
+    for byte in json.dumps(words[:-1], separators=(",", ":"))[:-1].encode() + b',"':
+        matcher.accept(byte)
+    calls = 0
+
+    def count_calls(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return get_allowed_tokens(*arguments)
+
+    monkeypatch.setattr(json_text, "get_allowed_tokens", count_calls)
+    assert ord("1") in matcher.get_allowed_tokens()
+    assert 0 < calls <= json_text.MAX_SEARCH_NODES
+
+
+def test_a_token_that_certainly_leaves_another_item_goes_before_unknown_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = build_json_schema_grammar(unique({"enum": ["aaa", "aab", "b"]}, minItems=2))
+    for nodes, expected in ((400, {"a", "b"}), (0, {"b"})):
+        monkeypatch.setattr(json_text, "MAX_SEARCH_NODES", nodes)
+        matcher = BYTES.compile(GrammarConstraint(grammar=grammar))
+        for byte in b'["aaa","':
+            matcher.accept(byte)
+        assert {chr(token) for token in matcher.get_allowed_tokens()} == expected
 
 
 def test_only_grammars_with_unique_items_have_a_probe() -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
 from afterglow.chat.constraints.json_schema import to_enforceable_schema, to_llguidance_schema
 from afterglow.chat.output.reasoning import ReasoningFormat
+from afterglow.engine.types.constraints import convert_gbnf
 from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
 # One llguidance grammar, {"lark_grammar": …} or {"json_schema": …}; "others" lists the grammars that it refers to.
@@ -82,10 +82,7 @@ def build_choice_spec(choices: Sequence[str]) -> GrammarSpec:
 def build_grammar_spec(text: str, syntax: str) -> GrammarSpec:
     """Build a spec from a grammar in llguidance's Lark dialect or in llama.cpp's GBNF."""
     if syntax == "gbnf":
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # the converter raises arbitrary exceptions
-            raise InvalidGrammar(f"it is not valid GBNF: {error}") from None
+        text = convert_gbnf(text)
     elif syntax != "lark":
         raise InvalidArgument("syntax", f"must be 'lark' or 'gbnf', not {syntax!r}")
     spec = {"lark_grammar": text}

@@ -23,6 +23,7 @@ from afterglow.chat.constraints.schema_analysis import (
     get_types,
     iter_in_place,
     list_values,
+    resolve_pointer,
 )
 from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER
 from afterglow.errors import InvalidArgument, UnsupportedOption
@@ -201,7 +202,7 @@ class SchemaRewriter:
         is_pointer = not fragment or fragment.startswith("/")
         target = self._schemas.get(document if is_pointer else uri, self._root if not document else None)
         if is_pointer:
-            target = _resolve_pointer(target, unquote(fragment))
+            target = resolve_pointer(target, unquote(fragment))
         if isinstance(target, bool) or id(target) in self._locations:
             return target
         raise UnsupportedOption(where, f"{reference} does not refer to a schema of this document")
@@ -368,16 +369,6 @@ def _detect_draft(root: JsonSchema) -> int:
     uri = root.get("$schema") if isinstance(root, dict) else None
     match = re.search(r"draft-0(\d)|draft/(\d{4})", uri) if isinstance(uri, str) else None
     return 2020 if match is None else int(match[1] or match[2])
-
-
-def _resolve_pointer(document: Any, pointer: str) -> Any:
-    for name in pointer.split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
-            document = document[int(name)]
-        else:
-            document = document.get(name) if isinstance(document, dict) else None
-    return document
 
 
 def _iter_subschemas(schema: dict[str, Any], where: str) -> Iterator[tuple[str, JsonSchema]]:

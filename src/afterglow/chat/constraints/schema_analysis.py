@@ -15,6 +15,22 @@ ALL_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object"
 MAX_NESTED_SCHEMAS = 16  # references and subschemas in place that are followed
 
 
+def resolve_pointer(document: Any, pointer: str) -> Any:
+    """Return the part of a document that a JSON pointer names; None if there is none."""
+    for name in pointer.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
+            document = document[int(name)]
+        else:
+            document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def build_resolver(root: JsonSchema) -> Resolver:
+    """Return a resolver of references like `#/$defs/Place` in one document."""
+    return lambda schema: resolve_pointer(root, str(schema["$ref"]).removeprefix("#"))
+
+
 def follow_references(schema: JsonSchema, resolve: Resolver) -> JsonSchema:
     """Return the target of a schema that is nothing but a reference."""
     for _ in range(MAX_NESTED_SCHEMAS):
@@ -37,7 +53,7 @@ def iter_in_place(schema: JsonSchema, resolve: Resolver) -> Iterator[dict[str, A
     """Yield the schemas that apply to the same instance: the schema, references, and subschemas in place."""
     pending, visited = [schema], set()
     while pending:
-        part = pending.pop()
+        part = pending.pop(0)
         if isinstance(part, dict) and id(part) not in visited:
             visited.add(id(part))
             yield part

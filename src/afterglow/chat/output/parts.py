@@ -58,8 +58,11 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> list[OutputPart]:
         """Return the parts that further text cannot change."""
 
-    def finish(self) -> list[OutputPart]:
-        """Return the remaining parts at the end of the text. A truncated tool call keeps its partial arguments."""
+    def finish(self, *, truncated: bool = False) -> list[OutputPart]:
+        """Return the remaining parts at the end of the text. A truncated tool call keeps its partial arguments.
+
+        `truncated`: whether the model did not end the text itself.
+        """
 
 
 class PlainTextParser:
@@ -72,7 +75,7 @@ class PlainTextParser:
     def feed(self, text: str) -> list[OutputPart]:
         return [TextDelta(text)] if text else []
 
-    def finish(self) -> list[OutputPart]:
+    def finish(self, *, truncated: bool = False) -> list[OutputPart]:
         return []
 
 

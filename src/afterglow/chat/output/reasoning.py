@@ -147,7 +147,8 @@ class ReasoningParser:
     dropped.
 
     Models may call a tool without closing the reasoning. From a text of `call_starts` on, reasoning is held back: it is
-    a call if the output ends before the end tag, and the answer parser finds one.
+    a call if the answer parser finds one and the model ends its output after it. A call that more reasoning follows, or
+    whose output was truncated, is a draft.
 
     >>> from afterglow.chat.output.parts import PlainTextParser
     >>> parser = ReasoningParser(PlainTextParser, THINK)
@@ -198,10 +199,10 @@ class ReasoningParser:
                 parts += self._parse_answer()
         return parts
 
-    def finish(self) -> list[OutputPart]:
+    def finish(self, *, truncated: bool = False) -> list[OutputPart]:
         rest, self._pending_text = self._pending_text, ""
         if self._position == "reasoning":
-            return self._finish_reasoning(rest)
+            return self._finish_reasoning(rest, truncated)
         is_text = rest and not (self._position == "answer" and rest in self._answer_tags)
         return (self._answer_parser.feed(rest) if is_text else []) + self._answer_parser.finish()
 
@@ -245,9 +246,9 @@ class ReasoningParser:
                 return position
             self._call, position = None, position + 1
 
-    def _finish_reasoning(self, rest: str) -> list[OutputPart]:
+    def _finish_reasoning(self, rest: str, truncated: bool) -> list[OutputPart]:
         call, self._call = self._call, None
-        if call is None or not call.finish():
+        if call is None or truncated or not call.finish():
             return self._emit_reasoning(rest.rstrip())
         return self._emit_reasoning(rest[: rest.index(call.start)].rstrip()) + call.parts
 
@@ -298,14 +299,14 @@ class _HeldCall:
         self._fed = len(text)
 
     def finish(self) -> bool:
-        """Parse the end of the output; return whether it has a call."""
+        """Parse the end of the output; return whether it is a call."""
         self.parts += self._parser.finish()
-        return any(isinstance(part, ToolCallDelta) for part in self.parts)
+        return any(isinstance(part, ToolCallDelta) for part in self.parts) and not self.is_rejected
 
     @property
     def is_rejected(self) -> bool:
-        """Whether the parser found text instead of a call."""
-        return bool(self.parts) and not isinstance(self.parts[0], ToolCallDelta)
+        """Whether the parser found text, instead of a call or after it."""
+        return any(not isinstance(part, ToolCallDelta) and part.text.strip() for part in self.parts)
 
 
 def find_first(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str] | None:

@@ -79,6 +79,7 @@ class ChatTemplate(Closeable):
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         escape: Callable[[str], str] = str,
+        separator: str = "",
     ) -> str:
         """Render a conversation to text. With `add_generation_prompt`, the text ends where the answer begins.
 
@@ -86,7 +87,7 @@ class ChatTemplate(Closeable):
         them nevertheless, the fallbacks of `template.adapter` are tried in turn. If it rejects all of them, raise
         `InvalidTemplate` with the first reason and its line. `chat_template_kwargs` are variables of the template,
         e.g. `enable_thinking`. `escape` is applied to every string that comes from the client: in messages, tools and
-        variables. Everything together takes at most five seconds.
+        variables. `separator` is the text that it inserts. Everything together takes at most five seconds.
         """
         deadline = time.monotonic() + RENDER_TIMEOUT_SECONDS
         capabilities = self._detect_capabilities(deadline)
@@ -97,7 +98,7 @@ class ChatTemplate(Closeable):
 
         def render_messages(conversation: Sequence[Message]) -> str:
             dicts = [map_strings(to_template_message(message, capabilities), escape) for message in conversation]
-            return self._render_dicts(dicts, variables, deadline)
+            return self._render_dicts(dicts, variables, deadline, separator)
 
         try:
             return render_messages(adapted)
@@ -142,11 +143,15 @@ class ChatTemplate(Closeable):
             variables["tools"] = tools
         return variables | ({"documents": None} if empty_as_none else {})
 
-    def _render_dicts(self, messages: Sequence[TemplateDict], render_variables: dict[str, Any], deadline: float) -> str:
+    def _render_dicts(
+        self, messages: Sequence[TemplateDict], render_variables: dict[str, Any], deadline: float, separator: str = ""
+    ) -> str:
         now = self._clock()
         dates = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
         variables = {**self._variables, **dates, **render_variables, "messages": messages}
-        request = json.dumps({"template": self.source, "variables": variables, "now": now.isoformat()})
+        request = json.dumps(
+            {"template": self.source, "variables": variables, "separator": separator, "now": now.isoformat()}
+        )
         with self._lock:
             reply = self._send_request(request, deadline)
         if "error" in reply:

@@ -15,8 +15,8 @@ from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
 ParserFactory: TypeAlias = Callable[[Sequence[Tool], CallIdFactory], OutputParser]
-CallsRuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], bool], str]
-AfterTriggerRuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], str], str]
+RuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], bool], str]  # the last: whether calls are parallel
+TriggerRuleBuilder: TypeAlias = Callable[[LarkGrammar, Sequence[Tool], str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,14 @@ class ToolFamily:
     """Tool-call format of a family of models.
 
     `markers`: control tokens whose text the parser must see. `stops`: texts that end a turn with calls. `triggers`:
-    texts that begin a call inside free text; empty if no text reliably does. `other_starts`: texts with which models
+    texts that begin a call inside free text; empty if no text reliably does. `tool_trigger`: the same with `{}` for the
+    name of the tool, if only the name tells a call from text. `other_starts`: texts with which models
     begin a call by mistake. `text_start`: text before the visible text of every answer, which the parser drops.
     `instructions`: describes the call format, for templates that render calls but not the tools.
+
+    An enforced turn is `optional_lead`, then blocks: the first trigger and what `build_block_rule` matches. With a
+    `block_separator` (an expression), there is one block for each call; otherwise one block has all calls. Families
+    that differ have a rule of their own for enforced calls, or for what follows each trigger.
 
     >>> from afterglow.chat.tools.families.hermes import HERMES
     >>> parser = HERMES.create_parser([Tool(name="now")])
@@ -37,11 +42,15 @@ class ToolFamily:
 
     name: str
     parser_factory: ParserFactory
-    build_calls_rule: CallsRuleBuilder
-    build_after_trigger_rule: AfterTriggerRuleBuilder
+    build_block_rule: RuleBuilder
+    block_separator: str | None = None
+    build_calls_rule: RuleBuilder | None = None
+    build_trigger_rule: TriggerRuleBuilder | None = None
+    optional_lead: str = ""
     markers: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     triggers: tuple[str, ...] = ()
+    tool_trigger: str = ""
     other_starts: tuple[str, ...] = ()
     text_start: str = ""
     instructions: str = ""
@@ -55,19 +64,38 @@ class ToolFamily:
         """Return a grammar (llguidance's Lark) of exactly one call, or of one or more calls if `parallel`."""
         tools = _to_enforceable_tools(tools)
         grammar = LarkGrammar(write_literal)
-        return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
+        if self.build_calls_rule is not None:
+            return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
+        opening = grammar.literals(*self.triggers[:1])
+        calls = grammar.add_rule(f"{opening} {self.build_block_rule(grammar, tools, parallel)}")
+        if parallel and self.block_separator is not None:
+            # A separator may follow the last call: a model that writes a newline there is not forced into another one.
+            more = grammar.more_calls(f"{self.block_separator} {calls}")
+            calls = f"{calls} {more} {self.block_separator}"
+        lead = f"({grammar.literals(self.optional_lead)})?" if self.optional_lead else ""
+        return grammar.to_lark(f"{lead} {calls}")
+
+    def list_triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Return the texts that begin a call of these tools inside free text."""
+        named = tuple(self.tool_trigger.format(tool.name) for tool in tools) if self.tool_trigger else ()
+        return (*self.triggers, *named)
 
     def build_after_trigger_grammar(
         self, tools: Sequence[Tool], write_literal: LiteralFormatter, trigger: str | None = None
     ) -> str:
         """Return the grammar of the text after a trigger (default: the first) to the end of that block of calls."""
-        tools = _to_enforceable_tools(tools)
-        if not self.triggers:
+        tools, triggers = _to_enforceable_tools(tools), self.list_triggers(tools)
+        if not triggers:
             raise UnsupportedOption("tools", f"no text reliably begins a call of the family {self.name!r}")
-        if trigger is not None and trigger not in self.triggers:
-            raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, self.triggers))}, not {trigger!r}")
+        if trigger is not None and trigger not in triggers:
+            raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, triggers))}, not {trigger!r}")
         grammar = LarkGrammar(write_literal)
-        return grammar.to_lark(self.build_after_trigger_rule(grammar, tools, trigger or self.triggers[0]))
+        if self.tool_trigger:
+            tool = tools[triggers.index(trigger or triggers[0])]
+            return grammar.to_lark(grammar.add_json_rule(tool.parameters))
+        if self.build_trigger_rule is not None:
+            return grammar.to_lark(self.build_trigger_rule(grammar, tools, trigger or self.triggers[0]))
+        return grammar.to_lark(self.build_block_rule(grammar, tools, True))
 
 
 def _to_enforceable_tools(tools: Sequence[Tool]) -> list[Tool]:

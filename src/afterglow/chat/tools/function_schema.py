@@ -1,34 +1,18 @@
-"""JSON schemas of Python functions: hints to schemas, JSON values to hinted types, descriptions from docstrings."""
+"""JSON schemas of Python functions, from type hints (by pydantic) and docstrings, and conversion of call arguments."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import json
 import re
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pydantic
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from afterglow.errors import InvalidArgument
-
-SCALAR_TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-SET_ORIGINS = (set, frozenset)
-ARRAY_ORIGINS = (list, tuple, Sequence, *SET_ORIGINS)
-OBJECT_ORIGINS = (dict, Mapping)
-# Attributes of annotations, with the keyword of a schema.
-ANNOTATED_LIMITS = {
-    "ge": "minimum",
-    "gt": "exclusiveMinimum",
-    "le": "maximum",
-    "lt": "exclusiveMaximum",
-    "multiple_of": "multipleOf",
-    "pattern": "pattern",
-}
-ANNOTATED_LENGTH_UNITS = {"array": "Items", "object": "Properties"}
 
 GOOGLE_SECTION = re.compile(r"^(Args|Arguments|Parameters):\s*$")
 GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -37,6 +21,18 @@ NUMPY_PARAMETER = re.compile(r"^\*{0,2}(\w+)\s*(?::.*)?$")
 SPHINX_PARAMETER = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
 SECTION_START = re.compile(r"^(?:[A-Z]\w*(?: \w+)?:\s*$|:\w+)")
 UNDERLINE = re.compile(r"^-{3,}\s*$")
+
+
+class SchemaGenerator(GenerateJsonSchema):
+    """Writes keywords in their usual order, and no titles: they repeat the names of fields."""
+
+    def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
+        """Return the schema with its keywords in the order in which they were written."""
+        return value
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Return whether a field without a title gets one."""
+        return False
 
 
 def get_parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -52,77 +48,55 @@ def build_schema(hint: Any, where: str) -> dict[str, Any]:
     >>> build_schema(list[int], "x")
     {'type': 'array', 'items': {'type': 'integer'}}
     """
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
-    if hint in (Any, inspect.Parameter.empty):
-        return {}
-    if hint in SCALAR_TYPES:
-        return {"type": SCALAR_TYPES[hint]}
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [build_schema(choice, where) for choice in arguments]}
-    if origin is typing.Annotated:
-        return _add_annotations(build_schema(arguments[0], where), arguments[1:])
-    if origin in ARRAY_ORIGINS:
-        return _build_array_schema(origin, arguments, where)
-    if origin in OBJECT_ORIGINS:
-        return _build_object_schema(arguments, where)
-    return _build_class_schema(hint, where)
-
-
-def _add_annotations(schema: dict[str, Any], annotations: Sequence[Any]) -> dict[str, Any]:
-    """Add the descriptions and limits of `Annotated`: text, and objects of annotated_types or pydantic's `Field`."""
-    unit = ANNOTATED_LENGTH_UNITS.get(schema.get("type", ""), "Length")
-    for annotation in annotations:
-        if isinstance(annotation, str):
-            schema = {**schema, "description": annotation}
-            continue
-        description = getattr(annotation, "description", None) or getattr(annotation, "documentation", None)
-        limits = {keyword: getattr(annotation, name, None) for name, keyword in ANNOTATED_LIMITS.items()}
-        limits |= {f"{name}{unit}": getattr(annotation, f"{name}_length", None) for name in ("min", "max")}
-        found = {"description": description, **limits}
-        schema = {**schema, **{key: value for key, value in found.items() if isinstance(value, int | float | str)}}
-        schema = _add_annotations(schema, getattr(annotation, "metadata", ()))  # the limits of `Field`
-    return schema
-
-
-def _build_array_schema(origin: Any, arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
-    if origin is tuple and arguments and arguments[1:] != (...,):
-        raise InvalidArgument(where, "must be a list or a variable-length tuple: tuple[type, ...]")
-    items = build_schema(arguments[0], where) if arguments else {}
-    unique = {"uniqueItems": True} if origin in SET_ORIGINS else {}
-    return {"type": "array", **({"items": items} if items else {}), **unique}
-
-
-def _build_object_schema(arguments: tuple[Any, ...], where: str) -> dict[str, Any]:
-    if arguments and arguments[0] is not str:
-        raise InvalidArgument(where, "must be a dictionary with str keys: JSON has no others")
-    values = build_schema(arguments[1], where) if arguments else {}
-    return {"type": "object", **({"additionalProperties": values} if values else {})}
-
-
-def _build_class_schema(hint: Any, where: str) -> dict[str, Any]:
-    if not isinstance(hint, type):
-        raise InvalidArgument(where, f"has the hint {hint!r}, which is not a JSON type")
-    if issubclass(hint, Enum):
-        return {"enum": [member.value for member in hint]}
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint, include_extras=True)
-        fields = dataclasses.fields(hint)
-        return {
-            "type": "object",
-            "properties": {field.name: build_schema(hints[field.name], f"{where}.{field.name}") for field in fields},
-            "required": [field.name for field in fields if _is_required(field)],
-            "additionalProperties": False,
-        }
     try:
-        schema = pydantic.TypeAdapter(hint).json_schema()  # models, paths, dates, UUIDs, …
+        schema = _build_adapter(hint).json_schema(schema_generator=SchemaGenerator)
     except pydantic.PydanticUserError:
-        schema = {}
-    if not schema:
-        raise InvalidArgument(where, f"has the hint {hint.__name__}, which is not a JSON type")
-    inlined: dict[str, Any] = inline_references(schema, schema.get("$defs", {}), where)
-    return inlined
+        raise InvalidArgument(where, f"has the hint {hint!r}, which is not a JSON type") from None
+    inlined = inline_references(schema["additionalProperties"], schema.get("$defs", {}), where)
+    return {**_find_description(hint), **(inlined if isinstance(inlined, dict) else {})}
+
+
+def convert_value(value: Any, hint: Any, name: str, where: str) -> Any:
+    """Convert a JSON value to the hinted type; raise `InvalidArgument` if it does not match.
+
+    >>> convert_value(["a", "a"], set[str], "x", "call")
+    {'a'}
+    """
+    try:
+        return _build_adapter(hint).validate_json(json.dumps({name: value}))[name]
+    except pydantic.ValidationError as error:
+        problems = [(where + _format_path(problem, {name: value}), problem["msg"]) for problem in error.errors()]
+    place = problems[0][0]
+    messages = dict.fromkeys(message for other, message in problems if other == place)
+    raise InvalidArgument(place, "is invalid: " + " or ".join(messages))
+
+
+def _build_adapter(hint: Any) -> pydantic.TypeAdapter[dict[str, Any]]:
+    """Return the adapter of a dictionary with values of this type. `"1"` is no integer, and no field is unknown.
+
+    The dictionary makes the configuration apply to dataclasses and errors begin with the name of the parameter.
+    """
+    return pydantic.TypeAdapter(dict[str, hint], config={"strict": True, "extra": "forbid"})
+
+
+def _find_description(hint: Any) -> dict[str, str]:
+    """Return the text or `Doc` among the annotations of a hint, as a schema. pydantic reads only `Field`."""
+    for annotation in getattr(hint, "__metadata__", ()):
+        text = annotation if isinstance(annotation, str) else getattr(annotation, "documentation", None)
+        if isinstance(text, str):
+            return {"description": text}
+    return {}
+
+
+def _format_path(problem: Mapping[str, Any], value: Any) -> str:
+    """Return the path of a pydantic error in a JSON value, without pydantic's names of union members."""
+    path = ""
+    for key in problem["loc"]:
+        if isinstance(value, list) and isinstance(key, int):
+            path, value = f"{path}[{key}]", value[key]
+        elif isinstance(value, dict) and (key in value or problem["type"] == "missing"):
+            path, value = f"{path}.{key}", value.get(key, {})
+    return path
 
 
 def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, ancestors: tuple[str, ...] = ()) -> Any:
@@ -135,112 +109,10 @@ def inline_references(schema: Any, definitions: Mapping[str, Any], where: str, a
         name = str(schema["$ref"]).removeprefix("#/$defs/")
         if name in ancestors or name not in definitions:
             raise InvalidArgument(where, f"has a recursive or unknown definition {name!r} in its schema")
+        target = {key: value for key, value in definitions[name].items() if key != "title"}
         rest = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**inline_references(definitions[name], definitions, where, (*ancestors, name)), **rest}
-    return {
-        key: inline_references(value, definitions, where, ancestors) for key, value in schema.items() if key != "$defs"
-    }
-
-
-def convert_value(value: Any, hint: Any, where: str) -> Any:
-    """Convert a JSON value to the hinted type; raise `InvalidArgument` if it does not match."""
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
-    if hint in (Any, inspect.Parameter.empty):
-        return value
-    if hint in SCALAR_TYPES:
-        return _convert_scalar(value, hint, where)
-    if origin is Literal:
-        return _convert_choice(value, arguments, where)
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, arguments, where)
-    if origin is typing.Annotated:
-        return _check_limits(convert_value(value, arguments[0], where), hint, where)
-    if origin in ARRAY_ORIGINS:
-        return _convert_list(value, origin, arguments, where)
-    if origin in OBJECT_ORIGINS:
-        _check_type(value, dict, "an object", where)
-        item_hint = arguments[1] if arguments else Any
-        return {key: convert_value(item, item_hint, f"{where}.{key}") for key, item in value.items()}
-    return _convert_instance(value, hint, where)
-
-
-def _check_limits(value: Any, hint: Any, where: str) -> Any:
-    """Raise `InvalidArgument` if a value does not fit the annotations of its hint."""
-    try:
-        pydantic.TypeAdapter(hint, config={"arbitrary_types_allowed": True}).validate_python(value)
-    except pydantic.ValidationError as error:
-        raise InvalidArgument(where, error.errors()[0]["msg"]) from None
-    except pydantic.PydanticUserError:  # a type with a configuration of its own, which checks itself
-        pass
-    return value
-
-
-def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint is int and type(value) is float and value.is_integer():
-        return int(value)  # JSON has one number type: 3.0 is an integer
-    if type(value) is not hint:
-        raise InvalidArgument(
-            where, f"must be {SCALAR_TYPES[hint]}, not {SCALAR_TYPES.get(type(value), type(value).__name__)}"
-        )
-    return value
-
-
-def _convert_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
-    for choice in choices:
-        if type(choice) is type(value) and choice == value:
-            return choice
-    raise InvalidArgument(where, f"must be one of {', '.join(map(repr, choices))}, not {value!r}")
-
-
-def _convert_union(value: Any, choices: tuple[Any, ...], where: str) -> Any:
-    # A value of exactly one member's type needs no conversion: 1 for `float | int` stays an int.
-    for choice in choices:
-        if type(value) is choice:
-            return value
-    reasons = []
-    for choice in choices:
-        try:
-            return convert_value(value, choice, where)
-        except InvalidArgument as error:
-            reasons.append(error.reason)
-    raise InvalidArgument(where, " or ".join(dict.fromkeys(reasons)))
-
-
-def _convert_list(value: Any, origin: Any, arguments: tuple[Any, ...], where: str) -> Any:
-    _check_type(value, list, "an array", where)
-    item_hint = arguments[0] if arguments else Any
-    items = [convert_value(item, item_hint, f"{where}[{index}]") for index, item in enumerate(value)]
-    return origin(items) if origin in (tuple, *SET_ORIGINS) else items
-
-
-def _convert_instance(value: Any, hint: Any, where: str) -> Any:
-    if issubclass(hint, Enum):
-        return hint(_convert_choice(value, tuple(member.value for member in hint), where))
-    is_dataclass: bool = dataclasses.is_dataclass(hint)
-    if not is_dataclass:
-        try:
-            return pydantic.TypeAdapter(hint).validate_python(value)
-        except ValueError as error:  # pydantic.ValidationError is a ValueError
-            raise InvalidArgument(where, f"is not a {hint.__name__}: {error}") from None
-    _check_type(value, dict, "an object", where)
-    hints = typing.get_type_hints(hint, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(hint)}
-    if unknown := sorted(set(value) - set(fields)):
-        raise InvalidArgument(f"{where}.{unknown[0]}", f"is not a field of {hint.__name__}")
-    if missing := [name for name, field in fields.items() if _is_required(field) and name not in value]:
-        raise InvalidArgument(f"{where}.{missing[0]}", "is required")
-    return hint(**{key: convert_value(item, hints[key], f"{where}.{key}") for key, item in value.items()})
-
-
-def _check_type(value: Any, expected: type[Any], description: str, where: str) -> None:
-    if not isinstance(value, expected):
-        raise InvalidArgument(where, f"must be {description}, not {type(value).__name__}")
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        return {**inline_references(target, definitions, where, (*ancestors, name)), **rest}
+    return {key: inline_references(value, definitions, where, ancestors) for key, value in schema.items()}
 
 
 def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:

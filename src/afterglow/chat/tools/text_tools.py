@@ -35,12 +35,13 @@ def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> 
 
 
 def _to_plain_message(message: Message) -> Message:
-    calls = "\n".join(_format_call(call) for call in message.tool_calls)
+    calls = "\n".join(format_call(call) for call in message.tool_calls)
     content = "\n".join(filter(None, [message.content, calls]))
     return replace(message, content=content, tool_calls=())
 
 
-def _format_call(call: ToolCall) -> str:
+def format_call(call: ToolCall) -> str:
+    """Return a call in the generic format, as the instructions describe it."""
     name = json.dumps(call.name, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
 

@@ -58,13 +58,13 @@ class Tool:
         hints = get_parameter_hints(self.function)
         where = f"{self.name}.arguments"
         return self.function(
-            **{key: convert_value(value, hints.get(key, Any), f"{where}.{key}") for key, value in values.items()}
+            **{key: convert_value(value, hints.get(key, Any), key, where) for key, value in values.items()}
         )
 
     def _parse_arguments(self, arguments: str) -> dict[str, Any]:
         where = f"{self.name}.arguments"
         try:
-            values = json.loads(arguments or "{}")
+            values = json.loads(arguments or "{}", parse_float=_parse_number)
         except ValueError as error:
             raise InvalidArgument(where, f"must be JSON: {error}") from None
         if not isinstance(values, dict):
@@ -171,6 +171,12 @@ def _parse_function(function: Callable[..., Any], where: str) -> Tool:
             required.append(parameter.name)
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return Tool(name=name, description=description, parameters=schema, function=function)
+
+
+def _parse_number(text: str) -> float | int:
+    """Return a JSON number, 3.0 as an integer: JSON has one number type."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _check_name(value: Any, where: str) -> str:

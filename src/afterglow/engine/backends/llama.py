@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +122,7 @@ class LlamaBackend:
         return self.context.get_logits(self._first_rows[span] + row)
 
     def create_sampler(self, sampling: Sampling) -> Sampler:
-        return SamplerChain(self.context.model, sampling)
+        return SamplerChain(self.context.model, replace(sampling, grammar=""))  # the engine enforces grammars
 
     def token_to_piece(self, token: int) -> bytes:
         return self.context.model.vocabulary.token_to_piece(token, special=False)

@@ -190,6 +190,7 @@ class GrammarMatcher:
             self._active = grammars[b""].start_after(constraint.prefix)
         else:
             self._wait_for_trigger()
+            self._trigger_matcher.feed(constraint.prefix)
 
     @property
     def is_finished(self) -> bool:

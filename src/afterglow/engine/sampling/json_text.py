@@ -27,6 +27,7 @@ MAX_INTEGER_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 20, 17, 2
 MAX_NUMBER_BYTES = MAX_INTEGER_DIGITS + MAX_FRACTION_DIGITS
 NUMBER_START = tuple(bytes([byte]) for byte in b"-0123456789")
 NUMBER_END = re.compile(rb"(\.|[eE][+-]?|)([0-9]+)$")
+MAX_SEARCH_NODES = 400  # per step, to find out which tokens leave only repetitions: about 0.1 s
 MAX_TOKENS_TO_TRY = 256  # of more tokens, only those that look like the end or a part of an item are tried
 ITEM_INDENTS = (b"", b" ", b"\n", b"\n ", b"\n  ", b"\n    ", b"\n\t")
 
@@ -217,6 +218,7 @@ class UniqueItemLimiter:
         self._probe_tokens = tokenizer.tokenize_bytes(PROBE_TEXT)
         self._free_tokens = tokenizer.tokenize_bytes(PROBE_TEXT + FREE_TEXT)
         self._reader: ItemReader | None = None
+        self._nodes_left = 0
         self._open_items: dict[tuple[int, bytes], bool] = {}  # starts of items of this array that have other values
 
     def feed(self, token: int) -> None:
@@ -256,9 +258,13 @@ class UniqueItemLimiter:
         if self._reader is None:
             return tokens
         dead_ends: set[tuple[int, bytes]] = set()
+        self._nodes_left = MAX_SEARCH_NODES
         suspects = self._find_suspects(tokens, self._reader)
-        forbidden = [token for token in suspects if not self._may_follow(token, self._reader, matcher, dead_ends)]
-        return tokens[~np.isin(tokens, forbidden)] if forbidden else tokens
+        results = {token: self._may_follow(token, self._reader, matcher, dead_ends) for token in suspects}
+        certain = tokens[~np.isin(tokens, [token for token, may_follow in results.items() if may_follow is not True])]
+        if len(certain):
+            return certain
+        return np.array([token for token, may_follow in results.items() if may_follow is None], np.intp)
 
     def _find_suspects(self, tokens: NDArray[np.intp], reader: ItemReader) -> list[int]:
         """Return the tokens that may complete an item or continue the text of an earlier one."""
@@ -285,8 +291,11 @@ class UniqueItemLimiter:
 
     def _may_follow(
         self, token: int, reader: ItemReader, matcher: llguidance.LLMatcher, dead_ends: set[tuple[int, bytes]]
-    ) -> bool:
-        """Whether the array can be completed after this token without a repetition. Tries the shortest ways first."""
+    ) -> bool | None:
+        """Whether the array can be completed after this token without a repetition. Tries the shortest ways first.
+
+        None if the search took too many nodes: such a token is allowed only if no other one certainly is.
+        """
         pending = deque([(token, reader, matcher)])
         visited = set(dead_ends)
         while pending:
@@ -303,6 +312,9 @@ class UniqueItemLimiter:
             if self._open_items.get(key):
                 return True
             visited.add(key)
+            if self._nodes_left == 0:
+                return None
+            self._nodes_left -= 1
             position = matcher.deep_copy()
             position.consume_token(token)
             tokens = get_allowed_tokens(position, len(self._index.pieces))

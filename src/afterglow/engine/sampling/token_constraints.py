@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from afterglow.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from afterglow.engine.sampling.reasoning_budget import ReasoningLimiter
 from afterglow.engine.types.backend import Sampler
-from afterglow.engine.types.constraints import TokenBytes
+from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes, convert_gbnf
 from afterglow.engine.types.request import Request
 
 
@@ -65,6 +65,9 @@ class TokenConstraintFactory:
         """Return the constraint of a request, or None if it has none. Raise `InvalidGrammar` if it does not compile."""
         if not request.is_constrained:
             return None
-        matcher = None if request.constraint is None else self._grammar_compiler.compile(request.constraint)
+        constraint = request.constraint
+        if constraint is None and request.sampling.grammar:
+            constraint = GrammarConstraint(grammar=convert_gbnf(request.sampling.grammar))
+        matcher = None if constraint is None else self._grammar_compiler.compile(constraint)
         limiter = None if request.reasoning_budget is None else ReasoningLimiter(request.reasoning_budget)
         return TokenConstraint(matcher, limiter, self._token_bytes.pieces)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llguidance.gbnf_to_lark import any_to_lark
+
 from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.llama.checks import check_integer
 
@@ -31,7 +33,7 @@ class GrammarConstraint:
     grammar: str = ""
     triggers: tuple[tuple[bytes, str], ...] = ()  # trigger texts, each with its grammar
     stop_after_first: bool = False
-    prefix: bytes = b""  # text of the grammar that the prompt already contains
+    prefix: bytes = b""  # text of the grammar, or of a trigger, with which the prompt already ends
     stop_at_other_text: bool = False
 
     def __post_init__(self) -> None:
@@ -42,6 +44,19 @@ class GrammarConstraint:
                 raise InvalidArgument("grammar", f"must be text, not {type(grammar).__name__}")
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise InvalidGrammar(f"it has {len(grammar):,} characters, {MAX_GRAMMAR_CHARACTERS:,} are allowed")
+
+
+def convert_gbnf(text: str) -> str:
+    """Convert a grammar in llama.cpp's GBNF, with a rule `root`, to llguidance's Lark dialect.
+
+    >>> print(convert_gbnf("root ::= [0-9]+").strip().splitlines()[-1])
+    start: /[0-9]/+
+    """
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # the converter raises arbitrary exceptions
+        raise InvalidGrammar(f"it is not valid GBNF: {error}") from None
+    return lark
 
 
 class TokenBytes(Protocol):

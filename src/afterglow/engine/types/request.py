@@ -65,7 +65,7 @@ class Request:
     @property
     def is_constrained(self) -> bool:
         """Whether the request has a token constraint, which must be compiled before it starts."""
-        return self.constraint is not None or self.reasoning_budget is not None
+        return self.constraint is not None or self.reasoning_budget is not None or bool(self.sampling.grammar)
 
     def check(self) -> None:
         """Raise `InvalidArgument` if a field has a wrong type or range, before an engine step could fail on it."""
@@ -74,6 +74,8 @@ class Request:
                 check_integer(name, value, 0)
         check_integer("priority", self.priority)
         check_integer("system_length", self.system_length, 0, len(self.entries))
+        if self.constraint is not None and self.sampling.grammar:
+            raise InvalidArgument("sampling.grammar", "must be empty if the output has another constraint")
         if not isinstance(self.salt, str):
             raise InvalidArgument("salt", f"must be text, not {self.salt!r}")
         if self.deadline is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from afterglow.chat.output.parts import join_parts
 from afterglow.chat.tools.detection import TOOL_FAMILIES
 from afterglow.chat.tools.grammar.lark import MAX_PARALLEL_CALLS
 from afterglow.chat.tools.tool import Tool, parse_tools
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 llguidance = pytest.importorskip("llguidance")
 TOKENIZER = llguidance.LLTokenizer("byte")
 ENFORCED = [recorded for recorded in RECORDED_OUTPUTS if recorded.enforced]
+SAY = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 WITH_TRIGGER = sorted(name for name, family in TOOL_FAMILIES.items() if family.triggers)
 
 
@@ -346,3 +348,36 @@ def test_an_enforced_call_parses() -> None:
     raw = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
     assert accepts(build_grammar("harmony"), raw)
     assert [part.name for part in parser.feed(raw) if hasattr(part, "name")] == [NOW[0]]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("plain", "plain"),
+        ("", ""),
+        ("a < b", "a < b"),
+        ("<![CDATA[<b>bold</b>]]>", "<b>bold</b>"),
+        ("<![CDATA[a</param>b]]>", "a</param>b"),
+        ("<![CDATA[]]>", ""),
+        ("<b>bold</b>", None),
+        ("<![CDATA[a", None),
+        ("<![CDATA[a]]>b", None),
+    ],
+)
+def test_the_parser_of_minicpm_reads_what_its_grammar_accepts(value: str, expected: str | None) -> None:
+    (tool,) = parse_tools([{"type": "function", "function": {"name": "say", "parameters": SAY}}])
+    text = f'<function name="say"><param name="text">{value}</param></function>'
+    assert accepts(build_grammar("minicpm", offered=(tool,)), text) == (expected is not None)
+    if expected is not None:
+        parser = TOOL_FAMILIES["minicpm"].create_parser([tool])
+        (call,) = join_parts(parser.feed(text) + parser.finish()).tool_calls
+        assert json.loads(call.arguments) == {"text": expected}
+
+
+def test_a_cdata_section_has_the_length_of_its_text() -> None:
+    schema = {**SAY, "properties": {"text": {"type": "string", "minLength": 2, "maxLength": 3}}}
+    (tool,) = parse_tools([{"type": "function", "function": {"name": "say", "parameters": schema}}])
+    grammar = build_grammar("minicpm", offered=(tool,))
+    for value, is_allowed in (("a", False), ("ab", True), ("abcd", False), ("<![CDATA[<a>]]>", True)):
+        text = f'<function name="say"><param name="text">{value}</param></function>'
+        assert accepts(grammar, text) == is_allowed, value

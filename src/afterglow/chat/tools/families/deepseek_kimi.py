@@ -105,7 +105,7 @@ def build_section_family(
 ) -> ToolFamily:
     """Return a family with these markers. `build_call_rule` matches the text between a call's markers."""
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         content = join_alternatives(build_call_rule(grammar, tool) for tool in tools)
         call = grammar.add_rule(f"{grammar.literal(markers.call_begin)} {content} {grammar.literal(markers.call_end)}")
         more = grammar.more_calls(f"SPACE? {call}") if parallel else ""
@@ -118,10 +118,7 @@ def build_section_family(
         other_starts=(markers.call_begin,),
         instructions=instructions,
         parser_factory=partial(SectionToolParser, markers=markers),
-        build_calls_rule=lambda grammar, tools, parallel: (
-            f"{grammar.literal(markers.calls_begin)} {build_body(grammar, tools, parallel)}"
-        ),
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
+        build_block_rule=build_block,
     )
 
 

@@ -10,7 +10,7 @@ from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, build_text_until_rule, list_properties
 from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
 from afterglow.chat.tools.parsing.json_values import (
-    ALL_TYPES,
+    ANY_TYPE,
     escape_json_text,
     get_parameter_types,
     text_to_json,
@@ -89,7 +89,7 @@ class GemmaToolParser(ToolParser):
                 return False
             self.emit_arguments("" if first else ", ")
             first = False
-            if not (yield from self._parse_value(ALL_TYPES)):
+            if not (yield from self._parse_value(ANY_TYPE)):
                 return False
             yield from self.scanner.take_whitespace()
             yield from self.scanner.skip_any(",")
@@ -149,7 +149,7 @@ class GemmaRuleBuilder:
                 return self._build_array(node)
             case ["object"]:
                 return self._grammar.add_rule(self.build_object(node))
-            case [_]:
+            case [_] | ["integer", "number"]:
                 return self._grammar.add_json_rule(node.standalone_schema)
         raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
 
@@ -167,7 +167,7 @@ class GemmaRuleBuilder:
 def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, stop: str) -> ToolFamily:
     """Return a family with these markers. `stop` ends the turn before the model writes the tool's result itself."""
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         builder = GemmaRuleBuilder(grammar, name, quote)
         calls = []
         for tool in tools:
@@ -175,18 +175,14 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
             calls.append(f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(node)}")
         return f"{join_alternatives(calls)} {grammar.literal(closing)}"
 
-    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
-        return f"{call} {grammar.more_calls(call)}" if parallel else call
-
     return ToolFamily(
         name=name,
         markers=(opening, closing, quote),
         stops=(stop,),
         triggers=(opening,),
         parser_factory=partial(GemmaToolParser, opening=opening, closing=closing, quote=quote),
-        build_calls_rule=build_calls,
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools),
+        build_block_rule=build_block,
+        block_separator="",
     )
 
 

@@ -98,9 +98,13 @@ def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:
     )
 
 
+def _build_block_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    return join_alternatives(_build_named_call_rule(grammar, tool) for tool in tools)
+
+
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for one call, even if several are allowed: `<|call|>` ends the turn."""
-    calls = join_alternatives(_build_named_call_rule(grammar, tool) for tool in tools)
+    calls = _build_block_rule(grammar, tools, parallel)
     return f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})? {grammar.literal(' to=functions.')} {calls}"
 
 
@@ -110,8 +114,6 @@ HARMONY = ToolFamily(
     stops=(CALL,),
     triggers=("to=functions.",),
     parser_factory=HarmonyParser,
+    build_block_rule=_build_block_rule,
     build_calls_rule=_build_calls_rule,
-    build_after_trigger_rule=lambda grammar, tools, trigger: join_alternatives(
-        _build_named_call_rule(grammar, tool) for tool in tools
-    ),
 )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from afterglow.chat.tools.family import ToolFamily
-from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives, rebase_references
+from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.parsing.json_calls import JsonCallParser
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser, generate_call_id
 from afterglow.chat.tools.parsing.scanner import ParseSteps
@@ -77,21 +77,16 @@ def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_cal
 def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tuple[str, ...]) -> ToolFamily:
     """Return a family that writes each call as an object between two tags."""
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         return f"SPACE? {build_json_call_rule(grammar, tools)} SPACE? {grammar.literal(closing)}"
-
-    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(opening)} {build_body(grammar, tools)}")
-        # White space may follow the last call: a model that writes a newline there is not forced into another call.
-        return f"{call} {grammar.more_calls(f'SPACE? {call}')} SPACE?" if parallel else call
 
     return ToolFamily(
         name=name,
         markers=markers,
         triggers=(opening,),
         parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=(closing,)),
-        build_calls_rule=build_calls,
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools),
+        build_block_rule=build_block,
+        block_separator="SPACE?",
     )
 
 
@@ -109,7 +104,7 @@ def build_json_list_family(
     `alternative_openings` are other openings that its models write by mistake.
     """
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         call = grammar.add_rule(build_json_call_rule(grammar, tools, **json_call_options))
         more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
         end = f"SPACE? {grammar.literal(closing)}" if closing else ""
@@ -121,46 +116,31 @@ def build_json_list_family(
         markers=(opening, closing) if closing else (opening, *alternative_openings),
         triggers=(opening,),
         parser_factory=partial(TaggedJsonToolParser, openings=(opening, *alternative_openings), closings=closings),
-        build_calls_rule=lambda grammar, tools, parallel: (
-            f"{grammar.literal(opening)} {build_body(grammar, tools, parallel)}"
-        ),
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
+        build_block_rule=build_block,
         new_id=new_id,
     )
 
 
 def build_untagged_end_family(name: str, opening: str) -> ToolFamily:
     """Return a family that ends its turn with one call after a marker."""
-
-    def build_call(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
-        return f"SPACE? {build_json_call_rule(grammar, tools)}"
-
     return ToolFamily(
         name=name,
         markers=(opening,),
         triggers=(opening,),
         parser_factory=partial(TaggedJsonToolParser, openings=(opening,)),
-        build_calls_rule=lambda grammar, tools, parallel: f"{grammar.literal(opening)} {build_call(grammar, tools)}",
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_call(grammar, tools),
+        build_block_rule=lambda grammar, tools, parallel: f"SPACE? {build_json_call_rule(grammar, tools)}",
     )
 
 
 def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the list of calls after `<|START_ACTION|>`."""
-
-    def build_call(tool: Tool) -> str:
-        arguments = rebase_references(dict(tool.parameters), "#/properties/parameters")
-        id = {"type": "string", "pattern": "^[0-9]{1,3}$"}
-        properties = {"tool_call_id": id, "tool_name": {"const": tool.name}, "parameters": arguments}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-        return grammar.add_json_rule({**schema, "additionalProperties": False})
-
-    call = grammar.add_rule(join_alternatives(map(build_call, tools)))
-    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} COHERE_SPACE? {call}") if parallel else ""
-    end = grammar.literals("]", "<|END_ACTION|>")
-    return f"SPACE? {grammar.literal('[')} COHERE_SPACE? {call} {more} SPACE? {end}".replace(
-        "COHERE_SPACE", "/[ \\n]{1,8}/"
+    id = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,3}$"}}
+    call = grammar.add_rule(
+        build_json_call_rule(grammar, tools, name_key="tool_name", arguments_key="parameters", properties_before=id)
     )
+    space = "/[ \\n]{1,8}/?"
+    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} {space} {call}") if parallel else ""
+    return f"SPACE? {grammar.literal('[')} {space} {call} {more} SPACE? {grammar.literals(']', '<|END_ACTION|>')}"
 
 
 def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
@@ -175,17 +155,14 @@ GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TA
 GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_openings=("<tool_call>",))
 NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 APRIEL = build_json_list_family(
-    "apriel", "<tool_calls>", "</tool_calls>", extra_properties={"id": {"type": "string", "maxLength": 64}}
+    "apriel", "<tool_calls>", "</tool_calls>", optional_properties={"id": {"type": "string", "maxLength": 64}}
 )
 COHERE = ToolFamily(
     name="cohere",
     markers=("<|START_ACTION|>", "<|END_ACTION|>"),
     triggers=("<|START_ACTION|>",),
     parser_factory=partial(TaggedJsonToolParser, openings=("<|START_ACTION|>",), closings=("<|END_ACTION|>",)),
-    build_calls_rule=lambda grammar, tools, parallel: (
-        f"{grammar.literal('<|START_ACTION|>')} {_build_cohere_calls(grammar, tools, parallel)}"
-    ),
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_cohere_calls(grammar, tools, True),
+    build_block_rule=_build_cohere_calls,
 )
 GIGACHAT = build_untagged_end_family("gigachat", "<|function_call|>")
 GIGACHAT_ROLE = build_untagged_end_family("gigachat-role", "<|message_sep|>\n\nfunction call<|role_sep|>\n")
@@ -193,8 +170,6 @@ FIREFUNCTION = ToolFamily(
     name="firefunction",
     triggers=("functools[",),  # with the bracket: answers mention Python's functools
     parser_factory=partial(TaggedJsonToolParser, openings=("functools",)),
-    build_calls_rule=lambda grammar, tools, parallel: (
-        f"{grammar.literal(' ')}? {grammar.literal('functools[')} {_build_functools_calls(grammar, tools, parallel)}"
-    ),
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_functools_calls(grammar, tools, True),
+    build_block_rule=_build_functools_calls,
+    optional_lead=" ",
 )

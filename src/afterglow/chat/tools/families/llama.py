@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from afterglow.chat.tools.families.hermes import build_json_call_rule
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.parsing.json_calls import JsonCallParser
@@ -62,14 +63,12 @@ class Llama3JsonToolParser(ToolParser):
 
 
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(
-        join_alternatives(grammar.add_json_call_rule(tool, arguments_key="parameters") for tool in tools)
-    )
+    call = grammar.add_rule(build_json_call_rule(grammar, tools, arguments_key="parameters"))
     separator = f"SPACE? {grammar.literal(';')} SPACE?"
     return f"{call} {grammar.more_calls(f'{separator} {call}')}" if parallel else call
 
 
-def _build_after_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:
+def _build_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:
     if trigger == PYTHON_TAG:
         return _build_calls_rule(grammar, tools, True)
     calls = []
@@ -86,6 +85,7 @@ LLAMA = ToolFamily(
     stops=("<|eom_id|>",),
     triggers=(PYTHON_TAG, CALL_OBJECT_PREFIX),
     parser_factory=Llama3JsonToolParser,
+    build_block_rule=_build_calls_rule,
     build_calls_rule=_build_calls_rule,
-    build_after_trigger_rule=_build_after_trigger_rule,
+    build_trigger_rule=_build_trigger_rule,
 )

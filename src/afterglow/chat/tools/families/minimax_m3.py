@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from afterglow.chat.constraints.schema_analysis import build_resolver, get_types, iter_in_place
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import SchemaNode, build_text_until_rule, list_properties
 from afterglow.chat.tools.parsing.json_values import (
-    ALL_TYPES,
+    ANY_TYPE,
+    MAX_NESTED_SCHEMAS,
     escape_json_text,
-    get_schema_types,
-    resolve_reference,
     text_to_json,
     to_json_string,
 )
@@ -104,8 +104,8 @@ class MinimaxM3ToolParser(ToolParser):
 
     def _parse_value(self, schema: Any, root: Mapping[str, Any], key: str) -> ParseSteps[bool]:
         """Parse the content and the closing tag of an element; return False if it is truncated."""
-        types, end = get_schema_types(schema, root), f"{ELEMENT_END}{key}>"
-        if types != ALL_TYPES and "string" in types:
+        types, end = get_types(schema, build_resolver(root), MAX_NESTED_SCHEMAS), f"{ELEMENT_END}{key}>"
+        if types != ANY_TYPE and "string" in types:
             return (yield from self._parse_string(end))
         pieces: list[str] = []
         if (yield from self.scanner.stream_until(NAMESPACE, sink=pieces.append)) is None:
@@ -114,7 +114,7 @@ class MinimaxM3ToolParser(ToolParser):
         self.scanner.unread(NAMESPACE)
         text = "".join(pieces)
         ending = yield from self.scanner.peek_any(end)
-        if text.strip() or (ending and not types & {"array", "object"}) or (ending and types == ALL_TYPES):
+        if text.strip() or (ending and not types & {"array", "object"}) or (ending and types == ANY_TYPE):
             self.emit_arguments(text_to_json(text, types))
             return bool((yield from self.scanner.skip_any(end)))
         is_list = "array" in types and (yield from self.scanner.peek_any(f"{ELEMENT_START}{ITEM}>", end))
@@ -131,19 +131,9 @@ class MinimaxM3ToolParser(ToolParser):
         return bool(ending)
 
 
-def iter_alternatives(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[Mapping[str, Any]]:
-    """Return the schema, its alternatives and the targets of its references."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return []
-    nested = [choice for keyword in ("anyOf", "oneOf", "allOf") for choice in schema.get(keyword, ())]
-    if "$ref" in schema:
-        nested.append(resolve_reference(str(schema["$ref"]), root))
-    return [schema, *(found for choice in nested for found in iter_alternatives(choice, root, depth - 1))]
-
-
 def get_member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
     """Return the schema of a property; True (any value) if there is none."""
-    alternatives = iter_alternatives(schema, root)
+    alternatives = list(iter_in_place(schema, build_resolver(root)))
     for alternative in alternatives:
         if key in alternative.get("properties", {}):
             return alternative["properties"][key]
@@ -153,7 +143,7 @@ def get_member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
 
 def get_item_schema(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return the schema of the items of a list; True (any value) if there is none."""
-    return next((found["items"] for found in iter_alternatives(schema, root) if "items" in found), True)
+    return next((found["items"] for found in iter_in_place(schema, build_resolver(root)) if "items" in found), True)
 
 
 class _ElementRules:
@@ -189,7 +179,7 @@ class _ElementRules:
                 return f"{self._build_items(node)} {self._grammar.literal(end)}"
             case ["object"]:
                 return f"{self.build_members(node)} {self._grammar.literal(end)}"
-            case [_]:
+            case [_] | ["integer", "number"]:
                 return f"{self._grammar.add_json_rule(node.standalone_schema)} {self._grammar.literal(end)}"
         raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
 
@@ -200,7 +190,7 @@ class _ElementRules:
         return f"{item}{{{min_items},{'' if max_items is None else max_items}}}"
 
 
-def _build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+def _build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after the start of a block."""
     rules, calls = _ElementRules(grammar, "minimax-m3"), []
     for tool in tools:
@@ -217,8 +207,5 @@ MINIMAX_M3 = ToolFamily(
     markers=(NAMESPACE, "<tool_call>", "</tool_call>"),
     triggers=(BLOCK_START,),
     parser_factory=MinimaxM3ToolParser,
-    build_calls_rule=lambda grammar, tools, parallel: (
-        f"{grammar.literal(BLOCK_START)} {_build_body(grammar, tools, parallel)}"
-    ),
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_body(grammar, tools, True),
+    build_block_rule=_build_block,
 )

@@ -52,24 +52,20 @@ class MistralToolParser(TaggedJsonToolParser):
 def build_mistral_family(name: str, *, with_ids: bool) -> ToolFamily:
     """Return a family of the newer format, with or without call ids."""
 
-    def build_after_marker(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         id = f"{grammar.literal(CALL_ID_MARKER)} /[a-zA-Z0-9]{{9}}/" if with_ids else ""
         return join_alternatives(
             f"{grammar.literal(tool.name)} {id} {grammar.literal(ARGS_MARKER)} {grammar.add_json_rule(tool.parameters)}"
             for tool in tools
         )
 
-    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(f"{grammar.literal(TOOL_CALLS_MARKER)} {build_after_marker(grammar, tools)}")
-        return f"{call} {grammar.more_calls(call)}" if parallel else call
-
     return ToolFamily(
         name=name,
         markers=(TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER),
         triggers=(TOOL_CALLS_MARKER,),
         parser_factory=partial(MistralToolParser, openings=(TOOL_CALLS_MARKER,)),
-        build_calls_rule=build_calls,
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_after_marker(grammar, tools),
+        build_block_rule=build_block,
+        block_separator="",
         new_id=generate_mistral_call_id,
     )
 
@@ -78,7 +74,7 @@ MISTRAL = build_json_list_family(
     "mistral",
     TOOL_CALLS_MARKER,
     new_id=generate_mistral_call_id,
-    extra_properties={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
+    optional_properties={"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}},
 )
 MISTRAL_NAMED = build_mistral_family("mistral-named", with_ids=False)
 MISTRAL_IDS = build_mistral_family("mistral-ids", with_ids=True)

@@ -115,7 +115,7 @@ class NameAsKeyParser(ToolParser):
         return True
 
 
-def _build_function_tag_call(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
+def _build_function_tag_call(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after `<function=`."""
     return join_alternatives(
         f"{grammar.literal(tool.name + '>')} {grammar.add_json_rule(tool.parameters)} {grammar.literal(FUNCTION_END)}"
@@ -123,14 +123,13 @@ def _build_function_tag_call(grammar: LarkGrammar, tools: Sequence[Tool]) -> str
     )
 
 
-def _build_recipient_call(grammar: LarkGrammar, tools: Sequence[Tool]) -> str:
-    """Return an expression for the text after `>>>`."""
-    calls = (f"{grammar.literal(tool.name + chr(10))} {grammar.add_json_rule(tool.parameters)}" for tool in tools)
-    return join_alternatives(calls)
-
-
 def _build_recipient_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(_build_recipient_call(grammar, tools))
+    """Return an expression for the text after `>>>`."""
+    call = grammar.add_rule(
+        join_alternatives(
+            f"{grammar.literal(tool.name + chr(10))} {grammar.add_json_rule(tool.parameters)}" for tool in tools
+        )
+    )
     return f"{call} {grammar.more_calls(f'{grammar.literal(RECIPIENT)} {call}')}" if parallel else call
 
 
@@ -147,33 +146,25 @@ def _build_name_as_key_calls(grammar: LarkGrammar, tools: Sequence[Tool], parall
     return f"{grammar.literal('[')} {call} {more} {grammar.literals(']', TOOLS_SUFFIX)}"
 
 
-def _build_function_tag_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(f"{grammar.literal(FUNCTION_START)} {_build_function_tag_call(grammar, tools)}")
-    return f"{call} {grammar.more_calls(f'SPACE? {call}')}" if parallel else call
-
-
 FUNCTIONARY_TAGS = ToolFamily(
     name="functionary-tags",
     stops=("<|eom_id|>",),
     triggers=(FUNCTION_START,),
     parser_factory=FunctionTagParser,
-    build_calls_rule=_build_function_tag_calls,
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_function_tag_call(grammar, tools),
+    build_block_rule=_build_function_tag_call,
+    block_separator="SPACE?",
 )
 FUNCTIONARY = ToolFamily(
     name="functionary",
+    tool_trigger=f"{RECIPIENT}{{}}\n",
     text_start=f"{TEXT_RECIPIENT}\n",
     parser_factory=RecipientParser,
-    build_calls_rule=_build_recipient_calls,
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_recipient_call(grammar, tools),
+    build_block_rule=_build_recipient_calls,
 )
 APERTUS = ToolFamily(
     name="apertus",
     markers=(TOOLS_PREFIX, TOOLS_SUFFIX),
     triggers=(TOOLS_PREFIX,),
     parser_factory=NameAsKeyParser,
-    build_calls_rule=lambda grammar, tools, parallel: (
-        f"{grammar.literal(TOOLS_PREFIX)} {_build_name_as_key_calls(grammar, tools, parallel)}"
-    ),
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_name_as_key_calls(grammar, tools, True),
+    build_block_rule=_build_name_as_key_calls,
 )

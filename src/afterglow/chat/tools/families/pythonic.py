@@ -89,27 +89,8 @@ PYTHONIC = ToolFamily(
     name="pythonic",
     parser_factory=PythonicToolParser,
     stops=("<|eom_id|>",),
-    build_calls_rule=partial(build_call_list_rule, family="pythonic"),
-    build_after_trigger_rule=lambda grammar, tools, trigger: build_call_list_rule(grammar, tools, True, "pythonic"),
+    build_block_rule=partial(build_call_list_rule, family="pythonic"),
 )
-
-
-def build_tagged_pythonic_family(name: str, opening: str, closing: str) -> ToolFamily:
-    """Return a family that writes a list of calls between two markers."""
-
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        return f"{build_call_list_rule(grammar, tools, parallel, name)} {grammar.literal(closing)}"
-
-    return ToolFamily(
-        name=name,
-        markers=(opening, closing),
-        triggers=(opening,),
-        parser_factory=partial(TaggedPythonicToolParser, opening=opening, closing=closing),
-        build_calls_rule=lambda grammar, tools, parallel: (
-            f"{grammar.literal(opening)} {build_body(grammar, tools, parallel)}"
-        ),
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
-    )
 
 
 def _build_tool_code_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
@@ -119,13 +100,19 @@ def _build_tool_code_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel:
     return f"{newline} {call} {more} {newline} {grammar.literal(FENCE)}"
 
 
-LFM = build_tagged_pythonic_family("lfm", "<|tool_call_start|>", "<|tool_call_end|>")
+LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+LFM = ToolFamily(
+    name="lfm",
+    markers=(LFM_START, LFM_END),
+    triggers=(LFM_START,),
+    parser_factory=partial(TaggedPythonicToolParser, opening=LFM_START, closing=LFM_END),
+    build_block_rule=lambda grammar, tools, parallel: (
+        f"{build_call_list_rule(grammar, tools, parallel, 'lfm')} {grammar.literal(LFM_END)}"
+    ),
+)
 TOOL_CODE = ToolFamily(
     name="tool-code",
     triggers=("```tool_code",),
     parser_factory=partial(TaggedPythonicToolParser, opening="```tool_code", closing=FENCE),
-    build_calls_rule=lambda grammar, tools, parallel: (
-        f"{grammar.literal('```tool_code')} {_build_tool_code_rule(grammar, tools, parallel)}"
-    ),
-    build_after_trigger_rule=lambda grammar, tools, trigger: _build_tool_code_rule(grammar, tools, True),
+    build_block_rule=_build_tool_code_rule,
 )

@@ -3,13 +3,16 @@ markup of DeepSeek V3.2 and of Kimi-K3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from afterglow.chat.constraints.schema_analysis import get_type
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import (
+    CDATA_END,
+    CDATA_START,
     SchemaNode,
     ToolParameter,
     build_bare_or_json_rule,
@@ -17,13 +20,12 @@ from afterglow.chat.tools.grammar.schema import (
     list_parameters,
 )
 from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
-from afterglow.chat.tools.parsing.json_values import get_json_type, get_parameter_types, text_to_json
+from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_char
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
 
-CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 DSML = "｜DSML｜"  # noqa: RUF001 - full-width bars of the model's vocabulary
 
 
@@ -226,9 +228,9 @@ def build_xml_family(
     *,
     markers: tuple[str, ...],
     other_starts: tuple[str, ...] = (),
-    lead: Callable[[LarkGrammar], str] = lambda grammar: "",
+    optional_lead: str = "",
 ) -> ToolFamily:
-    """Return a family with these tags. `lead` builds what may precede the calls of an enforced turn."""
+    """Return a family with these tags."""
 
     def build_call(grammar: LarkGrammar, tool: Tool) -> str:
         pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1])]
@@ -243,7 +245,12 @@ def build_xml_family(
         between = f"SPACE? {grammar.literal(tags.value[0])}" if tags.value[0] else ""
         value = (
             build_bare_or_json_rule(
-                grammar, parameter.node, name, ending=tags.value[1], allow_own_lines=tags.values_on_own_lines
+                grammar,
+                parameter.node,
+                name,
+                ending=tags.value[1],
+                allow_own_lines=tags.values_on_own_lines,
+                has_cdata=tags.has_cdata,
             )
             if tags.attributes is None
             else join_alternatives(
@@ -256,9 +263,7 @@ def build_xml_family(
         """Return a rule for the attribute of a value's type and the value."""
         allowed = node.allowed_types
         json_type = (
-            get_json_type(node.allowed_values[0])
-            if node.allowed_values
-            else min(allowed & set(attributes.types) or allowed)
+            get_type(node.allowed_values[0]) if node.allowed_values else min(allowed & set(attributes.types) or allowed)
         )
         if json_type == "string":
             text = build_text_until_rule(grammar, node, name, ending=tags.value[1])
@@ -268,17 +273,11 @@ def build_xml_family(
         opening = grammar.literal(f" {attributes.types[json_type]}{tags.attributes_end}")
         return f"{opening} {grammar.add_json_rule(node.standalone_schema)} {grammar.literal(tags.value[1])}"
 
-    def build_body(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
         call = grammar.add_rule(join_alternatives(build_call(grammar, tool) for tool in tools))
         more = grammar.more_calls(f"SPACE? {call}") if parallel and tags.calls_share_block else ""
         return f"{space} {call} {more} {space} {grammar.literal(tags.closing)}"
-
-    def build_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        block = grammar.add_rule(f"{grammar.literal(tags.opening)} {build_body(grammar, tools, parallel)}")
-        is_repeated = parallel and not tags.calls_share_block
-        calls = f"{block} {grammar.more_calls(f'SPACE? {block}')} SPACE?" if is_repeated else block
-        return f"{lead(grammar)} {calls}"
 
     return ToolFamily(
         name=name,
@@ -286,8 +285,9 @@ def build_xml_family(
         triggers=(tags.opening,),
         other_starts=other_starts,
         parser_factory=partial(XmlToolParser, tags=tags),
-        build_calls_rule=build_calls,
-        build_after_trigger_rule=lambda grammar, tools, trigger: build_body(grammar, tools, True),
+        build_block_rule=build_block,
+        block_separator=None if tags.calls_share_block else "SPACE?",
+        optional_lead=optional_lead,
     )
 
 
@@ -407,5 +407,5 @@ KIMI_K3 = build_xml_family(
         ),
     ),
     markers=("<|open|>", "<|close|>", "<|sep|>"),
-    lead=lambda grammar: f"({grammar.literals('<|open|>response<|sep|><|close|>response<|sep|>')})?",
+    optional_lead="<|open|>response<|sep|><|close|>response<|sep|>",
 )

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from afterglow.chat.constraints.grammar import JSON_GRAMMAR_OPTIONS, LiteralFormatter
-from afterglow.chat.constraints.json_schema import to_enforceable_schema, to_llguidance_schema
+from afterglow.chat.constraints.json_schema import to_llguidance_schema
 from afterglow.chat.tools.tool import Tool
 
 QUOTED_LITERAL_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
 MAX_PARALLEL_CALLS = 16  # in one answer, if the grammar enforces calls
-NON_SCHEMA_KEYWORDS = frozenset({"enum", "const", "default", "examples"})  # their values are not schemas
 
 
 class LarkGrammar:
@@ -43,30 +42,46 @@ class LarkGrammar:
         return name
 
     def add_json_rule(self, schema: Mapping[str, Any] | bool) -> str:
-        """Add a rule for a JSON value of this schema."""
-        plain = to_llguidance_schema(to_enforceable_schema(schema, "tools"))
+        """Add a rule for a JSON value of this enforceable schema."""
+        plain = to_llguidance_schema(schema)
         if isinstance(plain, Mapping):
             plain = {**plain, "x-guidance": JSON_GRAMMAR_OPTIONS}
         return self.add_rule(f"%json {json.dumps(plain)}")
 
     def add_json_call_rule(
-        self, tool: Tool, *, arguments_key: str = "arguments", extra_properties: Mapping[str, Any] | None = None
+        self,
+        tool: Tool,
+        *,
+        name_key: str = "name",
+        arguments_key: str = "arguments",
+        properties_before: Mapping[str, Any] | None = None,
+        optional_properties: Mapping[str, Any] | None = None,
     ) -> str:
-        """Add a rule for a call of this tool as a JSON object. `extra_properties` may follow the arguments."""
-        arguments = rebase_references(dict(tool.parameters), f"#/properties/{arguments_key}")
-        properties = {"name": {"const": tool.name}, arguments_key: arguments, **(extra_properties or {})}
-        schema = {
-            "type": "object",
-            "properties": properties,
-            "required": ["name", arguments_key],
-            "additionalProperties": False,
-        }
-        return self.add_json_rule(schema)
+        """Add a rule for a call of this tool as a JSON object, with other properties before and after these two."""
+        arguments = {key: value for key, value in tool.parameters.items() if key != "$defs"}
+        required = {**(properties_before or {}), name_key: {"const": tool.name}, arguments_key: arguments}
+        return self.add_json_rule(
+            {
+                "type": "object",
+                "properties": {**required, **(optional_properties or {})},
+                "required": list(required),
+                "additionalProperties": False,
+                "$defs": tool.parameters.get("$defs", {}),
+            }
+        )
 
-    def add_text_until_rule(self, ending: str, *, min_length: int = 0, max_length: int | None = None) -> str:
-        """Add a rule for any text up to and including `ending`, which the text does not contain."""
+    def add_text_until_rule(
+        self, ending: str, *, min_length: int = 0, max_length: int | None = None, first: str = "."
+    ) -> str:
+        """Add a rule for any text up to and including `ending`, which the text does not contain.
+
+        `first` is the class of its first character.
+        """
         literal = self._write_literal(ending)
         text = f"/(?s:.{{{min_length},{'' if max_length is None else max_length}}})/"
+        if first != "." and max_length != 0:
+            rest = f"{{{max(min_length - 1, 0)},{'' if max_length is None else max_length - 1}}}"
+            text = f"/(?s:({first}.{rest}){'' if min_length else '?'})/"
         if QUOTED_LITERAL_PATTERN.fullmatch(literal):
             return self.add_rule(text, f"[suffix={literal}]")
         # No text contains a control token. Text before it in the ending must end the terminal of the text.
@@ -88,18 +103,3 @@ class LarkGrammar:
 def join_alternatives(expressions: Iterable[str]) -> str:
     """Return an expression that matches one of these."""
     return "( " + " | ".join(expressions) + " )"
-
-
-def rebase_references(schema: Any, base_pointer: str) -> Any:
-    """Prefix the local references of a schema with `base_pointer`, so that it can be embedded there."""
-    if isinstance(schema, list):
-        return [rebase_references(item, base_pointer) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {key: _rebase_member(key, value, base_pointer) for key, value in schema.items()}
-
-
-def _rebase_member(key: str, value: Any, base_pointer: str) -> Any:
-    if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-        return base_pointer + value[1:]
-    return value if key in NON_SCHEMA_KEYWORDS else rebase_references(value, base_pointer)

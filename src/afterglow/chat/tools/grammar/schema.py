@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from afterglow.chat.constraints.json_schema import to_enforceable_schema
+from afterglow.chat.constraints.schema_analysis import build_resolver, get_type, get_types
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.parsing.json_values import get_json_type, get_schema_types, resolve_reference
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
 
-ANNOTATION_KEYWORDS = frozenset(
-    {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "$schema", "$id"}
-)
-DEFINITION_KEYWORDS = ("$defs", "definitions")
-OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITION_KEYWORDS})
+OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
 
@@ -28,7 +25,7 @@ def to_enforceable_tool(tool: Tool) -> Tool:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """Schema with its path in errors (`where`) and the document that its references point into (`root`)."""
+    """Part of an enforceable schema, with its path in errors (`where`) and the document of its references (`root`)."""
 
     schema: Mapping[str, Any]
     where: str
@@ -42,28 +39,26 @@ class SchemaNode:
 
     @property
     def allowed_types(self) -> frozenset[str]:
-        return get_schema_types(self.schema, self.root)
+        """Types that values may have. "number" comes with "integer"."""
+        return get_types(self.schema, build_resolver(self.root))
 
     def check_keywords(self, supported: frozenset[str], family: str) -> None:
-        """Raise `UnsupportedOption` for a keyword that is neither supported nor an annotation."""
+        """Raise `UnsupportedOption` for a keyword that is not supported."""
         for keyword in self.schema:
-            if keyword not in supported and keyword not in ANNOTATION_KEYWORDS:
+            if keyword not in supported:
                 raise UnsupportedOption(f"{self.where}.{keyword}", f"the {family} call format cannot enforce it")
 
     def expand_choices(self, family: str) -> list[SchemaNode]:
         """Return the alternatives of this schema, each of one type; follows references."""
         schema = self.schema
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in schema:
-                self.check_keywords(frozenset({keyword}), family)
-                if keyword == "oneOf":
-                    self._check_disjoint(schema[keyword], family)
-                return [node for choice in schema[keyword] for node in self.create_child(choice).expand_choices(family)]
+        if "anyOf" in schema:
+            self.check_keywords(frozenset({"anyOf"}), family)
+            return [node for choice in schema["anyOf"] for node in self.create_child(choice).expand_choices(family)]
         if "$ref" in schema:
             if self.references_left == 0:
                 raise UnsupportedOption(f"{self.where}.$ref", f"the {family} call format cannot enforce recursion")
             self.check_keywords(frozenset({"$ref"}), family)
-            target = resolve_reference(str(schema["$ref"]), self.root)
+            target = build_resolver(self.root)(dict(schema))
             return SchemaNode(target, self.where, self.root, self.references_left - 1).expand_choices(family)
         types = schema.get("type")
         if isinstance(types, list):
@@ -72,19 +67,10 @@ class SchemaNode:
             return [self.create_child({**schema, "enum": [value]}) for value in schema["enum"]]
         return [self]
 
-    def _check_disjoint(self, schemas: Sequence[Any], family: str) -> None:
-        """Raise `UnsupportedOption` if two schemas share a type: then more than one of them could match."""
-        types = [json_type for schema in schemas for json_type in get_schema_types(schema, self.root)]
-        if len(types) != len(set(types)):
-            raise UnsupportedOption(
-                f"{self.where}.oneOf", f"the {family} call format requires alternatives of different types"
-            )
-
     @property
     def standalone_schema(self) -> dict[str, Any]:
         """Schema with the definitions of its document."""
-        definitions = {key: self.root[key] for key in DEFINITION_KEYWORDS if key in self.root}
-        return {**self.schema, **definitions}
+        return {**self.schema, "$defs": self.root.get("$defs", {})}
 
     @property
     def allowed_values(self) -> list[Any] | None:
@@ -121,11 +107,11 @@ def list_properties(node: SchemaNode, family: str) -> list[ToolParameter]:
 
 
 def build_text_until_rule(
-    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool = False
+    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool = False, first: str = "."
 ) -> str:
     """Return a rule for the unquoted text of a string schema up to and including `ending`.
 
-    With `allow_own_lines`, a newline may surround the text.
+    With `allow_own_lines`, a newline may surround the text. `first` is the class of its first character.
     """
     node.check_keywords(STRING_KEYWORDS, family)
     if node.allowed_values is not None:
@@ -140,21 +126,30 @@ def build_text_until_rule(
         newline = grammar.literal("\n")
         text = grammar.add_text_until_rule("\n" + ending, min_length=min_length, max_length=max_length)
         return f"{newline} {text}"
-    return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length)
+    return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length, first=first)
 
 
 def build_bare_or_json_rule(
-    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool
+    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool, has_cdata: bool = False
 ) -> str:
-    """Return a rule for a value up to and including `ending`: strings unquoted, other types as JSON."""
+    """Return a rule for a value up to and including `ending`: strings unquoted, other types as JSON.
+
+    With `has_cdata`, a string that begins like markup is in a CDATA section, and others may be.
+    """
     alternatives = []
     for choice in node.expand_choices(family):
         is_text = "string" in choice.allowed_types and (
-            choice.allowed_values is None or get_json_type(choice.allowed_values[0]) == "string"
+            choice.allowed_values is None or get_type(choice.allowed_values[0]) == "string"
         )
         if is_text:
+            if has_cdata:
+                section = build_text_until_rule(grammar, choice, family, ending=CDATA_END)
+                alternatives.append(f"{grammar.literal(CDATA_START)} {section} {grammar.literal(ending)}")
+            first = "[^<]" if has_cdata else "."
             alternatives.append(
-                build_text_until_rule(grammar, choice, family, ending=ending, allow_own_lines=allow_own_lines)
+                build_text_until_rule(
+                    grammar, choice, family, ending=ending, allow_own_lines=allow_own_lines, first=first
+                )
             )
         else:
             space = "SPACE?" if allow_own_lines else ""

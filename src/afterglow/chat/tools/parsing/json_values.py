@@ -4,52 +4,20 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
-from typing import Any
 
+from afterglow.chat.constraints.schema_analysis import ALL_TYPES, build_resolver, get_type, get_types
 from afterglow.chat.tools.tool import Tool
 
-JSON_TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-ALL_TYPES = frozenset({"string", "boolean", "integer", "number", "array", "object", "null"})
+ANY_TYPE = frozenset(ALL_TYPES)
+MAX_NESTED_SCHEMAS = 8  # subschemas in place that are followed
 
 
 def get_parameter_types(tool: Tool | None, name: str) -> frozenset[str]:
     """Return the JSON types that a tool's parameter allows; all types if the schema does not restrict them."""
-    schema = tool.parameters.get("properties", {}).get(name, True) if tool else True
-    return get_schema_types(schema, tool.parameters if tool else {})
-
-
-def get_schema_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
-    """Return the JSON types that a schema allows. `root` is the document that its references point into."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return ALL_TYPES
-    allowed = ALL_TYPES
-    if "type" in schema:
-        named = schema["type"]
-        allowed = frozenset([named] if isinstance(named, str) else named)
-    if "enum" in schema or "const" in schema:
-        allowed &= frozenset(map(get_json_type, schema.get("enum", [schema.get("const")])))
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
-            allowed &= frozenset().union(*(get_schema_types(choice, root, depth - 1) for choice in schema[keyword]))
-    for choice in schema.get("allOf", ()):
-        allowed &= get_schema_types(choice, root, depth - 1)
-    if "$ref" in schema:
-        allowed &= get_schema_types(resolve_reference(str(schema["$ref"]), root), root, depth - 1)
-    return allowed
-
-
-def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference like `#/$defs/Place` points to; True (any value) if it does not exist."""
-    target: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        target = target.get(key, True) if isinstance(target, Mapping) else True
-    return target
-
-
-def get_json_type(value: Any) -> str:
-    """Return the JSON type of a value."""
-    return JSON_TYPE_NAMES.get(type(value), "null")
+    if tool is None:
+        return ANY_TYPE
+    schema = tool.parameters.get("properties", {}).get(name, True)
+    return get_types(schema, build_resolver(tool.parameters), MAX_NESTED_SCHEMAS)
 
 
 def text_to_json(text: str, types: frozenset[str]) -> str:
@@ -57,22 +25,21 @@ def text_to_json(text: str, types: frozenset[str]) -> str:
 
     >>> text_to_json("12", frozenset({"string"})), text_to_json("12", frozenset({"integer"}))
     ('"12"', '12')
-    >>> text_to_json("True", ALL_TYPES)
+    >>> text_to_json("True", ANY_TYPE)
     'true'
     """
     literal = literal_to_json(text.strip())
     if literal is None or "string" not in types:
         return literal or to_json_string(text)
     # If the schema allows strings, only a literal of another allowed type is not a string.
-    json_type = get_json_type(json.loads(literal))
-    is_allowed = json_type in types or (json_type == "integer" and "number" in types)
-    return literal if json_type != "string" and is_allowed else to_json_string(text)
+    json_type = get_type(json.loads(literal))
+    return literal if json_type != "string" and json_type in types else to_json_string(text)
 
 
 def python_to_json(text: str, types: frozenset[str]) -> str:
     """Convert a Python literal to JSON; an unquoted word becomes a string.
 
-    >>> python_to_json("'a'", ALL_TYPES), python_to_json("[True]", ALL_TYPES)
+    >>> python_to_json("'a'", ANY_TYPE), python_to_json("[True]", ANY_TYPE)
     ('"a"', '[true]')
     >>> python_to_json("5", frozenset({"string"}))
     '"5"'

@@ -46,7 +46,7 @@ class ToolParser:
         self._advance()
         return self._drain_parts()
 
-    def finish(self) -> list[OutputPart]:
+    def finish(self, *, truncated: bool = False) -> list[OutputPart]:
         """Return the remaining parts after the last text."""
         self.scanner.finish()
         self._advance()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import ANNOTATION_KEYWORDS, SchemaNode, build_separated_rule, list_parameters
+from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, list_parameters
 from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, python_to_json
 from afterglow.chat.tools.parsing.parser import ToolParser
@@ -121,4 +121,4 @@ def _build_single_quoted_terminals(grammar: LarkGrammar, node: SchemaNode) -> li
         return []
     if node.allowed_values is not None:
         return [grammar.literal(repr(value)) for value in node.allowed_values if repr(value).startswith("'")]
-    return [SINGLE_QUOTED_TERMINAL] if not set(node.schema) - ANNOTATION_KEYWORDS - {"type"} else []
+    return [SINGLE_QUOTED_TERMINAL] if not set(node.schema) - {"type"} else []
