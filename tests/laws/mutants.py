@@ -615,11 +615,11 @@ def _(put):
     preemption_laws.test_a_completion_ends_when_its_sequence_is_full_and_evicts_nothing,
 )
 def _(put):
-    def submit(original, self, request):
-        original(self, request)
-        self._jobs[request.id].max_cells += 1
+    def mark_running(original, self, waiting, sequence):
+        original(self, waiting, sequence)
+        self._running[-1].max_cells += 1
 
-    wrap(Engine, "submit", submit)(put)
+    wrap(Engine, "_mark_running", mark_running)(put)
 
 
 @mutant(
