@@ -21,10 +21,10 @@ from laws.mutants import mutant, wrap
     laws.test_speculation_preserves_the_sampling_distribution,
 )
 def _(put):
-    def sample_token(job, logits):
-        sampled = original(job, logits)
-        index = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
-        return job.draft[index] if job.draft and index < len(job.draft) else sampled
+    def sample_token(running, logits):
+        sampled = original(running, logits)
+        index = len(running.job.generated) - (len(running.sequence) - len(running.job.prompt) - len(running.draft))
+        return running.draft[index] if running.draft and index < len(running.draft) else sampled
 
     original = verify.sample_token
     put(verify, "sample_token", sample_token)
@@ -32,13 +32,13 @@ def _(put):
 
 @mutant("a draft token is accepted if it is likely enough", laws.test_speculation_preserves_the_sampling_distribution)
 def _(put):
-    def sample_token(job, logits):
-        index = len(job.generated) - (len(job.sequence) - len(job.prompt) - len(job.draft))
-        if job.draft and index < len(job.draft) and logits[job.draft[index]] > logits.max() - 1:
-            job.sampler.sample(logits)
-            job.sampler.accept(job.draft[index])
-            return job.draft[index]
-        return original(job, logits)
+    def sample_token(running, logits):
+        index = len(running.job.generated) - (len(running.sequence) - len(running.job.prompt) - len(running.draft))
+        if running.draft and index < len(running.draft) and logits[running.draft[index]] > logits.max() - 1:
+            running.job.sampler.sample(logits)
+            running.job.sampler.accept(running.draft[index])
+            return running.draft[index]
+        return original(running, logits)
 
     original = verify.sample_token
     put(verify, "sample_token", sample_token)
@@ -65,10 +65,10 @@ def _(put):
 
 @mutant("a rejected draft token stays in the KV cache", laws.test_speculation_changes_no_token)
 def _(put):
-    def drop_rejected(job, rollback=None):
-        rejected = len(job.sequence) - (job.known_length - 1)
+    def drop_rejected(running, rollback=None):
+        rejected = len(running.sequence) - (running.job.known_length - 1)
         if rejected > 0:
-            job.sequence._set_length(job.known_length - 1)
+            running.sequence._set_length(running.job.known_length - 1)
         return True
 
     put(engine, "drop_rejected", drop_rejected)
@@ -76,11 +76,11 @@ def _(put):
 
 @mutant("the sampler accepts rejected draft tokens", laws.test_the_sampler_advances_with_accepted_tokens_only)
 def _(put):
-    def sample_and_verify(job, backend, span, row, events):
-        before = len(job.generated)
-        finish_cause = original(job, backend, span, row, events)
-        for token in job.draft[len(job.generated) - before :]:
-            job.sampler.accept(token)
+    def sample_and_verify(running, backend, span, row, events):
+        before = len(running.job.generated)
+        finish_cause = original(running, backend, span, row, events)
+        for token in running.draft[len(running.job.generated) - before :]:
+            running.job.sampler.accept(token)
         return finish_cause
 
     original = engine.sample_and_verify
@@ -89,11 +89,11 @@ def _(put):
 
 @mutant("the sampler samples after rejected draft tokens", laws.test_speculation_changes_no_token)
 def _(put):
-    def sample_and_verify(job, backend, span, row, events):
-        before = len(job.generated)
-        finish_cause = original(job, backend, span, row, events)
-        for offset in range(len(job.generated) - before, len(job.draft) + 1):
-            job.sampler.sample(backend.get_logits(span, row + offset))
+    def sample_and_verify(running, backend, span, row, events):
+        before = len(running.job.generated)
+        finish_cause = original(running, backend, span, row, events)
+        for offset in range(len(running.job.generated) - before, len(running.draft) + 1):
+            running.job.sampler.sample(backend.get_logits(span, row + offset))
         return finish_cause
 
     original = engine.sample_and_verify
@@ -102,8 +102,8 @@ def _(put):
 
 @mutant("the logits of the next row are used", laws.test_speculation_changes_no_token)
 def _(put):
-    def sample_and_verify(job, backend, span, row, events):
-        return original(job, backend, span, row + bool(job.draft), events)
+    def sample_and_verify(running, backend, span, row, events):
+        return original(running, backend, span, row + bool(running.draft), events)
 
     original = engine.sample_and_verify
     put(engine, "sample_and_verify", sample_and_verify)
@@ -119,9 +119,9 @@ def _(put):
 
 @mutant("drafts continue after the end of the completion", laws.test_stops_and_limits_apply_inside_accepted_drafts)
 def _(put):
-    def find_finish_cause(job, backend, token):
-        finish_cause = original(job, backend, token)
-        return None if job.known_length - 1 < len(job.sequence) else finish_cause
+    def find_finish_cause(running, backend, token):
+        finish_cause = original(running, backend, token)
+        return None if running.job.known_length - 1 < len(running.sequence) else finish_cause
 
     original = verify._find_finish_cause
     put(verify, "_find_finish_cause", find_finish_cause)
@@ -129,7 +129,7 @@ def _(put):
 
 @mutant("more tokens are drafted than can be rolled back", laws.test_drafts_are_limited_to_what_can_be_rolled_back)
 def _(put):
-    put(Speculator, "_get_max_length", lambda self, job, spare_rows: min(spare_rows, 16))
+    put(Speculator, "_get_max_length", lambda self, running, spare_rows: min(spare_rows, 16))
 
 
 @mutant("deterministic mode speculates", laws.test_deterministic_mode_does_not_speculate)
@@ -139,7 +139,7 @@ def _(put):
         original(self, fixed, capabilities, cost_model, drafters, rollback)
 
     def schedule(original, self):
-        self.speculator.propose_drafts([job for job in self._running if job.is_decoding], [])
+        self.speculator.propose_drafts([running for running in self._running if running.is_decoding], [])
         return original(self)
 
     wrap(Speculator, "__init__", init)(put)
@@ -151,11 +151,11 @@ def _(put):
 
 @mutant("accepted tokens are not computed again", laws.test_replay_changes_no_token)
 def _(put):
-    def restore(original, self, job):
-        restored = original(self, job)
+    def restore(original, self, running):
+        restored = original(self, running)
         if restored:
-            job.sequence.append_decoded(job.generated[-1 - job.entries_to_recompute : -1])
-            job.entries_to_recompute = 0
+            running.sequence.append_decoded(running.job.generated[-1 - running.entries_to_recompute : -1])
+            running.entries_to_recompute = 0
         return restored
 
     wrap(Rollback, "restore", restore)(put)
@@ -163,23 +163,23 @@ def _(put):
 
 @mutant("the state is saved after the draft", laws.test_replay_changes_no_token)
 def _(put):
-    def restore(original, self, job):
+    def restore(original, self, running):
         self._saved_states = {
             other: dataclasses.replace(saved, state=self._backend.save(other.sequence.seq_id, "partial"))
             for other, saved in self._saved_states.items()
         }
-        return original(self, job)
+        return original(self, running)
 
     wrap(Rollback, "restore", restore)(put)
 
 
 @mutant("the state of another job is restored", laws.test_replay_changes_no_token)
 def _(put):
-    def restore(original, self, job):
-        others = [saved for other, saved in self._saved_states.items() if other is not job]
+    def restore(original, self, running):
+        others = [saved for other, saved in self._saved_states.items() if other is not running]
         if others:
-            self._saved_states[job] = dataclasses.replace(self._saved_states[job], state=others[0].state)
-        return original(self, job)
+            self._saved_states[running] = dataclasses.replace(self._saved_states[running], state=others[0].state)
+        return original(self, running)
 
     wrap(Rollback, "restore", restore)(put)
 

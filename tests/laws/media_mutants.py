@@ -8,7 +8,7 @@ from afterglow.engine import engine
 from afterglow.engine.kvcache import prefix_cache
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
 from afterglow.engine.multimodal.encoder_cache import EncoderCache
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import RunningJob
 from afterglow.engine.scheduling.media import MediaScheduler
 from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.media import MediaPart
@@ -61,12 +61,12 @@ def _(put):
 @mutant("an image shares a decode with text", no_token_changes)
 def _(put):
     def get_chunk_limit(original, self):
-        media_indices, self.media_indices = self.media_indices, ()
+        media_indices, self.job.media_indices = self.job.media_indices, ()
         limit = original(self)
-        self.media_indices = media_indices
+        self.job.media_indices = media_indices
         return limit
 
-    wrap(Job, "get_chunk_limit", get_chunk_limit)(put)
+    wrap(RunningJob, "get_chunk_limit", get_chunk_limit)(put)
 
 
 @mutant("images use as many positions as cells", no_token_changes)

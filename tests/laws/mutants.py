@@ -31,7 +31,7 @@ from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.kvcache.store import TieredStore
 from afterglow.engine.sampling.stops import StopMatcher
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.types.backend import Capabilities
 from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.request import Failed, PrefillProgress
@@ -217,7 +217,7 @@ def _(put):
 
 @mutant("a follower does not wait for its leader", engine_laws.test_concurrent_requests_prefill_a_common_prefix_once)
 def _(put):
-    put(Engine, "_follow_leader", lambda self, job, reuse_length: False)
+    put(Engine, "_follow_leader", lambda self, waiting, reuse_length: False)
 
 
 @mutant(
@@ -225,10 +225,10 @@ def _(put):
     sequence_laws.test_a_common_prefix_is_prefilled_once_in_chunks,
 )
 def _(put):
-    def is_following(job, running):
-        job.leader_position -= 20
-        follows = original(job, running)
-        job.leader_position += 20
+    def is_following(waiting, running):
+        waiting.leader_position -= 20
+        follows = original(waiting, running)
+        waiting.leader_position += 20
         return follows
 
     original = engine_module.is_following
@@ -311,7 +311,10 @@ def _(put):
     engine_laws.test_c3_a_new_conversation_reuses_the_system_prompt,
 )
 def _(put):
-    put(Job, "get_chunk_limit", lambda self: self.backlog if self.generated else len(self.prompt) - len(self.sequence))
+    def get_chunk_limit(self):
+        return self.backlog if self.job.generated else len(self.job.prompt) - len(self.sequence)
+
+    put(RunningJob, "get_chunk_limit", get_chunk_limit)
 
 
 @mutant("thinning drops the newest checkpoint", checkpoint_laws.test_thinning_keeps_the_first_and_the_newest_checkpoint)
@@ -446,9 +449,9 @@ def _(put):
     preemption_laws.test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token,
 )
 def _(put):
-    def swap_out(original, self, job):
-        original(self, job)
-        job.is_preempted = False
+    def swap_out(original, self, running):
+        original(self, running)
+        self._waiting[0].is_preempted = False
 
     wrap(Engine, "_swap_out", swap_out)(put)
 
@@ -489,8 +492,8 @@ def _(put):
 )
 def _(put):
     def recover(self, jobs, error):
-        for job in jobs:
-            job.failed_decodes += 1
+        for running in jobs:
+            running.job.failed_decodes += 1
 
     put(Engine, "_recover", recover)
 
@@ -510,19 +513,19 @@ def _(put):
 
 @mutant("a restarted job samples its token again", preemption_laws.test_a_failed_decode_samples_no_token_twice)
 def _(put):
-    def start_job(original, self, job):
-        if job.generated:
-            job.sampler.sample(np.zeros(self.backend.vocabulary_size, dtype=np.float32))
-        return original(self, job)
+    def start_job(original, self, waiting, **options):
+        if waiting.job.generated:
+            waiting.job.sampler.sample(np.zeros(self.backend.vocabulary_size, dtype=np.float32))
+        return original(self, waiting, **options)
 
     wrap(Engine, "_start_job", start_job)(put)
 
 
 @mutant("a restarted job loses its generated tokens", preemption_laws.test_a_failed_decode_samples_no_token_twice)
 def _(put):
-    def start_job(original, self, job):
-        job.generated.clear()
-        return original(self, job)
+    def start_job(original, self, waiting, **options):
+        waiting.job.generated.clear()
+        return original(self, waiting, **options)
 
     wrap(Engine, "_start_job", start_job)(put)
 
@@ -556,10 +559,9 @@ def _(put):
 @mutant("a cancelled waiting job stays in the queue", preemption_laws.test_a_cancelled_request_is_removed)
 def _(put):
     def remove_job(original, self, job):
-        is_waiting = job in self._waiting
+        waiting = [waiting for waiting in self._waiting if waiting.job is job]
         original(self, job)
-        if is_waiting:
-            self._waiting.append(job)
+        self._waiting.extend(waiting)
 
     wrap(Engine, "_remove_job", remove_job)(put)
 
@@ -613,11 +615,11 @@ def _(put):
     preemption_laws.test_a_completion_ends_when_its_sequence_is_full_and_evicts_nothing,
 )
 def _(put):
-    def submit(original, self, request):
-        original(self, request)
-        self._jobs[request.id].max_cells += 1
+    def mark_running(original, self, waiting, sequence):
+        original(self, waiting, sequence)
+        self._running[-1].max_cells += 1
 
-    wrap(Engine, "submit", submit)(put)
+    wrap(Engine, "_mark_running", mark_running)(put)
 
 
 @mutant(
@@ -654,9 +656,9 @@ def _(put):
 
 @mutant("a completion is limited by positions", regressions.test_a_completion_is_limited_by_cells_and_not_by_positions)
 def _(put):
-    def find_finish_cause(job, backend, token):
-        job.sequence.cell_count = job.sequence.position
-        return original(job, backend, token)
+    def find_finish_cause(running, backend, token):
+        running.sequence.cell_count = running.sequence.position
+        return original(running, backend, token)
 
     original = verify._find_finish_cause
     put(verify, "_find_finish_cause", find_finish_cause)
@@ -696,13 +698,13 @@ def _(put):
     def record_chunk(self, count, grid):
         self.sequence.aligned = len(self.sequence)
 
-    put(Job, "record_chunk", record_chunk)
+    put(RunningJob, "record_chunk", record_chunk)
 
 
 @mutant("deterministic jobs share a decode", deterministic)
 def _(put):
-    def schedule_on_grid(jobs, grid, now):
-        first = original(jobs, grid, now)
+    def schedule_on_grid(jobs, grid):
+        first = original(jobs, grid)
         others = [job for job in jobs if job.is_decoding and job is not first[0][0]] if first else []
         return [*first, *[(job, 1) for job in others]]
 
@@ -712,8 +714,8 @@ def _(put):
 
 @mutant("deterministic chunks do not end on the grid", deterministic)
 def _(put):
-    def schedule_on_grid(jobs, grid, now):
-        return [(job, min(job.get_chunk_limit(), 20)) for job, _ in original(jobs, grid, now)]
+    def schedule_on_grid(jobs, grid):
+        return [(job, min(job.get_chunk_limit(), 20)) for job, _ in original(jobs, grid)]
 
     original = engine_module.schedule_on_grid
     put(engine_module, "schedule_on_grid", schedule_on_grid)

@@ -30,7 +30,7 @@ def test_a_fork_of_a_running_request_that_rejected_drafts_changes_no_token(kind,
         for number in range(4):
             for _ in range(3):
                 collect(answers, engine)
-            slot = next(job.running_sequence for job in engine._running if job.request.id == "running")
+            slot = next(state.sequence for state in engine._running if state.job.request.id == "running")
             prompt = [*map(int, slot.entries), 60 + number]
             engine.submit(request(str(number), prompt, max_tokens=5, **OPTIONS))
             before = len(slot)

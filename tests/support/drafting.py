@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, DraftRequest
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.testing import FakeBackend
@@ -25,24 +25,24 @@ class Oracle:
         self.released: list[str] = []
         self.calls: list[list[tuple[str, int]]] = []
 
-    def can_draft(self, job: Job) -> bool:
+    def can_draft(self, running: RunningJob) -> bool:
         return True
 
-    def get_draft_kind(self, job: Job) -> str:
+    def get_draft_kind(self, running: RunningJob) -> str:
         return self.name
 
-    def estimate_acceptance(self, job: Job) -> float:
+    def estimate_acceptance(self, running: RunningJob) -> float:
         return INITIAL_ACCEPTANCE_RATE
 
-    def estimate_catch_up_entries(self, job: Job) -> float:
+    def estimate_catch_up_entries(self, running: RunningJob) -> float:
         return 0.0
 
-    def catch_up(self, jobs: Sequence[Job]) -> None:
+    def catch_up(self, jobs: Sequence[RunningJob]) -> None:
         """Do nothing: there is no state to compute."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
-        self.calls.append([(job.request.id, limit) for job, limit in draft_requests])
-        return [self._draft_tokens(job, limit) for job, limit in draft_requests]
+        self.calls.append([(running.job.request.id, limit) for running, limit in draft_requests])
+        return [self._draft_tokens(running.job, limit) for running, limit in draft_requests]
 
     def _draft_tokens(self, job: Job, limit: int) -> list[int]:
         start = len(job.generated)

@@ -148,23 +148,21 @@ cached_backends: dict[tuple[str, tuple[Entry, ...]], FakeBackend] = {}
 
 def check_jobs(engine: Engine) -> None:
     """Check that each job is in one place, each busy slot has one job, and a slot holds only known entries."""
-    jobs, running, waiting = engine._jobs.values(), engine._running, list(engine._waiting)
-    assert Counter(map(id, jobs)) == Counter(map(id, running + waiting))
-    assert all(job.sequence is None for job in waiting)
+    running, waiting = engine._running, list(engine._waiting)
+    assert Counter(map(id, engine._jobs.values())) == Counter(id(state.job) for state in running + waiting)
     assert not engine._decoding_jobs
-    slots = [job.sequence.seq_id for job in running]
+    slots = [state.sequence.seq_id for state in running]
     assert sorted(slots) == [slot.seq_id for slot in engine.prefix_cache.slots if slot.busy]
-    for job in engine._jobs.values():
-        known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)])
-        named = job.request.sequence
-        assert named is None or job.sequence is None or job.sequence.seq_id == named
-        holder = job.sequence or job.swapped_state
-        if holder is not None:
-            assert len(holder.entries) < len(known), f"{job.request.id}: no entry is left to compute"
-            assert common_prefix_length(holder.entries, known) == len(holder.entries), (
-                f"{job.request.id}: its sequence holds other entries"
-            )
-        assert not job.sampler.closed
+    assert all(state.job.request.sequence in (None, state.sequence.seq_id) for state in running)
+    holders = [(state.job, state.sequence) for state in running]
+    holders += [(state.job, state.swapped_state) for state in waiting if state.swapped_state is not None]
+    for job, holder in holders:
+        known = job.known_entries
+        assert len(holder.entries) < len(known), f"{job.request.id}: no entry is left to compute"
+        assert common_prefix_length(holder.entries, known) == len(holder.entries), (
+            f"{job.request.id}: its sequence holds other entries"
+        )
+    assert not any(job.sampler.closed for job in engine._jobs.values())
 
 
 def check_trees(engine: Engine) -> None:
@@ -227,7 +225,7 @@ def check_stored(engine: Engine) -> None:
     block_bytes = sum(block.rows.nbytes + block.entries.nbytes for block in blocks)
     assert block_bytes == store.ram.block_bytes
     assert block_bytes + cache.checkpoints.nbytes + cache.swapped_bytes == store.ram.used_bytes <= store.ram.limit
-    assert cache.swapped_bytes == sum(job.swapped_state.nbytes for job in engine._jobs.values() if job.swapped_state)
+    assert cache.swapped_bytes == sum(job.swapped_state.nbytes for job in engine._waiting if job.swapped_state)
     assert {block.key for block in store.tree if not block.is_on_disk} <= {block.key for block in blocks}
     for block in blocks:
         assert block.start == 0 or store.tree.get(block.parent) is not None, "a block lost its predecessor"

@@ -7,15 +7,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
+from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.kvcache.sequence import Sequence as Slot
 from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint, TokenConstraintFactory
 from afterglow.engine.scheduling.admission import check_servable
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob, WaitingJob
 from afterglow.engine.scheduling.media import MediaScheduler
 from afterglow.engine.scheduling.scheduler import (
     BatchBudget,
@@ -75,12 +74,12 @@ class Engine:
         self.media_scheduler = MediaScheduler(backend.projector, self.interner, self.settings)
         self._max_media_rows = capabilities.batch_cells  # media rows that the next decode may hold
         self._jobs: dict[str, Job] = {}
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._waiting: deque[WaitingJob] = deque()
+        self._running: list[RunningJob] = []
         self._events: list[EngineEvent] = []
         self._is_consistent = True  # False after a step that raised: the content of the KV cache is unknown then
         self._cancel_lock = threading.RLock()  # guards the two below: `cancel` may come from another thread
-        self._decoding_jobs, self._cancelled_ids = list[Job](), set[str]()
+        self._decoding_jobs, self._cancelled_ids = list[RunningJob](), set[str]()
 
     @property
     def is_busy(self) -> bool:
@@ -89,7 +88,7 @@ class Engine:
     @property
     def has_started_decoding(self) -> bool:
         """Whether any running job was part of a decode."""
-        return any(job.last_decoded_at for job in self._running)
+        return any(running.job.last_decoded_at for running in self._running)
 
     def submit(self, request: Request, token_constraint: TokenConstraint | None = None) -> None:
         """Accept a request; its events come from `step`. A request that can never be served raises at once.
@@ -110,11 +109,10 @@ class Engine:
             stop_matcher=StopMatcher(request.stop) if request.stop else None,
             sampler=self.backend.create_sampler(request.sampling),
             token_constraint=token_constraint,
-            max_cells=self.backend.capabilities.cells_per_sequence,
         )
         self.media_scheduler.add_job(job)
         self._jobs[request.id] = job
-        self._waiting.append(job)
+        self._waiting.append(WaitingJob(job=job))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, from any thread. Interrupts a running decode if no other sequence loses its KV cache."""
@@ -122,7 +120,7 @@ class Engine:
             return
         with self._cancel_lock:
             self._cancelled_ids.add(request_id)
-            cancelled = [job for job in self._decoding_jobs if job.request.id in self._cancelled_ids]
+            cancelled = [running for running in self._decoding_jobs if running.job.request.id in self._cancelled_ids]
             capabilities = self.backend.capabilities
             is_harmless = capabilities.survives_abort or len(self._decoding_jobs) == 1
             if cancelled and capabilities.interruptible and is_harmless:
@@ -183,58 +181,62 @@ class Engine:
             self._finish(job, "deadline")
 
     def _admit_waiting(self) -> None:
-        for job in sorted(self._waiting, key=lambda job: -job.request.priority):
-            if is_following(job, self._running):
+        for waiting in sorted(self._waiting, key=lambda waiting: -waiting.job.request.priority):
+            if is_following(waiting, self._running):
                 continue
-            job.leader = None
-            if job.is_preempted and self._running and self.backend.capabilities.kv_unified:
+            waiting.leader = None
+            if waiting.is_preempted and self._running and self.backend.capabilities.kv_unified:
                 break  # it would only preempt another job
-            has_slot = self._start_job(job) if job.swapped_state is None else self._swap_in(job)
-            if not has_slot and job.request.sequence is None:
+            saved = waiting.swapped_state
+            has_slot = self._start_job(waiting) if saved is None else self._swap_in(waiting, saved)
+            if not has_slot and waiting.job.request.sequence is None:
                 break  # the next job would not get a slot either
 
-    def _start_job(self, job: Job) -> bool:
+    def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
         """Plan the prefix and give the job a sequence. Return False if there is no slot for it now.
 
         A job that waits for a leader or for the disk stays in the queue and does not block the next one.
         """
-        known = np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)]) if job.generated else job.prompt
-        request = job.request
+        job, request = waiting.job, waiting.job.request
         plan = self.prefix_cache.plan(
-            known, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, salt=request.salt
+            job.known_entries if job.generated else job.prompt,
+            use_prefix_cache=request.use_prefix_cache,
+            slot=request.sequence,
+            salt=request.salt,
         )
         if plan is None:
             return False
-        if self._follow_leader(job, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan)):
+        if self._follow_leader(waiting, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan)):
             return True
         sequence, reused = self.prefix_cache.acquire(plan, request.salt)
-        if plan.reuse_length and not reused and not job.stored_load_failed:
+        if plan.reuse_length and not reused and not is_retry:
             # A stored state did not load and was removed: plan again.
-            job.stored_load_failed = True
             self.prefix_cache.release(sequence)
-            return self._start_job(job)
+            return self._start_job(waiting, is_retry=True)
         if not job.admitted_at:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
         job.checkpoint_positions = self.prefix_cache.checkpoint_positions(sequence, job.prompt, request.boundaries)
-        self._mark_running(job, sequence)
+        self._mark_running(waiting, sequence)
         return True
 
-    def _follow_leader(self, job: Job, reuse_length: int) -> bool:
+    def _follow_leader(self, waiting: WaitingJob, reuse_length: int) -> bool:
         """Make the job wait if a running job is computing more of its prefix than is cached. Return whether it does."""
-        leader = find_leader(job, self._running, reuse_length, self.interner, self.prefix_cache.round_down)
+        leader = find_leader(waiting.job, self._running, reuse_length, self.interner, self.prefix_cache.round_down)
         if leader is None:
             return False
-        job.leader, job.leader_position = leader
-        job.leader.checkpoint_positions.append(job.leader_position)
+        waiting.leader, waiting.leader_position = leader
+        waiting.leader.checkpoint_positions.append(waiting.leader_position)
         self.counters.coalesced += 1
         return True
 
-    def _mark_running(self, job: Job, sequence: Slot) -> None:
-        job.sequence, job.is_preempted, job.on_grid_length = sequence, False, sequence.aligned
+    def _mark_running(self, waiting: WaitingJob, sequence: Slot) -> None:
+        job, max_cells = waiting.job, self.backend.capabilities.cells_per_sequence
         job.admitted_at = job.admitted_at or time.monotonic()
-        self._waiting.remove(job)
-        self._running.append(job)
+        self._waiting.remove(waiting)
+        self._running.append(
+            RunningJob(job=job, sequence=sequence, max_cells=max_cells, on_grid_length=sequence.aligned)
+        )
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
@@ -249,29 +251,30 @@ class Engine:
         job.sampler.close()
         self.media_scheduler.remove_job(job)
         self.speculator.release(job)
-        if job.swapped_state is not None:
-            self.prefix_cache.release_swapped(job.swapped_state)
-        if job in self._waiting:
-            self._waiting.remove(job)
-        else:
-            self._stop_running(job)
+        for running in [running for running in self._running if running.job is job]:
+            self._stop_running(running)
+        for waiting in [waiting for waiting in self._waiting if waiting.job is job]:
+            self._waiting.remove(waiting)
+            if waiting.swapped_state is not None:
+                self.prefix_cache.release_swapped(waiting.swapped_state)
 
-    def _stop_running(self, job: Job) -> None:
-        self._running.remove(job)
-        sequence, job.sequence, job.entries_to_recompute = job.running_sequence, None, 0
-        sequence.drop_partial_media()
-        self.prefix_cache.release(sequence)
+    def _stop_running(self, running: RunningJob) -> None:
+        self._running.remove(running)
+        running.sequence.drop_partial_media()
+        self.prefix_cache.release(running.sequence)
 
     # --- one decode
 
-    def _schedule(self) -> list[tuple[Job, int]]:
+    def _schedule(self) -> list[tuple[RunningJob, int]]:
         now, cost_model = time.monotonic(), self.prefix_cache.cost_model
-        ready = [job for job in self._running[:] if not job.media_indices or self._is_media_ready(job)]
+        ready = [
+            running for running in self._running[:] if not running.job.media_indices or self._is_media_ready(running)
+        ]
         if self.settings.deterministic:
-            return schedule_on_grid(ready, self.settings.grid, now)
+            return schedule_on_grid(ready, self.settings.grid)
         cells = compute_max_batch(self.backend.capabilities, cost_model.latest_seconds_per_entry)
         decoding, prefilling, media_jobs = partition_jobs(ready)
-        backlogs = [job.backlog for job in prefilling]
+        backlogs = [running.backlog for running in prefilling]
         entries = compute_prefill_budget(
             len(decoding),
             backlogs,
@@ -286,17 +289,17 @@ class Engine:
         self.speculator.propose_drafts(decoding, prefilling)
         return schedule(decoding, prefilling, BatchBudget(cells=cells, prefill_entries=entries), now)
 
-    def _is_media_ready(self, job: Job) -> bool:
+    def _is_media_ready(self, running: RunningJob) -> bool:
         """Return whether the job's next entry can be computed. Fail the job if its media cannot be encoded."""
-        if self.media_scheduler.prepare_next(job):
+        if self.media_scheduler.prepare_next(running):
             return True
-        if (error := self.media_scheduler.get_error(job)) is not None:
-            self._fail(job, error)
+        if (error := self.media_scheduler.get_error(running)) is not None:
+            self._fail(running.job, error)
         return False
 
-    def _decode(self, batch: list[tuple[Job, int]]) -> None:
-        spans = [job.build_span(count, self._max_media_rows) for job, count in batch]
-        jobs = [job for job, _ in batch]
+    def _decode(self, batch: list[tuple[RunningJob, int]]) -> None:
+        spans = [running.build_span(count, self._max_media_rows) for running, count in batch]
+        jobs = [running for running, _ in batch]
         self.speculator.prepare_decode(jobs)
         with self._cancel_lock:
             self._decoding_jobs = jobs
@@ -315,22 +318,24 @@ class Engine:
                 self.backend.clear_interrupt()
         self._process_decode(jobs, spans, started_at)
 
-    def _process_decode(self, jobs: list[Job], spans: list[DecodeSpan], started_at: float) -> None:
+    def _process_decode(self, jobs: list[RunningJob], spans: list[DecodeSpan], started_at: float) -> None:
         tokens = recomputed = 0
         # First everything that needs no logits: a GPU is still computing them.
-        for job, span in zip(jobs, spans, strict=True):
-            recomputed += job.record_decode(span, started_at)
-            if job.media_indices and span.completes_entry:
-                self.media_scheduler.release_decoded(job)
+        for running, span in zip(jobs, spans, strict=True):
+            recomputed += running.record_decode(span, started_at)
+            if running.job.media_indices and span.completes_entry:
+                self.media_scheduler.release_decoded(running)
             if self.settings.deterministic and span.completes_entry:
-                job.record_chunk(len(span.entries), self.settings.grid)
+                running.record_chunk(len(span.entries), self.settings.grid)
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
-        for index, (job, span) in enumerate(zip(jobs, spans, strict=True)):
+        for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
-                tokens += self._sample(job, index, len(span.entries) - span.outputs)
+                tokens += self._sample(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
-                self._events.append(PrefillProgress(job.request.id, len(job.running_sequence), len(job.prompt)))
-                self._checkpoint_if_due(job)
+                self._events.append(
+                    PrefillProgress(running.job.request.id, len(running.sequence), len(running.job.prompt))
+                )
+                self._checkpoint_if_due(running)
         decoding_jobs = len(spans) if rows - draft_tokens - recomputed == len(spans) else 0
         self._record_timing(rows, decoding_jobs, tokens, time.perf_counter() - started_at)
 
@@ -345,12 +350,13 @@ class Engine:
             self.speculator.loss_budget.elapsed_seconds += seconds
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
 
-    def _checkpoint_if_due(self, job: Job) -> None:
-        if len(job.running_sequence) in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
-            self.prefix_cache.take_checkpoint(job.running_sequence)
+    def _checkpoint_if_due(self, running: RunningJob) -> None:
+        if len(running.sequence) in running.job.checkpoint_positions and self.backend.capabilities.has_partial_state:
+            self.prefix_cache.take_checkpoint(running.sequence)
 
-    def _sample(self, job: Job, span: int, row: int) -> int:
+    def _sample(self, running: RunningJob, span: int, row: int) -> int:
         """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""
+        job = running.job
         job.first_token_at = job.first_token_at or time.monotonic()
         if job.request.max_tokens == 0:
             self._finish(job, "length")
@@ -359,84 +365,81 @@ class Engine:
         failure: AfterglowError | None = None
         finish_cause: FinishCause | None = None
         try:
-            finish_cause = sample_and_verify(job, self.backend, span, row, self._events)
+            finish_cause = sample_and_verify(running, self.backend, span, row, self._events)
         except AfterglowError as error:
             failure = error
-        if job.draft:
+        if running.draft:
             accepted = job.accepted_token_count - accepted_before
-            self.speculator.record_verification(job, len(job.draft), accepted)
+            self.speculator.record_verification(running, len(running.draft), accepted)
             self.counters.draft_steps += 1
-            self.counters.draft_tokens += len(job.draft)
+            self.counters.draft_tokens += len(running.draft)
             self.counters.accepted_tokens += accepted
-        is_intact = not job.draft or drop_rejected(job, self.speculator.rollback)
+        is_intact = not running.draft or drop_rejected(running, self.speculator.rollback)
         if failure is not None:
             self._fail(job, failure)
         elif finish_cause is not None:
             self._finish(job, *finish_cause)
         elif not is_intact:
-            self._requeue(job)
+            self._requeue(running)
         return len(job.generated) - generated_before
 
     # --- preemption and recovery
 
-    def _free_cells(self, jobs: list[Job], error: KVCacheFull) -> None:
+    def _free_cells(self, jobs: list[RunningJob], error: KVCacheFull) -> None:
         """Free cells: stop drafting, else evict, else preempt the youngest job. A job that runs alone ends."""
-        if any(job.draft for job in jobs):
+        if any(running.draft for running in jobs):
             return self.speculator.pause()
         if self.prefix_cache.evict():
             return
-        youngest = max(self._running, key=lambda job: job.submitted_at)
+        youngest = max(self._running, key=lambda running: running.job.submitted_at)
         if len(self._running) > 1:
             self._swap_out(youngest)
-        elif youngest.generated:
-            self._finish(youngest, "length")
+        elif youngest.job.generated:
+            self._finish(youngest.job, "length")
         else:
-            self._fail(youngest, error)
+            self._fail(youngest.job, error)
 
-    def _swap_out(self, job: Job) -> None:
-        sequence = job.running_sequence
-        sequence.drop_partial_media()
-        job.swapped_state = self.prefix_cache.swap_out(sequence)
-        sequence.clear()
-        self._stop_running(job)
-        self._waiting.appendleft(job)
-        job.is_preempted = True
+    def _swap_out(self, running: RunningJob) -> None:
+        running.sequence.drop_partial_media()
+        saved = self.prefix_cache.swap_out(running.sequence)
+        running.sequence.clear()
+        self._requeue(running, saved, is_preempted=True)
         self.counters.preempted += 1
 
-    def _swap_in(self, job: Job) -> bool:
+    def _swap_in(self, waiting: WaitingJob, saved: SavedSequence) -> bool:
+        job = waiting.job
         plan = self.prefix_cache.plan(
             job.prompt, use_prefix_cache=False, slot=job.request.sequence, salt=job.request.salt
         )
         if plan is None:
             return False
-        saved, job.swapped_state = job.swapped_state, None
-        assert saved is not None
+        waiting.swapped_state = None
         self.prefix_cache.release_swapped(saved)
         sequence, _ = self.prefix_cache.acquire(plan, job.request.salt)
         try:
             sequence.load(saved.entries, saved.state, saved.aligned)
         except AfterglowError:
             sequence.clear()
-        self._mark_running(job, sequence)
+        self._mark_running(waiting, sequence)
         return True
 
-    def _recover(self, jobs: list[Job], error: AfterglowError) -> None:
+    def _recover(self, jobs: list[RunningJob], error: AfterglowError) -> None:
         """Make the sequences consistent with the KV cache after a decode that failed or was interrupted."""
         self.counters.interrupted += isinstance(error, Cancelled)
         is_intact = self.backend.capabilities.survives_abort
         if not is_intact and len(jobs) > 1:
             self._clear_bystanders(jobs)
-        for job in jobs:
-            sequence = job.running_sequence
+        for running in jobs:
+            sequence = running.sequence
             sequence.repair(is_intact=is_intact)
             if not isinstance(error, Cancelled):
-                job.failed_decodes += 1
-            if job.failed_decodes >= MAX_DECODE_ATTEMPTS:
-                self._fail(job, error)
+                running.job.failed_decodes += 1
+            if running.job.failed_decodes >= MAX_DECODE_ATTEMPTS:
+                self._fail(running.job, error)
             elif len(sequence) == 0:
-                self._requeue(job)
+                self._requeue(running)
 
-    def _clear_bystanders(self, jobs: list[Job]) -> None:
+    def _clear_bystanders(self, jobs: list[RunningJob]) -> None:
         """Clear the sequences outside of a failed decode of several recurrent ones.
 
         llama.cpp moves recurrent states so that those of a batch are adjacent. If it stops meanwhile, the others may
@@ -445,11 +448,13 @@ class Engine:
         for slot in self.prefix_cache.slots:
             if not slot.busy and len(slot):
                 self.prefix_cache.discard(slot)
-        for job in [job for job in self._running if job not in jobs]:
-            job.running_sequence.clear()
-            self._requeue(job)
+        for running in [running for running in self._running if running not in jobs]:
+            running.sequence.clear()
+            self._requeue(running)
 
-    def _requeue(self, job: Job) -> None:
-        """Queue a job that lost its KV cache; it starts again from its longest cached prefix."""
-        self._stop_running(job)
-        self._waiting.appendleft(job)
+    def _requeue(
+        self, running: RunningJob, swapped_state: SavedSequence | None = None, *, is_preempted: bool = False
+    ) -> None:
+        """Queue a job that lost its KV cache; it resumes from its swapped state or from its longest cached prefix."""
+        self._stop_running(running)
+        self._waiting.appendleft(WaitingJob(job=running.job, swapped_state=swapped_state, is_preempted=is_preempted))

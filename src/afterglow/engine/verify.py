@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.sampling.logprobs import find_top_logprobs, log_softmax
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import RunningJob
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Backend
 from afterglow.engine.types.request import EngineEvent, FinishReason, Request, Token
@@ -18,35 +18,37 @@ from afterglow.errors import AfterglowError, UnsupportedOperation
 FinishCause: TypeAlias = tuple[FinishReason, bytes | int | None]
 
 
-def sample_and_verify(job: Job, backend: Backend, span: int, row: int, events: list[EngineEvent]) -> FinishCause | None:
+def sample_and_verify(
+    running: RunningJob, backend: Backend, span: int, row: int, events: list[EngineEvent]
+) -> FinishCause | None:
     """Sample after `row`, the last known entry, and after each draft token behind it. Return the finish cause, if any.
 
     The sampled token is always the one that is output, so drafts save time and change no token. Sampling stops at the
     first token that differs from its draft: the rows after it were computed for another text.
     """
+    job = running.job
     request = job.request
-    for draft_token in (*job.draft, None):
+    for draft_token in (*running.draft, None):
         logits = backend.get_logits(span, row)
-        token = sample_token(job, logits)
+        token = sample_token(running, logits)
         job.generated.append(token)
         events.append(
             Token(request.id, token) if request.logprobs is None else _build_scored_token(request, token, logits)
         )
         job.accepted_token_count += token == draft_token
-        finish_cause = _find_finish_cause(job, backend, token)
+        finish_cause = _find_finish_cause(running, backend, token)
         if finish_cause is not None or token != draft_token:
             return finish_cause
         row += 1
     return None
 
 
-def drop_rejected(job: Job, rollback: Rollback | None = None) -> bool:
+def drop_rejected(running: RunningJob, rollback: Rollback | None = None) -> bool:
     """Remove rejected draft tokens from the KV cache; with `rollback`, all draft tokens.
 
     Return False if that was not possible. The job's sequence is empty then, and the job drafts no more.
     """
-    assert job.sequence is not None
-    sequence, length = job.sequence, job.known_length - 1
+    sequence, length = running.sequence, running.job.known_length - 1
     if len(sequence) <= length:
         return True
     with contextlib.suppress(UnsupportedOperation):  # the KV cache refused
@@ -54,15 +56,16 @@ def drop_rejected(job: Job, rollback: Rollback | None = None) -> bool:
             sequence.truncate(length)
             return True
     with contextlib.suppress(AfterglowError):  # the saved state does not load
-        if rollback is not None and rollback.restore(job):
+        if rollback is not None and rollback.restore(running):
             return True
-    job.draft_stats.disabled = True
+    running.job.draft_stats.disabled = True
     sequence.clear()
     return False
 
 
-def sample_token(job: Job, logits: NDArray[np.float32]) -> int:
+def sample_token(running: RunningJob, logits: NDArray[np.float32]) -> int:
     """Sample the next token under the job's token constraint. Advances the sampler and the constraint."""
+    job = running.job
     return (
         job.sampler.sample_and_accept(logits)
         if job.token_constraint is None
@@ -75,8 +78,8 @@ def _build_scored_token(request: Request, token: int, logits: NDArray[np.float32
     return Token(request.id, token, float(logprobs[token]), find_top_logprobs(logprobs, request.logprobs or 0))
 
 
-def _find_finish_cause(job: Job, backend: Backend, token: int) -> FinishCause | None:
-    request = job.request
+def _find_finish_cause(running: RunningJob, backend: Backend, token: int) -> FinishCause | None:
+    job, request = running.job, running.job.request
     if token in request.stop_tokens or (token in backend.eog_tokens and not request.ignore_eos):
         return "stop", token
     if job.stop_matcher is not None and (stop := job.stop_matcher.feed(backend.token_to_piece(token))) is not None:
@@ -85,6 +88,6 @@ def _find_finish_cause(job: Job, backend: Backend, token: int) -> FinishCause | 
         return "stop", None
     if len(job.generated) == request.max_tokens:
         return "length", None
-    if job.is_full:  # there is no cell for the token
+    if running.is_full:  # there is no cell for the token
         return "length", None
     return None

@@ -250,6 +250,14 @@ def test_a_cancel_ends_a_request_between_tokens(engine):
     assert 0 < end.usage.generated_tokens < 1000
 
 
+def test_requests_of_which_one_has_a_duplicate_id_are_rejected_together(engine):
+    """None of them is registered, so each id can be used again."""
+    with pytest.raises(InvalidArgument, match="already in use"):
+        engine.submit_together([request("first", prompt(9)), request("twice", prompt(9)), request("twice", prompt(9))])
+    streams = engine.submit_together([request("first", prompt(9)), request("twice", prompt(9))])
+    assert [get_tokens(read_events(stream)) for stream in streams] == [EXPECTED, EXPECTED]
+
+
 def test_a_waiting_request_can_be_cancelled(slow):
     running, waiting = slow.submit(build_long_request("running")), slow.submit(build_long_request("waiting"))
     time.sleep(0.1)

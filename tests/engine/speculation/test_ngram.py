@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation import ngram
 from afterglow.engine.speculation.ngram import MAX_IDLE_INDEXES, NgramDrafter, NgramIndex
 from support.play import GREEDY, fake, prompt, request
@@ -16,15 +16,15 @@ def to_entries(*tokens: int) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
-def build_job(entries: list[int], **options: object) -> Job:
-    backend = fake().backend
-    return Job(
+def build_job(entries: list[int], **options: object) -> RunningJob:
+    engine = fake()
+    job = Job(
         request=request("x", entries, **options),
         prompt=to_entries(*entries),
-        sampler=backend.create_sampler(GREEDY),
+        sampler=engine.backend.create_sampler(GREEDY),
         stop_matcher=None,
-        max_cells=1000,
     )
+    return RunningJob(job=job, sequence=engine.prefix_cache.slots[0], max_cells=1000, on_grid_length=0)
 
 
 def test_the_draft_is_what_followed_the_last_three_tokens():
@@ -55,9 +55,9 @@ def test_a_text_that_is_being_copied_is_followed_even_if_its_ngrams_occur_elsewh
     assert index.draft(3) == [8, 8, 9]
 
 
-def generate(drafter: NgramDrafter, job: Job, *tokens: int) -> tuple[str, float]:
+def generate(drafter: NgramDrafter, job: RunningJob, *tokens: int) -> tuple[str, float]:
     """Add generated tokens to a job. Return the draft kind then, and the estimated acceptance."""
-    job.generated += tokens
+    job.job.generated += tokens
     assert drafter.can_draft(job)
     return drafter.get_draft_kind(job), drafter.estimate_acceptance(job)
 
@@ -84,7 +84,7 @@ def test_acceptance_is_learned_from_every_token_without_drafting():
         kind, after = generate(drafter, job, token, 1, 2, 3)
     assert kind == "ngram"
     assert after < 0.6 * before
-    assert job.draft_token_count == 0
+    assert job.job.draft_token_count == 0
 
 
 def test_the_newest_of_several_occurrences_is_used():
@@ -117,8 +117,8 @@ def test_the_next_turn_finds_what_the_last_one_generated():
     drafter = NgramDrafter()
     first = build_job(prompt(30, 1))
     drafter.draft([(first, 4)])
-    first.generated += [50, 51, 52, 53, 54]
-    drafter.release(first)
+    first.job.generated += [50, 51, 52, 53, 54]
+    drafter.release(first.job)
     second = build_job([*prompt(30, 1), 50, 51, 52, 53, 54, 10, 11, 50, 51, 52])
     assert drafter.draft([(second, 2)]) == [[53, 54]]
 
@@ -127,10 +127,10 @@ def test_an_edited_prompt_finds_the_completion_of_the_old_one():
     drafter = NgramDrafter()
     first = build_job(prompt(30, 1))
     drafter.draft([(first, 4)])
-    first.generated += [50, 51, 52, 53, 54]
-    drafter.release(first)
+    first.job.generated += [50, 51, 52, 53, 54]
+    drafter.release(first.job)
     edited = build_job([*prompt(30, 1)[:28], 40])
-    edited.generated += [50, 51, 52]
+    edited.job.generated += [50, 51, 52]
     assert drafter.draft([(edited, 2)]) == [[53, 54]]
 
 
@@ -138,15 +138,15 @@ def test_a_repeated_prompt_finds_its_completion_at_once():
     drafter = NgramDrafter()
     first = build_job(prompt(30, 1))
     drafter.draft([(first, 4)])
-    first.generated += [50, 51, 52, 53, 54]
-    drafter.release(first)
+    first.job.generated += [50, 51, 52, 53, 54]
+    drafter.release(first.job)
     assert drafter.draft([(build_job(prompt(30, 1)), 4)]) == [[50, 51, 52, 53]]
 
 
 def test_concurrent_jobs_on_one_prompt_have_separate_indexes():
     drafter = NgramDrafter()
     first, second = build_job(prompt(30, 1)), build_job(prompt(30, 1))
-    first.generated += [50, 51, 52, 53, 50, 51, 52]
+    first.job.generated += [50, 51, 52, 53, 50, 51, 52]
     assert drafter.draft([(first, 1), (second, 1)]) == [[53], []]
 
 
@@ -162,7 +162,7 @@ def test_the_number_and_the_length_of_indexes_are_bounded(monkeypatch):
     for seed in range(2 * MAX_IDLE_INDEXES):
         job = build_job(prompt(30, seed))
         drafter.draft([(job, 1)])
-        drafter.release(job)
+        drafter.release(job.job)
     assert len(drafter._idle_indexes) == MAX_IDLE_INDEXES
     index = NgramIndex()
     for seed in range(20):

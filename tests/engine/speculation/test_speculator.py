@@ -237,11 +237,11 @@ class LateDrafter(Oracle):
         super().__init__({}, wrong)
         self.clock, self.entries, self.caught_up = clock, entries, set()
 
-    def estimate_catch_up_entries(self, job) -> float:
-        return 0.0 if job.request.id in self.caught_up else self.entries
+    def estimate_catch_up_entries(self, running) -> float:
+        return 0.0 if running.job.request.id in self.caught_up else self.entries
 
     def catch_up(self, jobs) -> None:
-        self.caught_up |= {job.request.id for job in jobs}
+        self.caught_up |= {running.job.request.id for running in jobs}
         self.clock[0].now += self.entries * 0.07  # seconds per prompt entry on this machine
 
     def release(self, job) -> None:
@@ -286,10 +286,10 @@ def test_a_drafter_that_would_not_catch_up_before_the_completion_ends_is_not_use
 def test_drafts_next_to_a_prefill_are_not_credited_with_savings_of_a_later_decode(build_engine):
     """A decode with prefill is not measured, and the next one may have no draft tokens."""
     engine, _ = build_engine(memory_bound, 10**6)
-    earlier = SimpleNamespace(draft=[5, 6], speculation_seconds_saved=0.0)
+    earlier = SimpleNamespace(draft=[5, 6], job=SimpleNamespace(speculation_seconds_saved=0.0))
     engine.speculator._verified_jobs.append(earlier)
     for _ in range(4):
         record_decode(engine.speculator, 1, 1, 1, 1.0)
     record_decode(engine.speculator, 3, 1, 3, 1.0)
     assert engine.speculator.loss_budget.saved_seconds > 0
-    assert earlier.speculation_seconds_saved == 0.0
+    assert earlier.job.speculation_seconds_saved == 0.0

@@ -126,7 +126,7 @@ class EngineProcess(Closeable):
         content = pack("request", tuple(requests))
         submission = Submission(tuple(requests), time.monotonic())
         with self._pending.lock:
-            streams = [self._pending.add_stream(request.id) for request in requests]
+            streams = self._pending.add_streams([request.id for request in requests])
             self._repeatable_requests.update((request.id, submission) for request in requests)
             self._post("submit", tuple(request.id for request in requests), content)
         return streams

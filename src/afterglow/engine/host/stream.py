@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
@@ -155,14 +155,16 @@ class PendingRequests:
         self._call_numbers = itertools.count()
         self._close_reason: AfterglowError | None = None
 
-    def add_stream(self, id: str) -> EventStream:
-        """Create the stream of a new request."""
+    def add_streams(self, ids: Sequence[str]) -> list[EventStream]:
+        """Create the streams of new requests: all of them, or none if an id is in use."""
         with self.lock:
             self._check_open()
-            if id in self._streams:
-                raise InvalidArgument("id", f"{id!r} is already in use by another request")
-            stream = self._streams[id] = EventStream(id, self._cancel_stream)
-            return stream
+            for index, id in enumerate(ids):
+                if id in self._streams or id in ids[:index]:
+                    raise InvalidArgument("id", f"{id!r} is already in use by another request")
+            streams = [EventStream(id, self._cancel_stream) for id in ids]
+            self._streams.update(zip(ids, streams, strict=True))
+            return streams
 
     def add_call(self) -> tuple[int, Future[Any]]:
         """Create the number and the future of a new call."""

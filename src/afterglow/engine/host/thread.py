@@ -45,15 +45,13 @@ class EngineThread(Closeable):
     def submit(self, request: Request) -> EventStream:
         """Submit a request. An invalid request gets its error as its only event."""
         try:
-            stream = self._pending.add_stream(request.id)
+            return self.submit_together([request])[0]
         except InvalidArgument as error:
             return build_failed_stream(request.id, error)
-        self._loop.submit(request)
-        return stream
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests at once, so that a common prefix is prefilled once."""
-        streams = [self._pending.add_stream(request.id) for request in requests]
+        streams = self._pending.add_streams([request.id for request in requests])
         self._loop.submit(*requests)
         return streams
 

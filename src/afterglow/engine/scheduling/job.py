@@ -1,9 +1,11 @@
-"""State of one request in the engine: prompt, generated tokens, sequence, drafts and usage counters."""
+"""One request in the engine: `Job` is its progress, `WaitingJob` and `RunningJob` are the two states it can be in."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
 from afterglow.engine.multimodal.encoder_cache import EncodeTask
@@ -18,10 +20,9 @@ from afterglow.engine.types.request import Request, Usage
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Job:
-    """One request and its progress.
+    """One request and its progress, from submission to the end. It keeps all of this if it is preempted.
 
-    Known entries are the prompt and the generated tokens. The backlog is the part that the KV cache does not hold yet.
-    Every decode reduces the backlog: a prefill chunk, one generated token and the draft tokens after it are alike.
+    Known entries are the prompt and the generated tokens.
     """
 
     request: Request
@@ -32,26 +33,16 @@ class Job:
     sampler: Sampler
     stop_matcher: StopMatcher | None
     token_constraint: TokenConstraint | None = None
-    max_cells: int  # capacity of its sequence
-    sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
-    draft: list[int] = field(default_factory=list)  # draft tokens after it, for the next decode only
-    entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
     draft_stats: DraftStats = field(default_factory=DraftStats)
     checkpoint_positions: list[int] = field(default_factory=list)  # lengths at which a decode has to end
-    swapped_state: SavedSequence | None = None  # its sequence while it is swapped out
-    leader: Job | None = None  # the job that is computing the prefix of this prompt
-    leader_position: int = 0
     encode_tasks: dict[int, EncodeTask] = field(default_factory=dict)  # of its next media, by index
     encoded_media: int = 0
-    on_grid_length: int = 0  # leading entries that were computed in chunks of the deterministic grid
     cached_cells: int = 0  # prompt cells that were a prefix hit
     media_cells: int = 0
     audio_cells: int = 0
     cached_media_cells: int = 0
     failed_decodes: int = 0
-    stored_load_failed: bool = False  # a stored state of its plan did not load
-    is_preempted: bool = False  # swapped out; it resumes when cells are free again
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -62,115 +53,12 @@ class Job:
     speculation_seconds_saved: float = 0.0
 
     @property
-    def running_sequence(self) -> Sequence:
-        """The sequence of a running job."""
-        assert self.sequence is not None
-        return self.sequence
-
-    @property
     def known_length(self) -> int:
         return len(self.prompt) + len(self.generated)
 
     @property
-    def uncomputed_entries(self) -> int:
-        """Number of known entries that the KV cache does not hold."""
-        computed = 0 if self.sequence is None else self.sequence.entry_buffer.length
-        return len(self.prompt) + len(self.generated) - computed
-
-    @property
-    def backlog(self) -> int:
-        return self.uncomputed_entries + len(self.draft)
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only the newest token, and entries to recompute before it, are not in the KV cache."""
-        return bool(self.generated) and self.uncomputed_entries == 1 + self.entries_to_recompute
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the known entries without the newest token fill the sequence. Draft tokens beyond do not count."""
-        cells = self.running_sequence.cell_count
-        return (
-            cells >= self.max_cells and cells - (len(self.running_sequence) - self.known_length + 1) >= self.max_cells
-        )
-
-    def get_pending(self, count: int) -> Entries | list[int]:
-        """Return the next `count` entries to compute."""
-        assert self.sequence is not None
-        start = self.sequence.entry_buffer.length
-        generated_start = start - len(self.prompt)
-        if generated_start >= 0:
-            known = self.generated[generated_start : generated_start + count]
-            return known + self.draft[: count - len(known)] if self.draft else known
-        return self.prompt[start : start + count]
-
-    def build_span(self, count: int, max_media_rows: int) -> DecodeSpan:
-        """Return the next `count` entries as a span, with logits after the last known entry and each draft token.
-
-        Of a media entry that can be split, the span holds the next `max_media_rows` rows only.
-        """
-        assert self.sequence is not None
-        known = self.uncomputed_entries
-        if count == known == 1 and self.generated and not self.draft:  # fast path: plain decoding
-            return DecodeSpan(self.sequence.seq_id, self.generated[-1:], self.sequence.position, 1)
-        if self.draft:
-            self.draft = self.draft[: max(0, count - known)]
-        span = DecodeSpan(self.sequence.seq_id, self.get_pending(count), self.sequence.position, 0)
-        span.outputs = count - known + 1 if count >= known else 0
-        if self.encode_tasks and len(self.sequence) in self.encode_tasks:
-            self._attach_embedding(span, len(self.sequence), max_media_rows)
-        return span
-
-    def _attach_embedding(self, span: DecodeSpan, index: int, max_media_rows: int) -> None:
-        """Turn the span into that of a media entry, or of a part of it."""
-        embeddings = self.encode_tasks[index].embeddings
-        assert embeddings is not None
-        embedding, start = embeddings[self.media_parts[index].piece_index], self.running_sequence.partial_media_rows
-        span.embedding = embedding if embedding.non_causal else embedding.slice_rows(start, start + max_media_rows)
-        span.completes_entry = embedding.non_causal or start + max_media_rows >= len(embedding.rows)
-        span.outputs = span.outputs if span.completes_entry else 0
-
-    def record_decode(self, span: DecodeSpan, started_at: float) -> int:
-        """Record that the KV cache holds a span now. Return how many of its entries were recomputed."""
-        assert self.sequence is not None
-        self.last_decoded_at = started_at
-        if not span.completes_entry:  # more rows of this media entry follow
-            self.sequence.partial_media_rows += span.rows
-            return 0
-        self.sequence.append_decoded(span.entries)
-        if not self.entries_to_recompute:
-            return 0
-        recomputed = min(self.entries_to_recompute, len(span.entries) - 1)
-        self.entries_to_recompute = max(0, self.uncomputed_entries - 1)
-        return recomputed
-
-    def get_chunk_limit(self) -> int:
-        """Return how many entries the next chunk may hold: up to the next checkpoint position or media entry.
-
-        A media entry is a chunk of its own.
-        """
-        length = len(self.running_sequence)
-        end = self.known_length if length >= len(self.prompt) else len(self.prompt)
-        stop = min([position for position in self.checkpoint_positions if position > length], default=end)
-        for index in self.media_indices:
-            if index >= length:
-                return min(stop, max(index, length + 1)) - length
-        return stop - length
-
-    def record_chunk(self, count: int, grid: int) -> None:
-        """In deterministic mode, record that `count` entries were computed together.
-
-        The sequence is reusable up to the end of the last chunk before which every chunk was on the grid.
-        """
-        length = len(self.running_sequence)
-        if length <= len(self.prompt) and length - count == self.on_grid_length:
-            self.on_grid_length = length
-            if round_down_to_grid(length, self.prompt, grid) == length:
-                self.running_sequence.aligned = length
-
-    @property
-    def is_next_media(self) -> bool:
-        return len(self.running_sequence) in self.media_indices
+    def known_entries(self) -> Entries:
+        return np.concatenate([self.prompt, np.array(self.generated, dtype=np.int64)])
 
     @property
     def has_deadline_passed(self) -> bool:
@@ -198,3 +86,125 @@ class Job:
             prefill_seconds=first_token_at - admitted_at,
             decode_seconds=now - first_token_at,
         )
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class WaitingJob:
+    """A job without a sequence: a new one, or one that was preempted or lost its KV cache."""
+
+    job: Job
+    leader: Job | None = None  # the job that is computing the prefix of this prompt
+    leader_position: int = 0
+    swapped_state: SavedSequence | None = None  # its sequence while it is swapped out
+    is_preempted: bool = False  # it resumes when cells are free again
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RunningJob:
+    """A job with a sequence.
+
+    The backlog is the part of the known entries that the KV cache does not hold yet. Every decode reduces the backlog:
+    a prefill chunk, one generated token and the draft tokens after it are alike.
+    """
+
+    job: Job
+    sequence: Sequence
+    max_cells: int  # capacity of its sequence
+    on_grid_length: int  # leading entries that were computed in chunks of the deterministic grid
+    draft: list[int] = field(default_factory=list)  # draft tokens after the known entries, for the next decode only
+    entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
+
+    @property
+    def uncomputed_entries(self) -> int:
+        """Number of known entries that the KV cache does not hold."""
+        return len(self.job.prompt) + len(self.job.generated) - self.sequence.entry_buffer.length
+
+    @property
+    def backlog(self) -> int:
+        return self.uncomputed_entries + len(self.draft)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token, and entries to recompute before it, are not in the KV cache."""
+        return bool(self.job.generated) and self.uncomputed_entries == 1 + self.entries_to_recompute
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the known entries without the newest token fill the sequence. Draft tokens beyond do not count."""
+        cells = self.sequence.cell_count
+        return cells >= self.max_cells and cells - (len(self.sequence) - self.job.known_length + 1) >= self.max_cells
+
+    def get_pending(self, count: int) -> Entries | list[int]:
+        """Return the next `count` entries to compute."""
+        start = self.sequence.entry_buffer.length
+        generated_start = start - len(self.job.prompt)
+        if generated_start >= 0:
+            known = self.job.generated[generated_start : generated_start + count]
+            return known + self.draft[: count - len(known)] if self.draft else known
+        return self.job.prompt[start : start + count]
+
+    def build_span(self, count: int, max_media_rows: int) -> DecodeSpan:
+        """Return the next `count` entries as a span, with logits after the last known entry and each draft token.
+
+        Of a media entry that can be split, the span holds the next `max_media_rows` rows only.
+        """
+        known = self.uncomputed_entries
+        if count == known == 1 and self.job.generated and not self.draft:  # fast path: plain decoding
+            return DecodeSpan(self.sequence.seq_id, self.job.generated[-1:], self.sequence.position, 1)
+        if self.draft:
+            self.draft = self.draft[: max(0, count - known)]
+        span = DecodeSpan(self.sequence.seq_id, self.get_pending(count), self.sequence.position, 0)
+        span.outputs = count - known + 1 if count >= known else 0
+        if self.job.encode_tasks and len(self.sequence) in self.job.encode_tasks:
+            self._attach_embedding(span, len(self.sequence), max_media_rows)
+        return span
+
+    def _attach_embedding(self, span: DecodeSpan, index: int, max_media_rows: int) -> None:
+        """Turn the span into that of a media entry, or of a part of it."""
+        embeddings = self.job.encode_tasks[index].embeddings
+        assert embeddings is not None
+        embedding, start = embeddings[self.job.media_parts[index].piece_index], self.sequence.partial_media_rows
+        span.embedding = embedding if embedding.non_causal else embedding.slice_rows(start, start + max_media_rows)
+        span.completes_entry = embedding.non_causal or start + max_media_rows >= len(embedding.rows)
+        span.outputs = span.outputs if span.completes_entry else 0
+
+    def record_decode(self, span: DecodeSpan, started_at: float) -> int:
+        """Record that the KV cache holds a span now. Return how many of its entries were recomputed."""
+        self.job.last_decoded_at = started_at
+        if not span.completes_entry:  # more rows of this media entry follow
+            self.sequence.partial_media_rows += span.rows
+            return 0
+        self.sequence.append_decoded(span.entries)
+        if not self.entries_to_recompute:
+            return 0
+        recomputed = min(self.entries_to_recompute, len(span.entries) - 1)
+        self.entries_to_recompute = max(0, self.uncomputed_entries - 1)
+        return recomputed
+
+    def get_chunk_limit(self) -> int:
+        """Return how many entries the next chunk may hold: up to the next checkpoint position or media entry.
+
+        A media entry is a chunk of its own.
+        """
+        length = len(self.sequence)
+        end = self.job.known_length if length >= len(self.job.prompt) else len(self.job.prompt)
+        stop = min([position for position in self.job.checkpoint_positions if position > length], default=end)
+        for index in self.job.media_indices:
+            if index >= length:
+                return min(stop, max(index, length + 1)) - length
+        return stop - length
+
+    def record_chunk(self, count: int, grid: int) -> None:
+        """In deterministic mode, record that `count` entries were computed together.
+
+        The sequence is reusable up to the end of the last chunk before which every chunk was on the grid.
+        """
+        length = len(self.sequence)
+        if length <= len(self.job.prompt) and length - count == self.on_grid_length:
+            self.on_grid_length = length
+            if round_down_to_grid(length, self.job.prompt, grid) == length:
+                self.sequence.aligned = length
+
+    @property
+    def is_next_media(self) -> bool:
+        return len(self.sequence) in self.job.media_indices

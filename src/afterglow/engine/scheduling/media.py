@@ -8,7 +8,7 @@ import numpy as np
 
 from afterglow.engine.multimodal.embedding_files import EmbeddingFiles
 from afterglow.engine.multimodal.encoder_cache import EncoderCache
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.engine.types.settings import EngineSettings
@@ -51,10 +51,9 @@ class MediaScheduler:
             if index < reuse_length
         )
 
-    def prepare_next(self, job: Job) -> bool:
+    def prepare_next(self, running: RunningJob) -> bool:
         """Request encoding of the job's next media. Return False if the next entry is not encoded yet, or failed."""
-        assert job.sequence is not None
-        length = len(job.sequence)
+        job, length = running.job, len(running.sequence)
         for index in [index for index in job.media_indices if index >= length and index in job.media_parts][
             :MAX_MEDIA_ENCODED_AHEAD
         ]:
@@ -65,22 +64,21 @@ class MediaScheduler:
         task = job.encode_tasks.get(length)
         return task is None or task.embeddings is not None
 
-    def get_error(self, job: Job) -> AfterglowError | None:
+    def get_error(self, running: RunningJob) -> AfterglowError | None:
         """Return why the job's next media entry could not be encoded, if it failed."""
-        assert job.sequence is not None
-        task = job.encode_tasks.get(len(job.sequence))
+        task = running.job.encode_tasks.get(len(running.sequence))
         return None if task is None else task.error
 
-    def release_decoded(self, job: Job) -> None:
+    def release_decoded(self, running: RunningJob) -> None:
         """Drop encode tasks of entries in the KV cache. An encoding counts for the job that releases it first."""
-        assert job.sequence is not None
-        for index in [index for index in job.encode_tasks if index < len(job.sequence)]:
+        job = running.job
+        for index in [index for index in job.encode_tasks if index < len(running.sequence)]:
             task = job.encode_tasks.pop(index)
             if task.was_encoded:
                 task.was_encoded = False  # counted
                 job.encoded_media += 1
 
-    def is_media_turn(self, media_jobs: list[Job], *, has_other_work: bool) -> bool:
+    def is_media_turn(self, media_jobs: list[RunningJob], *, has_other_work: bool) -> bool:
         """Return whether the next decode is for media.
 
         Media has a decode of its own, and at most every second one if there is other work.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob, WaitingJob
 from afterglow.engine.types.backend import Capabilities
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 
@@ -24,8 +24,8 @@ class BatchBudget:
 
 
 def schedule(
-    decoding: Sequence[Job], prefilling: Sequence[Job], budget: BatchBudget, now: float
-) -> list[tuple[Job, int]]:
+    decoding: Sequence[RunningJob], prefilling: Sequence[RunningJob], budget: BatchBudget, now: float
+) -> list[tuple[RunningJob, int]]:
     """Return the jobs of the next decode and the number of entries of each.
 
     Decoding jobs come first, each with its newest token, the entries to recompute before it and the draft tokens after
@@ -34,41 +34,43 @@ def schedule(
     """
     decode_cells = budget.cells - (min(MIN_CHUNK_ENTRIES, budget.cells // 2) if prefilling else 0)
     if len(decoding) > decode_cells:  # more jobs than the batch holds: least recently decoded first
-        decoding = sorted(decoding, key=lambda job: job.last_decoded_at)
+        decoding = sorted(decoding, key=lambda running: running.job.last_decoded_at)
     decoding = decoding[:decode_cells]
     spare = decode_cells - len(decoding)
-    batch: list[tuple[Job, int]] = []
-    for job in decoding:
-        extra = min(job.entries_to_recompute + len(job.draft), spare)
-        batch.append((job, 1 + extra))
+    batch: list[tuple[RunningJob, int]] = []
+    for running in decoding:
+        extra = min(running.entries_to_recompute + len(running.draft), spare)
+        batch.append((running, 1 + extra))
         spare -= extra
     remaining = min(budget.cells - decode_cells + spare, budget.prefill_entries)
-    for job in sorted(prefilling, key=lambda job: (-job.request.priority, compute_sort_key(job, now))):
-        count = min(remaining, job.get_chunk_limit())
+    for running in sorted(prefilling, key=lambda running: compute_sort_key(running, now)):
+        count = min(remaining, running.get_chunk_limit())
         if count > 0:
-            batch.append((job, count))
+            batch.append((running, count))
             remaining -= count
     return batch
 
 
-def compute_sort_key(job: Job, now: float) -> float:
-    """Return the remaining entries less an allowance for waiting time; the smallest key is scheduled first."""
-    return job.backlog - AGING_ENTRIES_PER_SECOND * (now - job.submitted_at)
+def compute_sort_key(running: RunningJob, now: float) -> tuple[int, float]:
+    """Return priority, then remaining entries less an allowance for waiting time; the smallest is scheduled first."""
+    job = running.job
+    return -job.request.priority, running.backlog - AGING_ENTRIES_PER_SECOND * (now - job.submitted_at)
 
 
-def partition_jobs(jobs: Iterable[Job]) -> tuple[list[Job], list[Job], list[Job]]:
+def partition_jobs(jobs: Iterable[RunningJob]) -> tuple[list[RunningJob], list[RunningJob], list[RunningJob]]:
     """Split jobs into decoding, prefilling text, and prefilling media next."""
-    decoding: list[Job] = []
-    prefilling: list[Job] = []
-    media: list[Job] = []
-    for job in jobs:
-        (media if job.media_indices and job.is_next_media else decoding if job.is_decoding else prefilling).append(job)
+    decoding: list[RunningJob] = []
+    prefilling: list[RunningJob] = []
+    media: list[RunningJob] = []
+    for running in jobs:
+        is_media = running.job.media_indices and running.is_next_media
+        (media if is_media else decoding if running.is_decoding else prefilling).append(running)
     return decoding, prefilling, media
 
 
-def pick_first(jobs: Sequence[Job], now: float) -> Job:
+def pick_first(jobs: Sequence[RunningJob], now: float) -> RunningJob:
     """Return the job to run next among jobs that cannot share a decode."""
-    return min(jobs, key=lambda job: (-job.request.priority, compute_sort_key(job, now)))
+    return min(jobs, key=lambda running: compute_sort_key(running, now))
 
 
 def compute_max_batch(capabilities: Capabilities, seconds_per_entry: float) -> int:
@@ -105,16 +107,19 @@ def compute_prefill_budget(
     )
 
 
-def schedule_on_grid(jobs: Sequence[Job], grid: int, now: float) -> list[tuple[Job, int]]:
-    """Deterministic schedule: one job per decode, prefill chunks end at multiples of `grid`."""
-    runnable = [job for job in jobs if job.backlog > 0]
+def schedule_on_grid(jobs: Sequence[RunningJob], grid: int) -> list[tuple[RunningJob, int]]:
+    """Deterministic schedule: one job per decode, round robin, prefill chunks end at multiples of `grid`."""
+    runnable = [running for running in jobs if running.backlog > 0]
     if not runnable:
         return []
-    job = min(runnable, key=lambda job: (-job.request.priority, job.last_decoded_at, job.submitted_at))  # round robin
-    assert job.sequence is not None
-    length = len(job.sequence)
+    first = min(runnable, key=lambda running: _compute_turn(running.job))
+    length = len(first.sequence)
     # Generated tokens are computed one by one, also when they are recomputed.
-    return [(job, 1 if length >= len(job.prompt) else min(job.get_chunk_limit(), grid - length % grid))]
+    return [(first, 1 if length >= len(first.job.prompt) else min(first.get_chunk_limit(), grid - length % grid))]
+
+
+def _compute_turn(job: Job) -> tuple[int, float, float]:
+    return -job.request.priority, job.last_decoded_at, job.submitted_at
 
 
 # --- prefix coalescing: concurrent requests with a common prefix prefill it once
@@ -122,7 +127,7 @@ def schedule_on_grid(jobs: Sequence[Job], grid: int, now: float) -> list[tuple[J
 
 def find_leader(
     job: Job,
-    running: Iterable[Job],
+    running: Iterable[RunningJob],
     reuse_length: int,
     interner: EntryInterner,
     round_down: Callable[[int, Entries], int],
@@ -134,21 +139,17 @@ def find_leader(
     if not job.request.use_prefix_cache:
         return None
     for candidate in running:
-        if candidate.request.salt != job.request.salt:
+        if candidate.job.request.salt != job.request.salt:
             continue
-        assert candidate.sequence is not None
-        common_length = min(common_prefix_length(candidate.prompt, job.prompt), len(job.prompt) - 1)
+        common_length = min(common_prefix_length(candidate.job.prompt, job.prompt), len(job.prompt) - 1)
         position = round_down(common_length, job.prompt)
         computed = max(reuse_length, len(candidate.sequence))
         if position > computed and interner.count_cells(job.prompt[computed:position]) >= MIN_COALESCED_CELLS:
-            return candidate, position
+            return candidate.job, position
     return None
 
 
-def is_following(job: Job, running: Sequence[Job]) -> bool:
+def is_following(waiting: WaitingJob, running: Sequence[RunningJob]) -> bool:
     """Return whether the job's leader is still computing the common prefix."""
-    leader = job.leader
-    if leader is None or leader not in running:
-        return False
-    assert leader.sequence is not None
-    return len(leader.sequence) < job.leader_position
+    leader, position = waiting.leader, waiting.leader_position
+    return leader is not None and any(other.job is leader and len(other.sequence) < position for other in running)

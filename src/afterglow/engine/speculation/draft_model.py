@@ -7,11 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
 from afterglow.engine.kvcache.sequence import Sequence as Slot
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, DraftRequest
 from afterglow.engine.types.backend import Backend, BackendState, DecodeSpan
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
@@ -50,10 +48,6 @@ class MirrorSequence:
     checkpoint_positions: list[int]
 
 
-def _get_known_entries(job: Job) -> Entries:
-    return np.concatenate([job.prompt, np.array(job.generated, dtype=np.int64)])
-
-
 class DraftModel:
     """Drafter that runs a model of its own. It owns the backend it is given.
 
@@ -73,29 +67,30 @@ class DraftModel:
         self._mirrors: dict[Job, MirrorSequence] = {}
         self._jobs_without_cells: set[Job] = set()  # their sequences did not fit into the KV cache
 
-    def can_draft(self, job: Job) -> bool:
-        return not job.media_indices and job not in self._jobs_without_cells  # text only
+    def can_draft(self, running: RunningJob) -> bool:
+        return not running.job.media_indices and running.job not in self._jobs_without_cells  # text only
 
-    def get_draft_kind(self, job: Job) -> str:
+    def get_draft_kind(self, running: RunningJob) -> str:
         return self.name
 
-    def estimate_acceptance(self, job: Job) -> float:
+    def estimate_acceptance(self, running: RunningJob) -> float:
         return INITIAL_ACCEPTANCE_RATE
 
-    def estimate_catch_up_entries(self, job: Job) -> float:
+    def estimate_catch_up_entries(self, running: RunningJob) -> float:
+        job = running.job
         mirror = self._mirrors.get(job)
         if mirror is None:
-            plan = self.prefix_cache.plan(_get_known_entries(job), salt=job.request.salt)
+            plan = self.prefix_cache.plan(job.known_entries, salt=job.request.salt)
             computed = 0 if plan is None else plan.reuse_length
         else:
             computed = len(mirror.slot)
         missing = job.known_length - 1 - computed
         return missing * self._relative_size if missing > MAX_FREE_CATCH_UP_ENTRIES else 0.0
 
-    def catch_up(self, jobs: Sequence[Job]) -> None:
+    def catch_up(self, jobs: Sequence[RunningJob]) -> None:
         try:
-            for job in jobs:
-                self._catch_up(job)
+            for running in jobs:
+                self._catch_up(running.job, jobs)
         except KVCacheFull:
             self._free_cells(jobs)
         except AfterglowError:
@@ -103,21 +98,22 @@ class DraftModel:
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in draft_requests]
+        jobs = [running for running, _ in draft_requests]
         try:
-            ready = [index for index, (job, _) in enumerate(draft_requests) if self._catch_up(job)]
+            ready = [index for index, running in enumerate(jobs) if self._catch_up(running.job, jobs)]
             self._draft_tokens(draft_requests, ready, drafts)
         except KVCacheFull:
-            self._free_cells([job for job, _ in draft_requests])
+            self._free_cells(jobs)
             return [[] for _ in draft_requests]
         except AfterglowError:  # a failing draft model must not fail requests: start over
             self._clear_mirrors()
             return [[] for _ in draft_requests]
         return drafts
 
-    def _free_cells(self, jobs: Sequence[Job]) -> None:
+    def _free_cells(self, jobs: Sequence[RunningJob]) -> None:
         """Evict an idle sequence or, if there is none, draft no more for the youngest job."""
         if not self.prefix_cache.evict():
-            youngest = max(jobs, key=lambda job: job.submitted_at)
+            youngest = max((running.job for running in jobs), key=lambda job: job.submitted_at)
             self.release(youngest)
             self._jobs_without_cells.add(youngest)
 
@@ -130,7 +126,7 @@ class DraftModel:
         self._jobs_without_cells.discard(job)
         mirror = self._mirrors.pop(job, None)
         if mirror is not None:
-            common_length = common_prefix_length(mirror.slot.entries, _get_known_entries(job))
+            common_length = common_prefix_length(mirror.slot.entries, job.known_entries)
             with contextlib.suppress(UnsupportedOperation):  # its entries remain those that it computed
                 if mirror.slot.can_resume_at(common_length):
                     mirror.slot.truncate(common_length)
@@ -146,17 +142,20 @@ class DraftModel:
         self.prefix_cache.close(timeout=CLOSE_TIMEOUT_SECONDS)
         self._backend.close()
 
-    def _get_slot(self, job: Job) -> Slot:
-        return self._mirrors[job].slot
+    def _get_slot(self, running: RunningJob) -> Slot:
+        return self._mirrors[running.job].slot
 
-    def _catch_up(self, job: Job) -> bool:
-        """Compute the job's known entries but the newest token. Return False if this model cannot, or has no slot."""
-        known = _get_known_entries(job)
+    def _catch_up(self, job: Job, drafting: Sequence[RunningJob]) -> bool:
+        """Compute the job's known entries but the newest token. Return False if this model cannot, or has no slot.
+
+        `drafting` are all jobs of this draft; they keep their sequences.
+        """
+        known = job.known_entries
         if int(known.min()) < 0 or int(known.max()) >= self._backend.vocabulary_size:
             return False  # media, or a token that only the target has
         if len(known) > self._backend.capabilities.cells_per_sequence:
             return False
-        mirror = self._open_mirror(job, known)
+        mirror = self._open_mirror(job, known, drafting)
         if mirror is None:
             return False
         slot, max_entries = mirror.slot, self._backend.capabilities.batch_cells
@@ -172,7 +171,7 @@ class DraftModel:
                 self.prefix_cache.take_checkpoint(slot)
         return True
 
-    def _open_mirror(self, job: Job, known: Entries) -> MirrorSequence | None:
+    def _open_mirror(self, job: Job, known: Entries, drafting: Sequence[RunningJob]) -> MirrorSequence | None:
         """Return the job's sequence truncated to the common prefix, or a new one from the longest cached prefix."""
         mirror, salt = self._mirrors.get(job), job.request.salt
         if mirror is not None:
@@ -182,9 +181,10 @@ class DraftModel:
                 return mirror
             self.release(job)
         plan = self.prefix_cache.plan(known, salt=salt)
-        if plan is None:  # preempted jobs occupy slots that they do not use
-            for preempted in [mirrored for mirrored in self._mirrors if mirrored.sequence is None]:
-                self.release(preempted)
+        if plan is None:  # jobs that were preempted since occupy slots that they do not use
+            jobs = [running.job for running in drafting]
+            for idle in [mirrored for mirrored in self._mirrors if mirrored not in jobs]:
+                self.release(idle)
             plan = self.prefix_cache.plan(known, salt=salt)
         if plan is None:
             return None
@@ -203,7 +203,7 @@ class DraftModel:
                 break
             spans: list[DecodeSpan] = []
             for index in active:
-                job, slot = draft_requests[index][0], self._get_slot(draft_requests[index][0])
+                job, slot = draft_requests[index][0].job, self._get_slot(draft_requests[index][0])
                 token = drafts[index][-1] if step else job.generated[-1]
                 spans.append(DecodeSpan(slot.seq_id, [token], slot.position, 1))
             self._backend.decode(spans)
@@ -214,8 +214,8 @@ class DraftModel:
             slot.restore(length, state, 0)
 
     def _can_extend_draft(self, draft_request: DraftRequest, step: int) -> bool:
-        job, limit = draft_request
-        return step < limit and self._get_slot(job).cell_count < self._backend.capabilities.cells_per_sequence
+        running, limit = draft_request
+        return step < limit and self._get_slot(running).cell_count < self._backend.capabilities.cells_per_sequence
 
     def _save_states(self, slots: list[Slot]) -> list[tuple[Slot, int, BackendState]]:
         """Save the states to restore after drafting, if the KV cache cannot drop draft tokens."""

@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.speculator import DraftRequest
 from afterglow.engine.types.draft_stats import AcceptanceEstimator
 from afterglow.engine.types.entries import Entries, EntryBuffer, common_prefix_length
@@ -144,23 +144,23 @@ class NgramDrafter:
             MatchKind(0, "ngram", 0.58),
         )
 
-    def can_draft(self, job: Job) -> bool:
-        return self._update_index(job).has_match
+    def can_draft(self, running: RunningJob) -> bool:
+        return self._update_index(running.job).has_match
 
-    def get_draft_kind(self, job: Job) -> str:
-        return self._find_match_kind(self._indexes[job].matched_tokens).name
+    def get_draft_kind(self, running: RunningJob) -> str:
+        return self._find_match_kind(self._indexes[running.job].matched_tokens).name
 
-    def estimate_acceptance(self, job: Job) -> float:
-        return self._find_match_kind(self._indexes[job].matched_tokens).acceptance_rate
+    def estimate_acceptance(self, running: RunningJob) -> float:
+        return self._find_match_kind(self._indexes[running.job].matched_tokens).acceptance_rate
 
-    def estimate_catch_up_entries(self, job: Job) -> float:
+    def estimate_catch_up_entries(self, running: RunningJob) -> float:
         return 0.0
 
-    def catch_up(self, jobs: Sequence[Job]) -> None:
+    def catch_up(self, jobs: Sequence[RunningJob]) -> None:
         """Do nothing: there is nothing to compute."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self._update_index(job).draft(limit) for job, limit in draft_requests]
+        return [self._update_index(running.job).draft(limit) for running, limit in draft_requests]
 
     def release(self, job: Job) -> None:
         """Keep the index of a job that has ended for the next turn of the conversation."""

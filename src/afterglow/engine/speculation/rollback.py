@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import RunningJob
 from afterglow.engine.types.backend import Backend, BackendState
 
 NEW_MEASUREMENT_WEIGHT = 0.2  # in the running average
@@ -31,36 +31,33 @@ class Rollback:
     def __init__(self, backend: Backend) -> None:
         self.seconds_per_state = 0.0  # to save or restore one state, running average
         self._backend = backend
-        self._saved_states: dict[Job, RollbackState] = {}
+        self._saved_states: dict[RunningJob, RollbackState] = {}
         self._restore_seconds = 0.0  # spent on restoring states after the last decode
 
-    def save(self, jobs: Iterable[Job]) -> float:
+    def save(self, jobs: Iterable[RunningJob]) -> float:
         """Save the states of jobs that have draft tokens. Return the seconds it took."""
         self._saved_states, self._restore_seconds = {}, 0.0
         started = time.perf_counter()
-        for job in jobs:
-            if job.draft:
-                assert job.sequence is not None
-                sequence = job.sequence
-                state = self._backend.save(sequence.seq_id, "partial")
-                self._saved_states[job] = RollbackState(len(sequence), state, sequence.aligned)
+        for running in jobs:
+            if running.draft:
+                state = self._backend.save(running.sequence.seq_id, "partial")
+                self._saved_states[running] = RollbackState(len(running.sequence), state, running.sequence.aligned)
         seconds = time.perf_counter() - started
         if self._saved_states:
             self._record_seconds(seconds / len(self._saved_states))
         return seconds
 
-    def restore(self, job: Job) -> bool:
+    def restore(self, running: RunningJob) -> bool:
         """Restore the state before the draft tokens and mark the accepted ones for recomputation.
 
         Return False if no state was saved.
         """
-        saved = self._saved_states.pop(job, None)
+        saved = self._saved_states.pop(running, None)
         if saved is None:
             return False
-        assert job.sequence is not None
         started = time.perf_counter()
-        job.sequence.restore(saved.length, saved.state, saved.aligned)
-        job.entries_to_recompute = job.known_length - 1 - saved.length
+        running.sequence.restore(saved.length, saved.state, saved.aligned)
+        running.entries_to_recompute = running.job.known_length - 1 - saved.length
         seconds = time.perf_counter() - started
         self._restore_seconds += seconds
         self._record_seconds(seconds)

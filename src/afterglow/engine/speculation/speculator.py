@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from afterglow.engine.kvcache.cost_model import CostModel, RecentTimings
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.draft_length import DraftLength, LossBudget, choose_length
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Capabilities
@@ -19,7 +19,7 @@ from afterglow.engine.types.draft_stats import AcceptanceEstimator
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import UnsupportedOption
 
-DraftRequest: TypeAlias = tuple[Job, int]
+DraftRequest: TypeAlias = tuple[RunningJob, int]
 """A decoding job and the most draft tokens it can use."""
 
 # If drafting did not pay, it is tried again after this many plain decodes, then after twice as many each time.
@@ -40,28 +40,28 @@ class Drafter(Protocol):
 
     name: str
 
-    def can_draft(self, job: Job) -> bool:
+    def can_draft(self, running: RunningJob) -> bool:
         """Return whether it has draft tokens for this job now. Called before every decode, so it has to be cheap."""
 
-    def get_draft_kind(self, job: Job) -> str:
+    def get_draft_kind(self, running: RunningJob) -> str:
         """Return the kind of its drafts for a job it can draft for. Acceptance is estimated per kind."""
 
-    def estimate_acceptance(self, job: Job) -> float:
+    def estimate_acceptance(self, running: RunningJob) -> float:
         """Return the prior acceptance rate of its next draft token for such a job."""
 
-    def estimate_catch_up_entries(self, job: Job) -> float:
+    def estimate_catch_up_entries(self, running: RunningJob) -> float:
         """Return what it has to compute before it can draft for this job, 0 if that is negligible.
 
         The unit is prompt entries of the target model that take the same time.
         """
 
-    def catch_up(self, jobs: Sequence[Job]) -> None:
+    def catch_up(self, jobs: Sequence[RunningJob]) -> None:
         """Compute what is missing. `draft` does so, too, but would count the time as cost of its draft tokens."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return the draft tokens of each job, at most as many as requested.
 
-        `job.prompt` and `job.generated` are known; the target's KV cache lacks the newest token only.
+        The target's KV cache lacks the newest token only.
         """
 
     def release(self, job: Job) -> None:
@@ -129,20 +129,20 @@ class Speculator:
         self._measured_decodes = 0
         self._decode_count = 0
         self._paused_until = 0  # decode count before which no drafter is asked
-        self._drafted_jobs: list[Job] = []  # jobs with draft tokens in the next or last decode
+        self._drafted_jobs: list[RunningJob] = []  # jobs with draft tokens in the next or last decode
         self._decodes_with_drafts = 0  # since the last measured plain decode
         self._last_plain_decode = 0, 0  # decode count and rows of the last decode without draft tokens
-        self._verified_jobs: list[Job] = []  # jobs with draft tokens in the decode that is being measured
+        self._verified_jobs: list[RunningJob] = []  # jobs with draft tokens in the decode that is being measured
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
         """Names of the active drafters."""
         return tuple(drafter.name for drafter in self._drafters)
 
-    def propose_drafts(self, decoding: Sequence[Job], prefilling: Sequence[Job]) -> None:
+    def propose_drafts(self, decoding: Sequence[RunningJob], prefilling: Sequence[RunningJob]) -> None:
         """Set the draft tokens of decoding jobs for the next decode, which may also hold prefill chunks."""
-        for job in self._drafted_jobs:
-            job.draft = []
+        for running in self._drafted_jobs:
+            running.draft = []
         self._drafted_jobs = []
         self._draft_seconds = 0.0
         self._decode_count += 1
@@ -153,10 +153,10 @@ class Speculator:
             return
         # Jobs with entries to recompute are left out: drafters assume that only the newest token is missing.
         drafters_by_job = {
-            job: drafters
-            for job in decoding
-            if not job.entries_to_recompute
-            and (drafters := [drafter for drafter in self._drafters if drafter.can_draft(job)])
+            running: drafters
+            for running in decoding
+            if not running.entries_to_recompute
+            and (drafters := [drafter for drafter in self._drafters if drafter.can_draft(running)])
         }
         if not drafters_by_job:
             return
@@ -191,91 +191,96 @@ class Speculator:
         measured = self._cost_model.step_costs.max_measured_rows - (1 if self._splits_uneven_batches else decoding)
         return free if self._fixed_length is not None else min(free, max(TRIAL_DRAFT_TOKENS * decoding, 2 * measured))
 
-    def _get_max_length(self, job: Job, spare_rows: int) -> int:
+    def _get_max_length(self, running: RunningJob, spare_rows: int) -> int:
         """Return the most draft tokens that a job can use, compute and roll back."""
-        if job.draft_stats.disabled:
+        if running.job.draft_stats.disabled:
             return 0
-        assert job.sequence is not None
-        wanted = MAX_DRAFT_TOKENS if job.request.max_tokens is None else job.request.max_tokens - len(job.generated) - 1
-        free_cells = job.max_cells - job.sequence.cell_count - 1
+        wanted = (
+            MAX_DRAFT_TOKENS
+            if running.job.request.max_tokens is None
+            else running.job.request.max_tokens - len(running.job.generated) - 1
+        )
+        free_cells = running.max_cells - running.sequence.cell_count - 1
         return max(0, min(self._max_draft_tokens, wanted, free_cells, spare_rows))
 
     def _choose_lengths(
-        self, drafters_by_job: dict[Job, list[Drafter]], rows: int, spare_rows: int
-    ) -> dict[Job, list[tuple[Drafter, int]]]:
+        self, drafters_by_job: dict[RunningJob, list[Drafter]], rows: int, spare_rows: int
+    ) -> dict[RunningJob, list[tuple[Drafter, int]]]:
         """Return for each job the drafters that would speed it up, most promising first, with their draft lengths.
 
         If draft tokens cost only their rows, each job is decided alone; otherwise all jobs of a drafter draft alike.
         """
         draft_alike = rows > 1 and self._fixed_length is None and self._splits_uneven_batches
-        options: dict[Job, list[tuple[float, Drafter, int]]] = {job: [] for job in drafters_by_job}
+        options: dict[RunningJob, list[tuple[float, Drafter, int]]] = {running: [] for running in drafters_by_job}
         for drafter in self._drafters:
-            jobs = [job for job, drafters in drafters_by_job.items() if drafter in drafters]
-            for group in [jobs] if draft_alike else [[job] for job in jobs]:
-                for job, choice in self._choose_group_lengths(group, drafter, rows, spare_rows).items():
-                    options[job].append((-choice.speedup, drafter, choice.length))
+            jobs = [running for running, drafters in drafters_by_job.items() if drafter in drafters]
+            for group in [jobs] if draft_alike else [[running] for running in jobs]:
+                for running, choice in self._choose_group_lengths(group, drafter, rows, spare_rows).items():
+                    options[running].append((-choice.speedup, drafter, choice.length))
         return {
-            job: [(drafter, length) for _, drafter, length in sorted(job_options, key=lambda option: option[0])]
-            for job, job_options in options.items()
+            running: [(drafter, length) for _, drafter, length in sorted(job_options, key=lambda option: option[0])]
+            for running, job_options in options.items()
         }
 
     def _choose_group_lengths(
-        self, group: Sequence[Job], drafter: Drafter, rows: int, spare_rows: int
-    ) -> dict[Job, DraftLength]:
+        self, group: Sequence[RunningJob], drafter: Drafter, rows: int, spare_rows: int
+    ) -> dict[RunningJob, DraftLength]:
         """Return the draft lengths of jobs that draft alike. If drafting does not pay, one job retries it sometimes."""
-        limits = {job: limit for job in group if (limit := self._get_max_length(job, spare_rows // len(group)))}
+        limits = {
+            running: limit for running in group if (limit := self._get_max_length(running, spare_rows // len(group)))
+        }
         if self._fixed_length is not None or not limits:
-            return {job: DraftLength(min(self._fixed_length or 0, limit), 1.0) for job, limit in limits.items()}
-        for job in limits:
-            job.draft_stats.last_decode = job.draft_stats.last_decode or self._decode_count
+            return {running: DraftLength(min(self._fixed_length or 0, limit), 1.0) for running, limit in limits.items()}
+        for running in limits:
+            running.job.draft_stats.last_decode = running.job.draft_stats.last_decode or self._decode_count
         drafting_jobs = len(limits) if self._splits_uneven_batches else None
         choice = self._find_best_length(
             drafter.name, self._estimate_acceptance(limits, drafter), max(limits.values()), rows, drafting_jobs
         )
         jobs = list(limits)
         if choice.length:
-            self._retry_intervals.update((drafter.get_draft_kind(job), INITIAL_RETRY_DECODES) for job in jobs)
+            self._retry_intervals.update((drafter.get_draft_kind(running), INITIAL_RETRY_DECODES) for running in jobs)
         else:
             choice = DraftLength(TRIAL_DRAFT_TOKENS, 0.0)
             jobs = [
-                job
-                for job in jobs
-                if self._decode_count - job.draft_stats.last_decode
-                >= self._retry_intervals[drafter.get_draft_kind(job)]
+                running
+                for running in jobs
+                if self._decode_count - running.job.draft_stats.last_decode
+                >= self._retry_intervals[drafter.get_draft_kind(running)]
             ][:1]
         return {
-            job: DraftLength(min(choice.length, limits[job]), choice.speedup)
-            for job in jobs
-            if self._should_catch_up(job, drafter, rows, choice.speedup)
+            running: DraftLength(min(choice.length, limits[running]), choice.speedup)
+            for running in jobs
+            if self._should_catch_up(running, drafter, rows, choice.speedup)
         }
 
-    def _estimate_acceptance(self, group: Iterable[Job], drafter: Drafter) -> float:
+    def _estimate_acceptance(self, group: Iterable[RunningJob], drafter: Drafter) -> float:
         """Return the mean acceptance rate of a drafter over a group of jobs."""
-        kinds = [(job, drafter.get_draft_kind(job)) for job in group]
+        kinds = [(running, drafter.get_draft_kind(running)) for running in group]
         rates = [
-            job.draft_stats.estimate_acceptance(
-                kind, self._acceptance_by_kind[kind].estimate(drafter.estimate_acceptance(job))
+            running.job.draft_stats.estimate_acceptance(
+                kind, self._acceptance_by_kind[kind].estimate(drafter.estimate_acceptance(running))
             )
-            for job, kind in kinds
+            for running, kind in kinds
         ]
         return round(sum(rates) / len(rates), 2)
 
-    def _should_catch_up(self, job: Job, drafter: Drafter, rows: int, speedup: float) -> bool:
+    def _should_catch_up(self, running: RunningJob, drafter: Drafter, rows: int, speedup: float) -> bool:
         """Return whether a drafter may catch up on a job.
 
         Not if that would hardly pay off before the completion ends, and not beyond the loss budget.
         """
-        catch_up_seconds = drafter.estimate_catch_up_entries(job) * self._cost_model.seconds_per_entry
+        catch_up_seconds = drafter.estimate_catch_up_entries(running) * self._cost_model.seconds_per_entry
         if not catch_up_seconds:
             return True
         expected_tokens = (
             EXPECTED_ANSWER_TOKENS
-            if job.request.max_tokens is None
-            else min(EXPECTED_ANSWER_TOKENS, job.request.max_tokens)
+            if running.job.request.max_tokens is None
+            else min(EXPECTED_ANSWER_TOKENS, running.job.request.max_tokens)
         )
         step_seconds = self._estimate_seconds(rows, rows)
         saved_seconds = (
-            max(0, expected_tokens - len(job.generated)) * step_seconds * (1 - 1 / speedup)
+            max(0, expected_tokens - len(running.job.generated)) * step_seconds * (1 - 1 / speedup)
             if speedup > 1
             else catch_up_seconds
         )
@@ -311,15 +316,15 @@ class Speculator:
         return not self._splits_uneven_batches or jobs in (1, rows, drafting_jobs)
 
     def _collect_draft_requests(
-        self, drafter: Drafter, rank: int, choices: dict[Job, list[tuple[Drafter, int]]], spare_rows: int
+        self, drafter: Drafter, rank: int, choices: dict[RunningJob, list[tuple[Drafter, int]]], spare_rows: int
     ) -> list[DraftRequest]:
         """Return the requests for a drafter: jobs without a draft whose choice at `rank` it is."""
         draft_requests: list[DraftRequest] = []
-        for job, options in choices.items():
-            if not job.draft and rank < len(options) and options[rank][0] is drafter:
+        for running, options in choices.items():
+            if not running.draft and rank < len(options) and options[rank][0] is drafter:
                 length = min(options[rank][1], spare_rows)
                 if length > 0:
-                    draft_requests.append((job, length))
+                    draft_requests.append((running, length))
                     spare_rows -= length
         return draft_requests
 
@@ -327,7 +332,7 @@ class Speculator:
         """Set the drafts of these jobs. Return the number of draft tokens; those a constraint forbids are cut off."""
         if not draft_requests:
             return 0
-        behind = [job for job, _ in draft_requests if drafter.estimate_catch_up_entries(job)]
+        behind = [running for running, _ in draft_requests if drafter.estimate_catch_up_entries(running)]
         started = time.perf_counter()
         if behind:
             drafter.catch_up(behind)
@@ -336,13 +341,13 @@ class Speculator:
         drafts = drafter.draft(draft_requests)
         seconds = time.perf_counter() - started
         total = 0
-        for (job, limit), draft in zip(draft_requests, drafts, strict=True):
+        for (running, limit), draft in zip(draft_requests, drafts, strict=True):
             tokens = draft[:limit]
-            if tokens and job.token_constraint is not None:
-                tokens = tokens[: job.token_constraint.count_allowed(tokens)]
-            job.draft = tokens
-            self._drafted_jobs.append(job)
-            job.draft_stats.last_kind = drafter.get_draft_kind(job)
+            if tokens and running.job.token_constraint is not None:
+                tokens = tokens[: running.job.token_constraint.count_allowed(tokens)]
+            running.draft = tokens
+            self._drafted_jobs.append(running)
+            running.job.draft_stats.last_kind = drafter.get_draft_kind(running)
             total += len(tokens)
         timings = self._seconds_per_draft_token[drafter.name]
         if len(timings):  # the first time is a warm-up and not charged
@@ -351,18 +356,18 @@ class Speculator:
             timings.add(seconds / total)
         return total
 
-    def prepare_decode(self, jobs: Sequence[Job]) -> None:
+    def prepare_decode(self, jobs: Sequence[RunningJob]) -> None:
         """Save states before a decode if rejected draft tokens cannot be dropped."""
         if self.rollback is not None and self._drafters:
             self._draft_seconds += self.rollback.save(jobs)
 
-    def record_verification(self, job: Job, draft_tokens: int, accepted_tokens: int) -> None:
+    def record_verification(self, running: RunningJob, draft_tokens: int, accepted_tokens: int) -> None:
         """Record how many of a job's draft tokens were computed and accepted."""
-        stats = job.draft_stats
+        stats = running.job.draft_stats
         kind = stats.last_kind
-        job.draft_token_count += draft_tokens
-        job.draft_steps += 1
-        self._verified_jobs.append(job)
+        running.job.draft_token_count += draft_tokens
+        running.job.draft_steps += 1
+        self._verified_jobs.append(running)
         stats.last_decode = self._decode_count
         stats.update(kind, draft_tokens, accepted_tokens)
         self._acceptance_by_kind[kind].update(draft_tokens, accepted_tokens)
@@ -397,7 +402,7 @@ class Speculator:
     def _record_draft_decode(self, rows: int, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
         """Record a decode with draft tokens: the cost of its rows, and the time it saved or lost."""
         step_costs = self._cost_model.step_costs
-        lengths = {len(job.draft) for job in self._verified_jobs}
+        lengths = {len(running.draft) for running in self._verified_jobs}
         drafting_jobs = len(self._verified_jobs) if len(lengths) == 1 else 0  # uneven drafts take another pass
         is_first = False
         if self._is_single_pass(rows, jobs, drafting_jobs):
@@ -410,8 +415,8 @@ class Speculator:
         saved = self.loss_budget.record_draft_decode(
             spent + self._draft_seconds, step_seconds * tokens / jobs, step_seconds
         )
-        for job in self._verified_jobs:
-            job.speculation_seconds_saved += saved / len(self._verified_jobs)
+        for running in self._verified_jobs:
+            running.job.speculation_seconds_saved += saved / len(self._verified_jobs)
 
     def pause(self) -> None:
         """Stop drafting for a while because draft tokens did not fit into the KV cache."""

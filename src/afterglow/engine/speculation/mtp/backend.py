@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backends.llama import LlamaBackend
-from afterglow.engine.scheduling.job import Job
+from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.mtp.cells import PairedCells, read_first_position, split_cells
 from afterglow.engine.speculation.mtp.session import MtpSession
 from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, DraftRequest
@@ -293,32 +293,30 @@ class MtpDrafter:
     def __init__(self, session: MtpSession) -> None:
         self._session = session
 
-    def can_draft(self, job: Job) -> bool:
+    def can_draft(self, running: RunningJob) -> bool:
         return True
 
-    def get_draft_kind(self, job: Job) -> str:
+    def get_draft_kind(self, running: RunningJob) -> str:
         return self.name
 
-    def estimate_acceptance(self, job: Job) -> float:
+    def estimate_acceptance(self, running: RunningJob) -> float:
         return INITIAL_ACCEPTANCE_RATE
 
-    def estimate_catch_up_entries(self, job: Job) -> float:
-        assert job.sequence is not None
+    def estimate_catch_up_entries(self, running: RunningJob) -> float:
         info = self._session.target.model.info
-        backlog = self._session.count_backlog(job.sequence.seq_id)
+        backlog = self._session.count_backlog(running.sequence.seq_id)
         return backlog * info.mtp_layer_count / max(info.layer_count, 1) if backlog > MAX_FREE_CATCH_UP_ENTRIES else 0.0
 
-    def catch_up(self, jobs: Sequence[Job]) -> None:
-        catch_up(self._session, [job.sequence.seq_id for job in jobs if job.sequence is not None])
+    def catch_up(self, jobs: Sequence[RunningJob]) -> None:
+        catch_up(self._session, [running.sequence.seq_id for running in jobs])
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
         n_draft_max = self._session.settings.n_draft_max
         last_tokens: dict[int, int] = {}
         limits: dict[int, int] = {}
-        for job, limit in draft_requests:
-            assert job.sequence is not None
-            last_tokens[job.sequence.seq_id] = job.generated[-1]
-            limits[job.sequence.seq_id] = min(limit, n_draft_max)
+        for running, limit in draft_requests:
+            last_tokens[running.sequence.seq_id] = running.job.generated[-1]
+            limits[running.sequence.seq_id] = min(limit, n_draft_max)
         try:
             return list(self._session.draft(last_tokens, limits).values())
         except AfterglowError:  # e.g. no cells are free
