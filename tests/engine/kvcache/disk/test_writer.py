@@ -20,6 +20,7 @@ from afterglow.engine.kvcache.disk import writer as disk_writer
 from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, open_index
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileRemoved
 from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import InvalidState
 from support import other_process
 from support.play import KINDS, Answer, ask, fake, prompt, reference
 
@@ -256,6 +257,63 @@ def test_clear_deletes_the_files_although_the_disk_has_just_failed(make_engine, 
     cache.clear(engine)
     assert writer.flush()
     assert list_files(folder) == []
+
+
+def test_a_file_that_is_written_again_before_its_removal_is_noticed_stays(make_engine, folder, monkeypatch):
+    """The reader finds it gone. Another process writes it again before the writer's thread removes its row."""
+    engine = make_engine()
+    start_conversation(engine)
+    writer, path = get_writer(engine), list_files(folder)[0]
+    content = path.read_bytes()
+    tasks: list[Callable[[], None]] = []
+    with monkeypatch.context() as delayed:
+        delayed.setattr(writer, "_submit", lambda task: tasks.append(task) or True)
+        path.unlink()
+        with pytest.raises(InvalidState):
+            writer.load("cells", bytes.fromhex(path.stem))
+    path.write_bytes(content)
+    for task in tasks:
+        writer._submit(task)
+    writer.flush()
+    assert path.exists()
+    names = writer.query_index(lambda index: index.list_names(path.parent.name))
+    assert path.name in names, "a file without a row would be in no budget"
+
+
+def test_deleting_a_file_excludes_other_processes(make_engine, folder, monkeypatch):
+    engine = make_engine()
+    start_conversation(engine)
+    writer, path = get_writer(engine), list_files(folder)[0]
+    states: list[bool] = []
+    delete_file = disk_files.delete_file
+
+    def delete(path: Path) -> None:
+        states.append(writer._index._connection.in_transaction)
+        delete_file(path)
+
+    monkeypatch.setattr(disk_files, "delete_file", delete)
+    writer.remove("cells", bytes.fromhex(path.stem))
+    writer.flush()
+    assert states == [True]
+
+
+@pytest.mark.parametrize("is_readable", [True, False], ids=["one file", "no index"])
+def test_clear_reports_only_files_that_are_gone(make_engine, folder, monkeypatch, is_readable):
+    engine = make_engine()
+    start_conversation(engine)
+    writer, (remaining, *others) = get_writer(engine), list_files(folder)
+    writer.drain_events()
+    delete_file = disk_files.delete_file
+    if is_readable:
+        monkeypatch.setattr(disk_files, "delete_file", lambda path: path == remaining or delete_file(path))
+    else:
+        monkeypatch.setattr(writer, "_open_index", lambda: None)
+        monkeypatch.setattr(writer, "_index", None)
+    writer.clear()
+    writer.flush()
+    assert list_files(folder) == ([remaining] if is_readable else [remaining, *others])
+    removed = {event.key.hex() for event in writer.drain_events() if isinstance(event, FileRemoved)}
+    assert removed == ({path.stem for path in others} if is_readable else set())
 
 
 def test_a_block_removed_between_plan_and_load_is_a_miss(make_engine, folder):

@@ -133,7 +133,7 @@ class DiskWriter:
 
     def remove(self, kind: FileKind, key: bytes) -> None:
         """Delete a file."""
-        self._submit(functools.partial(self._delete_files, [build_file_name(kind, key)]))
+        self._submit(functools.partial(self._delete_file, build_file_name(kind, key)))
 
     def clear(self) -> None:
         """Delete every file of this model."""
@@ -153,7 +153,9 @@ class DiskWriter:
             is_gone = isinstance(error, FileNotFoundError)
             is_damaged = isinstance(error, InvalidState | ValueError) or getattr(error, "errno", 0) in DAMAGE_ERRNOS
             self.counters.corrupt_files += is_damaged
-            if is_gone or is_damaged:
+            if is_gone:
+                self._submit(functools.partial(self._forget_file, path.name))
+            elif is_damaged:
                 self.remove(kind, key)
             raise InvalidState(f"{path.name}: {error}") from error
         return loaded
@@ -293,10 +295,14 @@ class DiskWriter:
     def _report_removed_files(self, index: DiskIndex) -> None:
         """Send events for files that are gone, however they were removed."""
         self._folder_changed_at = self._folder.stat().st_mtime_ns
-        gone = self._reported_names.difference(os.listdir(self._folder))
+        gone = self._find_gone()
         if gone:
             index.remove(gone)
             self._report_removed(gone)
+
+    def _find_gone(self) -> set[str]:
+        """Return the names of reported files that are not in the folder any more."""
+        return self._reported_names.difference(os.listdir(self._folder) if self._folder.is_dir() else ())
 
     def _report_removed(self, names: Iterable[str]) -> None:
         for name in list(names):
@@ -417,13 +423,28 @@ class DiskWriter:
         if self._index is None or not self._index.is_current:
             with contextlib.suppress(OSError, sqlite3.Error):
                 self._open_index()
-        if self._index is not None:
-            self._index.clear({self._model.hex()})
-        self._report_removed(self._reported_names)
+        try:
+            if self._index is not None:
+                self._index.clear({self._model.hex()})
+        finally:  # also if only some were deleted
+            self._report_removed(self._find_gone())
 
-    def _delete_files(self, names: list[str]) -> None:
-        for name in names:
+    def _delete_file(self, name: str) -> None:
+        """Delete a file and its row in one transaction: another process may be writing the file again."""
+        with contextlib.nullcontext() if self._index is None else self._index.transaction():
             disk_files.delete_file(self._folder / name)
-        if self._index is not None:
-            self._index.remove(names)
-        self._report_removed(names)
+            if self._index is not None:
+                self._index.remove([name])
+        self._report_removed([name])
+
+    def _forget_file(self, name: str) -> None:
+        """Remove the row of a file that is gone, unless another process has written it again."""
+        index = self._index
+        with contextlib.nullcontext() if index is None else index.transaction():
+            is_gone = not (self._folder / name).exists()
+            if index is not None and is_gone:
+                index.remove([name])
+        if is_gone:
+            self._report_removed([name])
+        elif index is not None:
+            self._report_existing(index, name)
