@@ -36,7 +36,8 @@ ORDERS = {
     """,
     "engine": """
         types
-        kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.checkpoints kvcache.ram kvcache.sequence
+        kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
+        kvcache.checkpoints kvcache.ram kvcache.sequence
         kvcache.disk
         kvcache
         sampling

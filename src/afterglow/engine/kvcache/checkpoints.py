@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import choose_positions_to_drop, compute_log_value, compute_rank
 from afterglow.engine.kvcache.radix_tree import RadixTree
-from afterglow.engine.kvcache.ram import Victim, compute_value
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.settings import CheckpointSettings
@@ -68,25 +68,6 @@ def choose_checkpoint_positions(
     return sorted(chosen - taken)
 
 
-def choose_positions_to_drop(positions: Sequence[int], limit: int) -> list[int]:
-    """Return which of the ascending `positions` on one path to drop so that `limit` remain.
-
-    The newest stays because the conversation continues there. The first stays because it is the system prompt, which
-    most conversations share. Of the others, drop the one with the smallest gap to its predecessor relative to its
-    distance from the end: old checkpoints become sparse, recent ones stay dense.
-    """
-    remaining, dropped = list(positions), []
-    while len(remaining) > max(limit, 0):
-        inner = range(1, len(remaining) - 1)
-        if not inner:
-            index = 0
-        else:
-            end = remaining[-1] + 1
-            index = min(inner, key=lambda i: (remaining[i] - remaining[i - 1]) / (end - remaining[i]))
-        dropped.append(remaining.pop(index))
-    return dropped
-
-
 class CheckpointStore:
     """Owns the checkpoints in RAM and bounds their number per path and their bytes.
 
@@ -127,10 +108,10 @@ class CheckpointStore:
         if nbytes > self._settings.max_bytes or not self._settings.max_checkpoints:
             return False
         while self.nbytes + nbytes > self._settings.max_bytes:
-            oldest = min(self._list_unpinned(), key=lambda checkpoint: checkpoint.last_used, default=None)
-            if oldest is None:
+            victim = self.find_victim()
+            if victim is None:
                 return False
-            self.drop(oldest)
+            self.drop(victim)
         return self._evict_until_free(nbytes)
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -156,18 +137,12 @@ class CheckpointStore:
         start = 0 if previous is None else previous.position
         return (checkpoint.position - start) * self._cost_model.seconds_per_entry
 
-    def find_victim(self) -> Victim | None:
-        """Return the unpinned checkpoint with the lowest value per byte."""
-        now, best = time.monotonic(), None
-        for checkpoint in self._list_unpinned():
-            seconds_saved = self.estimate_seconds_saved(checkpoint)
-            value = compute_value(seconds_saved, checkpoint.nbytes, now - checkpoint.last_used)
-            if best is None or value < best[0]:
-                best = value, checkpoint
-        if best is None:
-            return None
-        value, victim = best
-        return Victim(value, lambda: self.drop(victim))
+    def compute_rank(self, checkpoint: Checkpoint) -> float:
+        """Return the position of a checkpoint in the order of eviction."""
+        log_value = compute_log_value(self.estimate_seconds_saved(checkpoint), checkpoint.nbytes)
+        return compute_rank(log_value, checkpoint.last_used)
 
-    def _list_unpinned(self) -> list[Checkpoint]:
-        return [checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned]
+    def find_victim(self) -> Checkpoint | None:
+        """Return the unpinned checkpoint to evict first."""
+        unpinned = (checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned)
+        return min(unpinned, key=self.compute_rank, default=None)

@@ -13,7 +13,8 @@ from afterglow.engine.kvcache.blocks import BlockTree
 from afterglow.engine.kvcache.checkpoints import CheckpointStore
 from afterglow.engine.kvcache.disk.files import build_file_name
 from afterglow.engine.kvcache.disk.tier import DiskTier
-from afterglow.engine.kvcache.ram import MAX_PINNED_FRACTION, RamTier
+from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION
+from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.errors import InvalidArgument
 

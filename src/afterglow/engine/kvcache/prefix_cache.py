@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from afterglow.engine.kvcache.blocks import StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore, choose_checkpoint_positions
 from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import estimate_eviction_cost
 from afterglow.engine.kvcache.explain import EvictionHistory, Explanation, find_miss_cause
 from afterglow.engine.kvcache.planner import (
     Continue,
@@ -20,7 +21,6 @@ from afterglow.engine.kvcache.planner import (
     PrefixPlan,
     Restore,
     ReuseCandidate,
-    estimate_eviction_cost,
     plan_prefix,
 )
 from afterglow.engine.kvcache.radix_tree import RadixTree
@@ -382,8 +382,9 @@ class PrefixCache:
             return lost > 0
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
-        return estimate_eviction_cost(lost, idle_seconds, self.cost_model, transfer) < estimate_eviction_cost(
-            lost, idle_seconds, self.cost_model
+        recompute = lost * self.cost_model.seconds_per_entry
+        return estimate_eviction_cost(recompute, idle_seconds, transfer) < estimate_eviction_cost(
+            recompute, idle_seconds
         )
 
     def _count_recoverable(self, slot: Sequence) -> int:
@@ -458,11 +459,9 @@ class PrefixCache:
 
     def _estimate_eviction_cost(self, slot: Sequence) -> float:
         """Return the expected seconds that evicting a sequence costs; 0 if other sequences hold the same entries."""
-        idle_seconds = time.monotonic() - slot.last_used
         return estimate_eviction_cost(
-            self._idle_tree.count_unique_entries(slot),
-            idle_seconds,
-            self.cost_model,
+            self._idle_tree.count_unique_entries(slot) * self.cost_model.seconds_per_entry,
+            time.monotonic() - slot.last_used,
             self._estimate_store_seconds(len(slot)) if self._can_store else None,
         )
 

@@ -5,23 +5,10 @@ Chooses what to evict; the store evicts it.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from afterglow.engine.kvcache.blocks import Block
-
-STORED_HALF_LIFE_SECONDS = 3600.0  # the probability that stored data is reused halves in this time
-MAX_PINNED_FRACTION = 0.5  # of the budget of a tier; the rest stays available for unpinned data
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """Eviction candidate in RAM: its value in seconds saved per byte, and the function that evicts it."""
-
-    value: float
-    evict: Callable[[], None]
 
 
 class RamTier:
@@ -46,7 +33,7 @@ class RamTier:
         return self.limit - self.used_bytes
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(list(self._blocks.values()))
+        return iter(self._blocks.values())
 
     def __contains__(self, block: Block) -> bool:
         return block.key in self._blocks
@@ -74,15 +61,5 @@ class RamTier:
             if block.key in self._blocks:
                 self._blocks.move_to_end(block.key)
 
-    def find_lru_block(self, protected: set[bytes]) -> Block | None:
-        """Return the least recently used block that is neither pinned nor protected."""
-        unpinned = (block for block in self._blocks.values() if not block.pinned)
-        return next((block for block in unpinned if block.key not in protected), None)
-
     def count_pinned_bytes(self) -> int:
         return sum(block.nbytes for block in self._blocks.values() if block.pinned)
-
-
-def compute_value(seconds_saved: float, nbytes: int, idle_seconds: float) -> float:
-    """Return the compute time that stored data is expected to save, in seconds per byte."""
-    return seconds_saved * math.pow(0.5, idle_seconds / STORED_HALF_LIFE_SECONDS) / max(nbytes, 1)

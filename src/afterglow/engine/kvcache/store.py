@@ -15,8 +15,9 @@ from afterglow.engine.kvcache.blocks import Block, BlockHasher, BlockTree, Store
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.tier import DiskCheckpoint, open_disk_tier
+from afterglow.engine.kvcache.eviction import compute_log_value, compute_rank, find_victim
 from afterglow.engine.kvcache.pins import PinManager
-from afterglow.engine.kvcache.ram import RamTier, compute_value
+from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.types.backend import Backend, BackendCells, BackendState
 from afterglow.engine.types.counters import TierCounters
@@ -237,26 +238,28 @@ class TieredStore:
         return True
 
     def _evict_one(self, protected: set[bytes]) -> bool:
-        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower value."""
-        block, checkpoint = self.ram.find_lru_block(protected), self._checkpoints.find_victim()
+        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank."""
+        block, checkpoint = find_victim(self.ram, protected), self._checkpoints.find_victim()
         if block is None and checkpoint is None:
             return False
         self.ram_counters.evictions += 1
-        if checkpoint is None or (block is not None and self._compute_block_value(block) <= checkpoint.value):
+        if checkpoint is None or (
+            block is not None and self._compute_block_rank(block) <= self._checkpoints.compute_rank(checkpoint)
+        ):
             assert block is not None
             self._evict_block(block)
         else:
-            checkpoint.evict()
+            self._checkpoints.drop(checkpoint)
         return True
 
-    def _compute_block_value(self, block: Block) -> float:
-        """Return the value per byte of a block. If cells alone do not suffice, it is that of its checkpoints."""
+    def _compute_block_rank(self, block: Block) -> float:
+        """Return the rank of a block. If cells alone do not suffice, its value is that of its checkpoints."""
         seconds, nbytes = len(block.entries) * self._cost_model.seconds_per_entry, block.nbytes
         if self._backend.capabilities.has_partial_state:
             checkpoints = self._find_checkpoints_in(block)
             seconds = sum(self._checkpoints.estimate_seconds_saved(checkpoint) for checkpoint in checkpoints)
             nbytes += sum(checkpoint.nbytes for checkpoint in checkpoints)
-        return compute_value(seconds, nbytes, time.monotonic() - block.last_used)
+        return compute_rank(compute_log_value(seconds, nbytes), block.last_used)
 
     def _find_checkpoints_in(self, block: Block) -> list[Checkpoint]:
         """Return the checkpoints with a position in, or right after, a block."""
@@ -397,7 +400,7 @@ class TieredStore:
         self.refresh()
         if self.disk_tier is not None:
             self.disk_tier.clear()
-        for block in self.ram:
+        for block in list(self.ram):
             self.ram.drop(block)
         for block in self.tree:
             if self.tree.get(block.key) is block:

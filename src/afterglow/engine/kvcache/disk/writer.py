@@ -27,7 +27,7 @@ from typing import TypeAlias, TypeVar
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name, parse_file_name
 from afterglow.engine.kvcache.disk.index import DiskIndex, IndexRow, is_damage
-from afterglow.engine.kvcache.ram import MAX_PINNED_FRACTION
+from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION, choose_victims
 from afterglow.errors import Closed, InvalidArgument, InvalidState
 
 ResultT = TypeVar("ResultT")
@@ -395,15 +395,12 @@ class DiskWriter:
         if nbytes > self.limit:
             return False
         self._enforce_pin_limit(index)
-        while (total := index.count_bytes()) + nbytes > self.limit:
-            excess = total + nbytes - self.limit
+        while (excess := index.count_bytes() + nbytes - self.limit) > 0:
             candidates = index.find_eviction_candidates(EVICTION_BATCH_FILES)
             if not candidates:
                 return False
-            for row in candidates:
-                if excess <= 0:
-                    break
-                excess -= self._evict_file(index, row)
+            for row in choose_victims([(row, row.nbytes) for row in candidates], excess):
+                self._evict_file(index, row)
         return True
 
     def _enforce_pin_limit(self, index: DiskIndex) -> None:
@@ -411,12 +408,11 @@ class DiskWriter:
         while index.count_bytes(pinned_only=True) > self.limit * MAX_PINNED_FRACTION:
             index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], pinned=False)
 
-    def _evict_file(self, index: DiskIndex, row: IndexRow) -> int:
-        """Delete a file and its dependents, except pinned ones; return the number of bytes freed."""
+    def _evict_file(self, index: DiskIndex, row: IndexRow) -> None:
+        """Delete a file and its dependents, except pinned ones."""
         victims = index.evict(row)
         self.counters.evictions += len(victims)
         self._report_removed(victim.name for victim in victims if victim.model == self._model.hex())
-        return sum(victim.nbytes for victim in victims)
 
     def _delete_all(self) -> None:
         """Delete every file of this model, even if the disk has just failed."""
