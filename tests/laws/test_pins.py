@@ -35,7 +35,7 @@ def test_system_prompts_stay_cached_if_pin_system_prompts_is_set(kind, pin_syste
     engine = small_engine(kind, pin_system_prompts=pin_system)
     ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), system_length=43)
     run_other_prompts(engine, kind)
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
     again = ask(engine, [*SYSTEM, 9, 9], system_length=43)
     assert again.cached == (43 if pin_system else 0)
     assert again.tokens == reference(lambda: fake(kind), [*SYSTEM, 9, 9])

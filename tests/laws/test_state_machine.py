@@ -447,7 +447,7 @@ class EngineMachine(RuleBasedStateMachine):
                 snapshots.clear(self.engine, self.slot(pick))
         elif operation == "store":
             cache.clear_store()
-            assert cache.store.ram.block_bytes == 0
+            assert cache.store.ram.budget.get("blocks") == 0
         elif cache.all_checkpoints:
             self.damage(cache.all_checkpoints[pick % len(cache.all_checkpoints)])
 
@@ -481,7 +481,7 @@ class EngineMachine(RuleBasedStateMachine):
         EngineMachine.run_until_idle(self)
         assert all(answer.end is not None for answer in self.answers.values())
         assert not any(slot.busy for slot in self.engine.prefix_cache.slots)
-        RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram_counters.hits
+        RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram.counters.hits
 
 
 TIMED_MODULES = (checkpoints, speculator, engine, job, prefix_cache, rollback, blocks, sequence, store)

@@ -222,12 +222,12 @@ def check_checkpoints(engine: Engine) -> None:
 
 def check_stored(engine: Engine) -> None:
     """Check that stored blocks equal computed cells, have all blocks before them, and are counted in bytes."""
-    cache, store = engine.prefix_cache, engine.prefix_cache.store
-    blocks = list(store.ram)
+    store = engine.prefix_cache.store
+    blocks, budget = list(store.ram), store.ram.budget
     block_bytes = sum(block.rows.nbytes + block.entries.nbytes for block in blocks)
-    assert block_bytes == store.ram.block_bytes
-    assert block_bytes + cache.checkpoints.nbytes + cache.swapped_bytes == store.ram.used_bytes <= store.ram.limit
-    assert cache.swapped_bytes == sum(job.swapped_state.nbytes for job in engine._jobs.values() if job.swapped_state)
+    assert block_bytes == budget.get("blocks")
+    assert sum(budget.by_kind.values()) == budget.used_bytes <= budget.limit
+    assert budget.get("swapped") == sum(job.swapped_state.nbytes for job in engine._jobs.values() if job.swapped_state)
     assert {block.key for block in store.tree if not block.is_on_disk} <= {block.key for block in blocks}
     for block in blocks:
         assert block.start == 0 or store.tree.get(block.parent) is not None, "a block lost its predecessor"

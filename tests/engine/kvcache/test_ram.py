@@ -75,8 +75,8 @@ def test_six_conversations_in_four_sequences_compute_nothing_twice(kind, kv_unif
             answer = answers[number] = ask(engine, conversations[number])
             assert answer.cached == known, "everything except the new message is a prefix hit"
             assert answer.tokens == reference(lambda: fake(kind), conversations[number])
-    assert engine.prefix_cache.store.ram_counters.hits >= 8
-    assert engine.prefix_cache.store.ram_counters.hit_entries > 8 * 60
+    assert engine.prefix_cache.store.ram.counters.hits >= 8
+    assert engine.prefix_cache.store.ram.counters.hit_entries > 8 * 60
 
 
 @pytest.mark.native
@@ -92,7 +92,7 @@ def test_six_conversations_in_four_sequences_on_llama(make_engine, kind, kv_unif
     for conversation, cold in zip(conversations, cold_answers, strict=True):
         warm = ask(engine, conversation + cold.tokens)
         assert warm.cached == len(conversation) + len(cold.tokens) - 1
-    assert engine.prefix_cache.store.ram_counters.hits >= 4
+    assert engine.prefix_cache.store.ram.counters.hits >= 4
 
 
 @every_kind
@@ -209,15 +209,15 @@ def test_the_ram_budget_is_never_exceeded_and_changes_no_token(kind, kv_unified,
             entries = prompt(30 + 9 * number, number) + prompt(4 * turn, 40 + number)
             answer = ask(engine, entries, boundaries=frozenset({16, 30}))
             assert answer.tokens == reference(lambda: fake(kind), entries)
-            assert engine.prefix_cache.store.ram.used_bytes <= nbytes
+            assert engine.prefix_cache.store.ram.budget.used_bytes <= nbytes
     if nbytes > 300:
-        counters = engine.prefix_cache.store.ram_counters
+        counters = engine.prefix_cache.store.ram.counters
         assert counters.evictions + counters.rejected_saves > 0
 
 
 def test_the_least_recently_used_blocks_are_evicted_first():
     engine = fake_with_budget("attention", 5_800, sequences=1)
-    engine.prefix_cache.store._bytes_per_entry = 24.0
+    engine.prefix_cache.store.ram.bytes_per_entry = 24.0
     old, recent, new = prompt(64, 1), prompt(64, 2), prompt(120, 3)
     ask_each(engine, [old, recent, old + prompt(4, 5), new, prompt(9, 8)])
     find_stored_prefix = engine.prefix_cache.store.find_stored_prefix
@@ -233,7 +233,7 @@ def test_a_pinned_prefix_is_not_evicted():
         ask(engine, system + prompt(60, 10 + number))
         ask(engine, prompt(100, 20 + number))
     assert engine.prefix_cache.store.find_stored_prefix(np.array(system), "").length == 64
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
 
 
 def test_nothing_is_stored_if_computing_is_cheaper():
@@ -242,7 +242,7 @@ def test_nothing_is_stored_if_computing_is_cheaper():
     cost_model.seconds_per_entry, cost_model.seconds_per_byte = 1e-9, 1e-3
     cost_model.record_prefill = lambda entries, seconds: None  # type: ignore[method-assign]
     ask_each(engine, [prompt(60, 1), prompt(60, 2)])
-    assert engine.prefix_cache.store.ram_counters.saves == 0
+    assert engine.prefix_cache.store.ram.counters.saves == 0
 
 
 @every_kind
@@ -250,8 +250,8 @@ def test_checkpoints_and_blocks_share_the_budget(kind):
     engine = fake_with_budget(kind, 3_000, sequences=2)
     for number in range(6):
         ask(engine, prompt(60, number), boundaries=frozenset({10, 20, 30, 40}))
-        ram = engine.prefix_cache.store.ram
-        assert ram.used_bytes == ram.block_bytes + engine.prefix_cache.checkpoints.nbytes <= 3_000
+        budget = engine.prefix_cache.store.ram.budget
+        assert budget.used_bytes == budget.get("blocks") + budget.get("checkpoints") <= 3_000
 
 
 def is_page_mapped(data: np.ndarray) -> bool:

@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -95,11 +96,20 @@ class BlockHasher:
         return blake3(self.hash_block(parent, rest), derive_key_context="afterglow prefix checkpoint").digest()
 
 
+class BlockHolder(Protocol):
+    """Tier as the tree sees it."""
+
+    def holds(self, block: Block) -> bool: ...
+
+    def forget(self, block: Block) -> None: ...
+
+
 class BlockTree:
-    """Index of all stored blocks, in RAM and on disk. Invariant: the parent of every block is in the tree."""
+    """Index of all stored blocks, of all tiers. Invariant: the parent of every block is in the tree."""
 
     def __init__(self, hasher: BlockHasher, interner: EntryInterner) -> None:
         self.hasher = hasher
+        self.holders: list[BlockHolder] = []  # the tiers
         self._interner = interner
         self._by_key: dict[bytes, Block] = {}
         self._children: dict[bytes, list[Block]] = {}  # by parent key
@@ -156,7 +166,7 @@ class BlockTree:
         return any(block.start == 0 for block in self.get_children(parent))
 
     def add(self, block: Block) -> list[Block]:
-        """Add a block; remove and return the shorter blocks that it makes redundant."""
+        """Add a block; remove and return the shorter blocks that it makes redundant. It replaces one with its key."""
         assert block.start == 0 or block.parent in self._by_key, "the parent of the block is not in the tree"
         redundant = [
             sibling
@@ -166,23 +176,31 @@ class BlockTree:
             and sibling.aligned <= block.aligned
             and common_prefix_length(sibling.entries, block.entries) == len(sibling.entries)
         ]
-        if block.key in self._by_key:
-            redundant.append(self._by_key[block.key])
         for sibling in redundant:
             self._unlink(sibling)
+        if (replaced := self._by_key.get(block.key)) is not None:
+            self._forget(replaced)
         self._by_key[block.key] = block
         self._children.setdefault(block.parent, []).append(block)
         return redundant
 
-    def remove(self, block: Block) -> list[Block]:
-        """Remove a block and all its descendants; return them."""
-        removed, pending = [], [block]
+    def remove(self, block: Block) -> None:
+        """Remove a block and all its descendants, unless it has left the tree already."""
+        pending = [block] if self.get(block.key) is block else []
         while pending:
             descendant = pending.pop()
-            removed.append(descendant)
             pending += self.get_children(descendant.key)
-            self._unlink(descendant)
-        return removed
+            self._forget(descendant)
+
+    def remove_unheld(self, block: Block) -> None:
+        """Remove a block and all its descendants if no tier holds it."""
+        if not any(holder.holds(block) for holder in self.holders):
+            self.remove(block)
+
+    def _forget(self, block: Block) -> None:
+        self._unlink(block)
+        for holder in self.holders:
+            holder.forget(block)
 
     def _unlink(self, block: Block) -> None:
         self.loss_count += 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from afterglow.engine.kvcache.blocks import Block
+from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import choose_positions_to_drop, compute_log_value, compute_rank
 from afterglow.engine.kvcache.radix_tree import RadixTree
@@ -33,6 +35,7 @@ class Checkpoint:
     parent: bytes = b""  # key of the last full block before it
     start: int = 0  # number of entries in the full blocks before it
     key: bytes = b""
+    tier: str = "ram"  # name of the tier that holds the state
     pinned: bool = False  # a pinned prefix is restored from it
     last_used: float = field(default_factory=time.monotonic)
 
@@ -69,23 +72,18 @@ def choose_checkpoint_positions(
 
 
 class CheckpointStore:
-    """Owns the checkpoints in RAM and bounds their number per path and their bytes.
+    """Owns the checkpoints in RAM and bounds their number per path and their bytes."""
 
-    `evict_until_free` frees bytes of the RAM budget; it returns False if that is not possible.
-    """
-
-    def __init__(
-        self, settings: CheckpointSettings, cost_model: CostModel, evict_until_free: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, settings: CheckpointSettings, cost_model: CostModel, budget: ByteBudget) -> None:
         self.all_checkpoints: list[Checkpoint] = []
         self.tree: RadixTree[Checkpoint] = RadixTree()
         self._settings = settings
         self._cost_model = cost_model
-        self._evict_until_free = evict_until_free
+        self._budget = budget
 
     @property
     def nbytes(self) -> int:
-        return sum(checkpoint.nbytes for checkpoint in self.all_checkpoints)
+        return self._budget.get("checkpoints")
 
     @property
     def pinned_bytes(self) -> int:
@@ -99,12 +97,21 @@ class CheckpointStore:
         """Return whether a checkpoint exists after exactly these entries."""
         return any(checkpoint.position == len(entries) for checkpoint in self.find_on_path(entries, salt))
 
+    def find_in_block(self, block: Block) -> list[Checkpoint]:
+        """Return the checkpoints with a position in, or right after, a block."""
+        return [
+            checkpoint
+            for checkpoint in self.all_checkpoints
+            if checkpoint.parent == block.key
+            or (checkpoint.parent == block.parent and checkpoint.position > block.start)
+        ]
+
     def find(self, key: bytes) -> Checkpoint | None:
         """Return the checkpoint with this key. Thread-safe."""
         return next((checkpoint for checkpoint in self.all_checkpoints[:] if checkpoint.key == key), None)
 
     def evict_until_fits(self, nbytes: int) -> bool:
-        """Evict until a checkpoint of `nbytes` fits; return False if it cannot."""
+        """Evict until a checkpoint of `nbytes` is within `max_bytes`; return False if that is not possible."""
         if nbytes > self._settings.max_bytes or not self._settings.max_checkpoints:
             return False
         while self.nbytes + nbytes > self._settings.max_bytes:
@@ -112,11 +119,12 @@ class CheckpointStore:
             if victim is None:
                 return False
             self.drop(victim)
-        return self._evict_until_free(nbytes)
+        return True
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Add a checkpoint for which space was freed, and thin out the paths through it to `max_checkpoints`."""
         self.all_checkpoints.append(checkpoint)
+        self._budget.add("checkpoints", checkpoint.nbytes)
         self.tree.insert(checkpoint.entries, checkpoint, checkpoint.salt)
         for end in self.tree.find_descendants(checkpoint):
             if end not in self.tree:
@@ -129,6 +137,7 @@ class CheckpointStore:
 
     def drop(self, checkpoint: Checkpoint) -> None:
         self.all_checkpoints.remove(checkpoint)
+        self._budget.remove("checkpoints", checkpoint.nbytes)
         self.tree.remove(checkpoint)
 
     def estimate_seconds_saved(self, checkpoint: Checkpoint) -> float:

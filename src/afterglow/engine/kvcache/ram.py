@@ -1,65 +1,187 @@
-"""RAM tier of the prefix cache: blocks in least-recently-used order and the byte budget of everything in RAM.
-
-Chooses what to evict; the store evicts it.
-"""
+"""RAM tier of the prefix cache: blocks in least-recently-used order, checkpoints, and eviction of both."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
-from afterglow.engine.kvcache.blocks import Block
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.kvcache.blocks import Block, BlockTree
+from afterglow.engine.kvcache.budget import ByteBudget, ByteKind
+from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
+from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import compute_log_value, compute_rank, find_victim
+from afterglow.engine.types.backend import BackendState
+from afterglow.engine.types.counters import TierCounters
+from afterglow.engine.types.entries import Entries
+from afterglow.errors import InvalidState
+from afterglow.llama import page_buffers
 
 
 class RamTier:
-    """Holds blocks and accounts for all bytes in RAM. `other_bytes` returns the bytes that are not in blocks.
+    """First tier: everything that is stored passes through it. Its budget is that of all cached bytes in RAM.
 
     Blocks are ordered by last use, and a block is always ordered before the blocks that precede it in the prompt.
     Least-recently-used eviction therefore never orphans a block.
     """
 
-    def __init__(self, limit: int, other_bytes: Callable[[], int]) -> None:
-        self.limit = limit
-        self.block_bytes = 0
-        self._other_bytes = other_bytes
+    name = "ram"
+    seconds_per_byte = 0.0
+
+    def __init__(
+        self,
+        tree: BlockTree,
+        checkpoints: CheckpointStore,
+        cost_model: CostModel,
+        budget: ByteBudget,
+        *,
+        cells_suffice: bool,
+    ) -> None:
+        """`cells_suffice`: blocks are of use without checkpoints."""
+        self.budget = budget
+        self.counters = TierCounters()
+        self.checkpoints = checkpoints
+        self.bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
+        self.protected: AbstractSet[bytes] = frozenset()  # keys of blocks that must not be evicted now
+        self._tree = tree
+        self._cost_model = cost_model
+        self._cells_suffice = cells_suffice
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-
-    @property
-    def used_bytes(self) -> int:
-        return self.block_bytes + self._other_bytes()
-
-    @property
-    def free_bytes(self) -> int:
-        return self.limit - self.used_bytes
+        tree.holders.append(self)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
-
-    def __contains__(self, block: Block) -> bool:
-        return block.key in self._blocks
-
-    def put(self, block: Block) -> None:
-        """Add a block. The caller has freed space for it."""
-        self._blocks[block.key] = block
-        self.block_bytes += block.nbytes
-        assert self.used_bytes <= self.limit, "the RAM tier exceeds its limit"
-
-    def drop(self, block: Block) -> None:
-        """Remove a block and free its rows."""
-        del self._blocks[block.key]
-        block.rows = None
-        self.block_bytes -= block.nbytes
 
     def get(self, key: bytes) -> Block | None:
         """Return the block with this key. Thread-safe."""
         return self._blocks.get(key)
 
-    def touch(self, blocks: Iterable[Block], now: float) -> None:
+    def holds(self, block: Block) -> bool:
+        return self._blocks.get(block.key) is block
+
+    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+        return list(self.checkpoints.find_on_path(entries, salt))
+
+    # --- storing
+
+    def put(self, data: Block | Checkpoint) -> None:
+        """Add a block or a checkpoint for which space was reserved."""
+        if isinstance(data, Checkpoint):
+            self.checkpoints.add(data)
+        else:
+            self._blocks[data.key] = data
+            self.budget.add("blocks", data.nbytes)
+        assert self.budget.free_bytes >= 0, "the RAM tier exceeds its limit"
+
+    def promote(self, block: Block, rows: NDArray[np.uint8]) -> None:
+        """Copy a block that a slower tier holds, if this needs no eviction and it is still in the tree."""
+        nbytes = page_buffers.get_allocated_bytes(rows.nbytes) + block.entries.nbytes
+        if nbytes <= self.budget.free_bytes and self._tree.get(block.key) is block:
+            block.rows, block.nbytes = page_buffers.copy_to_pages(rows), nbytes
+            self.put(block)
+
+    def forget(self, block: Block) -> None:
+        """Remove a block, if it is here, and free its rows."""
+        if self.holds(block):
+            del self._blocks[block.key]
+            block.rows = None
+            self.budget.remove("blocks", block.nbytes)
+
+    delete = forget
+
+    def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
         """Record the use of a path. Deeper blocks are evicted first, so that no block loses its predecessors."""
-        for block in reversed(list(blocks)):
+        now = time.monotonic()
+        for block in reversed(blocks):
             block.last_used = now
             if block.key in self._blocks:
                 self._blocks.move_to_end(block.key)
+        if checkpoint is not None:
+            checkpoint.last_used = now
 
-    def count_pinned_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values() if block.pinned)
+    # --- eviction
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values() if block.pinned) + self.checkpoints.pinned_bytes
+
+    def evict_until_free(self, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
+        """Evict by lowest rank until `nbytes` of the budget are free; return False if that is not possible.
+
+        Blocks with a key in `protected` are not evicted.
+        """
+        if self.budget.free_bytes >= nbytes:
+            return True
+        if nbytes > self.budget.limit - self.pinned_bytes:
+            return False
+        protected = self.protected | protected
+        while self.budget.free_bytes < nbytes:
+            if not self._evict_one(protected):
+                return False
+        return True
+
+    def reserve(self, kind: ByteKind, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
+        """Count bytes of a kind, after evicting until they fit; return False if that is not possible."""
+        if not self.evict_until_free(nbytes, protected):
+            return False
+        self.budget.add(kind, nbytes)
+        return True
+
+    def can_add_checkpoint(self, nbytes: int) -> bool:
+        """Evict until a checkpoint of `nbytes` fits; return False if it cannot."""
+        return self.checkpoints.evict_until_fits(nbytes) and self.evict_until_free(nbytes)
+
+    def _evict_one(self, protected: AbstractSet[bytes]) -> bool:
+        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank."""
+        block, checkpoint = find_victim(self, protected), self.checkpoints.find_victim()
+        if block is not None and (
+            checkpoint is None or self._compute_block_rank(block) <= self.checkpoints.compute_rank(checkpoint)
+        ):
+            self.forget(block)
+            self._tree.remove_unheld(block)
+        elif checkpoint is not None:
+            self.checkpoints.drop(checkpoint)
+        else:
+            return False
+        self.counters.evictions += 1
+        return True
+
+    def _compute_block_rank(self, block: Block) -> float:
+        """Return the rank of a block. If cells alone do not suffice, its value is that of its checkpoints."""
+        seconds, nbytes = len(block.entries) * self._cost_model.seconds_per_entry, block.nbytes
+        if not self._cells_suffice:
+            checkpoints = self.checkpoints.find_in_block(block)
+            seconds = sum(self.checkpoints.estimate_seconds_saved(checkpoint) for checkpoint in checkpoints)
+            nbytes += sum(checkpoint.nbytes for checkpoint in checkpoints)
+        return compute_rank(compute_log_value(seconds, nbytes), block.last_used)
+
+    # --- the rest of a tier: everything is here already
+
+    def load_rows(self, block: Block) -> NDArray[np.uint8]:
+        if block.rows is None:
+            raise InvalidState("a block is missing")
+        return block.rows
+
+    def load_state(self, checkpoint: Checkpoint) -> BackendState:
+        return checkpoint.state
+
+    def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
+        return False
+
+    def sync(self) -> None: ...
+
+    def pin(self, data: Sequence[Block | Checkpoint]) -> None: ...
+
+    def clear(self) -> None:
+        """Remove all blocks. The prefix cache drops the checkpoints that have no cells any more."""
+        for block in list(self):
+            self.forget(block)
+
+    def flush(self, timeout: float) -> bool:
+        return True
+
+    def close(self, timeout: float) -> None: ...

@@ -61,7 +61,7 @@ def flush(engine: Engine) -> None:
 
 
 def count_disk_hits(engine: Engine) -> int:
-    return engine.prefix_cache.store.disk_counters.hits
+    return engine.prefix_cache.store.disk_tier.counters.hits
 
 
 # --- restarts
@@ -147,8 +147,8 @@ def test_blocks_evicted_from_ram_are_loaded_from_disk(make_engine):
     for number in range(12):
         ask(engine, prompt(60, number))
         flush(engine)
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
-    assert engine.prefix_cache.store.ram.used_bytes <= 9000
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
+    assert engine.prefix_cache.store.ram.budget.used_bytes <= 9000
     assert ask(engine, [*prompt(60, 0), 5]).cached == 60
     assert count_disk_hits(engine) == 1
 
@@ -312,7 +312,7 @@ def test_running_requests_continue_while_a_prompt_waits_for_the_disk(make_engine
     assert answers["waiting"].tokens == reference(
         lambda: fake(kind), [*prompt(50, 1), 5], max_tokens=4, ignore_eos=True
     )
-    assert engine.prefix_cache.store.disk_counters.hits == 1
+    assert engine.prefix_cache.store.disk_tier.counters.hits == 1
 
 
 def test_a_prompt_that_waits_for_a_damaged_file_is_computed(make_engine, folder, monkeypatch):

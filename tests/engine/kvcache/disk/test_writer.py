@@ -155,7 +155,7 @@ def test_a_tail_whose_beginning_is_nowhere_is_not_written(make_engine, folder, m
     first.close()
     monkeypatch.setattr(disk_writer, "POLL_INTERVAL_SECONDS", 600.0)
     engine = make_engine(kind)
-    monkeypatch.setattr(engine.prefix_cache.store, "_promote", lambda block, rows: None)  # RAM is full
+    monkeypatch.setattr(engine.prefix_cache.store.ram, "promote", lambda block, rows: None)  # RAM is full
     assert ask(engine, [*entries, 5], max_tokens=1).cached > 0
     disk.clear(folder)
     longer = continue_conversation(engine, [*entries, 5])
@@ -346,10 +346,10 @@ engine = fake(kind, settings, sequences=1)
 store, rng, deadline = engine.prefix_cache.store, random.Random(seed), time.monotonic() + 60
 counters = store.disk_tier.writer.counters
 print("ready", flush=True)
-while turns > 0 or not (store.disk_counters.hits and counters.evictions):
+while turns > 0 or not (store.disk_tier.counters.hits and counters.evictions):
     turns -= 1
     if time.monotonic() > deadline:
-        assert store.disk_counters.hits and counters.evictions, (store.disk_counters, counters)
+        assert store.disk_tier.counters.hits and counters.evictions, (store.disk_tier.counters, counters)
         break
     number = rng.randrange(12)
     entries = prompt(40 + 4 * number, number)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name, parse_file_name
@@ -57,7 +57,13 @@ class FileRemoved:
 
 
 FileEvent: TypeAlias = FileAdded | FileRemoved
-FileBuilder: TypeAlias = Callable[[FileKind, bytes], CacheFile | None]
+
+
+class FileSource(Protocol):
+    """Has the contents of the files to write."""
+
+    def build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
+        """Return a file, on the writer's thread; None if its contents have left RAM meanwhile."""
 
 
 @dataclass(slots=True)
@@ -73,18 +79,15 @@ class DiskCounters:
 
 
 class DiskWriter:
-    """Writes the files of one model to a directory that any number of processes may share.
+    """Writes the files of one model to a directory that any number of processes may share."""
 
-    `build_file` returns the file to write, on the writer's thread; None if its contents have left RAM meanwhile.
-    """
-
-    def __init__(self, directory: Path, *, limit: int, model: bytes, build_file: FileBuilder, label: str = "") -> None:
+    def __init__(self, directory: Path, *, limit: int, model: bytes, source: FileSource, label: str = "") -> None:
         self.counters = DiskCounters()
         self.limit = limit
         self.directory = directory
         self._model = model
         self._folder = directory / model.hex()
-        self._build_file = build_file
+        self._source = source
         self._label = label
         self._events: queue.SimpleQueue[FileEvent] = queue.SimpleQueue()
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED_TASKS)
@@ -341,7 +344,7 @@ class DiskWriter:
             return
         pending: list[tuple[FileKind, bytes]] = [(kind, key)]
         while pending:
-            file = self._build_file(*pending[-1])
+            file = self._source.build_file(*pending[-1])
             if file is None:  # it has left RAM
                 if len(pending) > 1:  # neither in RAM nor on disk: the engine stores the conversation again
                     self.counters.dropped_writes += 1
