@@ -36,8 +36,8 @@ ORDERS = {
     """,
     "engine": """
         types
-        kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
-        kvcache.budget kvcache.checkpoints kvcache.ram kvcache.sequence kvcache.tier
+        kvcache.budget kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
+        kvcache.checkpoints kvcache.ram kvcache.sequence kvcache.tier
         kvcache.disk
         kvcache
         sampling

@@ -54,7 +54,7 @@ def test_stored_blocks_change_no_token(kind, kv_unified):
 @everywhere
 @every_kind
 def test_stored_blocks_stay_within_their_bytes(kind, kv_unified):
-    for nbytes in (0, 400, 2_500, 7_000):
+    for nbytes in (0, 2_000, 12_500, 35_000):
         engine = small_engine(kind, nbytes, kv_unified=kv_unified, sequences=2)
         run_conversations(engine, kind)
         assert engine.prefix_cache.store.ram.budget.used_bytes <= nbytes
@@ -62,8 +62,8 @@ def test_stored_blocks_stay_within_their_bytes(kind, kv_unified):
 
 
 def test_the_end_of_a_conversation_is_evicted_before_its_prefix():
-    engine = small_engine("attention", 2_600, sequences=1)
-    engine.prefix_cache.store.ram.bytes_per_entry = 24.0
+    engine = small_engine("attention", 13_500, sequences=1)
+    engine.prefix_cache.store.ram.bytes_per_entry = 124.0
     for entries in (prompt(64, 2), prompt(40, 3), [5]):
         ask(engine, entries)
     assert engine.prefix_cache.store.ram.counters.evictions > 0
@@ -91,7 +91,7 @@ def test_salts_share_no_cached_prefix(kind, kv_unified):
 
 @every_kind
 def test_pinned_blocks_are_not_evicted(kind):
-    engine = small_engine(kind, 4_000 if kind == "recurrent" else 9_000, sequences=1)
+    engine = small_engine(kind, 13_000 if kind == "recurrent" else 47_000, sequences=1)
     engine.prefix_cache.store.pin_manager.pin(np.array(SYSTEM), "")
     ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({40}))
     for number in range(12):

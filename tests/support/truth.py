@@ -224,7 +224,10 @@ def check_stored(engine: Engine) -> None:
     """Check that stored blocks equal computed cells, have all blocks before them, and are counted in bytes."""
     store = engine.prefix_cache.store
     blocks, budget = list(store.ram), store.ram.budget
-    block_bytes = sum(block.rows.nbytes + block.entries.nbytes for block in blocks)
+    block_bytes = sum(block.rows.nbytes for block in blocks)
+    stored = [*store.tree, *store.checkpoints.all_checkpoints]
+    stored += [] if store.disk_tier is None else store.disk_tier.list_checkpoints()
+    assert budget.get("tables") == sum(data.table_bytes for data in stored)
     assert block_bytes == budget.get("blocks")
     assert sum(budget.by_kind.values()) == budget.used_bytes <= budget.limit
     assert budget.get("swapped") == sum(job.swapped_state.nbytes for job in engine._jobs.values() if job.swapped_state)
@@ -255,7 +258,8 @@ def check_block(engine: Engine, block: Block) -> None:
 class Damaged:
     """A state that does not load."""
 
-    nbytes = 1
+    def __init__(self, nbytes: int = 1) -> None:
+        self.nbytes = nbytes
 
 
 def check_budgets(engine: Engine) -> None:

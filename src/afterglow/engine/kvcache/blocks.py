@@ -16,8 +16,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 
+BLOCK_TABLE_BYTES = 800  # of the tables for one block, beside its entries; measured with tracemalloc
 MAX_CACHED_HASHES = 1024  # about one megabyte with the entries that are hashed
 
 
@@ -31,7 +33,7 @@ class Block:
     entries: Entries  # portable: the same in every process
     aligned: int  # leading entries that were computed on the deterministic grid
     cells: int
-    nbytes: int  # bytes in RAM, or of its file if it was never in RAM
+    nbytes: int  # bytes of `rows`, or of its file if it was never in RAM
     layout: bytes = b""
     rows: NDArray[np.uint8] | None = None
     file_bytes: int = 0  # 0: not on disk
@@ -46,6 +48,11 @@ class Block:
     @property
     def end(self) -> int:
         return self.start + len(self.entries)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes in RAM without the rows, also if the block is only on disk."""
+        return BLOCK_TABLE_BYTES + self.entries.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +114,10 @@ class BlockHolder(Protocol):
 class BlockTree:
     """Index of all stored blocks, of all tiers. Invariant: the parent of every block is in the tree."""
 
-    def __init__(self, hasher: BlockHasher, interner: EntryInterner) -> None:
+    def __init__(self, hasher: BlockHasher, interner: EntryInterner, budget: ByteBudget) -> None:
+        """`budget` is that of the RAM."""
         self.hasher = hasher
+        self.budget = budget
         self.holders: list[BlockHolder] = []  # the tiers
         self._interner = interner
         self._by_key: dict[bytes, Block] = {}
@@ -181,6 +190,7 @@ class BlockTree:
         if (replaced := self._by_key.get(block.key)) is not None:
             self._forget(replaced)
         self._by_key[block.key] = block
+        self.budget.add("tables", block.table_bytes)
         self._children.setdefault(block.parent, []).append(block)
         return redundant
 
@@ -204,6 +214,7 @@ class BlockTree:
 
     def _unlink(self, block: Block) -> None:
         self.loss_count += 1
+        self.budget.remove("tables", block.table_bytes)
         del self._by_key[block.key]
         siblings = self._children[block.parent]
         siblings.remove(block)

@@ -314,7 +314,7 @@ class PrefixCache:
         if sequence.mixes_adapters or self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
             return
         if self.store.ram.can_add_checkpoint(
-            self._backend.get_state_size(sequence.seq_id, "partial") + sequence.entries.nbytes
+            sequence.entries, self._backend.get_state_size(sequence.seq_id, "partial")
         ):
             self._add_checkpoint(sequence, self._save_partial_state(sequence))
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells

@@ -11,15 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.blocks import Block, BlockTree
-from afterglow.engine.kvcache.budget import ByteBudget, ByteKind
-from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
+from afterglow.engine.kvcache.budget import ByteKind
+from afterglow.engine.kvcache.checkpoints import CHECKPOINT_TABLE_BYTES, Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
-from afterglow.engine.kvcache.eviction import compute_log_value, compute_rank, find_victim
+from afterglow.engine.kvcache.eviction import choose_victims, compute_log_value, compute_rank, find_victim
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
+
+FORGOTTEN_FRACTION = 1 / 16  # of the budget: tables of blocks on disk that are dropped at once if nothing else is left
 
 
 class RamTier:
@@ -33,16 +35,10 @@ class RamTier:
     seconds_per_byte = 0.0
 
     def __init__(
-        self,
-        tree: BlockTree,
-        checkpoints: CheckpointStore,
-        cost_model: CostModel,
-        budget: ByteBudget,
-        *,
-        cells_suffice: bool,
+        self, tree: BlockTree, checkpoints: CheckpointStore, cost_model: CostModel, *, cells_suffice: bool
     ) -> None:
         """`cells_suffice`: blocks are of use without checkpoints."""
-        self.budget = budget
+        self.budget = tree.budget
         self.counters = TierCounters()
         self.checkpoints = checkpoints
         self.bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
@@ -79,7 +75,7 @@ class RamTier:
 
     def promote(self, block: Block, rows: NDArray[np.uint8]) -> None:
         """Copy a block that a slower tier holds, if this needs no eviction and it is still in the tree."""
-        nbytes = page_buffers.get_allocated_bytes(rows.nbytes) + block.entries.nbytes
+        nbytes = page_buffers.get_allocated_bytes(rows.nbytes)
         if nbytes <= self.budget.free_bytes and self._tree.get(block.key) is block:
             block.rows, block.nbytes = page_buffers.copy_to_pages(rows), nbytes
             self.put(block)
@@ -107,7 +103,8 @@ class RamTier:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values() if block.pinned) + self.checkpoints.pinned_bytes
+        pinned = (block for block in self._blocks.values() if block.pinned)
+        return sum(block.nbytes + block.table_bytes for block in pinned) + self.checkpoints.pinned_bytes
 
     def evict_until_free(self, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
         """Evict by lowest rank until `nbytes` of the budget are free; return False if that is not possible.
@@ -131,9 +128,11 @@ class RamTier:
         self.budget.add(kind, nbytes)
         return True
 
-    def can_add_checkpoint(self, nbytes: int) -> bool:
-        """Evict until a checkpoint of `nbytes` fits; return False if it cannot."""
-        return self.checkpoints.evict_until_fits(nbytes) and self.evict_until_free(nbytes)
+    def can_add_checkpoint(self, entries: Entries, state_bytes: int) -> bool:
+        """Evict until a checkpoint after these entries fits; return False if it cannot."""
+        nbytes = page_buffers.get_allocated_bytes(state_bytes) + entries.nbytes
+        table_bytes = CHECKPOINT_TABLE_BYTES + entries.nbytes
+        return self.checkpoints.evict_until_fits(nbytes) and self.evict_until_free(nbytes + table_bytes)
 
     def _evict_one(self, protected: AbstractSet[bytes]) -> bool:
         """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank."""
@@ -146,9 +145,21 @@ class RamTier:
         elif checkpoint is not None:
             self.checkpoints.drop(checkpoint)
         else:
-            return False
+            return self._forget_blocks(protected)
         self.counters.evictions += 1
         return True
+
+    def _forget_blocks(self, protected: AbstractSet[bytes]) -> bool:
+        """Remove the least recently used blocks that only slower tiers hold from the tree; return if there were any.
+
+        Their tables are worth more per byte than any rows, so they are evicted last, many at a time.
+        """
+        unpinned = [block for block in self._tree if not (block.pinned or block.key in protected or self.holds(block))]
+        unpinned.sort(key=lambda block: (block.last_used, -block.start))
+        sizes = [(block, block.table_bytes) for block in unpinned]
+        for block in choose_victims(sizes, int(self.budget.limit * FORGOTTEN_FRACTION)):
+            self._tree.remove(block)
+        return bool(unpinned)
 
     def _compute_block_rank(self, block: Block) -> float:
         """Return the rank of a block. If cells alone do not suffice, its value is that of its checkpoints."""

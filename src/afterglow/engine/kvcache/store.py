@@ -11,7 +11,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from afterglow.engine.kvcache.blocks import Block, BlockHasher, BlockTree, StoredPrefix
+from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHasher, BlockTree, StoredPrefix
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
@@ -45,15 +45,15 @@ class TieredStore:
         # This text is an input of the keys of stored files: changing it invalidates them.
         model = blake3(backend.state_key + f" grid {grid} segment {settings.block_size}".encode()).digest()
         self.hasher = BlockHasher(model, interner, settings.block_size)
-        self.tree = BlockTree(self.hasher, interner)
+        budget = ByteBudget(settings.ram_cache_limit)
+        self.tree = BlockTree(self.hasher, interner, budget)
         self._backend = backend
         self._interner = interner
         self._cost_model = cost_model
         self._deterministic = bool(grid)
-        budget = ByteBudget(settings.ram_cache_limit)
         self.checkpoints = CheckpointStore(settings.checkpoints, cost_model, budget)
         cells_suffice = not backend.capabilities.has_partial_state
-        self.ram = RamTier(self.tree, self.checkpoints, cost_model, budget, cells_suffice=cells_suffice)
+        self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
         self.disk_tier = open_disk_tier(settings, backend, interner, cost_model, self.tree, self.ram)
         self.tiers: list[Tier] = [self.ram] if self.disk_tier is None else [self.ram, self.disk_tier]
         self._tiers_by_name = {tier.name: tier for tier in self.tiers}
@@ -160,6 +160,7 @@ class TieredStore:
         needed = (
             sum(page_buffers.get_allocated_bytes(count * cells.cell_bytes) for count in cell_counts)
             + (len(entries) - start) * entries.itemsize
+            + len(chunks) * BLOCK_TABLE_BYTES
         )
         self.ram.bytes_per_entry = needed / max(len(entries) - start, 1)
         if not self.ram.evict_until_free(needed, {block.key for block in path}):
@@ -190,7 +191,7 @@ class TieredStore:
             entries=portable,
             aligned=min(max(sequence.aligned - start, 0), len(entries)),
             cells=len(rows),
-            nbytes=page_buffers.get_allocated_bytes(rows.nbytes) + portable.nbytes,
+            nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
             layout=layout,
             rows=rows,
             pinned=self.is_pinned(sequence.entries, sequence.namespace, start),
@@ -281,7 +282,7 @@ class TieredStore:
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Add a checkpoint to RAM if it fits."""
-        if self.ram.can_add_checkpoint(checkpoint.nbytes):
+        if self.ram.can_add_checkpoint(checkpoint.entries, checkpoint.state.nbytes):
             self.ram.put(checkpoint)
             self.pin_manager.on_checkpoint_added()
 

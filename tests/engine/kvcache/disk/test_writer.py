@@ -341,7 +341,7 @@ from afterglow.engine.types.settings import EngineSettings
 import random, time
 folder, kind, seed, turns = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 writer.POLL_INTERVAL_SECONDS = 0.02
-settings = EngineSettings(block_size=8, ram_cache_bytes=10_000, disk_cache_directory=folder, disk_cache_bytes=20_000)
+settings = EngineSettings(block_size=8, ram_cache_bytes=50_000, disk_cache_directory=folder, disk_cache_bytes=20_000)
 engine = fake(kind, settings, sequences=1)
 store, rng, deadline = engine.prefix_cache.store, random.Random(seed), time.monotonic() + 60
 counters = store.disk_tier.writer.counters
