@@ -37,7 +37,8 @@ ORDERS = {
     """,
     "engine": """
         types
-        kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.checkpoints kvcache.ram kvcache.sequence
+        kvcache.budget kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
+        kvcache.checkpoints kvcache.ram kvcache.sequence kvcache.tier
         kvcache.disk
         kvcache
         sampling

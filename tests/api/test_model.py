@@ -471,7 +471,7 @@ def test_a_pinned_prompt_is_not_evicted_until_it_is_unpinned():
     with load_small(None) as model:
         for prompt in prompts[:2]:
             model.complete(prompt, max_tokens=1)
-        used_bytes = model._get_host().call(lambda engine: engine.prefix_cache.store.ram.used_bytes)
+        used_bytes = model._get_host().call(lambda engine: engine.prefix_cache.store.ram.budget.used_bytes)
     with load_small(3 * used_bytes) as model:
         model.pin(prompts[0])
         for _ in range(2):

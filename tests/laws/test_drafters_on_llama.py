@@ -125,7 +125,7 @@ def test_chained_heads_with_a_window_change_no_token_on_random_weights(engines, 
         assert answer.end.usage.draft_tokens > 0
         assert number == 0 or answer.cached >= 99
         check(engine)
-    assert engine.prefix_cache.store.ram_counters.saves > 0
+    assert engine.prefix_cache.store.ram.counters.saves > 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -203,10 +203,10 @@ def test_heads_draft_the_same_after_blocks_are_loaded(engines, tmp_path, name, k
     cold = engines(name, 2, "mtp", **layout)
     for last in (random_prompt(20, 2), random_prompt(25, 3)):
         prompt = entries[:100] + last
-        hits = engine.prefix_cache.store.ram_counters.hits + engine.prefix_cache.store.disk_counters.hits
+        hits = sum(tier.counters.hits for tier in engine.prefix_cache.store.tiers)
         cached = ask(engine, prompt, boundaries=boundaries, max_tokens=1).cached
         assert cached == (99 if name == "attention-mtp" else 100)
-        assert engine.prefix_cache.store.ram_counters.hits + engine.prefix_cache.store.disk_counters.hits == hits + 1
+        assert sum(tier.counters.hits for tier in engine.prefix_cache.store.tiers) == hits + 1
         ask(cold, prompt, boundaries=boundaries, max_tokens=1, use_prefix_cache=False)
         drafts = engine.backend.session.draft({0: 30})[0]
         assert drafts == cold.backend.session.draft({0: 30})[0]
@@ -363,21 +363,22 @@ def test_the_state_of_a_draft_model_is_stored_with_the_target_s(engines, tmp_pat
     ask(engine, turn, max_tokens=9, salt="another")
     assert sum(decoded) - before > 150
     store = get_draft_model(engine).prefix_cache.store
-    assert store.ram_counters.hits + store.disk_counters.hits > 0
+    assert sum(tier.counters.hits for tier in store.tiers) > 0
 
 
 def test_a_draft_model_stays_within_its_share_of_the_ram_cache(engines):
     engine = engines(
         "successor-attention", 4, "successor-hybrid", {"ram_cache_bytes": 800_000}, sequences=1, cells=2048
     )
-    target_tier, draft_tier = engine.prefix_cache.store.ram, get_draft_model(engine).prefix_cache.store.ram
-    assert target_tier.limit + draft_tier.limit == 800_000
+    stores = engine.prefix_cache.store, get_draft_model(engine).prefix_cache.store
+    target, draft = (store.ram.budget for store in stores)
+    assert target.limit + draft.limit == 800_000
     vocabulary = engine.backend.context.model.vocabulary
     for number in range(8):
         ask(engine, vocabulary.tokenize((CYCLE * 12)[number : number + 250]), max_tokens=6)
-        assert target_tier.used_bytes <= target_tier.limit
-        assert draft_tier.used_bytes <= draft_tier.limit
-    assert draft_tier.used_bytes > 0
+        assert target.used_bytes <= target.limit
+        assert draft.used_bytes <= draft.limit
+    assert draft.used_bytes > 0
 
 
 def get_draft_model(engine: Engine) -> DraftModel:

@@ -185,7 +185,7 @@ def test_a_checkpoint_that_does_not_load_is_a_prefix_miss(kind, kv_unified):
     engine = fake(kind, kv_unified=kv_unified, sequences=1)
     ask(engine, SYSTEM + QUESTION, boundaries=frozenset({len(SYSTEM)}))
     for checkpoint in engine.prefix_cache.all_checkpoints:
-        checkpoint.state = Damaged()
+        checkpoint.state = Damaged(checkpoint.state.nbytes)
     answer = ask(engine, SYSTEM + OTHER)
     assert answer.tokens == reference(lambda: fake(kind), SYSTEM + OTHER)
     check(engine)

@@ -180,7 +180,7 @@ def kill_and_check(folder: Path, kind: str, drafter: str, kv_unified: bool, seed
             cold.check(entries, answer)
             reused += answer.cached
         assert engine.prefix_cache.store.disk_tier.writer.counters.corrupt_files == 0
-        assert engine.prefix_cache.store.disk_counters.hits > 0
+        assert engine.prefix_cache.store.disk_tier.counters.hits > 0
         return reused
     finally:
         engine.close()

@@ -279,7 +279,7 @@ def test_media_are_restored_from_the_ram_tier(engines, medium):
     second = first[0] + first_answer.tokens + OTHER, first[1]
     answer = ask(engine, second)
     assert answer.end.usage.cached_media_tokens == answer.end.usage.media_tokens
-    assert engine.prefix_cache.store.ram_counters.hits == 1
+    assert engine.prefix_cache.store.ram.counters.hits == 1
     assert engine.counters.encoded_media == 1
     check_against_cold(cold, answer, second)
 

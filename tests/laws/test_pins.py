@@ -17,7 +17,7 @@ SYSTEM = prompt(43, 1)  # does not end at a block boundary
 
 
 def small_engine(kind: str, nbytes: int | None = None, **settings) -> Engine:
-    nbytes = nbytes or (4_000 if kind == "recurrent" else 9_000)
+    nbytes = nbytes or (13_000 if kind == "recurrent" else 47_000)
     return fake(kind, EngineSettings(block_size=8, ram_cache_bytes=nbytes, **settings), sequences=1)
 
 
@@ -35,7 +35,7 @@ def test_system_prompts_stay_cached_if_pin_system_prompts_is_set(kind, pin_syste
     engine = small_engine(kind, pin_system_prompts=pin_system)
     ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), system_length=43)
     run_other_prompts(engine, kind)
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
     again = ask(engine, [*SYSTEM, 9, 9], system_length=43)
     assert again.cached == (43 if pin_system else 0)
     assert again.tokens == reference(lambda: fake(kind), [*SYSTEM, 9, 9])
@@ -85,7 +85,7 @@ def test_a_pin_that_does_not_fit_is_rejected_with_its_size():
     ask(engine, prompt(60, 2))  # now the size of an entry is known
     cache.pin(engine, prompt(100, 3))
     assert [pin.is_system for pin in engine.prefix_cache.store.pin_manager.pins] == [True, False]
-    with pytest.raises(InvalidArgument, match=r"needs [\d,]+ bytes to pin; existing pins use [\d,]+ of 4,500"):
+    with pytest.raises(InvalidArgument, match=r"needs [\d,]+ bytes to pin; existing pins use [\d,]+ of 23,500"):
         cache.pin(engine, prompt(100, 4))
     assert [pin.is_system for pin in engine.prefix_cache.store.pin_manager.pins] == [True, False], "nothing changed"
     cache.pin(engine, prompt(100, 3))  # already pinned

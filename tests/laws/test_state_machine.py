@@ -172,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.backend.injected_errors.clear()
 
     def damage(self, checkpoint: checkpoints.Checkpoint) -> None:
-        checkpoint.state = Damaged()
+        checkpoint.state = Damaged(checkpoint.state.nbytes)
 
     @initialize(
         sequences=st.sampled_from([3, 2, 1]),
@@ -183,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits=st.sampled_from([(8, 10**9), (3, 10**9), (1, 10**9), (4, 1500), (0, 10**9)]),
         every_n_tokens=st.sampled_from([0, 9]),
         tick=st.sampled_from([1e-2, 1e-5]),
-        ram_cache_bytes=st.sampled_from([10**9, 12_000, 3_000, 600, 0]),
+        ram_cache_bytes=st.sampled_from([10**9, 60_000, 15_000, 3_000, 0]),
         block_size=st.sampled_from([8, 5, 64]),
         speculation=st.sampled_from(["off", 2, 5, "auto"]),
         wrong=st.sampled_from([0, 2, 3, 1]),
@@ -447,7 +447,7 @@ class EngineMachine(RuleBasedStateMachine):
                 snapshots.clear(self.engine, self.slot(pick))
         elif operation == "store":
             cache.clear_store()
-            assert cache.store.ram.block_bytes == 0
+            assert cache.store.ram.budget.get("blocks") == 0
         elif cache.all_checkpoints:
             self.damage(cache.all_checkpoints[pick % len(cache.all_checkpoints)])
 
@@ -481,7 +481,7 @@ class EngineMachine(RuleBasedStateMachine):
         EngineMachine.run_until_idle(self)
         assert all(answer.end is not None for answer in self.answers.values())
         assert not any(slot.busy for slot in self.engine.prefix_cache.slots)
-        RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram_counters.hits
+        RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram.counters.hits
 
 
 TIMED_MODULES = (checkpoints, speculator, engine, job, prefix_cache, rollback, blocks, sequence, store)

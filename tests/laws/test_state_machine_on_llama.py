@@ -119,7 +119,7 @@ class LlamaEngineMachine(EngineMachine):
         check_trees(self.engine)
         check(self.engine)
         cache = self.engine.prefix_cache
-        assert cache.store.ram.used_bytes <= cache.store.ram.limit
+        assert cache.store.ram.budget.used_bytes <= cache.store.ram.budget.limit
         for slot in cache.slots:
             assert self.engine.backend.can_resume_at(slot.seq_id, slot.position), f"slot {slot.seq_id} cannot continue"
 
@@ -161,7 +161,7 @@ class LlamaEngineMachine(EngineMachine):
                 for name in ("preempted", "accepted_tokens", "reused_entries", "interrupted"):
                     COUNTERS[name] += getattr(self.engine.counters, name)
                 COUNTERS["rejected_tokens"] += self.engine.counters.draft_tokens - self.engine.counters.accepted_tokens
-                COUNTERS["ram_hits"] += self.engine.prefix_cache.store.ram_counters.hits
+                COUNTERS["ram_hits"] += self.engine.prefix_cache.store.ram.counters.hits
         finally:
             self.engine.close()
             self.context.close()

@@ -48,25 +48,25 @@ def test_stored_blocks_change_no_token(kind, kv_unified):
     engine = small_engine(kind, kv_unified=kv_unified, sequences=2)
     known = sum(len(entries) + 11 for entries in PROMPTS)
     assert run_conversations(engine, kind) >= known + 40 * 4  # everything in turn 2, and the system prompt in turn 1
-    assert engine.prefix_cache.store.ram_counters.hits >= 6
+    assert engine.prefix_cache.store.ram.counters.hits >= 6
 
 
 @everywhere
 @every_kind
 def test_stored_blocks_stay_within_their_bytes(kind, kv_unified):
-    for nbytes in (0, 400, 2_500, 7_000):
+    for nbytes in (0, 2_000, 12_500, 35_000):
         engine = small_engine(kind, nbytes, kv_unified=kv_unified, sequences=2)
         run_conversations(engine, kind)
-        assert engine.prefix_cache.store.ram.used_bytes <= nbytes
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+        assert engine.prefix_cache.store.ram.budget.used_bytes <= nbytes
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
 
 
 def test_the_end_of_a_conversation_is_evicted_before_its_prefix():
-    engine = small_engine("attention", 2_600, sequences=1)
-    engine.prefix_cache.store._bytes_per_entry = 24.0
+    engine = small_engine("attention", 13_500, sequences=1)
+    engine.prefix_cache.store.ram.bytes_per_entry = 124.0
     for entries in (prompt(64, 2), prompt(40, 3), [5]):
         ask(engine, entries)
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
     assert 40 <= engine.prefix_cache.store.find_stored_prefix(np.array(prompt(64, 2)), "").length < 64
 
 
@@ -91,12 +91,12 @@ def test_salts_share_no_cached_prefix(kind, kv_unified):
 
 @every_kind
 def test_pinned_blocks_are_not_evicted(kind):
-    engine = small_engine(kind, 4_000 if kind == "recurrent" else 9_000, sequences=1)
+    engine = small_engine(kind, 13_000 if kind == "recurrent" else 47_000, sequences=1)
     engine.prefix_cache.store.pin_manager.pin(np.array(SYSTEM), "")
     ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({40}))
     for number in range(12):
         ask(engine, prompt(60, 50 + number))
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
     assert ask(engine, [*SYSTEM, 9, 9]).cached == 40
 
 
@@ -105,14 +105,14 @@ def test_swapped_bytes_are_released():
         engine = small_engine("attention", kv_unified=True, cells_per_sequence=100, total_cells=100)
         for number in range(3):
             engine.submit(request(str(number), prompt(20, 10 + number), max_tokens=30, ignore_eos=True))
-        while not engine.prefix_cache.swapped_bytes:
+        while not engine.prefix_cache.store.ram.budget.get("swapped"):
             engine.step()
         for number in range(3 if ending == "cancel" else 0):
             engine.cancel(str(number))
         while engine.is_busy:
             engine.step()
             check_all(engine)
-        assert engine.prefix_cache.swapped_bytes == 0
+        assert engine.prefix_cache.store.ram.budget.get("swapped") == 0
 
 
 # --- disk tier
@@ -147,7 +147,7 @@ def test_a_restart_changes_no_token(kind, kv_unified):
             run_conversations(engine, kind, turns=1)
         with disk_engine(kind, directory, kv_unified=kv_unified, sequences=2) as engine:
             assert run_again(engine, kind) >= 8 * 30
-            assert engine.prefix_cache.store.disk_counters.hits >= 2
+            assert engine.prefix_cache.store.disk_tier.counters.hits >= 2
 
 
 def run_again(engine: Engine, kind: str) -> int:

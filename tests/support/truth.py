@@ -220,12 +220,15 @@ def check_checkpoints(engine: Engine) -> None:
 
 def check_stored(engine: Engine) -> None:
     """Check that stored blocks equal computed cells, have all blocks before them, and are counted in bytes."""
-    cache, store = engine.prefix_cache, engine.prefix_cache.store
-    blocks = list(store.ram)
-    block_bytes = sum(block.rows.nbytes + block.entries.nbytes for block in blocks)
-    assert block_bytes == store.ram.block_bytes
-    assert block_bytes + cache.checkpoints.nbytes + cache.swapped_bytes == store.ram.used_bytes <= store.ram.limit
-    assert cache.swapped_bytes == sum(job.swapped_state.nbytes for job in engine._waiting if job.swapped_state)
+    store = engine.prefix_cache.store
+    blocks, budget = list(store.ram), store.ram.budget
+    block_bytes = sum(block.rows.nbytes for block in blocks)
+    stored = [*store.tree, *store.checkpoints.all_checkpoints]
+    stored += [] if store.disk_tier is None else store.disk_tier.list_checkpoints()
+    assert budget.get("tables") == sum(data.table_bytes for data in stored)
+    assert block_bytes == budget.get("blocks")
+    assert sum(budget.by_kind.values()) == budget.used_bytes <= budget.limit
+    assert budget.get("swapped") == sum(job.swapped_state.nbytes for job in engine._waiting if job.swapped_state)
     assert {block.key for block in store.tree if not block.is_on_disk} <= {block.key for block in blocks}
     for block in blocks:
         assert block.start == 0 or store.tree.get(block.parent) is not None, "a block lost its predecessor"
@@ -253,7 +256,8 @@ def check_block(engine: Engine, block: Block) -> None:
 class Damaged:
     """A state that does not load."""
 
-    nbytes = 1
+    def __init__(self, nbytes: int = 1) -> None:
+        self.nbytes = nbytes
 
 
 def check_budgets(engine: Engine) -> None:

@@ -67,9 +67,8 @@ class Engine:
         self.prefix_cache = PrefixCache(backend, self.interner, self.settings, grid)
         self.counters = EngineCounters()
         rollback = Rollback(backend) if capabilities.can_replay and not capabilities.max_rollback else None
-        self.speculator = Speculator(
-            self.settings, capabilities, self.prefix_cache.cost_model, [NgramDrafter(), *drafters], rollback
-        )
+        drafters = [NgramDrafter(self.prefix_cache.store.ram), *drafters]
+        self.speculator = Speculator(self.settings, capabilities, self.prefix_cache.cost_model, drafters, rollback)
         self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # thread-safe
         self.media_scheduler = MediaScheduler(backend.projector, self.interner, self.settings)
         self._max_media_rows = capabilities.batch_cells  # media rows that the next decode may hold

@@ -42,7 +42,9 @@ def test_cached_prefixes_are_listed_with_tier_size_and_first_entries(build_engin
     assert stored.compute_seconds > 0
     assert {prefix.entries for prefix in cached if prefix.kind == "checkpoint"} >= {40}
     usage = cache.get_tier_usage(engine)["ram"]
-    assert usage.nbytes == sum(prefix.nbytes for prefix in cached if prefix.tier == "ram")
+    kinds = usage.by_kind
+    assert usage.nbytes == sum(kinds.values())
+    assert kinds["blocks"] + kinds["checkpoints"] == sum(prefix.nbytes for prefix in cached if prefix.tier == "ram")
     assert usage.nbytes <= usage.limit_bytes == 10**7
 
 
@@ -53,7 +55,7 @@ def test_shared_bytes_are_counted_once(build_engine):
     ask(engine, prompt(9, 5))
     stored = [prefix for prefix in cache.list_cached(engine) if prefix.tier == "ram"]
     assert len(stored) == 3
-    assert sum(prefix.nbytes for prefix in stored) == cache.get_tier_usage(engine)["ram"].nbytes
+    assert sum(prefix.nbytes for prefix in stored) == cache.get_tier_usage(engine)["ram"].by_kind["blocks"]
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])

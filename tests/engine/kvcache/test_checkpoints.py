@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
-from afterglow.engine.kvcache.checkpoints import choose_checkpoint_positions, choose_positions_to_drop
+from afterglow.engine.kvcache.checkpoints import choose_checkpoint_positions
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import InvalidArgument
 from support.play import ask, fake, prompt
@@ -63,22 +61,6 @@ def test_c4_existing_checkpoints_are_not_taken_again():
 def test_c4_a_negative_setting_raises(name):
     with pytest.raises(InvalidArgument):
         CheckpointSettings(**{name: -1})
-
-
-def test_c3_dropping_retains_the_first_and_the_newest_and_thins_out_the_old():
-    positions = list(range(100, 1700, 100))
-    dropped = choose_positions_to_drop(positions, 8)
-    remaining = [position for position in positions if position not in dropped]
-    assert len(remaining) == 8
-    assert remaining[0] == 100
-    assert remaining[-2:] == [1500, 1600]
-    gaps = [second - first for first, second in itertools.pairwise(remaining)]
-    assert max(gaps[:4]) > max(gaps[-3:])  # old ones are sparse, recent ones dense
-
-
-def test_c3_only_the_newest_remains_if_one_is_allowed():
-    assert choose_positions_to_drop([10, 20, 30], 1) == [20, 10]
-    assert choose_positions_to_drop([10, 20, 30], 3) == []
 
 
 @pytest.mark.parametrize("kind", ["window", "recurrent", "hybrid"])

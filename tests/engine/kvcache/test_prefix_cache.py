@@ -47,8 +47,8 @@ def test_c13_cached_prefixes_stay_within_their_bytes(kind):
     with load(kind, engine=EngineSettings(ram_cache_bytes=limit)) as model:
         for seed in range(6):
             count_cached(model, [1 + (seed + 7 * n) % 200 for n in range(300)])
-            assert model._get_host().call(lambda engine: engine.prefix_cache.store.ram.used_bytes) <= limit
-        assert model._get_host().call(lambda engine: engine.prefix_cache.store.ram.used_bytes) > 0
+            assert model._get_host().call(lambda engine: engine.prefix_cache.store.ram.budget.used_bytes) <= limit
+        assert model._get_host().call(lambda engine: engine.prefix_cache.store.ram.budget.used_bytes) > 0
 
 
 def test_c13_cached_prefixes_end_on_demand_and_on_unload():

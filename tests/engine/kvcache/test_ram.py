@@ -75,8 +75,8 @@ def test_six_conversations_in_four_sequences_compute_nothing_twice(kind, kv_unif
             answer = answers[number] = ask(engine, conversations[number])
             assert answer.cached == known, "everything except the new message is a prefix hit"
             assert answer.tokens == reference(lambda: fake(kind), conversations[number])
-    assert engine.prefix_cache.store.ram_counters.hits >= 8
-    assert engine.prefix_cache.store.ram_counters.hit_entries > 8 * 60
+    assert engine.prefix_cache.store.ram.counters.hits >= 8
+    assert engine.prefix_cache.store.ram.counters.hit_entries > 8 * 60
 
 
 @pytest.mark.native
@@ -92,7 +92,7 @@ def test_six_conversations_in_four_sequences_on_llama(make_engine, kind, kv_unif
     for conversation, cold in zip(conversations, cold_answers, strict=True):
         warm = ask(engine, conversation + cold.tokens)
         assert warm.cached == len(conversation) + len(cold.tokens) - 1
-    assert engine.prefix_cache.store.ram_counters.hits >= 4
+    assert engine.prefix_cache.store.ram.counters.hits >= 4
 
 
 @every_kind
@@ -201,7 +201,7 @@ def fake_with_budget(kind: str, nbytes: int, **options) -> Engine:
 @pytest.mark.slow
 @every_layout
 @every_kind
-@pytest.mark.parametrize("nbytes", [0, 300, 2_000, 6_000])
+@pytest.mark.parametrize("nbytes", [0, 1_500, 10_000, 30_000])
 def test_the_ram_budget_is_never_exceeded_and_changes_no_token(kind, kv_unified, nbytes):
     engine = fake_with_budget(kind, nbytes, kv_unified=kv_unified, sequences=2)
     for turn in range(3):
@@ -209,15 +209,15 @@ def test_the_ram_budget_is_never_exceeded_and_changes_no_token(kind, kv_unified,
             entries = prompt(30 + 9 * number, number) + prompt(4 * turn, 40 + number)
             answer = ask(engine, entries, boundaries=frozenset({16, 30}))
             assert answer.tokens == reference(lambda: fake(kind), entries)
-            assert engine.prefix_cache.store.ram.used_bytes <= nbytes
-    if nbytes > 300:
-        counters = engine.prefix_cache.store.ram_counters
+            assert engine.prefix_cache.store.ram.budget.used_bytes <= nbytes
+    if nbytes > 1_500:
+        counters = engine.prefix_cache.store.ram.counters
         assert counters.evictions + counters.rejected_saves > 0
 
 
 def test_the_least_recently_used_blocks_are_evicted_first():
-    engine = fake_with_budget("attention", 5_800, sequences=1)
-    engine.prefix_cache.store._bytes_per_entry = 24.0
+    engine = fake_with_budget("attention", 30_000, sequences=1)
+    engine.prefix_cache.store.ram.bytes_per_entry = 124.0
     old, recent, new = prompt(64, 1), prompt(64, 2), prompt(120, 3)
     ask_each(engine, [old, recent, old + prompt(4, 5), new, prompt(9, 8)])
     find_stored_prefix = engine.prefix_cache.store.find_stored_prefix
@@ -226,14 +226,14 @@ def test_the_least_recently_used_blocks_are_evicted_first():
 
 
 def test_a_pinned_prefix_is_not_evicted():
-    engine = fake_with_budget("attention", 13_000, sequences=1)
+    engine = fake_with_budget("attention", 67_000, sequences=1)
     system = prompt(64, 1)
     engine.prefix_cache.store.pin_manager.pin(np.array(system), "")
     for number in range(6):
         ask(engine, system + prompt(60, 10 + number))
         ask(engine, prompt(100, 20 + number))
     assert engine.prefix_cache.store.find_stored_prefix(np.array(system), "").length == 64
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
 
 
 def test_nothing_is_stored_if_computing_is_cheaper():
@@ -242,16 +242,16 @@ def test_nothing_is_stored_if_computing_is_cheaper():
     cost_model.seconds_per_entry, cost_model.seconds_per_byte = 1e-9, 1e-3
     cost_model.record_prefill = lambda entries, seconds: None  # type: ignore[method-assign]
     ask_each(engine, [prompt(60, 1), prompt(60, 2)])
-    assert engine.prefix_cache.store.ram_counters.saves == 0
+    assert engine.prefix_cache.store.ram.counters.saves == 0
 
 
 @every_kind
 def test_checkpoints_and_blocks_share_the_budget(kind):
-    engine = fake_with_budget(kind, 3_000, sequences=2)
+    engine = fake_with_budget(kind, 15_000, sequences=2)
     for number in range(6):
         ask(engine, prompt(60, number), boundaries=frozenset({10, 20, 30, 40}))
-        ram = engine.prefix_cache.store.ram
-        assert ram.used_bytes == ram.block_bytes + engine.prefix_cache.checkpoints.nbytes <= 3_000
+        budget = engine.prefix_cache.store.ram.budget
+        assert budget.used_bytes == sum(budget.by_kind.values()) <= 15_000
 
 
 def is_page_mapped(data: np.ndarray) -> bool:
@@ -285,7 +285,7 @@ def test_stored_data_has_its_own_pages_and_is_counted_by_pages(make_engine, tmp_
     assert len(checkpoints) >= 1
     for block in blocks:
         assert is_page_mapped(block.rows)
-        assert block.nbytes == page_buffers.get_allocated_bytes(block.rows.nbytes) + block.entries.nbytes
+        assert block.nbytes == page_buffers.get_allocated_bytes(block.rows.nbytes)
     for checkpoint in checkpoints:
         assert is_page_mapped(checkpoint.state.data)
         allocated = page_buffers.get_allocated_bytes(checkpoint.state.nbytes)

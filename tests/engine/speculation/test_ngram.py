@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import numpy as np
 
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation import ngram
 from afterglow.engine.speculation.ngram import MAX_IDLE_INDEXES, NgramDrafter, NgramIndex
+from afterglow.engine.types.settings import EngineSettings
 from support.play import GREEDY, fake, prompt, request
 
 
@@ -184,3 +186,37 @@ def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_index():
         return best / 200
 
     assert measure(50_000) < 10 * measure(500)
+
+
+def test_the_bytes_of_an_index_are_counted_to_within_a_factor_of_two():
+    entries = np.random.default_rng(1).integers(0, 30_000, 20_000)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    index = NgramIndex()
+    index.add_prompt(entries)
+    allocated = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert allocated / 2 < index.nbytes < 2 * allocated
+
+
+def test_idle_indexes_are_part_of_the_ram_budget():
+    ram = fake("attention", EngineSettings(ram_cache_bytes=200_000)).prefix_cache.store.ram
+    drafter = NgramDrafter(ram)
+    for seed in range(8):
+        job = build_job(prompt(30, seed))
+        drafter.draft([(job, 1)])
+        drafter.release(job)
+        idle_bytes = sum(index.nbytes for _, index in drafter._idle_indexes)
+        assert 0 < idle_bytes == ram.budget.get("ngrams") <= 25_000
+    assert 1 < len(drafter._idle_indexes) < 8
+    drafter.draft([(build_job(prompt(30, 7)), 1)])
+    assert ram.budget.get("ngrams") < idle_bytes, "an index in use is not part of the cache"
+
+
+def test_without_a_ram_budget_no_index_is_kept():
+    ram = fake("attention", EngineSettings(ram_cache_bytes=0)).prefix_cache.store.ram
+    drafter, job = NgramDrafter(ram), build_job(prompt(30, 1))
+    drafter.draft([(job, 1)])
+    drafter.release(job)
+    assert not drafter._idle_indexes
+    assert ram.budget.used_bytes == 0

@@ -45,9 +45,10 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUsage:
-    """Size, limit and counters of one tier."""
+    """Size, limit and counters of one tier. Its bytes `by_kind` are blocks, checkpoints, tables and others."""
 
     nbytes: int
+    by_kind: dict[str, int]
     limit_bytes: int
     counters: TierCounters
 
@@ -163,18 +164,17 @@ def _get_first_entries(entries: Entries) -> tuple[int, ...]:
 
 
 def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
-    """Return the usage of the `ram` tier and, if there is one, of the `disk` tier."""
-    store = engine.prefix_cache.store
-    usage = {"ram": TierUsage(nbytes=store.ram.used_bytes, limit_bytes=store.ram.limit, counters=store.ram_counters)}
-    if store.disk_tier is not None:
-        writer = store.disk_tier.writer
-        nbytes = sum(block.file_bytes for block in store.tree)
-        nbytes += sum(checkpoint.nbytes for checkpoint in store.disk_tier.list_checkpoints())
-        counters = store.disk_counters
-        counters.saves, counters.saved_bytes = writer.counters.written_files, writer.counters.written_bytes
-        counters.evictions, counters.rejected_saves = writer.counters.evictions, writer.counters.dropped_writes
-        usage["disk"] = TierUsage(nbytes=nbytes, limit_bytes=writer.limit, counters=counters)
-    return usage
+    """Return the usage of the tiers by name: `ram` and, if there is one, `disk`."""
+    engine.prefix_cache.store.refresh()
+    return {
+        tier.name: TierUsage(
+            nbytes=tier.budget.used_bytes,
+            by_kind=tier.budget.by_kind,
+            limit_bytes=tier.budget.limit,
+            counters=tier.counters,
+        )
+        for tier in engine.prefix_cache.store.tiers
+    }
 
 
 def pin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "") -> None:

@@ -10,13 +10,16 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 
+BLOCK_TABLE_BYTES = 800  # of the tables for one block, beside its entries; measured with tracemalloc
 MAX_CACHED_HASHES = 1024  # about one megabyte with the entries that are hashed
 
 
@@ -30,7 +33,7 @@ class Block:
     entries: Entries  # portable: the same in every process
     aligned: int  # leading entries that were computed on the deterministic grid
     cells: int
-    nbytes: int  # bytes in RAM, or of its file if it was never in RAM
+    nbytes: int  # bytes of `rows`, or of its file if it was never in RAM
     layout: bytes = b""
     rows: NDArray[np.uint8] | None = None
     file_bytes: int = 0  # 0: not on disk
@@ -45,6 +48,11 @@ class Block:
     @property
     def end(self) -> int:
         return self.start + len(self.entries)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes in RAM without the rows, also if the block is only on disk."""
+        return BLOCK_TABLE_BYTES + self.entries.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +103,22 @@ class BlockHasher:
         return blake3(self.hash_block(parent, rest), derive_key_context="afterglow prefix checkpoint").digest()
 
 
-class BlockTree:
-    """Index of all stored blocks, in RAM and on disk. Invariant: the parent of every block is in the tree."""
+class BlockHolder(Protocol):
+    """Tier as the tree sees it."""
 
-    def __init__(self, hasher: BlockHasher, interner: EntryInterner) -> None:
+    def holds(self, block: Block) -> bool: ...
+
+    def forget(self, block: Block) -> None: ...
+
+
+class BlockTree:
+    """Index of all stored blocks, of all tiers. Invariant: the parent of every block is in the tree."""
+
+    def __init__(self, hasher: BlockHasher, interner: EntryInterner, budget: ByteBudget) -> None:
+        """`budget` is that of the RAM."""
         self.hasher = hasher
+        self.budget = budget
+        self.holders: list[BlockHolder] = []  # the tiers
         self._interner = interner
         self._by_key: dict[bytes, Block] = {}
         self._children: dict[bytes, list[Block]] = {}  # by parent key
@@ -156,7 +175,7 @@ class BlockTree:
         return any(block.start == 0 for block in self.get_children(parent))
 
     def add(self, block: Block) -> list[Block]:
-        """Add a block; remove and return the shorter blocks that it makes redundant."""
+        """Add a block; remove and return the shorter blocks that it makes redundant. It replaces one with its key."""
         assert block.start == 0 or block.parent in self._by_key, "the parent of the block is not in the tree"
         redundant = [
             sibling
@@ -166,26 +185,36 @@ class BlockTree:
             and sibling.aligned <= block.aligned
             and common_prefix_length(sibling.entries, block.entries) == len(sibling.entries)
         ]
-        if block.key in self._by_key:
-            redundant.append(self._by_key[block.key])
         for sibling in redundant:
             self._unlink(sibling)
+        if (replaced := self._by_key.get(block.key)) is not None:
+            self._forget(replaced)
         self._by_key[block.key] = block
+        self.budget.add("tables", block.table_bytes)
         self._children.setdefault(block.parent, []).append(block)
         return redundant
 
-    def remove(self, block: Block) -> list[Block]:
-        """Remove a block and all its descendants; return them."""
-        removed, pending = [], [block]
+    def remove(self, block: Block) -> None:
+        """Remove a block and all its descendants, unless it has left the tree already."""
+        pending = [block] if self.get(block.key) is block else []
         while pending:
             descendant = pending.pop()
-            removed.append(descendant)
             pending += self.get_children(descendant.key)
-            self._unlink(descendant)
-        return removed
+            self._forget(descendant)
+
+    def remove_unheld(self, block: Block) -> None:
+        """Remove a block and all its descendants if no tier holds it."""
+        if not any(holder.holds(block) for holder in self.holders):
+            self.remove(block)
+
+    def _forget(self, block: Block) -> None:
+        self._unlink(block)
+        for holder in self.holders:
+            holder.forget(block)
 
     def _unlink(self, block: Block) -> None:
         self.loss_count += 1
+        self.budget.remove("tables", block.table_bytes)
         del self._by_key[block.key]
         siblings = self._children[block.parent]
         siblings.remove(block)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from afterglow.engine.kvcache.blocks import Block
+from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import choose_positions_to_drop, compute_log_value, compute_rank
 from afterglow.engine.kvcache.radix_tree import RadixTree
-from afterglow.engine.kvcache.ram import Victim, compute_value
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.settings import CheckpointSettings
 from afterglow.llama import page_buffers
 
+CHECKPOINT_TABLE_BYTES = 850  # of a checkpoint and its tree node, beside the entries; measured with tracemalloc
 TAIL_DISTANCE_TOKENS = 4  # chat templates often rewrite the last few tokens of a prompt
 
 
@@ -33,6 +36,7 @@ class Checkpoint:
     parent: bytes = b""  # key of the last full block before it
     start: int = 0  # number of entries in the full blocks before it
     key: bytes = b""
+    tier: str = "ram"  # name of the tier that holds the state
     pinned: bool = False  # a pinned prefix is restored from it
     last_used: float = field(default_factory=time.monotonic)
 
@@ -44,6 +48,11 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return page_buffers.get_allocated_bytes(self.state.nbytes) + self.entries.nbytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables for it. The tree has its own copy of the entries."""
+        return CHECKPOINT_TABLE_BYTES + self.entries.nbytes
 
 
 def choose_checkpoint_positions(
@@ -68,47 +77,24 @@ def choose_checkpoint_positions(
     return sorted(chosen - taken)
 
 
-def choose_positions_to_drop(positions: Sequence[int], limit: int) -> list[int]:
-    """Return which of the ascending `positions` on one path to drop so that `limit` remain.
-
-    The newest stays because the conversation continues there. The first stays because it is the system prompt, which
-    most conversations share. Of the others, drop the one with the smallest gap to its predecessor relative to its
-    distance from the end: old checkpoints become sparse, recent ones stay dense.
-    """
-    remaining, dropped = list(positions), []
-    while len(remaining) > max(limit, 0):
-        inner = range(1, len(remaining) - 1)
-        if not inner:
-            index = 0
-        else:
-            end = remaining[-1] + 1
-            index = min(inner, key=lambda i: (remaining[i] - remaining[i - 1]) / (end - remaining[i]))
-        dropped.append(remaining.pop(index))
-    return dropped
-
-
 class CheckpointStore:
-    """Owns the checkpoints in RAM and bounds their number per path and their bytes.
+    """Owns the checkpoints in RAM and bounds their number per path and their bytes."""
 
-    `evict_until_free` frees bytes of the RAM budget; it returns False if that is not possible.
-    """
-
-    def __init__(
-        self, settings: CheckpointSettings, cost_model: CostModel, evict_until_free: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, settings: CheckpointSettings, cost_model: CostModel, budget: ByteBudget) -> None:
         self.all_checkpoints: list[Checkpoint] = []
         self.tree: RadixTree[Checkpoint] = RadixTree()
         self._settings = settings
         self._cost_model = cost_model
-        self._evict_until_free = evict_until_free
+        self._budget = budget
 
     @property
     def nbytes(self) -> int:
-        return sum(checkpoint.nbytes for checkpoint in self.all_checkpoints)
+        return self._budget.get("checkpoints")
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(checkpoint.nbytes for checkpoint in self.all_checkpoints if checkpoint.pinned)
+        pinned = (checkpoint for checkpoint in self.all_checkpoints if checkpoint.pinned)
+        return sum(checkpoint.nbytes + checkpoint.table_bytes for checkpoint in pinned)
 
     def find_on_path(self, entries: Entries, salt: str) -> Iterator[Checkpoint]:
         """Yield the checkpoints on the path of these entries, deepest first."""
@@ -118,24 +104,35 @@ class CheckpointStore:
         """Return whether a checkpoint exists after exactly these entries."""
         return any(checkpoint.position == len(entries) for checkpoint in self.find_on_path(entries, salt))
 
+    def find_in_block(self, block: Block) -> list[Checkpoint]:
+        """Return the checkpoints with a position in, or right after, a block."""
+        return [
+            checkpoint
+            for checkpoint in self.all_checkpoints
+            if checkpoint.parent == block.key
+            or (checkpoint.parent == block.parent and checkpoint.position > block.start)
+        ]
+
     def find(self, key: bytes) -> Checkpoint | None:
         """Return the checkpoint with this key. Thread-safe."""
         return next((checkpoint for checkpoint in self.all_checkpoints[:] if checkpoint.key == key), None)
 
     def evict_until_fits(self, nbytes: int) -> bool:
-        """Evict until a checkpoint of `nbytes` fits; return False if it cannot."""
+        """Evict until a checkpoint of `nbytes` is within `max_bytes`; return False if that is not possible."""
         if nbytes > self._settings.max_bytes or not self._settings.max_checkpoints:
             return False
         while self.nbytes + nbytes > self._settings.max_bytes:
-            oldest = min(self._list_unpinned(), key=lambda checkpoint: checkpoint.last_used, default=None)
-            if oldest is None:
+            victim = self.find_victim()
+            if victim is None:
                 return False
-            self.drop(oldest)
-        return self._evict_until_free(nbytes)
+            self.drop(victim)
+        return True
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Add a checkpoint for which space was freed, and thin out the paths through it to `max_checkpoints`."""
         self.all_checkpoints.append(checkpoint)
+        self._budget.add("checkpoints", checkpoint.nbytes)
+        self._budget.add("tables", checkpoint.table_bytes)
         self.tree.insert(checkpoint.entries, checkpoint, checkpoint.salt)
         for end in self.tree.find_descendants(checkpoint):
             if end not in self.tree:
@@ -148,6 +145,8 @@ class CheckpointStore:
 
     def drop(self, checkpoint: Checkpoint) -> None:
         self.all_checkpoints.remove(checkpoint)
+        self._budget.remove("checkpoints", checkpoint.nbytes)
+        self._budget.remove("tables", checkpoint.table_bytes)
         self.tree.remove(checkpoint)
 
     def estimate_seconds_saved(self, checkpoint: Checkpoint) -> float:
@@ -156,18 +155,12 @@ class CheckpointStore:
         start = 0 if previous is None else previous.position
         return (checkpoint.position - start) * self._cost_model.seconds_per_entry
 
-    def find_victim(self) -> Victim | None:
-        """Return the unpinned checkpoint with the lowest value per byte."""
-        now, best = time.monotonic(), None
-        for checkpoint in self._list_unpinned():
-            seconds_saved = self.estimate_seconds_saved(checkpoint)
-            value = compute_value(seconds_saved, checkpoint.nbytes, now - checkpoint.last_used)
-            if best is None or value < best[0]:
-                best = value, checkpoint
-        if best is None:
-            return None
-        value, victim = best
-        return Victim(value, lambda: self.drop(victim))
+    def compute_rank(self, checkpoint: Checkpoint) -> float:
+        """Return the position of a checkpoint in the order of eviction."""
+        log_value = compute_log_value(self.estimate_seconds_saved(checkpoint), checkpoint.nbytes)
+        return compute_rank(log_value, checkpoint.last_used)
 
-    def _list_unpinned(self) -> list[Checkpoint]:
-        return [checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned]
+    def find_victim(self) -> Checkpoint | None:
+        """Return the unpinned checkpoint to evict first."""
+        unpinned = (checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned)
+        return min(unpinned, key=self.compute_rank, default=None)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from afterglow.engine.kvcache.blocks import BlockTree
-from afterglow.engine.kvcache.checkpoints import CheckpointStore
-from afterglow.engine.kvcache.disk.files import build_file_name
-from afterglow.engine.kvcache.disk.tier import DiskTier
-from afterglow.engine.kvcache.ram import MAX_PINNED_FRACTION, RamTier
+from afterglow.engine.kvcache.blocks import Block, BlockTree
+from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION
+from afterglow.engine.kvcache.ram import RamTier
+from afterglow.engine.kvcache.tier import Tier
 from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.errors import InvalidArgument
 
@@ -74,32 +74,24 @@ class Pins:
 
 
 class PinManager:
-    """Owns the pins, keeps the `pinned` flags of blocks, checkpoints and files in agreement with them, and bounds their
-    bytes in RAM. `bytes_per_entry` returns the stored size of an entry, 0 if it is not known yet."""
+    """Owns the pins, keeps the `pinned` flags of blocks and checkpoints in all tiers in agreement with them, and bounds
+    their bytes in RAM."""
 
-    def __init__(
-        self,
-        ram: RamTier,
-        checkpoints: CheckpointStore,
-        tree: BlockTree,
-        disk_tier: DiskTier | None,
-        bytes_per_entry: Callable[[], float],
-    ) -> None:
+    def __init__(self, tree: BlockTree, ram: RamTier, tiers: Sequence[Tier]) -> None:
         self.pins = Pins()
-        self._ram = ram
-        self._checkpoints = checkpoints
         self._tree = tree
-        self._disk_tier = disk_tier
-        self._bytes_per_entry = bytes_per_entry
+        self._ram = ram
+        self._checkpoints = ram.checkpoints
+        self._tiers = tiers
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pinned blocks and checkpoints in RAM."""
-        return self._ram.count_pinned_bytes() + self._checkpoints.pinned_bytes
+        return self._ram.pinned_bytes
 
     @property
     def limit(self) -> int:
-        return int(self._ram.limit * MAX_PINNED_FRACTION)
+        return int(self._ram.budget.limit * MAX_PINNED_FRACTION)
 
     def pin(self, entries: Entries, salt: str, *, is_system: bool = False) -> None:
         """Never evict these entries once they are stored.
@@ -111,7 +103,7 @@ class PinManager:
         if existing is not None:
             existing.last_used, existing.is_system = time.monotonic(), existing.is_system and is_system
             return
-        bytes_per_entry = self._bytes_per_entry()
+        bytes_per_entry = self._ram.bytes_per_entry
         needed, used = (int(n * bytes_per_entry) for n in (len(entries), self.pins.count_entries(explicit_only=True)))
         if used + needed > self.limit:
             if is_system:
@@ -163,7 +155,7 @@ class PinManager:
         ]
         for checkpoint in changed:
             checkpoint.pinned = not checkpoint.pinned
-        self._sync_disk_pins([(build_file_name("state", checkpoint.key), checkpoint.pinned) for checkpoint in changed])
+        self._apply(changed)
 
     def _sync_block_pins(self, entries: Entries, salt: str) -> bool:
         """Set the `pinned` flags on this path as the pins require; return whether a block changed."""
@@ -172,11 +164,11 @@ class PinManager:
         for block in self._tree.find_stored_prefix(entries, salt, aligned=False).blocks:
             if block.pinned != self.pins.is_pinned(entries, salt, block.start):
                 block.pinned = not block.pinned
-                changed.append((build_file_name("cells", block.key), block.pinned))
-        self._sync_disk_pins(changed)
+                changed.append(block)
+        self._apply(changed)
         return bool(changed)
 
-    def _sync_disk_pins(self, changed: list[tuple[str, bool]]) -> None:
-        if self._disk_tier is not None and changed:
-            for wanted in (True, False):
-                self._disk_tier.writer.pin([name for name, pinned in changed if pinned == wanted], pinned=wanted)
+    def _apply(self, changed: Sequence[Block | Checkpoint]) -> None:
+        if changed:
+            for tier in self._tiers:
+                tier.pin(changed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -10,11 +9,8 @@ from typing import TypeAlias
 from afterglow.engine.kvcache.blocks import StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import estimate_eviction_cost
 from afterglow.engine.kvcache.sequence import Sequence as Slot
-
-# Probability that an evicted entry is needed again, if it was just used. It halves with each half-life of idle time.
-REUSE_PROBABILITY = 0.5
-DEVICE_HALF_LIFE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +144,8 @@ def _list_continue_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]
         length, checkpoint = _find_reusable_length(inputs, candidate, is_copy=False)
         if length:
             transfer = inputs.estimate_store_seconds and inputs.estimate_store_seconds(len(slot))
-            cost = estimate_eviction_cost(len(slot) - length, candidate.idle_seconds, inputs.cost_model, transfer)
+            recompute = (len(slot) - length) * inputs.cost_model.seconds_per_entry
+            cost = estimate_eviction_cost(recompute, candidate.idle_seconds, transfer)
             options.append((cost, Continue(slot, length, checkpoint)))
     return options
 
@@ -190,16 +187,3 @@ def _list_load_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
     transfer = inputs.estimate_load_seconds(stored_prefix, length)
     transfer += inputs.estimate_checkpoint_seconds(checkpoint) if checkpoint else 0.0
     return [(inputs.target_eviction_cost + transfer, LoadStored(stored_prefix, length, target, checkpoint))]
-
-
-def estimate_eviction_cost(
-    entry_count: int, idle_seconds: float, cost_model: CostModel, transfer_seconds: float | None = None
-) -> float:
-    """Return the expected seconds that evicting entries costs later.
-
-    That is the time to compute them again or, if they can be stored in `transfer_seconds`, the time to store them and
-    to load them again, whichever is less.
-    """
-    probability = REUSE_PROBABILITY * math.pow(0.5, idle_seconds / DEVICE_HALF_LIFE_SECONDS)
-    recompute = probability * entry_count * cost_model.seconds_per_entry
-    return recompute if transfer_seconds is None else min(recompute, transfer_seconds + probability * transfer_seconds)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 
 from afterglow.engine.kvcache.blocks import StoredPrefix
-from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore, choose_checkpoint_positions
+from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_checkpoint_positions
 from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import estimate_eviction_cost
 from afterglow.engine.kvcache.explain import EvictionHistory, Explanation, find_miss_cause
 from afterglow.engine.kvcache.planner import (
     Continue,
@@ -20,7 +21,6 @@ from afterglow.engine.kvcache.planner import (
     PrefixPlan,
     Restore,
     ReuseCandidate,
-    estimate_eviction_cost,
     plan_prefix,
 )
 from afterglow.engine.kvcache.radix_tree import RadixTree
@@ -48,28 +48,17 @@ class PrefixCache:
         self._backend = backend
         self._checkpoint_settings = settings.checkpoints
         self._swap_limit_bytes = settings.swap_bytes
-        self.swapped_bytes = 0
         self._partial_state_bytes = 0  # size of the last saved partial state
         self._grid = grid  # 0: any length can be reused
         self._idle_tree: RadixTree[Sequence] = RadixTree()  # idle sequences by their entries
-        self.checkpoints = CheckpointStore(
-            settings.checkpoints, self.cost_model, lambda nbytes: self.store.evict_until_free(nbytes)
-        )
         self.slots = [Sequence(number, backend, interner) for number in range(backend.capabilities.sequences)]
         self._idle_slots = dict.fromkeys(self.slots)  # the longest idle first
         self._unwritten_slots: dict[Sequence, None] = {}  # idle and not on disk yet, the newest last
         self._last_loss_count = 0  # of sequences and blocks, at the last search for orphaned checkpoints
         self.eviction_history = EvictionHistory()
         self._adapter_key = backend.adapter_key
-        self.store = TieredStore(
-            backend,
-            interner,
-            self.cost_model,
-            settings,
-            grid=grid,
-            checkpoints=self.checkpoints,
-            swapped_bytes=lambda: self.swapped_bytes,
-        )
+        self.store = TieredStore(backend, interner, self.cost_model, settings, grid=grid)
+        self.checkpoints = self.store.checkpoints
 
     @property
     def all_checkpoints(self) -> list[Checkpoint]:
@@ -133,7 +122,7 @@ class PrefixCache:
 
     @property
     def _can_store(self) -> bool:
-        return self.store.ram.limit > 0
+        return self.store.ram.budget.limit > 0
 
     def _estimate_store_seconds(self, length: int) -> float:
         """Return the expected seconds to store, or to load, a sequence of `length` entries."""
@@ -153,7 +142,9 @@ class PrefixCache:
         if not isinstance(plan, LoadStored | Restore):
             return False
         stored_prefix = plan.stored_prefix if isinstance(plan, LoadStored) else StoredPrefix()
-        return self.store.prefetch(stored_prefix, plan.reuse_length, plan.checkpoint)
+        is_waiting = self.store.prefetch(stored_prefix, plan.reuse_length, plan.checkpoint)
+        self._drop_orphaned_checkpoints()  # evicting may have removed their cells
+        return is_waiting
 
     def acquire(self, plan: PrefixPlan, salt: str = "") -> tuple[Sequence, int]:
         """Apply a plan; return its sequence, now busy, and the number of prompt entries that it holds."""
@@ -229,7 +220,7 @@ class PrefixCache:
             sequence.clear()
         if len(sequence):
             self._idle_tree.insert(sequence.entries, sequence, sequence.namespace)
-            if self.store.disk_tier is not None:
+            if len(self.store.tiers) > 1:
                 self._unwritten_slots[sequence] = None
         self._drop_orphaned_checkpoints()
 
@@ -271,28 +262,29 @@ class PrefixCache:
     def close(self, *, store_idle: bool = True, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """Store the valuable idle sequences, newest first, and wait at most `timeout` seconds for the disk."""
         deadline = time.monotonic() + timeout
-        if self.store.disk_tier is not None and store_idle:
+        if len(self.store.tiers) > 1 and store_idle:
             for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
                 if len(slot) and not slot.busy and time.monotonic() < deadline:
                     self._write_to_disk(slot)
-                    self.store.disk_tier.writer.flush(max(0.0, deadline - time.monotonic()))
+                    self.store.flush(max(0.0, deadline - time.monotonic()))
         self.store.close(max(0.0, deadline - time.monotonic()))
 
     def swap_out(self, sequence: Sequence) -> SavedSequence | None:
         """Save the sequence of a preempted job to RAM; return None if it must be computed again."""
         if not len(sequence) or not self.is_current(sequence):
             return None
-        if self.swapped_bytes + sequence.nbytes > self._swap_limit_bytes:
+        ram = self.store.ram
+        if ram.budget.get("swapped") + sequence.nbytes > self._swap_limit_bytes:
             return None
-        if not self.store.evict_until_free(sequence.nbytes):
+        if not ram.evict_until_free(sequence.nbytes):
             return None
         saved = sequence.save()
-        self.swapped_bytes += saved.nbytes
+        ram.budget.add("swapped", saved.nbytes)
         return saved
 
     def release_swapped(self, saved: SavedSequence) -> None:
         """Free the RAM of a swapped-out sequence."""
-        self.swapped_bytes -= saved.nbytes
+        self.store.ram.budget.remove("swapped", saved.nbytes)
 
     def checkpoint_positions(self, sequence: Sequence, entries: Entries, boundaries: frozenset[int]) -> list[int]:
         """Return the positions at which the rest of the prefill of a prompt must pause for checkpoints."""
@@ -321,8 +313,8 @@ class PrefixCache:
         """Add a checkpoint at the current end of a sequence, within the limits."""
         if sequence.mixes_adapters or self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
             return
-        if self.checkpoints.evict_until_fits(
-            self._backend.get_state_size(sequence.seq_id, "partial") + sequence.entries.nbytes
+        if self.store.ram.can_add_checkpoint(
+            sequence.entries, self._backend.get_state_size(sequence.seq_id, "partial")
         ):
             self._add_checkpoint(sequence, self._save_partial_state(sequence))
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells
@@ -338,9 +330,8 @@ class PrefixCache:
         """Add a checkpoint with this state at the current end of a sequence."""
         entries = sequence.entries.copy()
         checkpoint = self.store.build_checkpoint(entries, sequence.namespace, state, sequence.aligned)
-        if state.nbytes and self.checkpoints.evict_until_fits(checkpoint.nbytes):
-            self.checkpoints.add(checkpoint)
-            self.store.pin_manager.on_checkpoint_added()
+        if state.nbytes:
+            self.store.add_checkpoint(checkpoint)
 
     # --- storing before eviction
 
@@ -362,7 +353,7 @@ class PrefixCache:
     def _write_to_disk(self, slot: Sequence) -> None:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
         self._store_if_valuable(slot)
-        self.store.write_stored(slot.entries, slot.namespace)
+        self.store.write_back_prompt(slot.entries, slot.namespace)
 
     def _store_with_checkpoint(self, slot: Sequence) -> None:
         if not self._checkpoint_settings.max_checkpoints:
@@ -373,7 +364,7 @@ class PrefixCache:
         resumable = not self._grid or slot.aligned == len(slot)
         if resumable and not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
             self._add_checkpoint(slot, state)
-        self.store.write_checkpoints(self.checkpoints.find_on_path(slot.entries, slot.namespace))
+        self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
 
     def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:
         """Return whether storing a sequence costs less than recomputing what would be lost is expected to cost."""
@@ -382,8 +373,9 @@ class PrefixCache:
             return lost > 0
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
-        return estimate_eviction_cost(lost, idle_seconds, self.cost_model, transfer) < estimate_eviction_cost(
-            lost, idle_seconds, self.cost_model
+        recompute = lost * self.cost_model.seconds_per_entry
+        return estimate_eviction_cost(recompute, idle_seconds, transfer) < estimate_eviction_cost(
+            recompute, idle_seconds
         )
 
     def _count_recoverable(self, slot: Sequence) -> int:
@@ -458,11 +450,9 @@ class PrefixCache:
 
     def _estimate_eviction_cost(self, slot: Sequence) -> float:
         """Return the expected seconds that evicting a sequence costs; 0 if other sequences hold the same entries."""
-        idle_seconds = time.monotonic() - slot.last_used
         return estimate_eviction_cost(
-            self._idle_tree.count_unique_entries(slot),
-            idle_seconds,
-            self.cost_model,
+            self._idle_tree.count_unique_entries(slot) * self.cost_model.seconds_per_entry,
+            time.monotonic() - slot.last_used,
             self._estimate_store_seconds(len(slot)) if self._can_store else None,
         )
 

@@ -1,88 +1,198 @@
-"""RAM tier of the prefix cache: blocks in least-recently-used order and the byte budget of everything in RAM.
-
-Chooses what to evict; the store evicts it.
-"""
+"""RAM tier of the prefix cache: blocks in least-recently-used order, checkpoints, and eviction of both."""
 
 from __future__ import annotations
 
-import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
-from afterglow.engine.kvcache.blocks import Block
+import numpy as np
+from numpy.typing import NDArray
 
-STORED_HALF_LIFE_SECONDS = 3600.0  # the probability that stored data is reused halves in this time
-MAX_PINNED_FRACTION = 0.5  # of the budget of a tier; the rest stays available for unpinned data
+from afterglow.engine.kvcache.blocks import Block, BlockTree
+from afterglow.engine.kvcache.budget import ByteKind
+from afterglow.engine.kvcache.checkpoints import CHECKPOINT_TABLE_BYTES, Checkpoint, CheckpointStore
+from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.eviction import choose_victims, compute_log_value, compute_rank, find_victim
+from afterglow.engine.types.backend import BackendState
+from afterglow.engine.types.counters import TierCounters
+from afterglow.engine.types.entries import Entries
+from afterglow.errors import InvalidState
+from afterglow.llama import page_buffers
 
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """Eviction candidate in RAM: its value in seconds saved per byte, and the function that evicts it."""
-
-    value: float
-    evict: Callable[[], None]
+FORGOTTEN_FRACTION = 1 / 16  # of the budget: tables of blocks on disk that are dropped at once if nothing else is left
 
 
 class RamTier:
-    """Holds blocks and accounts for all bytes in RAM. `other_bytes` returns the bytes that are not in blocks.
+    """First tier: everything that is stored passes through it. Its budget is that of all cached bytes in RAM.
 
     Blocks are ordered by last use, and a block is always ordered before the blocks that precede it in the prompt.
     Least-recently-used eviction therefore never orphans a block.
     """
 
-    def __init__(self, limit: int, other_bytes: Callable[[], int]) -> None:
-        self.limit = limit
-        self.block_bytes = 0
-        self._other_bytes = other_bytes
+    name = "ram"
+    seconds_per_byte = 0.0
+
+    def __init__(
+        self, tree: BlockTree, checkpoints: CheckpointStore, cost_model: CostModel, *, cells_suffice: bool
+    ) -> None:
+        """`cells_suffice`: blocks are of use without checkpoints."""
+        self.budget = tree.budget
+        self.counters = TierCounters()
+        self.checkpoints = checkpoints
+        self.bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
+        self.protected: AbstractSet[bytes] = frozenset()  # keys of blocks that must not be evicted now
+        self._tree = tree
+        self._cost_model = cost_model
+        self._cells_suffice = cells_suffice
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-
-    @property
-    def used_bytes(self) -> int:
-        return self.block_bytes + self._other_bytes()
-
-    @property
-    def free_bytes(self) -> int:
-        return self.limit - self.used_bytes
+        tree.holders.append(self)
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(list(self._blocks.values()))
-
-    def __contains__(self, block: Block) -> bool:
-        return block.key in self._blocks
-
-    def put(self, block: Block) -> None:
-        """Add a block. The caller has freed space for it."""
-        self._blocks[block.key] = block
-        self.block_bytes += block.nbytes
-        assert self.used_bytes <= self.limit, "the RAM tier exceeds its limit"
-
-    def drop(self, block: Block) -> None:
-        """Remove a block and free its rows."""
-        del self._blocks[block.key]
-        block.rows = None
-        self.block_bytes -= block.nbytes
+        return iter(self._blocks.values())
 
     def get(self, key: bytes) -> Block | None:
         """Return the block with this key. Thread-safe."""
         return self._blocks.get(key)
 
-    def touch(self, blocks: Iterable[Block], now: float) -> None:
+    def holds(self, block: Block) -> bool:
+        return self._blocks.get(block.key) is block
+
+    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+        return list(self.checkpoints.find_on_path(entries, salt))
+
+    # --- storing
+
+    def put(self, data: Block | Checkpoint) -> None:
+        """Add a block or a checkpoint for which space was reserved."""
+        if isinstance(data, Checkpoint):
+            self.checkpoints.add(data)
+        else:
+            self._blocks[data.key] = data
+            self.budget.add("blocks", data.nbytes)
+        assert self.budget.free_bytes >= 0, "the RAM tier exceeds its limit"
+
+    def promote(self, block: Block, rows: NDArray[np.uint8]) -> None:
+        """Copy a block that a slower tier holds, if this needs no eviction and it is still in the tree."""
+        nbytes = page_buffers.get_allocated_bytes(rows.nbytes)
+        if nbytes <= self.budget.free_bytes and self._tree.get(block.key) is block:
+            block.rows, block.nbytes = page_buffers.copy_to_pages(rows), nbytes
+            self.put(block)
+
+    def forget(self, block: Block) -> None:
+        """Remove a block, if it is here, and free its rows."""
+        if self.holds(block):
+            del self._blocks[block.key]
+            block.rows = None
+            self.budget.remove("blocks", block.nbytes)
+
+    delete = forget
+
+    def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
         """Record the use of a path. Deeper blocks are evicted first, so that no block loses its predecessors."""
-        for block in reversed(list(blocks)):
+        now = time.monotonic()
+        for block in reversed(blocks):
             block.last_used = now
             if block.key in self._blocks:
                 self._blocks.move_to_end(block.key)
+        if checkpoint is not None:
+            checkpoint.last_used = now
 
-    def find_lru_block(self, protected: set[bytes]) -> Block | None:
-        """Return the least recently used block that is neither pinned nor protected."""
-        unpinned = (block for block in self._blocks.values() if not block.pinned)
-        return next((block for block in unpinned if block.key not in protected), None)
+    # --- eviction
 
-    def count_pinned_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values() if block.pinned)
+    @property
+    def pinned_bytes(self) -> int:
+        pinned = (block for block in self._blocks.values() if block.pinned)
+        return sum(block.nbytes + block.table_bytes for block in pinned) + self.checkpoints.pinned_bytes
 
+    def evict_until_free(self, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
+        """Evict by lowest rank until `nbytes` of the budget are free; return False if that is not possible.
 
-def compute_value(seconds_saved: float, nbytes: int, idle_seconds: float) -> float:
-    """Return the compute time that stored data is expected to save, in seconds per byte."""
-    return seconds_saved * math.pow(0.5, idle_seconds / STORED_HALF_LIFE_SECONDS) / max(nbytes, 1)
+        Blocks with a key in `protected` are not evicted.
+        """
+        if self.budget.free_bytes >= nbytes:
+            return True
+        if nbytes > self.budget.limit - self.pinned_bytes:
+            return False
+        protected = self.protected | protected
+        while self.budget.free_bytes < nbytes:
+            if not self._evict_one(protected):
+                return False
+        return True
+
+    def reserve(self, kind: ByteKind, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
+        """Count bytes of a kind, after evicting until they fit; return False if that is not possible."""
+        if not self.evict_until_free(nbytes, protected):
+            return False
+        self.budget.add(kind, nbytes)
+        return True
+
+    def can_add_checkpoint(self, entries: Entries, state_bytes: int) -> bool:
+        """Evict until a checkpoint after these entries fits; return False if it cannot."""
+        nbytes = page_buffers.get_allocated_bytes(state_bytes) + entries.nbytes
+        table_bytes = CHECKPOINT_TABLE_BYTES + entries.nbytes
+        return self.checkpoints.evict_until_fits(nbytes) and self.evict_until_free(nbytes + table_bytes)
+
+    def _evict_one(self, protected: AbstractSet[bytes]) -> bool:
+        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank."""
+        block, checkpoint = find_victim(self, protected), self.checkpoints.find_victim()
+        if block is not None and (
+            checkpoint is None or self._compute_block_rank(block) <= self.checkpoints.compute_rank(checkpoint)
+        ):
+            self.forget(block)
+            self._tree.remove_unheld(block)
+        elif checkpoint is not None:
+            self.checkpoints.drop(checkpoint)
+        else:
+            return self._forget_blocks(protected)
+        self.counters.evictions += 1
+        return True
+
+    def _forget_blocks(self, protected: AbstractSet[bytes]) -> bool:
+        """Remove the least recently used blocks that only slower tiers hold from the tree; return if there were any.
+
+        Their tables are worth more per byte than any rows, so they are evicted last, many at a time.
+        """
+        unpinned = [block for block in self._tree if not (block.pinned or block.key in protected or self.holds(block))]
+        unpinned.sort(key=lambda block: (block.last_used, -block.start))
+        sizes = [(block, block.table_bytes) for block in unpinned]
+        for block in choose_victims(sizes, int(self.budget.limit * FORGOTTEN_FRACTION)):
+            self._tree.remove(block)
+        return bool(unpinned)
+
+    def _compute_block_rank(self, block: Block) -> float:
+        """Return the rank of a block. If cells alone do not suffice, its value is that of its checkpoints."""
+        seconds, nbytes = len(block.entries) * self._cost_model.seconds_per_entry, block.nbytes
+        if not self._cells_suffice:
+            checkpoints = self.checkpoints.find_in_block(block)
+            seconds = sum(self.checkpoints.estimate_seconds_saved(checkpoint) for checkpoint in checkpoints)
+            nbytes += sum(checkpoint.nbytes for checkpoint in checkpoints)
+        return compute_rank(compute_log_value(seconds, nbytes), block.last_used)
+
+    # --- the rest of a tier: everything is here already
+
+    def load_rows(self, block: Block) -> NDArray[np.uint8]:
+        if block.rows is None:
+            raise InvalidState("a block is missing")
+        return block.rows
+
+    def load_state(self, checkpoint: Checkpoint) -> BackendState:
+        return checkpoint.state
+
+    def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
+        return False
+
+    def sync(self) -> None: ...
+
+    def pin(self, data: Sequence[Block | Checkpoint]) -> None: ...
+
+    def clear(self) -> None:
+        """Remove all blocks. The prefix cache drops the checkpoints that have no cells any more."""
+        for block in list(self):
+            self.forget(block)
+
+    def flush(self, timeout: float) -> bool:
+        return True
+
+    def close(self, timeout: float) -> None: ...

@@ -1,9 +1,9 @@
-"""Tiered store of the prefix cache: moves KV cells between sequences, the RAM tier and the disk tier behind it."""
+"""Tiered store of the prefix cache: moves KV cells between sequences and an ordered list of tiers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -11,15 +11,16 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from afterglow.engine.kvcache.blocks import Block, BlockHasher, BlockTree, StoredPrefix
+from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHasher, BlockTree, StoredPrefix
+from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
-from afterglow.engine.kvcache.disk.tier import DiskCheckpoint, open_disk_tier
+from afterglow.engine.kvcache.disk.tier import open_disk_tier
 from afterglow.engine.kvcache.pins import PinManager
-from afterglow.engine.kvcache.ram import RamTier, compute_value
+from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
+from afterglow.engine.kvcache.tier import Tier
 from afterglow.engine.types.backend import Backend, BackendCells, BackendState
-from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries, EntryInterner
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
@@ -29,7 +30,7 @@ from afterglow.llama import page_buffers
 class TieredStore:
     """Stores the cells of sequences as blocks, each prefix once, and builds states from them again.
 
-    `swapped_bytes` returns the bytes of swapped-out sequences, which count towards the RAM budget.
+    New data enters the RAM tier. All tiers are asked in order, the fastest first.
     """
 
     def __init__(
@@ -40,25 +41,23 @@ class TieredStore:
         settings: EngineSettings,
         *,
         grid: int,
-        checkpoints: CheckpointStore,
-        swapped_bytes: Callable[[], int],
     ) -> None:
-        self.ram = RamTier(settings.ram_cache_limit, lambda: checkpoints.nbytes + swapped_bytes())
-        self.ram_counters = TierCounters()
-        self.disk_counters = TierCounters()
         # This text is an input of the keys of stored files: changing it invalidates them.
         model = blake3(backend.state_key + f" grid {grid} segment {settings.block_size}".encode()).digest()
         self.hasher = BlockHasher(model, interner, settings.block_size)
-        self.tree = BlockTree(self.hasher, interner)
+        budget = ByteBudget(settings.ram_cache_limit)
+        self.tree = BlockTree(self.hasher, interner, budget)
         self._backend = backend
         self._interner = interner
         self._cost_model = cost_model
         self._deterministic = bool(grid)
-        self._checkpoints = checkpoints
-        self.disk_tier = open_disk_tier(settings, model, backend, interner, cost_model, self.ram.get, checkpoints.find)
-        self._bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
-        self.pin_manager = PinManager(self.ram, checkpoints, self.tree, self.disk_tier, lambda: self._bytes_per_entry)
-        self._protected: set[bytes] = set()  # keys of blocks that must not be evicted now
+        self.checkpoints = CheckpointStore(settings.checkpoints, cost_model, budget)
+        cells_suffice = not backend.capabilities.has_partial_state
+        self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
+        self.disk_tier = open_disk_tier(settings, backend, interner, cost_model, self.tree, self.ram)
+        self.tiers: list[Tier] = [self.ram] if self.disk_tier is None else [self.ram, self.disk_tier]
+        self._tiers_by_name = {tier.name: tier for tier in self.tiers}
+        self.pin_manager = PinManager(self.tree, self.ram, self.tiers)
 
     # --- lookup
 
@@ -68,24 +67,25 @@ class TieredStore:
         return self.tree.find_stored_prefix(entries, salt, aligned=self._deterministic)
 
     def refresh(self) -> None:
-        """Apply the file events of the disk tier to the tree."""
-        if self.disk_tier is not None:
-            for block in self.disk_tier.sync(self.tree):
-                if block in self.ram:
-                    self.ram.drop(block)
+        """Notice what other threads and processes have added to the tiers or removed."""
+        for tier in self.tiers:
+            tier.sync()
 
     def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
-        """Return the checkpoints on the path of a prompt, in RAM and on disk, deepest first."""
-        checkpoints = list(self._checkpoints.find_on_path(entries, salt))
-        if self.disk_tier is None:
-            return checkpoints
+        """Return the checkpoints on the path of a prompt, each from the fastest tier that has it, deepest first."""
         self.refresh()
-        positions = {checkpoint.position for checkpoint in checkpoints}
-        prefix_keys = self.hasher.hash_prefixes(entries, salt)
-        for on_disk in self.disk_tier.find_checkpoints(prefix_keys, entries, self.hasher.block_size):
-            if on_disk.position not in positions:
-                checkpoints.append(self.build_checkpoint(entries[: on_disk.position], salt, on_disk, on_disk.aligned))
-        return sorted(checkpoints, key=lambda checkpoint: -checkpoint.position)
+        by_position: dict[int, Checkpoint] = {}
+        for tier in self.tiers:
+            for checkpoint in tier.find_checkpoints(entries, salt):
+                by_position.setdefault(checkpoint.position, checkpoint)
+        return sorted(by_position.values(), key=lambda checkpoint: -checkpoint.position)
+
+    def _find_tier(self, block: Block) -> Tier:
+        """Return the fastest tier that holds a block."""
+        for tier in self.tiers:
+            if tier.holds(block):
+                return tier
+        raise InvalidState("a block is missing")
 
     def build_checkpoint(self, entries: Entries, salt: str, state: BackendState, aligned: int) -> Checkpoint:
         """Return a checkpoint after these entries, with its keys."""
@@ -100,16 +100,14 @@ class TieredStore:
 
     def estimate_load_seconds(self, stored_prefix: StoredPrefix, reuse_length: int) -> float:
         """Return the expected seconds to load the first entries of a stored prefix into the KV cache."""
-        moved = reuse_length * (self._bytes_per_entry or self._cost_model.bytes_per_entry)
-        read = sum(block.nbytes for block in stored_prefix.blocks if block.rows is None)
-        return moved * self._cost_model.seconds_per_byte + read * self._cost_model.seconds_per_disk_byte
+        moved = reuse_length * (self.ram.bytes_per_entry or self._cost_model.bytes_per_entry)
+        read = sum(block.nbytes * self._find_tier(block).seconds_per_byte for block in stored_prefix.blocks)
+        return moved * self._cost_model.seconds_per_byte + read
 
     def estimate_checkpoint_seconds(self, checkpoint: Checkpoint) -> float:
         """Return the expected seconds to load a checkpoint."""
-        on_disk = isinstance(checkpoint.state, DiskCheckpoint)
-        return checkpoint.nbytes * (
-            self._cost_model.seconds_per_byte + on_disk * self._cost_model.seconds_per_disk_byte
-        )
+        tier = self._tiers_by_name[checkpoint.tier]
+        return checkpoint.nbytes * (self._cost_model.seconds_per_byte + tier.seconds_per_byte)
 
     # --- storing
 
@@ -121,15 +119,17 @@ class TieredStore:
         length = sequence.aligned if self._deterministic else len(sequence)
         entries = sequence.entries[:length].copy()
         stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
-        self.ram.touch(stored_prefix.blocks, time.monotonic())
+        self.ram.touch(stored_prefix.blocks)
         if stored_prefix.length == length:
             return True
         full_blocks_length = stored_prefix.length - stored_prefix.length % self.hasher.block_size
-        bytes_per_entry = self._bytes_per_entry or self._backend.get_state_size(sequence.seq_id, "full") / len(sequence)
+        bytes_per_entry = self.ram.bytes_per_entry or self._backend.get_state_size(sequence.seq_id, "full") / len(
+            sequence
+        )
         needed = (length - full_blocks_length) * bytes_per_entry
         protected = {block.key for block in stored_prefix.blocks}
-        if not self.evict_until_free(int(needed), protected):
-            self.ram_counters.rejected_saves += 1
+        if not self.ram.evict_until_free(int(needed), protected):
+            self.ram.counters.rejected_saves += 1
             return False
         cells = self._save_cells(sequence, partial)
         if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
@@ -160,10 +160,11 @@ class TieredStore:
         needed = (
             sum(page_buffers.get_allocated_bytes(count * cells.cell_bytes) for count in cell_counts)
             + (len(entries) - start) * entries.itemsize
+            + len(chunks) * BLOCK_TABLE_BYTES
         )
-        self._bytes_per_entry = needed / max(len(entries) - start, 1)
-        if not self.evict_until_free(needed, {block.key for block in path}):
-            self.ram_counters.rejected_saves += 1
+        self.ram.bytes_per_entry = needed / max(len(entries) - start, 1)
+        if not self.ram.evict_until_free(needed, {block.key for block in path}):
+            self.ram.counters.rejected_saves += 1
             return False
         parent = path[-1].key if path else self.hasher.get_root_key(sequence.namespace)
         first_cell = self._interner.count_cells(entries[:start])
@@ -173,9 +174,9 @@ class TieredStore:
             self._add_block(block)
             path.append(block)
             parent, first_cell = block.key, first_cell + count
-        self.ram.touch(path, time.monotonic())
-        self.ram_counters.saves += 1
-        self.ram_counters.saved_bytes += needed
+        self.ram.touch(path)
+        self.ram.counters.saves += 1
+        self.ram.counters.saved_bytes += needed
         self.pin_manager.enforce_limit()
         return True
 
@@ -190,7 +191,7 @@ class TieredStore:
             entries=portable,
             aligned=min(max(sequence.aligned - start, 0), len(entries)),
             cells=len(rows),
-            nbytes=page_buffers.get_allocated_bytes(rows.nbytes) + portable.nbytes,
+            nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
             layout=layout,
             rows=rows,
             pinned=self.is_pinned(sequence.entries, sequence.namespace, start),
@@ -198,104 +199,37 @@ class TieredStore:
 
     def _add_block(self, block: Block) -> None:
         redundant_blocks = self.tree.add(block)
-        for redundant in redundant_blocks:
-            if redundant in self.ram:
-                self.ram.drop(redundant)
-        self.ram.put(block)
-        if self.disk_tier is not None:
-            self.disk_tier.enqueue(block)
+        for tier in self.tiers:
+            tier.put(block)
             for redundant in redundant_blocks:
-                if redundant.is_on_disk and redundant.key != block.key:
-                    self.disk_tier.writer.remove("cells", redundant.key)
+                tier.delete(redundant)
 
-    def write_checkpoints(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Queue checkpoints for writing to disk."""
-        if self.disk_tier is not None:
-            for checkpoint in checkpoints:
-                self.disk_tier.enqueue(checkpoint)
+    def write_back(self, data: Iterable[Block | Checkpoint]) -> None:
+        """Copy blocks and checkpoints in RAM to the tiers that do not hold them."""
+        for item in data:
+            for tier in self.tiers[1:]:
+                tier.put(item)
 
-    def write_stored(self, entries: Entries, salt: str) -> None:
-        """Queue the blocks and checkpoints of a stored prompt that are not on disk, e.g. after another process removed
-        their files."""
-        if self.disk_tier is not None:
-            for block in self.find_stored_prefix(entries, salt).blocks:
-                self.disk_tier.enqueue(block)
-            self.write_checkpoints(self._checkpoints.find_on_path(entries, salt))
-
-    # --- eviction from RAM
-
-    def evict_until_free(self, nbytes: int, protected: set[bytes] | None = None) -> bool:
-        """Evict by lowest value until `nbytes` of the RAM budget are free; return False if that is not possible.
-
-        Blocks with a key in `protected` are not evicted.
-        """
-        if nbytes > self.ram.limit - self.pin_manager.nbytes:
-            return False
-        while self.ram.free_bytes < nbytes:
-            if not self._evict_one((protected or set()) | self._protected):
-                return False
-        return True
-
-    def _evict_one(self, protected: set[bytes]) -> bool:
-        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower value."""
-        block, checkpoint = self.ram.find_lru_block(protected), self._checkpoints.find_victim()
-        if block is None and checkpoint is None:
-            return False
-        self.ram_counters.evictions += 1
-        if checkpoint is None or (block is not None and self._compute_block_value(block) <= checkpoint.value):
-            assert block is not None
-            self._evict_block(block)
-        else:
-            checkpoint.evict()
-        return True
-
-    def _compute_block_value(self, block: Block) -> float:
-        """Return the value per byte of a block. If cells alone do not suffice, it is that of its checkpoints."""
-        seconds, nbytes = len(block.entries) * self._cost_model.seconds_per_entry, block.nbytes
-        if self._backend.capabilities.has_partial_state:
-            checkpoints = self._find_checkpoints_in(block)
-            seconds = sum(self._checkpoints.estimate_seconds_saved(checkpoint) for checkpoint in checkpoints)
-            nbytes += sum(checkpoint.nbytes for checkpoint in checkpoints)
-        return compute_value(seconds, nbytes, time.monotonic() - block.last_used)
-
-    def _find_checkpoints_in(self, block: Block) -> list[Checkpoint]:
-        """Return the checkpoints with a position in, or right after, a block."""
-        return [
-            checkpoint
-            for checkpoint in self._checkpoints.all_checkpoints
-            if checkpoint.parent == block.key
-            or (checkpoint.parent == block.parent and checkpoint.position > block.start)
-        ]
-
-    def _evict_block(self, block: Block) -> None:
-        """Remove a block from RAM. If it is on disk it stays in the tree."""
-        self.ram.drop(block)
-        if not block.is_on_disk:
-            self._remove_from_tree(block)
-
-    def _remove_from_tree(self, block: Block) -> None:
-        """Remove a block and its descendants from the tree and from RAM, unless a file event has removed it already."""
-        if self.tree.get(block.key) is block:
-            for removed in self.tree.remove(block):
-                if removed in self.ram:
-                    self.ram.drop(removed)
+    def write_back_prompt(self, entries: Entries, salt: str) -> None:
+        """Copy what is stored of a prompt to the tiers that do not hold it, e.g. after its files were removed."""
+        self.write_back(self.find_stored_prefix(entries, salt).blocks)
+        self.write_back(self.checkpoints.find_on_path(entries, salt))
 
     # --- loading
 
     def protect(self, stored_prefix: StoredPrefix) -> None:
         """Do not evict the blocks of this prefix until `unprotect`."""
-        self.ram.touch(stored_prefix.blocks, time.monotonic())
-        self._protected = {block.key for block in stored_prefix.blocks}
+        self.ram.touch(stored_prefix.blocks)
+        self.ram.protected = {block.key for block in stored_prefix.blocks}
 
     def unprotect(self) -> None:
-        self._protected = set()
+        self.ram.protected = frozenset()
 
     def prefetch(self, stored_prefix: StoredPrefix, reuse_length: int, checkpoint: Checkpoint | None) -> bool:
-        """Start reading what a plan needs from disk, on another thread; return whether it is not complete yet."""
-        if self.disk_tier is None:
-            return False
-        on_disk = checkpoint.state if checkpoint is not None and isinstance(checkpoint.state, DiskCheckpoint) else None
-        return self.disk_tier.prefetch([block for block in stored_prefix.blocks if block.start < reuse_length], on_disk)
+        """Start reading what a plan needs into RAM, on other threads; return whether it is not complete yet."""
+        blocks = [block for block in stored_prefix.blocks if block.start < reuse_length]
+        protected = {block.key for block in blocks}
+        return any([tier.prefetch(blocks, checkpoint, protected) for tier in self.tiers])
 
     def load(
         self, sequence: Sequence, entries: Entries, stored_prefix: StoredPrefix, checkpoint: Checkpoint | None
@@ -305,14 +239,14 @@ class TieredStore:
         Raise `InvalidState` if blocks are missing or damaged.
         """
         started = time.perf_counter()
-        from_disk = checkpoint is not None and isinstance(checkpoint.state, DiskCheckpoint)
-        from_disk = from_disk or any(block.rows is None for block in stored_prefix.blocks)
+        tiers: set[Tier] = {self.ram}
         partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)
         row_arrays, length, used = [], 0, []
         for block in stored_prefix.blocks:
             if length >= len(entries):
                 break
-            rows = self._load_rows(block)
+            tiers.add(tier := self._find_tier(block))
+            rows = self._load_rows(block, tier)
             count = min(len(block.entries), len(entries) - length)
             row_arrays.append(rows[: self._interner.count_cells(entries[length : length + count])])
             used.append(block)
@@ -324,43 +258,33 @@ class TieredStore:
         sequence.load(entries, state, len(entries) if self._deterministic else 0)
         seconds, nbytes = time.perf_counter() - started, sum(rows.nbytes for rows in row_arrays)
         self._cost_model.record_transfer(nbytes, seconds, 0)
-        self.ram.touch(used, time.monotonic())
-        self.count_hit(len(entries), nbytes, seconds, checkpoint, used, from_disk=from_disk)
+        self.count_hit(len(entries), nbytes, seconds, checkpoint, used, tiers)
 
-    def _load_rows(self, block: Block) -> NDArray[np.uint8]:
-        if block.rows is not None:
-            return block.rows
-        if self.disk_tier is None:
-            raise InvalidState("a block is missing")
+    def _load_rows(self, block: Block, tier: Tier) -> NDArray[np.uint8]:
         try:
-            rows = self.disk_tier.load_rows(block)
-            self._promote(block, rows)
-            return rows
+            rows = tier.load_rows(block)
         except InvalidState:
-            self._remove_from_tree(block)
+            self.tree.remove(block)
             raise
-
-    def _promote(self, block: Block, rows: NDArray[np.uint8]) -> None:
-        """Copy a block that was read from disk to RAM, if this needs no eviction and it is still in the tree."""
-        nbytes = page_buffers.get_allocated_bytes(rows.nbytes) + block.entries.nbytes
-        if nbytes <= self.ram.free_bytes and self.tree.get(block.key) is block:
-            block.rows, block.nbytes = page_buffers.copy_to_pages(rows), nbytes
-            self.ram.put(block)
+        if tier is not self.ram:
+            self.ram.promote(block, rows)
+        return rows
 
     def load_checkpoint_state(self, checkpoint: Checkpoint) -> BackendState:
-        """Return the partial state of a checkpoint. One that is read from disk is also added to RAM."""
+        """Return the partial state of a checkpoint. One that is read from a slower tier is also added to RAM."""
         checkpoint.last_used = time.monotonic()
-        if not isinstance(checkpoint.state, DiskCheckpoint):
-            return checkpoint.state
-        assert self.disk_tier is not None
-        state = self.disk_tier.load_state(checkpoint.state, checkpoint.entries)
-        in_ram = replace(checkpoint, entries=checkpoint.entries.copy(), state=state)
-        if not self._checkpoints.has_checkpoint_at(in_ram.entries, in_ram.salt) and self._checkpoints.evict_until_fits(
-            in_ram.nbytes
+        state = self._tiers_by_name[checkpoint.tier].load_state(checkpoint)
+        if checkpoint.tier != self.ram.name and not self.checkpoints.has_checkpoint_at(
+            checkpoint.entries, checkpoint.salt
         ):
-            self._checkpoints.add(in_ram)
-            self.pin_manager.on_checkpoint_added()
+            self.add_checkpoint(replace(checkpoint, entries=checkpoint.entries.copy(), state=state, tier=self.ram.name))
         return state
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint to RAM if it fits."""
+        if self.ram.can_add_checkpoint(checkpoint.entries, checkpoint.state.nbytes):
+            self.ram.put(checkpoint)
+            self.pin_manager.on_checkpoint_added()
 
     def count_hit(
         self,
@@ -369,22 +293,21 @@ class TieredStore:
         seconds: float,
         checkpoint: Checkpoint | None = None,
         blocks: SequenceOf[Block] = (),
-        *,
-        from_disk: bool = False,
+        tiers: Iterable[Tier] = (),
     ) -> None:
-        """Count a prefix hit of `entries` entries that were loaded in `seconds`."""
-        on_disk = checkpoint.state if checkpoint and isinstance(checkpoint.state, DiskCheckpoint) else None
-        counters = self.disk_counters if from_disk or on_disk is not None else self.ram_counters
-        counters.record_hit(entries, nbytes, entries * self._cost_model.seconds_per_entry - seconds)
+        """Count a prefix hit of `entries` entries that were loaded in `seconds`, for the slowest of the tiers."""
+        used = {*tiers, self.ram if checkpoint is None else self._tiers_by_name[checkpoint.tier]}
+        slowest = max(used, key=self.tiers.index)
+        slowest.counters.record_hit(entries, nbytes, entries * self._cost_model.seconds_per_entry - seconds)
         for block in blocks:
             block.hits += 1
-        if self.disk_tier is not None:
-            self.disk_tier.touch(blocks, on_disk)
+        for tier in self.tiers:
+            tier.touch(blocks, checkpoint)
 
     def count_miss(self) -> None:
-        """Count a prefix miss: nothing was found on the device, in RAM or on disk."""
-        self.ram_counters.misses += 1
-        self.disk_counters.misses += self.disk_tier is not None
+        """Count a prefix miss: nothing was found on the device and in any tier."""
+        for tier in self.tiers:
+            tier.counters.misses += 1
 
     # --- administration
 
@@ -393,17 +316,19 @@ class TieredStore:
         return self.pin_manager.pins.is_pinned(entries, salt, index)
 
     def clear(self) -> None:
-        """Remove every block from RAM and disk, including pinned ones."""
+        """Remove every block from all tiers, including pinned ones."""
         self.refresh()
-        if self.disk_tier is not None:
-            self.disk_tier.clear()
-        for block in self.ram:
-            self.ram.drop(block)
+        for tier in self.tiers:
+            tier.clear()
         for block in self.tree:
-            if self.tree.get(block.key) is block:
-                self.tree.remove(block)
+            self.tree.remove(block)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until all tiers have written what is queued, for at most `timeout` seconds each."""
+        for tier in self.tiers:
+            tier.flush(timeout)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Close the disk tier, after at most `timeout` seconds for its queued writes."""
-        if self.disk_tier is not None:
-            self.disk_tier.close(timeout)
+        """Close the tiers, after at most `timeout` seconds for queued writes."""
+        for tier in self.tiers:
+            tier.close(timeout)

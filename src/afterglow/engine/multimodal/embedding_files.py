@@ -13,6 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from afterglow.engine.kvcache.disk import files as disk_files
+from afterglow.engine.kvcache.eviction import choose_victims
 from afterglow.errors import InvalidState
 from afterglow.llama.projector import MediaEmbedding
 
@@ -89,12 +90,13 @@ class EmbeddingFiles:
                 status = path.stat()
                 files.append((status.st_mtime, status.st_size, path))
         files.sort()
-        used = sum(nbytes for _, nbytes, _ in files)
         newest = files[-1][0] if files else 0.0
-        for modified, nbytes, path in files:
-            if used + size > self._max_bytes or (path.suffix == ".tmp" and newest - modified > STALE_AFTER_SECONDS):
-                path.unlink(missing_ok=True)
-                used -= nbytes
+        stale = [
+            path for modified, _, path in files if path.suffix == ".tmp" and newest - modified > STALE_AFTER_SECONDS
+        ]
+        excess = sum(nbytes for _, nbytes, _ in files) + size - self._max_bytes
+        for path in stale + choose_victims([(path, nbytes) for _, nbytes, path in files], excess):
+            path.unlink(missing_ok=True)
 
 
 def remove_embeddings(directory: Path) -> int:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from sys import getsizeof
 
 import numpy as np
 
+from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.speculator import DraftRequest
 from afterglow.engine.types.draft_stats import AcceptanceEstimator
@@ -21,7 +23,9 @@ NGRAM_TOKENS = 3  # two match too often, four too late
 BITS_PER_TOKEN = 21  # of a key; three tokens fit into 64 bits
 TOKEN_MASK = (1 << BITS_PER_TOKEN) - 1
 MAX_IDLE_INDEXES = 16  # indexes of conversations without a running job
+MAX_IDLE_FRACTION = 1 / 8  # of the RAM budget, for these indexes
 MAX_INDEX_ENTRIES = 1 << 17  # a longer index is rebuilt from the current prompt
+BYTES_PER_NGRAM = 68  # key and value as Python integers
 DECAY_PER_TOKEN = 0.99  # weight of a token relative to the next one
 MATCH_PRIOR_WEIGHT_TOKENS = 16
 
@@ -63,6 +67,14 @@ class NgramIndex:
         self._match_position: int | None = None  # position in the log of the next draft token
         self.matched_tokens = 0  # consecutive tokens that equalled the log there
         self.generated_tokens = 0  # tokens since the prompt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the log and of the table. It is the same until an entry is added."""
+        log_bytes = (getsizeof(0) + 2 * self._current.entries.itemsize) * len(self._entries)
+        return (
+            log_bytes + getsizeof(self._entries) + getsizeof(self._positions) + BYTES_PER_NGRAM * len(self._positions)
+        )
 
     def match_prefix(self, prompt: Entries) -> int:
         """Return the length of the common prefix with the current prompt and completion."""
@@ -134,7 +146,9 @@ class NgramDrafter:
 
     name = "ngram"
 
-    def __init__(self) -> None:
+    def __init__(self, ram: RamTier | None = None) -> None:
+        """Idle indexes count in the budget of `ram`, up to `MAX_IDLE_FRACTION` of it."""
+        self._ram = ram
         self._idle_indexes: list[tuple[str, NgramIndex]] = []  # with their salt, least recently used first
         self._indexes: dict[Job, NgramIndex] = {}
         self._match_kinds = (
@@ -164,10 +178,27 @@ class NgramDrafter:
 
     def release(self, job: Job) -> None:
         """Keep the index of a job that has ended for the next turn of the conversation."""
-        if job in self._indexes:
-            self._update_index(job)
-            self._idle_indexes.append((job.request.salt, self._indexes.pop(job)))
-            del self._idle_indexes[:-MAX_IDLE_INDEXES]
+        if job not in self._indexes:
+            return
+        index = self._update_index(job)
+        del self._indexes[job]
+        while self._idle_indexes and (len(self._idle_indexes) == MAX_IDLE_INDEXES or not self._fits(index)):
+            self._pop_idle(0)
+        if self._ram is None or (self._fits(index) and self._ram.reserve("ngrams", index.nbytes)):
+            self._idle_indexes.append((job.request.salt, index))
+
+    def _fits(self, index: NgramIndex) -> bool:
+        """Return whether an index can become idle within the share of the RAM budget."""
+        if self._ram is None:
+            return True
+        budget = self._ram.budget
+        return budget.get("ngrams") + index.nbytes <= budget.limit * MAX_IDLE_FRACTION
+
+    def _pop_idle(self, number: int) -> NgramIndex:
+        index = self._idle_indexes.pop(number)[1]
+        if self._ram is not None:
+            self._ram.budget.remove("ngrams", index.nbytes)
+        return index
 
     def run_idle_task(self) -> bool:
         return False
@@ -199,6 +230,6 @@ class NgramDrafter:
         best = max(candidates, key=lambda number: self._idle_indexes[number][1].match_prefix(job.prompt), default=None)
         index = NgramIndex()
         if best is not None and self._idle_indexes[best][1].match_prefix(job.prompt) >= NGRAM_TOKENS:
-            index = self._idle_indexes.pop(best)[1]
+            index = self._pop_idle(best)
         index.add_prompt(job.prompt)
         return index

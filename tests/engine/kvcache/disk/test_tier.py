@@ -61,7 +61,7 @@ def flush(engine: Engine) -> None:
 
 
 def count_disk_hits(engine: Engine) -> int:
-    return engine.prefix_cache.store.disk_counters.hits
+    return engine.prefix_cache.store.disk_tier.counters.hits
 
 
 # --- restarts
@@ -143,14 +143,32 @@ def test_idle_sequences_are_on_disk_before_the_engine_is_closed(make_engine, fol
 
 
 def test_blocks_evicted_from_ram_are_loaded_from_disk(make_engine):
-    engine = make_engine(settings={"ram_cache_bytes": 9000}, sequences=1)
+    engine = make_engine(settings={"ram_cache_bytes": 112_000}, sequences=1)
     for number in range(12):
         ask(engine, prompt(60, number))
         flush(engine)
-    assert engine.prefix_cache.store.ram_counters.evictions > 0
-    assert engine.prefix_cache.store.ram.used_bytes <= 9000
+    assert engine.prefix_cache.store.ram.counters.evictions > 0
+    assert engine.prefix_cache.store.ram.budget.used_bytes <= 112_000
     assert ask(engine, [*prompt(60, 0), 5]).cached == 60
     assert count_disk_hits(engine) == 1
+
+
+def test_tables_of_blocks_on_disk_are_part_of_the_ram_budget(make_engine):
+    """RAM has space for the tables of a few conversations: the least recently used blocks are not found any more."""
+    engine = make_engine(settings={"ram_cache_bytes": 30_000}, sequences=1)
+    for number in range(12):
+        ask(engine, prompt(60, number))
+        flush(engine)
+        assert engine.prefix_cache.store.ram.budget.used_bytes <= 30_000
+    assert ask(engine, [*prompt(60, 10), 5]).cached == 60
+    assert ask(engine, [*prompt(60, 0), 5]).tokens == reference(lambda: fake("attention"), [*prompt(60, 0), 5])
+    engine.close()
+    again = make_engine(settings={"ram_cache_bytes": 30_000}, sequences=1)
+    again.prefix_cache.store.refresh()
+    assert 0 < again.prefix_cache.store.ram.budget.get("tables") <= 30_000
+    assert len(again.prefix_cache.store.tree) < len(
+        list(again.prefix_cache.store.disk_tier.writer.directory.rglob("*.cells"))
+    )
 
 
 # --- deduplication
@@ -312,7 +330,7 @@ def test_running_requests_continue_while_a_prompt_waits_for_the_disk(make_engine
     assert answers["waiting"].tokens == reference(
         lambda: fake(kind), [*prompt(50, 1), 5], max_tokens=4, ignore_eos=True
     )
-    assert engine.prefix_cache.store.disk_counters.hits == 1
+    assert engine.prefix_cache.store.disk_tier.counters.hits == 1
 
 
 def test_a_prompt_that_waits_for_a_damaged_file_is_computed(make_engine, folder, monkeypatch):

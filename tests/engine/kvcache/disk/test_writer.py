@@ -20,6 +20,7 @@ from afterglow.engine.kvcache.disk import writer as disk_writer
 from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, open_index
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileRemoved
 from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import InvalidState
 from support import other_process
 from support.play import KINDS, Answer, ask, fake, prompt, reference
 
@@ -154,7 +155,7 @@ def test_a_tail_whose_beginning_is_nowhere_is_not_written(make_engine, folder, m
     first.close()
     monkeypatch.setattr(disk_writer, "POLL_INTERVAL_SECONDS", 600.0)
     engine = make_engine(kind)
-    monkeypatch.setattr(engine.prefix_cache.store, "_promote", lambda block, rows: None)  # RAM is full
+    monkeypatch.setattr(engine.prefix_cache.store.ram, "promote", lambda block, rows: None)  # RAM is full
     assert ask(engine, [*entries, 5], max_tokens=1).cached > 0
     disk.clear(folder)
     longer = continue_conversation(engine, [*entries, 5])
@@ -258,6 +259,63 @@ def test_clear_deletes_the_files_although_the_disk_has_just_failed(make_engine, 
     assert list_files(folder) == []
 
 
+def test_a_file_that_is_written_again_before_its_removal_is_noticed_stays(make_engine, folder, monkeypatch):
+    """The reader finds it gone. Another process writes it again before the writer's thread removes its row."""
+    engine = make_engine()
+    start_conversation(engine)
+    writer, path = get_writer(engine), list_files(folder)[0]
+    content = path.read_bytes()
+    tasks: list[Callable[[], None]] = []
+    with monkeypatch.context() as delayed:
+        delayed.setattr(writer, "_submit", lambda task: tasks.append(task) or True)
+        path.unlink()
+        with pytest.raises(InvalidState):
+            writer.load("cells", bytes.fromhex(path.stem))
+    path.write_bytes(content)
+    for task in tasks:
+        writer._submit(task)
+    writer.flush()
+    assert path.exists()
+    names = writer.query_index(lambda index: index.list_names(path.parent.name))
+    assert path.name in names, "a file without a row would be in no budget"
+
+
+def test_deleting_a_file_excludes_other_processes(make_engine, folder, monkeypatch):
+    engine = make_engine()
+    start_conversation(engine)
+    writer, path = get_writer(engine), list_files(folder)[0]
+    states: list[bool] = []
+    delete_file = disk_files.delete_file
+
+    def delete(path: Path) -> None:
+        states.append(writer._index._connection.in_transaction)
+        delete_file(path)
+
+    monkeypatch.setattr(disk_files, "delete_file", delete)
+    writer.remove("cells", bytes.fromhex(path.stem))
+    writer.flush()
+    assert states == [True]
+
+
+@pytest.mark.parametrize("is_readable", [True, False], ids=["one file", "no index"])
+def test_clear_reports_only_files_that_are_gone(make_engine, folder, monkeypatch, is_readable):
+    engine = make_engine()
+    start_conversation(engine)
+    writer, (remaining, *others) = get_writer(engine), list_files(folder)
+    writer.drain_events()
+    delete_file = disk_files.delete_file
+    if is_readable:
+        monkeypatch.setattr(disk_files, "delete_file", lambda path: path == remaining or delete_file(path))
+    else:
+        monkeypatch.setattr(writer, "_open_index", lambda: None)
+        monkeypatch.setattr(writer, "_index", None)
+    writer.clear()
+    writer.flush()
+    assert list_files(folder) == ([remaining] if is_readable else [remaining, *others])
+    removed = {event.key.hex() for event in writer.drain_events() if isinstance(event, FileRemoved)}
+    assert removed == ({path.stem for path in others} if is_readable else set())
+
+
 def test_a_block_removed_between_plan_and_load_is_a_miss(make_engine, folder):
     first = make_engine()
     entries = start_conversation(first)
@@ -283,15 +341,15 @@ from afterglow.engine.types.settings import EngineSettings
 import random, time
 folder, kind, seed, turns = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 writer.POLL_INTERVAL_SECONDS = 0.02
-settings = EngineSettings(block_size=8, ram_cache_bytes=10_000, disk_cache_directory=folder, disk_cache_bytes=20_000)
+settings = EngineSettings(block_size=8, ram_cache_bytes=50_000, disk_cache_directory=folder, disk_cache_bytes=20_000)
 engine = fake(kind, settings, sequences=1)
 store, rng, deadline = engine.prefix_cache.store, random.Random(seed), time.monotonic() + 60
 counters = store.disk_tier.writer.counters
 print("ready", flush=True)
-while turns > 0 or not (store.disk_counters.hits and counters.evictions):
+while turns > 0 or not (store.disk_tier.counters.hits and counters.evictions):
     turns -= 1
     if time.monotonic() > deadline:
-        assert store.disk_counters.hits and counters.evictions, (store.disk_counters, counters)
+        assert store.disk_tier.counters.hits and counters.evictions, (store.disk_tier.counters, counters)
         break
     number = rng.randrange(12)
     entries = prompt(40 + 4 * number, number)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import sqlite3
 import time
@@ -20,7 +19,7 @@ import numpy as np
 
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind
-from afterglow.engine.kvcache.ram import STORED_HALF_LIFE_SECONDS
+from afterglow.engine.kvcache.eviction import HALF_LIFE_SECONDS, compute_log_value
 from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.errors import InvalidArgument, InvalidState
 
@@ -171,7 +170,8 @@ class DiskIndex:
     def add(self, cache_file: CacheFile, nbytes: int) -> None:
         """Add a file that was written."""
         entries = cache_file.entries if cache_file.kind == "cells" else cache_file.entries[cache_file.start :]
-        value = round(math.log2(cache_file.value)) if 0 < cache_file.value < math.inf else -100
+        # Rounded: small differences of measured times do not change the order of eviction.
+        value = round(compute_log_value(cache_file.value, 1))
         row = {
             "name": cache_file.name,
             "model": cache_file.model.hex(),
@@ -232,7 +232,7 @@ class DiskIndex:
         self._connection.execute("UPDATE items SET last_used = ? WHERE last_used > ?", (now, now))
         rows = self._connection.execute(
             f"SELECT {COLUMNS} FROM items WHERE pinned = 0 ORDER BY value + last_used / ? ASC, start DESC LIMIT ?",
-            (STORED_HALF_LIFE_SECONDS, count),
+            (HALF_LIFE_SECONDS, count),
         )
         return [_build_row(*values) for values in rows]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from afterglow.engine.kvcache.disk.files import FileKind, LoadedFile
+from afterglow.engine.kvcache.ram import RamTier
 
 FileKey: TypeAlias = tuple[FileKind, bytes]
-MAX_HELD_BYTES = 512 * 1024**2  # files beyond it are read, but only the page cache of the system holds them
 STALE_AFTER_SECONDS = 30.0  # after this time without `submit`, the request of a file was cancelled
 
 
@@ -22,29 +23,36 @@ class _PendingFile:
     last_submitted: float
 
 
-class Prefetcher:
-    """Reads files by key and holds them until they are popped."""
+class FileReader(Protocol):
+    """Reads and checks files. Thread-safe."""
 
-    def __init__(self, load: Callable[[FileKind, bytes], LoadedFile]) -> None:
-        self._load = load
+    def load(self, kind: FileKind, key: bytes) -> LoadedFile: ...
+
+
+class Prefetcher:
+    """Reads files by key and holds them, in the budget of the RAM tier, until they are popped.
+
+    If there is no space in RAM, a file is read, but only the page cache of the system holds it.
+    """
+
+    def __init__(self, reader: FileReader, ram: RamTier) -> None:
+        self._reader = reader
+        self._ram = ram
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="afterglow-read")
         self._pending: dict[FileKey, _PendingFile] = {}
-        self._held_bytes = 0
 
-    def submit(self, sizes: Mapping[FileKey, int]) -> bool:
+    def submit(self, sizes: Mapping[FileKey, int], protected: AbstractSet[bytes] = frozenset()) -> bool:
         """Start reading the files that are not being read yet; return whether some are not complete.
 
-        `sizes` has their sizes in bytes.
+        `sizes` has their sizes in bytes. Blocks in RAM with a key in `protected` are not evicted for them.
         """
         now = time.monotonic()
-        self._drop_stale(now)
         for file_key, nbytes in sizes.items():
             pending = self._pending.get(file_key)
             if pending is None:
-                hold = self._held_bytes + nbytes <= MAX_HELD_BYTES
+                hold = self._ram.reserve("prefetch", nbytes, protected)
                 future = self._pool.submit(self._timed_load, *file_key, hold)
                 pending = self._pending[file_key] = _PendingFile(nbytes if hold else 0, future, now)
-                self._held_bytes += pending.nbytes
             pending.last_submitted = now
         return not all(self._pending[file_key].future.done() for file_key in sizes)
 
@@ -58,7 +66,9 @@ class Prefetcher:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _drop_stale(self, now: float) -> None:
+    def drop_stale(self) -> None:
+        """Drop the files of requests that were cancelled."""
+        now = time.monotonic()
         for file_key, pending in list(self._pending.items()):
             if now - pending.last_submitted > STALE_AFTER_SECONDS:
                 self._forget(file_key)
@@ -66,10 +76,11 @@ class Prefetcher:
 
     def _forget(self, file_key: FileKey) -> _PendingFile | None:
         pending = self._pending.pop(file_key, None)
-        self._held_bytes -= 0 if pending is None else pending.nbytes
+        if pending is not None:
+            self._ram.budget.remove("prefetch", pending.nbytes)
         return pending
 
     def _timed_load(self, kind: FileKind, key: bytes, hold: bool) -> tuple[LoadedFile, float] | None:
         started = time.perf_counter()
-        loaded = self._load(kind, key)
+        loaded = self._reader.load(kind, key)
         return (loaded, time.perf_counter() - started) if hold else None

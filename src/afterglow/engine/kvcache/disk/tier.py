@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.blocks import Block, BlockTree
+from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name
 from afterglow.engine.kvcache.disk.index import IndexRow
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileAdded, FileRemoved, logger
+from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.types.backend import Backend, BackendState
-from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
+from afterglow.engine.types.counters import TierCounters
+from afterglow.engine.types.entries import Entries, EntryInterner
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 
+DISK_CHECKPOINT_TABLE_BYTES = 800  # beside its entries; measured with tracemalloc
 MIN_PREFETCH_SECONDS = 0.005  # shorter reads do not noticeably delay running requests
 
 
@@ -42,150 +47,200 @@ class DiskCheckpoint:
     def position(self) -> int:
         return self.start + len(self.rest)
 
+    @property
+    def table_bytes(self) -> int:
+        return DISK_CHECKPOINT_TABLE_BYTES + self.rest.nbytes
+
 
 class DiskTier:
-    """Blocks and checkpoints of the engine's model on disk.
+    """Blocks and checkpoints of the engine's model on disk. Data that is put here is copied from the RAM tier."""
 
-    `find_block` and `find_checkpoint` return what is in RAM by key; the writer calls them on its own thread.
-    """
+    name = "disk"
 
     def __init__(
         self,
         settings: EngineSettings,
-        model: bytes,
         backend: Backend,
         interner: EntryInterner,
         cost_model: CostModel,
-        find_block: Callable[[bytes], Block | None],
-        find_checkpoint: Callable[[bytes], Checkpoint | None],
+        tree: BlockTree,
+        ram: RamTier,
     ) -> None:
         assert settings.disk_cache_directory is not None
-        self._model = model
+        self.budget = ByteBudget(settings.disk_cache_bytes)
         self._backend = backend
         self._interner = interner
         self._cost_model = cost_model
-        self._find_block = find_block
-        self._find_checkpoint = find_checkpoint
-        self._checkpoints: dict[bytes, list[DiskCheckpoint]] = {}  # by parent key
+        self._tree = tree
+        self._ram = ram
+        self._counters = TierCounters()
+        self._checkpoints: dict[bytes, dict[bytes, DiskCheckpoint]] = {}  # by parent key, by key
         self.writer = DiskWriter(
             settings.disk_cache_directory,
             limit=settings.disk_cache_bytes,
-            model=model,
-            build_file=self._build_file,
+            model=tree.hasher.model,
+            source=self,
             label=settings.disk_cache_label,
         )
-        self.prefetcher = Prefetcher(self.writer.load)
+        self.prefetcher = Prefetcher(self.writer, ram)
+        tree.holders.append(self)
+
+    @property
+    def counters(self) -> TierCounters:
+        counters, written = self._counters, self.writer.counters
+        counters.saves, counters.saved_bytes = written.written_files, written.written_bytes
+        counters.evictions, counters.rejected_saves = written.evictions, written.dropped_writes
+        return counters
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return self._cost_model.seconds_per_disk_byte
 
     # --- lookup
 
-    def sync(self, tree: BlockTree) -> list[Block]:
-        """Apply the writer's file events to the tree; return the blocks that were removed from it."""
-        lost: list[Block] = []
+    def sync(self) -> None:
+        """Apply the writer's file events to the tree."""
+        self.prefetcher.drop_stale()
         for event in self.writer.drain_events():
             match event:
                 case FileAdded(row) if row.kind == "cells":
-                    self._add_block(row, tree)
+                    self._add_block(row)
                 case FileAdded(row):
                     self._add_checkpoint(
                         DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.aligned, row.nbytes)
                     )
                 case FileRemoved("cells", key):
-                    lost += self._remove_block(key, tree)
+                    if (block := self._tree.get(key)) is not None:
+                        self.forget(block)
+                        self._tree.remove_unheld(block)
                 case FileRemoved("state", key):
                     self._remove_checkpoint(key)
-        return lost
 
-    def _add_block(self, row: IndexRow, tree: BlockTree) -> None:
-        existing = tree.get(row.key)
-        if existing is not None:
-            existing.file_bytes = row.nbytes
-        elif row.start == 0 or tree.get(row.parent) is not None:
-            idle_seconds = max(0.0, time.time() - row.last_used)
-            tree.add(
-                Block(
-                    key=row.key,
-                    parent=row.parent,
-                    start=row.start,
-                    entries=row.entries,
-                    aligned=row.aligned,
-                    cells=row.cells,
-                    nbytes=row.nbytes,
-                    file_bytes=row.nbytes,
-                    pinned=bool(row.pinned),
-                    hits=row.hits,
-                    last_used=time.monotonic() - idle_seconds,
-                )
-            )
-
-    def _remove_block(self, key: bytes, tree: BlockTree) -> list[Block]:
-        block = tree.get(key)
+    def _add_block(self, row: IndexRow) -> None:
+        block = self._tree.get(row.key)
         if block is None:
-            return []
+            if row.start and self._tree.get(row.parent) is None:
+                return
+            idle_seconds = max(0.0, time.time() - row.last_used)
+            block = Block(
+                key=row.key,
+                parent=row.parent,
+                start=row.start,
+                entries=row.entries,
+                aligned=row.aligned,
+                cells=row.cells,
+                nbytes=row.nbytes,
+                pinned=bool(row.pinned),
+                hits=row.hits,
+                last_used=time.monotonic() - idle_seconds,
+            )
+            if block.table_bytes > self._ram.budget.free_bytes:
+                return  # it cannot be found, as if it were not on disk
+            for redundant in self._tree.add(block):
+                self._ram.forget(redundant)
+                self.forget(redundant)
+        self.forget(block)
+        block.file_bytes = row.nbytes
+        self.budget.add("blocks", row.nbytes)
+
+    def holds(self, block: Block) -> bool:
+        return block.is_on_disk
+
+    def forget(self, block: Block) -> None:
+        """Notice that a block is not on disk any more, or has left the tree."""
+        self.budget.remove("blocks", block.file_bytes)
         block.file_bytes = 0
-        return [] if block.rows is not None else tree.remove(block)
+
+    def delete(self, block: Block) -> None:
+        if block.is_on_disk:
+            self.forget(block)
+            self.writer.remove("cells", block.key)
 
     def _add_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
-        siblings = self._checkpoints.setdefault(checkpoint.parent, [])
-        siblings[:] = [sibling for sibling in siblings if sibling.key != checkpoint.key] + [checkpoint]
+        siblings = self._checkpoints.setdefault(checkpoint.parent, {})
+        if checkpoint.key not in siblings and checkpoint.table_bytes <= self._ram.budget.free_bytes:
+            siblings[checkpoint.key] = checkpoint
+            self.budget.add("checkpoints", checkpoint.nbytes)
+            self._ram.budget.add("tables", checkpoint.table_bytes)
 
     def _remove_checkpoint(self, key: bytes) -> None:
         for parent, siblings in list(self._checkpoints.items()):
-            siblings[:] = [sibling for sibling in siblings if sibling.key != key]
+            if (checkpoint := siblings.pop(key, None)) is not None:
+                self.budget.remove("checkpoints", checkpoint.nbytes)
+                self._ram.budget.remove("tables", checkpoint.table_bytes)
             if not siblings:
                 del self._checkpoints[parent]
 
     def list_checkpoints(self) -> list[DiskCheckpoint]:
-        return [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings]
+        return [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings.values()]
 
-    def find_checkpoints(self, prefix_keys: Sequence[bytes], entries: Entries, block_size: int) -> list[DiskCheckpoint]:
-        """Return the checkpoints on the path of a prompt, deepest first. `prefix_keys`: keys of its full blocks."""
-        matches = []
-        for index, key in enumerate(prefix_keys):
-            start = index * block_size
-            for checkpoint in self._checkpoints.get(key, ()):
-                rest = self._interner.to_portable_entries(entries[start : start + len(checkpoint.rest)])
-                shared = common_prefix_length(rest, checkpoint.rest)
-                if checkpoint.start == start and shared == len(checkpoint.rest):
-                    matches.append(checkpoint)
-        return sorted(matches, key=lambda checkpoint: -checkpoint.position)
+    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+        """Return the checkpoints on the path of a prompt. Their state is not loaded."""
+        found: list[Checkpoint] = []
+        hasher = self._tree.hasher
+        for index, parent in enumerate(hasher.hash_prefixes(entries, salt) if self._checkpoints else ()):
+            start = index * hasher.block_size
+            for on_disk in self._checkpoints.get(parent, {}).values():
+                rest = self._interner.to_portable_entries(entries[start : on_disk.position])
+                if on_disk.start == start and np.array_equal(rest, on_disk.rest):
+                    found.append(
+                        Checkpoint(
+                            entries=entries[: on_disk.position],
+                            state=on_disk,
+                            aligned=on_disk.aligned,
+                            salt=salt,
+                            parent=parent,
+                            start=start,
+                            key=on_disk.key,
+                            tier=self.name,
+                        )
+                    )
+        return found
 
-    def touch(self, blocks: Sequence[Block], checkpoint: DiskCheckpoint | None) -> None:
-        """Record the use of blocks and of a checkpoint."""
+    def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
         names = [build_file_name("cells", block.key) for block in blocks if block.is_on_disk]
-        self.writer.touch(names if checkpoint is None else [*names, build_file_name("state", checkpoint.key)])
+        if checkpoint is not None and checkpoint.tier == self.name:
+            names.append(build_file_name("state", checkpoint.key))
+        self.writer.touch(names)
+
+    def pin(self, data: Sequence[Block | Checkpoint]) -> None:
+        for pinned in (True, False):
+            names = [build_file_name(get_kind(item), item.key) for item in data if item.pinned == pinned]
+            self.writer.pin(names, pinned=pinned)
 
     def clear(self) -> None:
         """Delete all files of this model."""
         self.writer.clear()
-        self._checkpoints = {}
+        for checkpoint in self.list_checkpoints():
+            self._remove_checkpoint(checkpoint.key)
+
+    def flush(self, timeout: float) -> bool:
+        return self.writer.flush(timeout)
 
     def close(self, timeout: float) -> None:
-        """Write what is queued, for at most `timeout` seconds, and stop the threads."""
         self.prefetcher.close()
         self.writer.close(timeout)
 
     # --- writing
 
-    def enqueue(self, source: Block | Checkpoint) -> None:
+    def put(self, data: Block | Checkpoint) -> None:
         """Queue a block or a checkpoint for writing, unless it is on disk."""
-        if isinstance(source, Block):
-            if not source.is_on_disk:
-                self.writer.enqueue("cells", source.key)
-        elif all(checkpoint.key != source.key for checkpoint in self._checkpoints.get(source.parent, ())):
-            self.writer.enqueue("state", source.key)
+        is_on_disk = data.is_on_disk if isinstance(data, Block) else data.key in self._checkpoints.get(data.parent, ())
+        if not is_on_disk:
+            self.writer.enqueue(get_kind(data), data.key)
 
-    def _build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
+    def build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
         """Return the file to write, if its contents are still in RAM. Runs on the writer's thread."""
         return self._build_block_file(key) if kind == "cells" else self._build_checkpoint_file(key)
 
     def _build_block_file(self, key: bytes) -> CacheFile | None:
-        block = self._find_block(key)
+        block = self._ram.get(key)
         rows = None if block is None else block.rows
         if block is None or rows is None:
             return None
         return CacheFile(
             kind="cells",
-            model=self._model,
+            model=self._tree.hasher.model,
             key=key,
             parent=block.parent,
             start=block.start,
@@ -200,14 +255,14 @@ class DiskTier:
         )
 
     def _build_checkpoint_file(self, key: bytes) -> CacheFile | None:
-        checkpoint = self._find_checkpoint(key)
+        checkpoint = self._ram.checkpoints.find(key)
         if checkpoint is None:
             return None
         seconds = checkpoint.position * self._cost_model.seconds_per_entry
         is_standalone = not self._backend.capabilities.has_attention_cells
         return CacheFile(
             kind="state",
-            model=self._model,
+            model=self._tree.hasher.model,
             key=key,
             parent=checkpoint.parent,
             start=checkpoint.start,
@@ -229,13 +284,13 @@ class DiskTier:
 
     # --- reading
 
-    def prefetch(self, blocks: Sequence[Block], checkpoint: DiskCheckpoint | None) -> bool:
+    def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
         """Read files on another thread if that takes noticeable time; return whether they are not complete yet."""
         sizes: dict[FileKey, int] = {("cells", block.key): block.nbytes for block in blocks if block.rows is None}
-        if checkpoint is not None:
-            sizes["state", checkpoint.key] = checkpoint.nbytes
+        if checkpoint is not None and checkpoint.tier == self.name:
+            sizes["state", checkpoint.key] = checkpoint.state.nbytes
         seconds = sum(sizes.values()) * self._cost_model.seconds_per_disk_byte
-        return seconds > MIN_PREFETCH_SECONDS and self.prefetcher.submit(sizes)
+        return seconds > MIN_PREFETCH_SECONDS and self.prefetcher.submit(sizes, protected)
 
     def _load_file(self, kind: FileKind, key: bytes) -> LoadedFile:
         """Return a file, prefetched or read now, and record the time of reading it."""
@@ -257,11 +312,11 @@ class DiskTier:
         block.layout = file.layout
         return rows
 
-    def load_state(self, checkpoint: DiskCheckpoint, entries: Entries) -> BackendState:
-        """Return a partial state from its file; raise `InvalidState` if it is not the state after `entries`."""
+    def load_state(self, checkpoint: Checkpoint) -> BackendState:
+        """Return a partial state from its file; raise `InvalidState` if it is not the state after the same entries."""
         try:
             loaded = self._load_file("state", checkpoint.key)
-            if not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(entries)):
+            if not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(checkpoint.entries)):
                 self.writer.remove("state", checkpoint.key)
                 raise InvalidState("a file contains other entries than expected")
             state = self._backend.deserialize_state(loaded.payload)
@@ -271,20 +326,24 @@ class DiskTier:
         return state
 
 
+def get_kind(data: Block | Checkpoint) -> FileKind:
+    """Return the kind of the file of a block or a checkpoint."""
+    return "cells" if isinstance(data, Block) else "state"
+
+
 def open_disk_tier(
     settings: EngineSettings,
-    model: bytes,
     backend: Backend,
     interner: EntryInterner,
     cost_model: CostModel,
-    find_block: Callable[[bytes], Block | None],
-    find_checkpoint: Callable[[bytes], Checkpoint | None],
+    tree: BlockTree,
+    ram: RamTier,
 ) -> DiskTier | None:
     """Return the disk tier; None if it is disabled or the directory cannot be used."""
     if settings.disk_cache_directory is None or not settings.disk_cache_bytes:
         return None
     try:
-        return DiskTier(settings, model, backend, interner, cost_model, find_block, find_checkpoint)
+        return DiskTier(settings, backend, interner, cost_model, tree, ram)
     except OSError as error:
         logger.warning("disk cache disabled: %s cannot be used: %s", settings.disk_cache_directory, error)
         return None

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name, parse_file_name
 from afterglow.engine.kvcache.disk.index import DiskIndex, IndexRow, is_damage
-from afterglow.engine.kvcache.ram import MAX_PINNED_FRACTION
+from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION, choose_victims
 from afterglow.errors import Closed, InvalidArgument, InvalidState
 
 ResultT = TypeVar("ResultT")
@@ -57,7 +57,13 @@ class FileRemoved:
 
 
 FileEvent: TypeAlias = FileAdded | FileRemoved
-FileBuilder: TypeAlias = Callable[[FileKind, bytes], CacheFile | None]
+
+
+class FileSource(Protocol):
+    """Has the contents of the files to write."""
+
+    def build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
+        """Return a file, on the writer's thread; None if its contents have left RAM meanwhile."""
 
 
 @dataclass(slots=True)
@@ -73,18 +79,15 @@ class DiskCounters:
 
 
 class DiskWriter:
-    """Writes the files of one model to a directory that any number of processes may share.
+    """Writes the files of one model to a directory that any number of processes may share."""
 
-    `build_file` returns the file to write, on the writer's thread; None if its contents have left RAM meanwhile.
-    """
-
-    def __init__(self, directory: Path, *, limit: int, model: bytes, build_file: FileBuilder, label: str = "") -> None:
+    def __init__(self, directory: Path, *, limit: int, model: bytes, source: FileSource, label: str = "") -> None:
         self.counters = DiskCounters()
         self.limit = limit
         self.directory = directory
         self._model = model
         self._folder = directory / model.hex()
-        self._build_file = build_file
+        self._source = source
         self._label = label
         self._events: queue.SimpleQueue[FileEvent] = queue.SimpleQueue()
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED_TASKS)
@@ -133,7 +136,7 @@ class DiskWriter:
 
     def remove(self, kind: FileKind, key: bytes) -> None:
         """Delete a file."""
-        self._submit(functools.partial(self._delete_files, [build_file_name(kind, key)]))
+        self._submit(functools.partial(self._delete_file, build_file_name(kind, key)))
 
     def clear(self) -> None:
         """Delete every file of this model."""
@@ -153,7 +156,9 @@ class DiskWriter:
             is_gone = isinstance(error, FileNotFoundError)
             is_damaged = isinstance(error, InvalidState | ValueError) or getattr(error, "errno", 0) in DAMAGE_ERRNOS
             self.counters.corrupt_files += is_damaged
-            if is_gone or is_damaged:
+            if is_gone:
+                self._submit(functools.partial(self._forget_file, path.name))
+            elif is_damaged:
                 self.remove(kind, key)
             raise InvalidState(f"{path.name}: {error}") from error
         return loaded
@@ -293,10 +298,14 @@ class DiskWriter:
     def _report_removed_files(self, index: DiskIndex) -> None:
         """Send events for files that are gone, however they were removed."""
         self._folder_changed_at = self._folder.stat().st_mtime_ns
-        gone = self._reported_names.difference(os.listdir(self._folder))
+        gone = self._find_gone()
         if gone:
             index.remove(gone)
             self._report_removed(gone)
+
+    def _find_gone(self) -> set[str]:
+        """Return the names of reported files that are not in the folder any more."""
+        return self._reported_names.difference(os.listdir(self._folder) if self._folder.is_dir() else ())
 
     def _report_removed(self, names: Iterable[str]) -> None:
         for name in list(names):
@@ -335,7 +344,7 @@ class DiskWriter:
             return
         pending: list[tuple[FileKind, bytes]] = [(kind, key)]
         while pending:
-            file = self._build_file(*pending[-1])
+            file = self._source.build_file(*pending[-1])
             if file is None:  # it has left RAM
                 if len(pending) > 1:  # neither in RAM nor on disk: the engine stores the conversation again
                     self.counters.dropped_writes += 1
@@ -389,15 +398,12 @@ class DiskWriter:
         if nbytes > self.limit:
             return False
         self._enforce_pin_limit(index)
-        while (total := index.count_bytes()) + nbytes > self.limit:
-            excess = total + nbytes - self.limit
+        while (excess := index.count_bytes() + nbytes - self.limit) > 0:
             candidates = index.find_eviction_candidates(EVICTION_BATCH_FILES)
             if not candidates:
                 return False
-            for row in candidates:
-                if excess <= 0:
-                    break
-                excess -= self._evict_file(index, row)
+            for row in choose_victims([(row, row.nbytes) for row in candidates], excess):
+                self._evict_file(index, row)
         return True
 
     def _enforce_pin_limit(self, index: DiskIndex) -> None:
@@ -405,25 +411,39 @@ class DiskWriter:
         while index.count_bytes(pinned_only=True) > self.limit * MAX_PINNED_FRACTION:
             index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], pinned=False)
 
-    def _evict_file(self, index: DiskIndex, row: IndexRow) -> int:
-        """Delete a file and its dependents, except pinned ones; return the number of bytes freed."""
+    def _evict_file(self, index: DiskIndex, row: IndexRow) -> None:
+        """Delete a file and its dependents, except pinned ones."""
         victims = index.evict(row)
         self.counters.evictions += len(victims)
         self._report_removed(victim.name for victim in victims if victim.model == self._model.hex())
-        return sum(victim.nbytes for victim in victims)
 
     def _delete_all(self) -> None:
         """Delete every file of this model, even if the disk has just failed."""
         if self._index is None or not self._index.is_current:
             with contextlib.suppress(OSError, sqlite3.Error):
                 self._open_index()
-        if self._index is not None:
-            self._index.clear({self._model.hex()})
-        self._report_removed(self._reported_names)
+        try:
+            if self._index is not None:
+                self._index.clear({self._model.hex()})
+        finally:  # also if only some were deleted
+            self._report_removed(self._find_gone())
 
-    def _delete_files(self, names: list[str]) -> None:
-        for name in names:
+    def _delete_file(self, name: str) -> None:
+        """Delete a file and its row in one transaction: another process may be writing the file again."""
+        with contextlib.nullcontext() if self._index is None else self._index.transaction():
             disk_files.delete_file(self._folder / name)
-        if self._index is not None:
-            self._index.remove(names)
-        self._report_removed(names)
+            if self._index is not None:
+                self._index.remove([name])
+        self._report_removed([name])
+
+    def _forget_file(self, name: str) -> None:
+        """Remove the row of a file that is gone, unless another process has written it again."""
+        index = self._index
+        with contextlib.nullcontext() if index is None else index.transaction():
+            is_gone = not (self._folder / name).exists()
+            if index is not None and is_gone:
+                index.remove([name])
+        if is_gone:
+            self._report_removed([name])
+        elif index is not None:
+            self._report_existing(index, name)

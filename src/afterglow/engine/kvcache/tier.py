@@ -1,0 +1,81 @@
+"""Tier of the prefix cache: a place that holds blocks and checkpoints outside of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.kvcache.blocks import Block
+from afterglow.engine.kvcache.budget import ByteBudget
+from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.types.backend import BackendState
+from afterglow.engine.types.counters import TierCounters
+from afterglow.engine.types.entries import Entries
+
+
+class Tier(Protocol):
+    """Holds blocks and checkpoints. The store has a list of tiers, the fastest first.
+
+    New data is put into the first tier, then into the slower ones, which may copy it from the first at a later time.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def budget(self) -> ByteBudget: ...
+
+    @property
+    def counters(self) -> TierCounters: ...
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Expected seconds to read a byte into RAM."""
+
+    def sync(self) -> None:
+        """Notice what other threads and processes have added or removed."""
+
+    def holds(self, block: Block) -> bool: ...
+
+    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+        """Return the checkpoints on the path of a prompt."""
+
+    def put(self, data: Block | Checkpoint) -> None:
+        """Hold a block or a checkpoint, now or soon, unless the tier holds it already."""
+
+    def forget(self, block: Block) -> None:
+        """Notice that a block has left the tree. Other processes may still find it in this tier."""
+
+    def delete(self, block: Block) -> None:
+        """Delete a block from the tier."""
+
+    def load_rows(self, block: Block) -> NDArray[np.uint8]:
+        """Return the cells of a block that the tier holds; raise `InvalidState` if they are missing or damaged."""
+
+    def load_state(self, checkpoint: Checkpoint) -> BackendState:
+        """Return the partial state of a checkpoint of this tier; raise `InvalidState` if it is missing or damaged."""
+
+    def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
+        """Start reading what only this tier has; return whether it is not complete yet.
+
+        Blocks with a key in `protected` are not evicted to make space for it.
+        """
+
+    def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
+        """Record the use of the blocks of a path, in their order, and of a checkpoint."""
+
+    def pin(self, data: Sequence[Block | Checkpoint]) -> None:
+        """Apply the changed `pinned` flags of blocks and checkpoints."""
+
+    def clear(self) -> None:
+        """Remove everything, including pinned data."""
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything is written; return False if it is not within `timeout` seconds."""
+
+    def close(self, timeout: float) -> None:
+        """Write what is queued, for at most `timeout` seconds, and free all resources."""
