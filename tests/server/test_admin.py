@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import openai
 import pytest
+from afterglow.api.served_model import ServedModel, ServedSettings
+from starlette.testclient import TestClient
 
+from afterglow.server.app import build_application
+from afterglow.server.models import ModelRegistry
+from afterglow.server.settings import ServerSettings
+from afterglow.server.state import ServerState
 from afterglow.testing import models
 from support.openai_schemas import CreateEmbeddingResponse, Model, validate
 from support.server_process import CYCLE, ServerProcess, get_text, run_server
@@ -178,3 +184,23 @@ def test_draft_selects_the_drafter_of_each_model() -> None:
                 metric = f'afterglow_speculation{{model="{model}",statistic="{statistic}"}}'
                 assert server.get_metric(metric) == pytest.approx(stats[statistic])
         assert server.http.get("/stats").json()["models"]["plain"]["speculation"]["drafters"] == ["ngram"]
+
+
+def test_pinning_tokenizes_the_prompt_once(caches_of_our_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    tokenize = ServedModel.tokenize
+
+    def count(model: ServedModel, text: str, **options: bool) -> list[int]:
+        texts.append(text)
+        return tokenize(model, text, **options)
+
+    monkeypatch.setattr(ServedModel, "tokenize", count)
+    settings = ServedSettings(context=256, sequences=1, threads=1, disk_cache=False)
+    registry = ModelRegistry({"tiny": models.get_path("successor-attention")}, settings)
+    with (
+        ServerState(registry, ServerSettings()) as state,
+        TestClient(build_application(state)[0], "http://localhost") as client,
+    ):
+        for route in ("/cache/pin", "/cache/unpin"):
+            assert client.post(route, json={"prompt": "a prefix"}).json()["tokens"] == 7
+    assert texts == ["a prefix"] * 2

@@ -60,6 +60,23 @@ def test_requests_without_a_valid_key_get_401(tmp_path: Path) -> None:
         assert server.http.get("/v1/models", headers=rebound).status_code == 200  # a page does not know the key
 
 
+def test_a_key_may_be_sent_in_either_header() -> None:
+    model = f"tiny={models.get_path('successor-attention')}"
+    with run_server(model, "--lazy-load", AFTERGLOW_SERVER_API_KEYS="first,second") as server:
+
+        def get(**headers: str) -> tuple[int, str]:
+            response = server.http.get(
+                "/v1/models", headers={name.replace("_", "-"): headers[name] for name in headers}
+            )
+            return response.status_code, response.json().get("error", {}).get("message", "")
+
+        assert get(x_api_key="first")[0] == 200
+        assert get(authorization="Bearer second", x_api_key="second")[0] == 200
+        assert get(x_api_key="wrong")[0] == 401
+        status, message = get(authorization="Bearer first", x_api_key="second")
+        assert (status, "different keys" in message) == (401, True)
+
+
 def test_settings_keep_digests_of_api_keys_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("of the file\n")
     (tmp_path / "settings.toml").write_text(f"[server]\napi_key_file = '{tmp_path / 'keys'}'\n")

@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 import afterglow
@@ -31,6 +32,7 @@ from afterglow.media.budget import ByteBudget
 from afterglow.media.policy import MediaPolicy
 from afterglow.media.types import ImageData
 from afterglow.server.admission import MediaReservation
+from afterglow.server.app import build_application
 from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.media import load_media
 from afterglow.server.models import ModelRegistry
@@ -209,6 +211,37 @@ def test_slow_media_hosts_block_neither_the_event_loop_nor_text_work(
 
     assert asyncio.run(measure_text_work()) < 5
     assert max_running == 4
+
+
+def build_client(state: ServerState) -> TestClient:
+    return TestClient(build_application(state)[0], "http://localhost")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "route", ["/v1/chat/completions", "/apply-template", "/cache/explain", "/cache/pin", "/cache/unpin"]
+)
+def test_inline_media_count_against_the_budget_before_they_are_loaded(
+    media_state: tuple[ServerState, Model], route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, _ = media_state
+    size = len(encode_image(gradient()))
+    used_bytes: list[int] = []
+
+    def load(*_: Any) -> Any:
+        used_bytes.append(state.media_budget.used_bytes)
+        raise InvalidMedia("x", "a test")
+
+    monkeypatch.setattr(Model, "load_media", load)
+    body = {"messages": build_messages(build_image_part(), build_image_part("http://slow.example/"))}
+    with build_client(state) as client:
+        assert client.post(route, json=body).json()["error"]["code"] == "invalid_media"
+        assert size <= used_bytes[0] <= size + 4  # fetched files count once their size is known
+        assert state.media_budget.used_bytes == 0
+        state.media_budget.try_reserve(state.settings.max_decoded_media_bytes, 0)
+        response = client.post(route, json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "media_memory_full")
+    assert len(used_bytes) == 1  # the second was refused before loading
 
 
 # --- settings

@@ -65,6 +65,19 @@ def test_another_key_has_no_prefix_hit_in_any_tier(tenant_server: ServerProcess)
     assert complete(FIRST_KEY, SECRET * 3) > 100
 
 
+def test_a_tenant_is_the_same_in_either_header(tenant_server: ServerProcess) -> None:
+    text = "Two headers, one tenant: what was sent with one is found with the other"
+    prompt = {"model": "tiny", "prompt": text, "max_tokens": 4}
+        "model": "tiny",
+        "prompt": "Two headers, one tenant: what was sent with one is found with the other",
+        "max_tokens": 4,
+    }
+    send(tenant_server, "/v1/completions", FIRST_KEY, prompt)
+    for key, is_cached in ((FIRST_KEY, True), (SECOND_KEY, False)):
+        completion = tenant_server.post("/v1/completions", prompt, headers={"x-api-key": key}).json()
+        assert (completion["usage"]["prompt_tokens_details"]["cached_tokens"] > 20) is is_cached
+
+
 def test_another_key_sees_no_text(tenant_server: ServerProcess) -> None:
     send(tenant_server, "/v1/completions", FIRST_KEY, {"prompt": f"{PRIVATE_TEXT} so it is", "max_tokens": 4})
     prompt = {"prompt": f"{PRIVATE_TEXT} and more"}

@@ -28,7 +28,6 @@ from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.request import Request, Token
 from afterglow.server import limits
-from afterglow.server.admission import Ticket
 from afterglow.server.errors import APIError
 from afterglow.server.media import load_media
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
@@ -292,12 +291,7 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     except BaseException:
         resources.close()
         raise
-    bind_streams(streams, ticket, state)
-    return Generation(state, model, resources, prompts, streams)
-
-
-def bind_streams(streams: Sequence[ChatStream], ticket: Ticket, state: ServerState) -> None:
-    """Free the place of each choice when its generation ends, and bound what waits for a slow client."""
     for stream in streams:
-        stream.events.limit_buffer(state.settings.max_buffered_tokens)
+        stream.events.limit_buffer(state.settings.max_buffered_tokens)  # for a slow client
         stream.events.call_at_end(ticket.release_one)
+    return Generation(state, model, resources, prompts, streams)

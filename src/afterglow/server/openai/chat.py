@@ -13,13 +13,17 @@ from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, T
 from afterglow.chat.response import ChatResponse, Delta
 from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import ConversationRequest, Generation, start_generation
-from afterglow.server.openai.errors import format_error_event
-from afterglow.server.openai.formatting import build_finish, build_token_logprobs, build_truncation, build_usage
+from afterglow.server.openai.formatting import (
+    ChunkFormatter,
+    build_finish,
+    build_token_logprobs,
+    build_truncation,
+    build_usage,
+)
 from afterglow.server.openai.schema.chat import ChatFields, ChatRequest, build_message, build_tools, dump_fields
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.sse import DONE_EVENT, EventTemplate
 from afterglow.server.state import ServerState
 
 
@@ -91,21 +95,13 @@ def build_prompt_options(body: ChatFields) -> PromptOptions:
     }
 
 
-class ChatFormatter:
+class ChatFormatter(ChunkFormatter):
     """Formats a generation as a chat completion, whole or in chunks."""
 
     def __init__(self, body: ChatRequest, generation: Generation) -> None:
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "service_tier": "default"}
+        super().__init__(generation, head, "chat.completion.chunk", body.stream_options)
         self._body = body
-        self._generation = generation
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": generation.created,
-            "model": generation.model.name,
-            "system_fingerprint": generation.model.fingerprint,
-            "service_tier": "default",
-        }
-        self._chunk_template = EventTemplate({**self._head, "object": "chat.completion.chunk"})
 
     async def build_response(self) -> dict[str, Any]:
         """Build the whole chat completion."""
@@ -122,23 +118,15 @@ class ChatFormatter:
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
+        truncation = build_truncation(self._generation)
         for index in range(self._body.n or 1):
-            yield self._format_chunk(
-                index, {"role": "assistant", "content": ""}, extra=build_truncation(self._generation)
-            )
+            yield self._format_chunk(index, {"delta": {"role": "assistant", "content": ""}}, extra=truncation)
         async for index, delta in deltas:
             logprobs = self._build_logprobs([delta.token] if delta.token else [])
             if delta.parts or (logprobs and logprobs["content"]):
-                yield self._format_chunk(index, build_delta(delta.parts), logprobs=logprobs)
-        for index, response in enumerate(self._generation.get_responses()):
-            yield self._format_chunk(index, {}, **build_finish(response))
-        if self._include_usage:
-            yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation)})
-        yield DONE_EVENT
-
-    def format_error(self, error: APIError) -> bytes:
-        """Format the error that ends a stream."""
-        return format_error_event(error)
+                yield self._format_chunk(index, {"delta": build_delta(delta.parts)}, logprobs=logprobs)
+        for event in self._format_end({"delta": {}}):
+            yield event
 
     def _build_choice(self, index: int, response: ChatResponse) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": response.text, "refusal": None}
@@ -156,13 +144,6 @@ class ChatFormatter:
             "logprobs": self._build_logprobs(response.tokens),
             **build_finish(response),
         }
-
-    def _format_chunk(
-        self, index: int, delta: dict[str, Any], *, extra: dict[str, Any] | None = None, **choice: Any
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **choice}
-        fields = {"choices": [choice], **(extra or {})}
-        return self._chunk_template.format({**fields, "usage": None} if self._include_usage else fields)
 
     def _build_logprobs(self, tokens: Sequence[Any]) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -17,13 +17,11 @@ from afterglow.engine.sampling.logprobs import TokenLogprob
 from afterglow.engine.types.request import Token
 from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import Generation, PromptRequest, start_generation
-from afterglow.server.openai.errors import format_error_event
-from afterglow.server.openai.formatting import build_finish, build_truncation, build_usage
+from afterglow.server.openai.formatting import ChunkFormatter, build_finish, build_truncation, build_usage
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.sse import DONE_EVENT, EventTemplate
 from afterglow.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
@@ -121,7 +119,7 @@ async def score_prompts(
 # --- the response
 
 
-class CompletionFormatter:
+class CompletionFormatter(ChunkFormatter):
     """Formats a generation as a text completion, whole or in chunks."""
 
     def __init__(
@@ -131,20 +129,12 @@ class CompletionFormatter:
         prompts: list[FittedPrompt],
         prompt_scores: list[list[TokenLogprob]],
     ) -> None:
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+        super().__init__(generation, head, "text_completion", body.stream_options)
         self._body = body
-        self._generation = generation
         self._prompts = prompts
         self._prompt_scores = prompt_scores
         self._choices_per_prompt = body.n or 1
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": generation.created,
-            "model": generation.model.name,
-            "system_fingerprint": generation.model.fingerprint,
-        }
-        self._chunk_template = EventTemplate(self._head)
 
     async def build_response(self) -> dict[str, Any]:
         """Build the whole completion."""
@@ -167,24 +157,17 @@ class CompletionFormatter:
             echo, table = self._build_echo(index // self._choices_per_prompt)
             offsets.append(len(echo))
             if echo or truncation:
-                yield self._format_chunk(index, echo, table, extra=truncation)
+                yield self._format_chunk(index, {"text": echo}, logprobs=dump_logprobs(table), extra=truncation)
         async for index, delta in deltas:
             text = "".join(part.text for part in delta.parts if isinstance(part, TextDelta))
             table = None if self._body.logprobs is None else LogprobsTable()
             if table is not None and delta.token is not None:
                 self._add_logprobs(table, [delta.token], offsets[index])
             if text or (table is not None and table.tokens):
-                yield self._format_chunk(index, text, table)
+                yield self._format_chunk(index, {"text": text}, logprobs=dump_logprobs(table))
             offsets[index] += len(text)
-        for index, response in enumerate(self._generation.get_responses()):
-            yield self._format_chunk(index, "", None, **build_finish(response))
-        if self._include_usage:
-            yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation)})
-        yield DONE_EVENT
-
-    def format_error(self, error: APIError) -> bytes:
-        """Format the error that ends a stream."""
-        return format_error_event(error)
+        for event in self._format_end({"text": ""}):
+            yield event
 
     def _select_best(self, responses: list[ChatResponse]) -> list[ChatResponse]:
         """Return the `n` most likely choices of each prompt."""
@@ -196,13 +179,6 @@ class CompletionFormatter:
             candidates = sorted(responses[start : start + generated], key=compute_mean_logprob, reverse=True)
             best += candidates[: self._choices_per_prompt]
         return best
-
-    def _format_chunk(
-        self, index: int, text: str, table: LogprobsTable | None, *, extra: dict[str, Any] | None = None, **choice: Any
-    ) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": dump_logprobs(table), "finish_reason": None, **choice}
-        fields = {"choices": [choice], **(extra or {})}
-        return self._chunk_template.format({**fields, "usage": None} if self._include_usage else fields)
 
     def _build_echo(self, prompt_index: int) -> tuple[str, LogprobsTable | None]:
         """Return the echoed prompt and the log-probabilities of its tokens, as far as requested."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from afterglow.server.errors import APIError
-from afterglow.server.sse import format_event
 
 
 def build_error_body(error: APIError) -> dict[str, Any]:
@@ -15,8 +14,3 @@ def build_error_body(error: APIError) -> dict[str, Any]:
     'invalid_request_error'
     """
     return {"error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}}
-
-
-def format_error_event(error: APIError) -> bytes:
-    """Format an error that ends a stream."""
-    return format_event(build_error_body(error))

@@ -1,13 +1,18 @@
-"""Fields that the responses of several OpenAI routes share: usage, log-probabilities, finish reason, truncation."""
+"""What the responses of several OpenAI routes share: usage, log-probabilities, finish reason, chunks of a stream."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from afterglow.api.model import Model
 from afterglow.chat.response import ChatResponse
 from afterglow.engine.types.request import Token, Usage
+from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
+from afterglow.server.openai.errors import build_error_body
+from afterglow.server.openai.schema.chat import StreamOptions
+from afterglow.server.sse import DONE_EVENT, EventTemplate, format_event
 
 FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
 
@@ -91,3 +96,40 @@ def build_truncation(generation: Generation) -> dict[str, Any]:
     """Build the extension `overflow`: what was dropped from the prompt, or a list for several prompts."""
     reports = [truncation.report for truncation in generation.truncations]
     return {"overflow": reports[0] if len(generation.prompts) == 1 else reports} if reports else {}
+
+
+class ChunkFormatter:
+    """Common part of the formatters of completions and chat completions: head, chunks, and the end of a stream."""
+
+    def __init__(
+        self, generation: Generation, head: dict[str, Any], chunk_object: str, stream_options: StreamOptions | None
+    ) -> None:
+        model = generation.model
+        self._generation = generation
+        self._include_usage = bool(stream_options and stream_options.include_usage)
+        self._head = {
+            **head,
+            "created": generation.created,
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+        self._chunk_template = EventTemplate({**self._head, "object": chunk_object})
+
+    def format_error(self, error: APIError) -> bytes:
+        """Format the error that ends a stream."""
+        return format_event(build_error_body(error))
+
+    def _format_chunk(
+        self, index: int, content: dict[str, Any], *, extra: dict[str, Any] | None = None, **choice: Any
+    ) -> bytes:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **choice}
+        fields = {"choices": [choice], **(extra or {})}
+        return self._chunk_template.format({**fields, "usage": None} if self._include_usage else fields)
+
+    def _format_end(self, content: dict[str, Any]) -> Iterator[bytes]:
+        """Format the last events: the finish reason of each choice, and the usage if it was requested."""
+        for index, response in enumerate(self._generation.get_responses()):
+            yield self._format_chunk(index, content, **build_finish(response))
+        if self._include_usage:
+            yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation)})
+        yield DONE_EVENT
