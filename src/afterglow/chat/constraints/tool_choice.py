@@ -27,36 +27,27 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool]) -> ResolvedToolChoice:
     >>> parse_tool_choice("none", ()).mode
     'none'
     """
-    if value is None:
-        return ResolvedToolChoice("auto" if tools else "none", tuple(tools))
-    if isinstance(value, str):
-        return _parse_mode(value, tools)
-    if not isinstance(value, Mapping) or value.get("type") not in ("function", "allowed_tools"):
-        raise InvalidArgument(
-            "tool_choice", f"must be one of {', '.join(TOOL_CHOICE_MODES)}, or name a function, not {value!r}"
-        )
-    if value["type"] == "function":
-        return ResolvedToolChoice("required", (_find_tool(value, tools, "tool_choice"),))
-    allowed = value.get("allowed_tools", value)
-    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
-    if not isinstance(listed, list) or not listed:
-        raise InvalidArgument("tool_choice.allowed_tools.tools", "must be a list of functions")
-    allowed_tools = [
-        _find_tool(item, tools, f"tool_choice.allowed_tools.tools[{index}]") for index, item in enumerate(listed)
-    ]
-    return ResolvedToolChoice(_parse_mode(allowed.get("mode", "auto"), tools).mode, tuple(allowed_tools))
-
-
-def _parse_mode(value: str, tools: Sequence[Tool]) -> ResolvedToolChoice:
     match value:
+        case None:
+            return ResolvedToolChoice("auto" if tools else "none", tuple(tools))
         case "required" if not tools:
             raise InvalidArgument("tool_choice", "cannot be required without tools")
         case "none" | "auto" | "required":
             return ResolvedToolChoice(value, tuple(tools))
-        case _:
-            raise InvalidArgument(
-                "tool_choice", f"must be one of {', '.join(TOOL_CHOICE_MODES)}, or name a function, not {value!r}"
+        case {"type": "function"}:
+            return ResolvedToolChoice("required", (_find_tool(value, tools, "tool_choice"),))
+        case {"type": "allowed_tools"}:
+            allowed, where = value.get("allowed_tools", value), "tool_choice.allowed_tools"
+            listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+            if not isinstance(listed, list) or not listed:
+                raise InvalidArgument(f"{where}.tools", "must be a list of functions")
+            mode = parse_tool_choice(str(allowed.get("mode", "auto")), tools).mode
+            return ResolvedToolChoice(
+                mode, tuple(_find_tool(item, tools, f"{where}.tools[{index}]") for index, item in enumerate(listed))
             )
+    raise InvalidArgument(
+        "tool_choice", f"must be one of {', '.join(TOOL_CHOICE_MODES)}, or name a function, not {value!r}"
+    )
 
 
 def _find_tool(value: Any, tools: Sequence[Tool], where: str) -> Tool:

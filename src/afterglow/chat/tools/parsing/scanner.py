@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator
 from enum import Enum, auto
 from typing import TypeAlias, TypeVar
 
+from afterglow.chat.output.reasoning import find_overlap
+
 ResultT = TypeVar("ResultT")
 ParseSteps: TypeAlias = Generator[None, None, ResultT]
 TextSink: TypeAlias = Callable[[str], None]
@@ -126,10 +128,9 @@ class TextScanner:
                 self._emit(position - self._position, sink)
                 self.take(len(ending))
                 return ending
-            partial_length = (
-                0 if self._input_ended else find_partial_match_length(self._text[self._position :], endings)
-            )
-            self._emit(len(self._text) - self._position - partial_length, sink)
+            ahead = self._text[self._position :]
+            held_back = 0 if self._input_ended else max(find_overlap(ahead, ending) for ending in endings)
+            self._emit(len(ahead) - held_back, sink)
             if self._input_ended:
                 return None
             yield
@@ -158,20 +159,6 @@ class TextScanner:
     def _emit(self, count: int, sink: TextSink) -> None:
         if count:
             sink(self.take(count))
-
-
-def find_partial_match_length(text: str, endings: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of one of these endings.
-
-    >>> find_partial_match_length("Hello <tool", ("<tool_call>",))
-    5
-    """
-    longest = min(len(text), max(map(len, endings)) - 1)
-    for size in range(longest, 0, -1):
-        tail = text[len(text) - size :]
-        if any(ending.startswith(tail) for ending in endings):
-            return size
-    return 0
 
 
 def is_name_char(char: str) -> bool:
