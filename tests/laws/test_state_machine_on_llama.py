@@ -24,7 +24,7 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import build_engine
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.sampling.stops import StopMatcher
-from afterglow.engine.speculation import draft_model
+from afterglow.engine.speculation import calibration, draft_model
 from afterglow.engine.types.entries import Entry
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled
@@ -180,7 +180,7 @@ class LlamaEngineMachine(EngineMachine):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (*TIMED_MODULES, draft_model):
+    for module in (*TIMED_MODULES, draft_model, calibration):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

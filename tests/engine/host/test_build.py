@@ -21,20 +21,26 @@ from support.hosts import build_spec
 pytestmark = pytest.mark.native
 
 
-def test_a_restart_skips_trials(monkeypatch):
-    restart = pickle.loads(pickle.dumps(build_spec().build_restart_spec()))
+def test_a_restart_skips_trials_and_calibration(monkeypatch):
+    spec = build_spec()
+    with closing(spec()) as engine:
+        assert engine.prefix_cache.cost_model.step_costs.is_measured(1)
+        restart = pickle.loads(pickle.dumps(spec.build_restart_spec(engine)))
 
     def fail(*_: object) -> None:
         raise AssertionError("this is known already")
 
+    monkeypatch.setattr(build, "calibrate", fail)
     monkeypatch.setattr(probe, "ensure_safe", fail)
-    restart().close()
+    with closing(restart()) as engine:
+        assert engine.prefix_cache.cost_model.step_costs.is_measured(1)
 
 
 def test_the_next_child_of_a_process_is_built_from_the_restart_spec():
     with EngineProcess(build_spec()) as engine:
         restart = unpack("factory", engine._factory)
     assert restart.trust
+    assert restart.step_costs.is_measured(1)
 
 
 def test_rope_options_of_a_model_do_not_reach_its_draft_model():

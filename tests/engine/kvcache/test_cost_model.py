@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.cost_model import CostModel, StepCosts
 
 
 def test_the_first_prefill_measurement_replaces_the_estimate_and_later_ones_are_averaged():
@@ -14,3 +14,42 @@ def test_the_first_prefill_measurement_replaces_the_estimate_and_later_ones_are_
     assert cost_model.seconds_per_entry == pytest.approx(0.01)
     cost_model.record_prefill(100, 2.0)
     assert 0.01 < cost_model.seconds_per_entry < 0.02
+
+
+def test_step_costs_are_interpolated_and_never_fall():
+    costs = StepCosts()
+    for _ in range(5):
+        costs.record(1, 1.0)
+        costs.record(5, 3.0)
+    assert costs.estimate_seconds(1, 0.1) == 1.0
+    assert costs.estimate_seconds(3, 0.1) == pytest.approx(2.0)
+    assert costs.estimate_seconds(7, 0.1) == pytest.approx(4.0)  # extrapolated with the last slope
+    for _ in range(5):
+        costs.record(9, 0.5)  # noise
+    assert costs.estimate_seconds(7, 0.1) == pytest.approx(3.0)
+    assert costs.max_measured_rows == 9
+
+
+def test_without_measurements_rows_cost_as_much_as_prefill():
+    costs = StepCosts()
+    for _ in range(2):
+        costs.record(1, 1.0)
+    assert costs.estimate_seconds(5, 0.25) == pytest.approx(2.0)
+    assert not costs.is_measured(1)
+
+
+def test_outliers_do_not_change_the_step_costs():
+    costs = StepCosts()
+    costs.record(4, 9.0)  # the first decode of a shape is a warm-up
+    assert costs.estimate_seconds(4, 0.1) == pytest.approx(0.4)
+    for _ in range(3):
+        costs.record(4, 1.0)
+    assert costs.is_measured(4)
+    assert costs.estimate_seconds(4, 0.1) == 1.0
+    for _ in range(3):
+        costs.record(4, 100.0)
+        costs.record(4, 1.0)
+    assert costs.estimate_seconds(4, 0.1) == 1.0
+    for _ in range(8):
+        costs.record(4, 2.0)
+    assert costs.estimate_seconds(4, 0.1) == 2.0  # but a lasting change is followed

@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
+from afterglow.engine.kvcache.cost_model import StepCosts
+from afterglow.engine.speculation.calibration import calibrate
 from afterglow.engine.speculation.draft_model import DraftModel, check_vocabularies
 from afterglow.engine.speculation.mtp.backend import MtpBackend, MtpDrafter
 from afterglow.engine.speculation.speculator import Drafter
@@ -38,6 +40,7 @@ class EngineSpec:
     projector_path: Path | None = None
     projector_settings: ProjectorSettings = field(default_factory=ProjectorSettings)
     trust: bool = False  # the files were loaded before: load them without a trial
+    step_costs: StepCosts | None = None  # of an earlier engine; None: calibrate
 
     def __call__(self) -> Engine:
         settings = replace(self.model_settings, mtp=True) if self.draft == "mtp" else self.model_settings
@@ -54,6 +57,7 @@ class EngineSpec:
                 projector=projector,
                 owns_model=True,
                 trust=self.trust,
+                step_costs=self.step_costs,
             )
             engine.media_scheduler.projector_error = projector_error
             return engine
@@ -61,9 +65,9 @@ class EngineSpec:
             model.close()
             raise
 
-    def build_restart_spec(self) -> EngineSpec:
-        """Return the spec for a restart, which skips the trials of the files."""
-        return replace(self, trust=True)
+    def build_restart_spec(self, engine: Engine) -> EngineSpec:
+        """Return the spec for a restart after `engine`, which skips what is known by now: trials and calibration."""
+        return replace(self, trust=True, step_costs=engine.prefix_cache.cost_model.step_costs)
 
 
 def build_engine(
@@ -74,10 +78,11 @@ def build_engine(
     projector: Projector | None = None,
     owns_model: bool = False,
     trust: bool = False,
+    step_costs: StepCosts | None = None,
 ) -> Engine:
     """Build an engine on a context. With `owns_model`, closing the engine closes the model.
 
-    `trust` loads a draft model without a trial.
+    `trust` loads a draft model without a trial. `step_costs` are known decode times; None calibrates.
     """
     drafters: list[Drafter] = []
     backend: LlamaBackend
@@ -91,7 +96,12 @@ def build_engine(
             drafters.append(_load_draft_model(draft, context, draft_settings, trust))
     backend.owns_model = owns_model
     try:
-        return Engine(backend, settings, drafters)
+        engine = Engine(backend, settings, drafters)
+        if step_costs is not None:
+            engine.prefix_cache.cost_model.step_costs = step_costs
+        elif engine.speculator.drafter_names and context.model.info.is_causal:
+            calibrate(backend, engine.prefix_cache.cost_model.step_costs)
+        return engine
     except BaseException:
         for drafter in drafters:
             drafter.close()

@@ -90,7 +90,7 @@ class ChildHost:
         except BaseException as error:
             self._send("failed", content=to_portable_error(error))
             return True
-        self._send("ready", content=pack_restart_factory(factory))
+        self._send("ready", content=pack_restart_factory(factory, engine))
         try:
             self._loop.run(engine)
         except BaseException as error:
@@ -142,9 +142,9 @@ def unpack(name: str, content: bytes) -> Any:
         raise InvalidArgument(name, f"cannot be sent to another process: {describe_error(error)}") from error
 
 
-def pack_restart_factory(factory: object) -> bytes | None:
+def pack_restart_factory(factory: object, engine: Engine) -> bytes | None:
     """Return the factory for a restart, which skips what this start has found out; None: the same factory."""
-    return pack("factory", factory.build_restart_spec()) if isinstance(factory, EngineSpec) else None
+    return pack("factory", factory.build_restart_spec(engine)) if isinstance(factory, EngineSpec) else None
 
 
 def to_portable_error(error: BaseException) -> BaseException:

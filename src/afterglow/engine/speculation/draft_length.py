@@ -1,19 +1,15 @@
-"""Choice of the draft length by measured tokens per second, and the loss budget that bounds what drafting may cost.
+"""Choice of the draft length: the length with the highest expected tokens per second, or 0 if drafting does not pay.
 
-Independent of drafters, jobs and backends.
+Also the loss budget that bounds what drafting may cost. Independent of drafters, jobs and backends.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from afterglow.engine.types.settings import MAX_DRAFT_TOKENS
-
-LENGTHS = (1, 2, 4, 8, MAX_DRAFT_TOKENS)
 MIN_SPEEDUP = 1.03  # a smaller gain is within the measurement error
-MAX_TRIAL_SHARE = 0.005  # of the decode time that trials of drafts may lose that are not expected to pay
+MIN_SHARED_SPEEDUP = 1.15  # if other jobs share the decode: all tokens arrive later, several at once
 
 
 def estimate_tokens(acceptance_rate: float, length: int) -> float:
@@ -27,94 +23,64 @@ def estimate_tokens(acceptance_rate: float, length: int) -> float:
     return float((1 - acceptance_rate ** (length + 1)) / (1 - acceptance_rate))
 
 
-class RecentTimings:
-    """Duration of an operation: the lower quartile of its latest measurements, 0 without any.
-
-    Other load on the machine only ever makes a measurement longer, so the short ones are the accurate ones.
-
-    >>> timings = RecentTimings()
-    >>> for seconds in (9.0, 1.2, 1.0):
-    ...     timings.add(seconds)
-    >>> timings.seconds
-    1.0
-    """
-
-    MAX_SAMPLES = 8
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._samples: deque[float] = deque(maxlen=self.MAX_SAMPLES)
-
-    def add(self, seconds: float) -> None:
-        self._samples.append(seconds)
-        self.seconds = sorted(self._samples)[(len(self._samples) - 1) // 4]
-
-
-class DecodeShape(NamedTuple):
-    """What the duration of a decode depends on: its jobs, how many of them draft, by which drafter and how far."""
-
-    jobs: int
-    drafter: str = ""
-    drafting_jobs: int = 0
-    length: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class DraftLength:
-    """A number of draft tokens and its speedup over plain decoding."""
+    """A number of draft tokens and the expected speedup over plain decoding."""
 
     length: int
     speedup: float
 
-    @property
-    def trial_interval(self) -> float:
-        """Decodes between two such drafts: 0 if they pay, else so many that trials lose no more than their share."""
-        return max(0.0, MIN_SPEEDUP / self.speedup - 1) / MAX_TRIAL_SHARE
+
+NO_DRAFT = DraftLength(0, 1.0)
 
 
-class DecodeTimings:
-    """Measured seconds of decodes by shape, including the time to draft."""
+def choose_length(
+    acceptance_rate: float,
+    max_length: int,
+    estimate_seconds: Callable[[int], float],
+    *,
+    rows: int = 1,
+    drafting_jobs: int | None = None,
+    seconds_per_draft_token: float = 0.0,
+    save_seconds: float | None = None,
+) -> DraftLength:
+    """Return the draft length with the highest expected tokens per second, or `NO_DRAFT`.
 
-    def __init__(self) -> None:
-        # Empty after the first decode of a shape, which is not measured: it prepares the later ones.
-        self._timings: dict[DecodeShape, RecentTimings] = {}
+    `estimate_seconds` returns the seconds of a decode by its rows, `rows` is the row count without these draft tokens,
+    and `seconds_per_draft_token` the cost of producing one. All tokens of a decode count alike, unless `drafting_jobs`
+    is given: then that many jobs draft the same length, the other rows are jobs that are delayed by it, and the
+    geometric mean of all speeds counts, so that no job is slowed down much for the benefit of another.
 
-    def record(self, shape: DecodeShape, seconds: float) -> bool:
-        """Record a decode. Return whether it was the first of its shape."""
-        timings = self._timings.get(shape)
-        if timings is None:
-            self._timings[shape] = RecentTimings()
-            return True
-        timings.add(seconds)
-        return False
+    A KV cache that cannot drop rejected draft tokens saves its state before the decode, which takes `save_seconds`. If
+    a draft token is rejected, it restores the state and recomputes the accepted tokens with the next token.
 
-    def get_seconds(self, shape: DecodeShape) -> float:
-        """Return the seconds of such a decode, 0 if it was not measured."""
-        timings = self._timings.get(shape)
-        return 0.0 if timings is None else timings.seconds
-
-    def choose_length(
-        self, shape: DecodeShape, acceptance_rate: float, max_length: int, rejection_seconds: float = 0.0
-    ) -> DraftLength:
-        """Return the fastest draft length for a decode of this shape, even if plain decoding is faster.
-
-        A length that was not measured counts as fast as the next shorter one, so it is tried if it could pay. Speed is
-        the geometric mean over all jobs, so that no job is slowed down much for the benefit of another.
-        `rejection_seconds` is the additional time after a rejected draft token.
-        """
-        plain_seconds = seconds = self.get_seconds(DecodeShape(shape.jobs))
-        fastest = DraftLength(1, 0.0)
-        for length in [length for length in LENGTHS if length <= max_length]:
-            measured = self.get_seconds(shape._replace(length=length))
-            seconds = measured or seconds
-            tokens = estimate_tokens(acceptance_rate, length) ** (shape.drafting_jobs / shape.jobs)
-            rejection = (1 - acceptance_rate**length) * rejection_seconds
-            speedup = tokens * plain_seconds / (seconds + rejection)
-            if speedup > fastest.speedup:
-                fastest = DraftLength(length, speedup)
-            if not measured:
-                break
-        return fastest
+    >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows).length    # rows are almost free: draft far
+    8
+    >>> choose_length(0.8, 8, lambda rows: 1.0 * rows).length           # every row costs a decode: do not draft
+    0
+    >>> choose_length(0.8, 8, lambda rows: 1.0 + 0.01 * rows, save_seconds=2.0).length    # saving costs more
+    0
+    >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8, drafting_jobs=1).length    # delays seven others
+    0
+    >>> choose_length(1.0, 8, lambda rows: 1.0 + 0.2 * rows, rows=8, drafting_jobs=8).length    # all jobs gain
+    8
+    >>> choose_length(1.0, 8, lambda rows: 0.6 + 1.0 * rows, rows=8, drafting_jobs=8).length    # gain below 1.15
+    0
+    """
+    plain_seconds, drafting, best = estimate_seconds(rows), drafting_jobs or 1, NO_DRAFT
+    min_speedup = MIN_SPEEDUP if drafting_jobs is None or rows == 1 else MIN_SHARED_SPEEDUP
+    for length in range(1, max_length + 1):
+        tokens = estimate_tokens(acceptance_rate, length)
+        seconds = estimate_seconds(rows + drafting * length) + drafting * length * seconds_per_draft_token
+        if save_seconds is not None:
+            # The token before the draft is recomputed, too.
+            recompute_seconds = estimate_seconds(rows + drafting * round(tokens)) - plain_seconds
+            seconds += save_seconds + (1 - acceptance_rate**length) * (save_seconds + recompute_seconds)
+        token_gain = (rows - 1 + tokens) / rows if drafting_jobs is None else tokens ** (drafting_jobs / rows)
+        speedup = token_gain * plain_seconds / seconds
+        if speedup > max(best.speedup, min_speedup):
+            best = DraftLength(length, speedup)
+    return best
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from afterglow.engine.scheduling.job import RunningJob
-from afterglow.engine.speculation.draft_length import RecentTimings
 from afterglow.engine.types.backend import Backend, BackendState
+
+NEW_MEASUREMENT_WEIGHT = 0.2  # in the running average
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Rollback:
     """Saves the states of drafting jobs for one decode and restores them on rejection."""
 
     def __init__(self, backend: Backend) -> None:
-        self.timings = RecentTimings()  # of saving or restoring one state
+        self.seconds_per_state = 0.0  # to save or restore one state, running average
         self._backend = backend
         self._saved_states: dict[RunningJob, RollbackState] = {}
         self._restore_seconds = 0.0  # spent on restoring states after the last decode
@@ -43,7 +44,7 @@ class Rollback:
                 self._saved_states[running] = RollbackState(len(running.sequence), state, running.sequence.aligned)
         seconds = time.perf_counter() - started
         if self._saved_states:
-            self.timings.add(seconds / len(self._saved_states))
+            self._record_seconds(seconds / len(self._saved_states))
         return seconds
 
     def restore(self, running: RunningJob) -> bool:
@@ -59,10 +60,15 @@ class Rollback:
         running.entries_to_recompute = running.job.known_length - 1 - saved.length
         seconds = time.perf_counter() - started
         self._restore_seconds += seconds
-        self.timings.add(seconds)
+        self._record_seconds(seconds)
         return True
 
     def finish_decode(self) -> float:
         """Discard the states of this decode. Return the seconds spent on restoring."""
         self._saved_states = {}
         return self._restore_seconds
+
+    def _record_seconds(self, seconds: float) -> None:
+        self.seconds_per_state += (
+            NEW_MEASUREMENT_WEIGHT * (seconds - self.seconds_per_state) if self.seconds_per_state else seconds
+        )

@@ -10,16 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
-from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.cost_model import CostModel, RecentTimings
 from afterglow.engine.scheduling.job import Job, RunningJob
-from afterglow.engine.speculation.draft_length import (
-    MIN_SPEEDUP,
-    DecodeShape,
-    DecodeTimings,
-    DraftLength,
-    LossBudget,
-    RecentTimings,
-)
+from afterglow.engine.speculation.draft_length import DraftLength, LossBudget, choose_length
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Capabilities
 from afterglow.engine.types.draft_stats import AcceptanceEstimator
@@ -29,9 +22,15 @@ from afterglow.errors import UnsupportedOption
 DraftRequest: TypeAlias = tuple[RunningJob, int]
 """A decoding job and the most draft tokens it can use."""
 
+# If drafting did not pay, it is tried again after this many plain decodes, then after twice as many each time.
+INITIAL_RETRY_DECODES = 16
+MAX_RETRY_DECODES = 1024
+TRIAL_DRAFT_TOKENS = 2
 INITIAL_ACCEPTANCE_RATE = 0.7  # prior without measurements: optimistic, so that drafting is tried
 # After this many decodes with drafts, two plain decodes follow; the second refreshes the cost of a plain decode.
 REFRESH_AFTER_DECODES = 48
+RECHOOSE_AFTER_DECODES = 16  # lengths are chosen again after this many decodes, even without new verifications
+SLEEP_DECODES = 8  # pause after no job could gain from drafting
 EXPECTED_ANSWER_TOKENS = 256  # catching up has to pay off within this many tokens
 MEMORY_FULL_PAUSE_DECODES = 16  # pause after draft tokens did not fit into the KV cache
 
@@ -118,13 +117,16 @@ class Speculator:
         self._max_draft_tokens = (
             MAX_DRAFT_TOKENS if rollback is not None else min(MAX_DRAFT_TOKENS, capabilities.max_rollback)
         )
+        # If sequences have separate KV caches, llama.cpp computes rows of several sequences together only up to the
+        # smallest row count; the excess rows take another pass. On a CPU that is most of the cost of draft tokens.
+        self._splits_uneven_batches = capabilities.interruptible and not capabilities.kv_unified
         self._cost_model = cost_model
         self._acceptance_by_kind = defaultdict[str, AcceptanceEstimator](AcceptanceEstimator)
-        self._timings = DecodeTimings()
-        self._recompute_seconds = RecentTimings()  # of entries that were dropped together with rejected draft tokens
-        self._draft_names: set[str] = set()  # drafters of the next or last decode
-        self._last_drafts = defaultdict[str, int](int)  # decode count by drafter
+        self._retry_intervals = defaultdict[str, int](lambda: INITIAL_RETRY_DECODES)
+        self._seconds_per_draft_token = {drafter.name: RecentTimings() for drafter in drafters}
         self._draft_seconds = 0.0  # spent on drafting for the next decode
+        self._length_cache: dict[tuple[str, float, int, int, int | None], DraftLength] = {}
+        self._measured_decodes = 0
         self._decode_count = 0
         self._paused_until = 0  # decode count before which no drafter is asked
         self._drafted_jobs: list[RunningJob] = []  # jobs with draft tokens in the next or last decode
@@ -142,7 +144,7 @@ class Speculator:
         for running in self._drafted_jobs:
             running.draft = []
         self._drafted_jobs = []
-        self._draft_seconds, self._draft_names = 0.0, set()
+        self._draft_seconds = 0.0
         self._decode_count += 1
         if self._decode_count < self._paused_until or not self._drafters:
             return
@@ -160,6 +162,9 @@ class Speculator:
             return
         spare_rows = self._get_spare_rows(rows + len(prefilling), rows)
         choices = self._choose_lengths(drafters_by_job, rows, spare_rows)
+        if not any(choices.values()):
+            self._paused_until = self._decode_count + SLEEP_DECODES
+            return
         for rank in range(len(self._drafters)):
             for drafter in self._drafters:
                 draft_requests = self._collect_draft_requests(drafter, rank, choices, spare_rows)
@@ -174,12 +179,17 @@ class Speculator:
         return (
             self.loss_budget.has_credit
             and self._decodes_with_drafts < REFRESH_AFTER_DECODES
-            and self._timings.get_seconds(DecodeShape(rows)) > 0
+            and self._cost_model.step_costs.is_measured(rows)
         )
 
     def _get_spare_rows(self, running: int, decoding: int) -> int:
-        """Return the draft tokens that fit into one decode: every job needs a row, and an output after its last row."""
-        return min(self._capabilities.max_outputs - running, self._capabilities.batch_cells - decoding)
+        """Return the draft tokens that fit into one decode: every job needs a row, and an output after its last row.
+
+        Row counts that were not measured yet are approached in steps: at most twice the largest measured one.
+        """
+        free = min(self._capabilities.max_outputs - running, self._capabilities.batch_cells - decoding)
+        measured = self._cost_model.step_costs.max_measured_rows - (1 if self._splits_uneven_batches else decoding)
+        return free if self._fixed_length is not None else min(free, max(TRIAL_DRAFT_TOKENS * decoding, 2 * measured))
 
     def _get_max_length(self, running: RunningJob, spare_rows: int) -> int:
         """Return the most draft tokens that a job can use, compute and roll back."""
@@ -198,36 +208,51 @@ class Speculator:
     ) -> dict[RunningJob, list[tuple[Drafter, int]]]:
         """Return for each job the drafters that would speed it up, most promising first, with their draft lengths.
 
-        All jobs of a drafter draft alike: decodes with uneven drafts take longer on most backends.
+        If draft tokens cost only their rows, each job is decided alone; otherwise all jobs of a drafter draft alike.
         """
+        draft_alike = rows > 1 and self._fixed_length is None and self._splits_uneven_batches
         options: dict[RunningJob, list[tuple[float, Drafter, int]]] = {running: [] for running in drafters_by_job}
         for drafter in self._drafters:
             jobs = [running for running, drafters in drafters_by_job.items() if drafter in drafters]
-            limits = {running: self._get_max_length(running, spare_rows // len(jobs)) for running in jobs}
-            limits = {running: limit for running, limit in limits.items() if limit}
-            if not limits:
-                continue
-            choice = self._choose_length(drafter, limits, rows)
-            if self._decode_count - self._last_drafts[drafter.name] < choice.trial_interval:
-                continue
-            for running, limit in limits.items():
-                if self._fixed_length is not None or self._should_catch_up(running, drafter, rows, choice.speedup):
-                    options[running].append((-choice.speedup, drafter, min(choice.length, limit)))
+            for group in [jobs] if draft_alike else [[running] for running in jobs]:
+                for running, choice in self._choose_group_lengths(group, drafter, rows, spare_rows).items():
+                    options[running].append((-choice.speedup, drafter, choice.length))
         return {
             running: [(drafter, length) for _, drafter, length in sorted(job_options, key=lambda option: option[0])]
             for running, job_options in options.items()
         }
 
-    def _choose_length(self, drafter: Drafter, limits: dict[RunningJob, int], rows: int) -> DraftLength:
-        """Return the draft length of a drafter for these jobs."""
-        if self._fixed_length is not None:
-            return DraftLength(self._fixed_length, MIN_SPEEDUP)
-        return self._timings.choose_length(
-            DecodeShape(rows, drafter.name, len(limits)),
-            self._estimate_acceptance(limits, drafter),
-            max(limits.values()),
-            0.0 if self.rollback is None else self.rollback.timings.seconds + self._recompute_seconds.seconds,
+    def _choose_group_lengths(
+        self, group: Sequence[RunningJob], drafter: Drafter, rows: int, spare_rows: int
+    ) -> dict[RunningJob, DraftLength]:
+        """Return the draft lengths of jobs that draft alike. If drafting does not pay, one job retries it sometimes."""
+        limits = {
+            running: limit for running in group if (limit := self._get_max_length(running, spare_rows // len(group)))
+        }
+        if self._fixed_length is not None or not limits:
+            return {running: DraftLength(min(self._fixed_length or 0, limit), 1.0) for running, limit in limits.items()}
+        for running in limits:
+            running.job.draft_stats.last_decode = running.job.draft_stats.last_decode or self._decode_count
+        drafting_jobs = len(limits) if self._splits_uneven_batches else None
+        choice = self._find_best_length(
+            drafter.name, self._estimate_acceptance(limits, drafter), max(limits.values()), rows, drafting_jobs
         )
+        jobs = list(limits)
+        if choice.length:
+            self._retry_intervals.update((drafter.get_draft_kind(running), INITIAL_RETRY_DECODES) for running in jobs)
+        else:
+            choice = DraftLength(TRIAL_DRAFT_TOKENS, 0.0)
+            jobs = [
+                running
+                for running in jobs
+                if self._decode_count - running.job.draft_stats.last_decode
+                >= self._retry_intervals[drafter.get_draft_kind(running)]
+            ][:1]
+        return {
+            running: DraftLength(min(choice.length, limits[running]), choice.speedup)
+            for running in jobs
+            if self._should_catch_up(running, drafter, rows, choice.speedup)
+        }
 
     def _estimate_acceptance(self, group: Iterable[RunningJob], drafter: Drafter) -> float:
         """Return the mean acceptance rate of a drafter over a group of jobs."""
@@ -238,7 +263,7 @@ class Speculator:
             )
             for running, kind in kinds
         ]
-        return sum(rates) / len(rates)
+        return round(sum(rates) / len(rates), 2)
 
     def _should_catch_up(self, running: RunningJob, drafter: Drafter, rows: int, speedup: float) -> bool:
         """Return whether a drafter may catch up on a job.
@@ -253,13 +278,42 @@ class Speculator:
             if running.job.request.max_tokens is None
             else min(EXPECTED_ANSWER_TOKENS, running.job.request.max_tokens)
         )
-        step_seconds = self._timings.get_seconds(DecodeShape(rows))
+        step_seconds = self._estimate_seconds(rows, rows)
         saved_seconds = (
             max(0, expected_tokens - len(running.job.generated)) * step_seconds * (1 - 1 / speedup)
             if speedup > 1
             else catch_up_seconds
         )
         return catch_up_seconds <= saved_seconds and self.loss_budget.can_afford(catch_up_seconds, step_seconds)
+
+    def _find_best_length(
+        self, name: str, acceptance_rate: float, max_length: int, rows: int, drafting_jobs: int | None
+    ) -> DraftLength:
+        key = name, acceptance_rate, max_length, rows, drafting_jobs
+        if key not in self._length_cache:
+            self._length_cache[key] = choose_length(
+                acceptance_rate,
+                max_length,
+                lambda count: self._estimate_seconds(count, rows, drafting_jobs),
+                rows=rows,
+                drafting_jobs=drafting_jobs,
+                seconds_per_draft_token=self._seconds_per_draft_token[name].seconds,
+                save_seconds=None if self.rollback is None else self.rollback.seconds_per_state,
+            )
+        return self._length_cache[key]
+
+    def _estimate_seconds(self, rows: int, jobs: int, drafting_jobs: int | None = None) -> float:
+        """Return the expected seconds of a decode: one row per job, and draft tokens for `drafting_jobs` of them."""
+        step_costs = self._cost_model.step_costs
+        seconds_per_row = min(self._cost_model.seconds_per_entry, self._cost_model.seconds_per_step)
+        if self._is_single_pass(rows, jobs, drafting_jobs):
+            return step_costs.estimate_seconds(rows, seconds_per_row)
+        return step_costs.estimate_seconds(jobs, seconds_per_row) + step_costs.estimate_seconds(
+            rows - jobs, seconds_per_row
+        )
+
+    def _is_single_pass(self, rows: int, jobs: int, drafting_jobs: int | None) -> bool:
+        return not self._splits_uneven_batches or jobs in (1, rows, drafting_jobs)
 
     def _collect_draft_requests(
         self, drafter: Drafter, rank: int, choices: dict[RunningJob, list[tuple[Drafter, int]]], spare_rows: int
@@ -285,8 +339,7 @@ class Speculator:
             self.loss_budget.record_catch_up(time.perf_counter() - started)
             started = time.perf_counter()
         drafts = drafter.draft(draft_requests)
-        self._draft_seconds += time.perf_counter() - started
-        self._last_drafts[drafter.name] = self._decode_count
+        seconds = time.perf_counter() - started
         total = 0
         for (running, limit), draft in zip(draft_requests, drafts, strict=True):
             tokens = draft[:limit]
@@ -296,8 +349,11 @@ class Speculator:
             self._drafted_jobs.append(running)
             running.job.draft_stats.last_kind = drafter.get_draft_kind(running)
             total += len(tokens)
+        timings = self._seconds_per_draft_token[drafter.name]
+        if len(timings):  # the first time is a warm-up and not charged
+            self._draft_seconds += seconds
         if total:
-            self._draft_names.add(drafter.name)
+            timings.add(seconds / total)
         return total
 
     def prepare_decode(self, jobs: Sequence[RunningJob]) -> None:
@@ -307,49 +363,58 @@ class Speculator:
 
     def record_verification(self, running: RunningJob, draft_tokens: int, accepted_tokens: int) -> None:
         """Record how many of a job's draft tokens were computed and accepted."""
-        job, kind = running.job, running.job.draft_stats.last_kind
-        job.draft_token_count += draft_tokens
-        job.draft_steps += 1
+        stats = running.job.draft_stats
+        kind = stats.last_kind
+        running.job.draft_token_count += draft_tokens
+        running.job.draft_steps += 1
         self._verified_jobs.append(running)
-        job.draft_stats.update(kind, draft_tokens, accepted_tokens)
+        stats.last_decode = self._decode_count
+        stats.update(kind, draft_tokens, accepted_tokens)
         self._acceptance_by_kind[kind].update(draft_tokens, accepted_tokens)
+        self._retry_intervals[kind] = min(MAX_RETRY_DECODES, 2 * self._retry_intervals[kind])
 
     def record_decode(self, rows: int, jobs: int, tokens: int, seconds: float) -> None:
         """Record a decode without prefill: its rows, jobs, generated tokens and duration."""
         if not self._drafters:
             return
         restore_seconds = 0.0 if self.rollback is None else self.rollback.finish_decode()
+        self._measured_decodes += 1
+        if self._measured_decodes % RECHOOSE_AFTER_DECODES == 0 or rows > jobs:
+            self._length_cache.clear()
         if rows == jobs:
-            self._record_plain_decode(rows, seconds)
+            self._record_plain_decode(rows, seconds - restore_seconds)
+            self.loss_budget.record_plain_decode(seconds)
         else:
-            self._record_draft_decode(jobs, tokens, seconds, restore_seconds)
+            self._record_draft_decode(rows, jobs, tokens, seconds, restore_seconds)
         self._verified_jobs = []
 
-    def _record_plain_decode(self, jobs: int, seconds: float) -> None:
+    def _record_plain_decode(self, rows: int, seconds: float) -> None:
         """Record a decode without draft tokens.
 
         The first one after a decode of another shape takes up to a tenth longer, which would make drafting look better
         than it is, so it is not measured.
         """
-        if self._last_plain_decode == (self._decode_count - 1, jobs):
-            self._timings.record(DecodeShape(jobs), seconds)
+        if self._last_plain_decode == (self._decode_count - 1, rows):
+            self._cost_model.step_costs.record(rows, seconds)
             self._decodes_with_drafts = 0
-        self._last_plain_decode = self._decode_count, jobs
-        self.loss_budget.record_plain_decode(seconds)
+        self._last_plain_decode = self._decode_count, rows
 
-    def _record_draft_decode(self, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
-        """Record a decode with draft tokens or recomputed ones: its duration, and the time it saved or lost."""
-        plain_seconds = self._timings.get_seconds(DecodeShape(jobs))
-        spent = seconds + self._draft_seconds
+    def _record_draft_decode(self, rows: int, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
+        """Record a decode with draft tokens: the cost of its rows, and the time it saved or lost."""
+        step_costs = self._cost_model.step_costs
         lengths = {len(running.draft) for running in self._verified_jobs}
+        drafting_jobs = len(self._verified_jobs) if len(lengths) == 1 else 0  # uneven drafts take another pass
+        is_first = False
+        if self._is_single_pass(rows, jobs, drafting_jobs):
+            is_first = step_costs.is_first(rows)
+            step_costs.record(rows, seconds - restore_seconds)
+        step_seconds = self._estimate_seconds(jobs, jobs)
         self._decodes_with_drafts += 1
-        if not lengths:
-            self._recompute_seconds.add(seconds - plain_seconds)
-        elif len(lengths) == len(self._draft_names) == 1:  # the durations of uneven drafts are of no use
-            shape = DecodeShape(jobs, self._draft_names.pop(), len(self._verified_jobs), lengths.pop())
-            if self._timings.record(shape, spent - restore_seconds):
-                spent = min(spent, 2 * plain_seconds)  # the warm-up of a new shape happens once and is not charged
-        saved = self.loss_budget.record_draft_decode(spent, plain_seconds * tokens / jobs, plain_seconds)
+        # The warm-up of a new row count happens once and is not charged; its rows are.
+        spent = min(seconds, self._estimate_seconds(rows, jobs, drafting_jobs)) if is_first else seconds
+        saved = self.loss_budget.record_draft_decode(
+            spent + self._draft_seconds, step_seconds * tokens / jobs, step_seconds
+        )
         for running in self._verified_jobs:
             running.job.speculation_seconds_saved += saved / len(self._verified_jobs)
 

@@ -1,0 +1,63 @@
+"""Calibration measures decodes at load and leaves the KV cache empty."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import afterglow
+from afterglow.engine.host import build
+from afterglow.engine.kvcache.cost_model import StepCosts
+from afterglow.engine.speculation import calibration
+from afterglow.engine.speculation.calibration import MAX_CALIBRATION_SECONDS, ROW_COUNTS, calibrate
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.testing import FakeBackend, models
+
+
+@pytest.mark.native
+def test_a_model_with_speculation_has_measured_all_row_counts_after_loading(monkeypatch):
+    # On a busy machine the first decode alone can exceed the time limit.
+    monkeypatch.setattr(build, "calibrate", functools.partial(calibrate, max_seconds=60.0))
+    with afterglow.load(models.get_path("attention"), context=256, disk_cache=False) as model:
+        assert (
+            model._get_host().call(lambda engine: engine.prefix_cache.cost_model.step_costs.max_measured_rows)
+            == ROW_COUNTS[-1]
+        )
+
+
+@pytest.mark.native
+def test_without_speculation_nothing_is_measured():
+    off = EngineSettings(speculation="off")
+    with afterglow.load(models.get_path("attention"), context=256, disk_cache=False, engine=off) as model:
+        assert model._get_host().call(lambda engine: engine.prefix_cache.cost_model.step_costs.max_measured_rows) == 0
+
+
+def test_calibration_leaves_the_kv_cache_empty():
+    backend = FakeBackend("attention")
+    calibrate(backend, StepCosts())
+    assert backend.get_position_range(0) is None
+
+
+class SlowBackend(FakeBackend):
+    """Its decodes take longer than the time limit of a calibration, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("attention")
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def decode(self, spans) -> None:
+        super().decode(spans)
+        self.now += 3 * MAX_CALIBRATION_SECONDS
+
+
+def test_calibration_measures_a_model_that_is_slower_than_its_time_limit(monkeypatch):
+    backend, step_costs = SlowBackend(), StepCosts()
+    monkeypatch.setattr(calibration, "time", backend)
+    calibrate(backend, step_costs)
+    assert step_costs.max_measured_rows == 1
+    assert step_costs.estimate_seconds(1, 0.0) == pytest.approx(3 * MAX_CALIBRATION_SECONDS)
+    assert len(backend.decode_history) == 2  # and stops as soon as one row count is measured
