@@ -96,6 +96,18 @@ class ExitingBackend(FakeBackend):
         os._exit(7)
 
 
+class PoisonBackend(SlowBackend):
+    """Ends its process at the end of a decode that contains `POISON`."""
+
+    def decode(self, spans: Sequence[DecodeSpan]) -> None:
+        super().decode(spans)
+        if any(POISON in list(span.entries) for span in spans):
+            os._exit(7)
+
+
+POISON = 63
+
+
 class Unreadable:
     """Can be pickled, but not unpickled."""
 

@@ -151,6 +151,21 @@ def test_a_request_that_crashes_the_child_is_repeated_once_only():
         assert wait_until(lambda: engine.restarts == 2)
 
 
+def test_a_request_that_crashes_the_child_fails_no_other_request():
+    """Requests are repeated one after the other, so only the guilty one runs when the next child dies."""
+    factory = FakeEngineFactory(engine_factories.PoisonBackend, pause=0.2, options={"sequences": 4})
+    with EngineProcess(factory) as engine:
+        poison = engine.submit(request("poison", [*prompt(9), engine_factories.POISON]))
+        innocent = [engine.submit(request(str(number), prompt(9), max_tokens=2)) for number in range(2)]
+        cancelled = engine.submit(request("cancelled", prompt(9)))
+        assert wait_until(lambda: engine.restarts == 1)
+        cancelled.cancel()
+        assert isinstance(read_error(cancelled), Cancelled)
+        assert read_error(poison).reason == "process exited (exit code 7)"
+        assert [get_tokens(read_events(stream)) for stream in innocent] == [EXPECTED[:2]] * 2
+        assert engine.restarts == 2
+
+
 def test_a_repeated_request_keeps_its_deadline():
     requests = (request("one", prompt(9), deadline=100.0), request("two", prompt(9)), request("three", prompt(9)))
     submission = Submission(requests, time.monotonic() - 30)

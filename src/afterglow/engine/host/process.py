@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -58,7 +59,8 @@ class EngineProcess(Closeable):
     """Owns a child process with an engine and restarts it after a crash.
 
     While a child restarts, new requests wait for it. They fail only if the restarts fail. Requests in flight that have
-    no token yet, and calls, are repeated once on the new child.
+    no token yet, and calls, are repeated once on the new child: requests one after the other, because one of them may
+    be what crashed the child.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class EngineProcess(Closeable):
         self._child: ChildProcess | None = None
         self._unsent: dict[tuple[str, MessageKey], bytes] = {}  # messages for the next ready child, by kind and key
         self._repeatable_requests: dict[str, Submission] = {}  # requests without a token, not yet repeated, by id
+        self._repeats: deque[tuple[Submission, set[str]]] = deque()  # requests to repeat, one submission at a time
+        self._repeated_ids: set[str] = set()  # requests that are being repeated and have no token yet
         self._repeatable_calls: dict[int, bytes] = {}  # calls in flight, not yet repeated, by number
         self._event_loop: asyncio.AbstractEventLoop | None = None  # reads the messages of the child
         self._closing = threading.Event()
@@ -141,7 +145,10 @@ class EngineProcess(Closeable):
         """Cancel a request, even during a decode. An unknown id is ignored."""
         with self._pending.lock:
             self._repeatable_requests.pop(id, None)
-            if self._unsent.pop(("submit", (id,)), None) is not None:
+            queued_repeats = [ids for _, ids in self._repeats if id in ids]
+            for ids in queued_repeats:
+                ids.discard(id)
+            if queued_repeats or self._unsent.pop(("submit", (id,)), None) is not None:
                 self._pending.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage())])
             else:
                 self._post("cancel", id, b"")
@@ -254,10 +261,19 @@ class EngineProcess(Closeable):
         requests, self._repeatable_requests = self._repeatable_requests, {}
         calls, self._repeatable_calls = self._repeatable_calls, {}
         for submission in dict.fromkeys(requests.values()):
-            remaining = submission.build_repeat(requests)
-            self._unsent["submit", tuple(request.id for request in remaining)] = pack("request", remaining)
+            self._repeats.append((submission, {id for id, other in requests.items() if other is submission}))
+        self._repeated_ids = set()
         self._unsent.update((("call", number), content) for number, content in calls.items())
-        return set(requests), set(calls)
+        return {id for _, ids in self._repeats for id in ids}, set(calls)
+
+    def _send_next_repeat(self) -> None:
+        """Repeat the next submission once the one before it has tokens, so that one that crashes does so alone."""
+        with self._pending.lock:
+            while self._repeats and not self._repeated_ids and self._child is not None and self._child.is_ready:
+                submission, self._repeated_ids = self._repeats.popleft()
+                if self._repeated_ids:  # not cancelled
+                    content = pack("request", submission.build_repeat(self._repeated_ids))
+                    self._child.send("submit", tuple(self._repeated_ids), content)
 
     def _monitor_child(self, child: ChildProcess) -> str:
         """Receive messages until the child exits or must be killed; return the reason.
@@ -290,7 +306,10 @@ class EngineProcess(Closeable):
                 for event in content:
                     if not isinstance(event, PrefillProgress):
                         self._repeatable_requests.pop(event.request_id, None)
+                        self._repeated_ids.discard(event.request_id)
                 self._pending.deliver(content)
+                if self._repeats:
+                    self._send_next_repeat()
             case "answer":
                 self._repeatable_calls.pop(key, None)
                 self._pending.resolve_call(key, content)
@@ -323,5 +342,6 @@ class EngineProcess(Closeable):
             unsent, self._unsent = self._unsent, {}
             for (kind, key), content in unsent.items():
                 child.send(kind, key, content)
+            self._send_next_repeat()
         if not self._started.done():
             self._started.set_result(None)
