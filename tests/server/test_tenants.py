@@ -66,7 +66,11 @@ def test_another_key_has_no_prefix_hit_in_any_tier(tenant_server: ServerProcess)
 
 
 def test_a_tenant_is_the_same_in_either_header(tenant_server: ServerProcess) -> None:
-    prompt = {"model": "tiny", "prompt": "Two headers, one tenant: what was sent with one is found with the other", "max_tokens": 4}
+    prompt = {
+        "model": "tiny",
+        "prompt": "Two headers, one tenant: what was sent with one is found with the other",
+        "max_tokens": 4,
+    }
     send(tenant_server, "/v1/completions", FIRST_KEY, prompt)
     for key, is_cached in ((FIRST_KEY, True), (SECOND_KEY, False)):
         completion = tenant_server.post("/v1/completions", prompt, headers={"x-api-key": key}).json()
