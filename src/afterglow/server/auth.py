@@ -182,7 +182,7 @@ class AuthMiddleware:
             return APIError(
                 503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5
             )
-        sent_keys = {headers[name].removeprefix("Bearer ") for name in KEY_HEADERS if name in headers}
+        sent_keys = {headers[name].removeprefix("Bearer ") for name in KEY_HEADERS if headers.get(name)}
         key = next(iter(sent_keys), "")
         scope.setdefault("state", {})["salt"] = self._keys.get_salt(key)
         if self._keys and (len(sent_keys) > 1 or not self._keys.is_valid(key)):
