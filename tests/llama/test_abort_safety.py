@@ -17,7 +17,7 @@ pytestmark = pytest.mark.native
 def run_case(form: str, case: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, abort_cases.__file__, form, case]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
 
 
 @pytest.mark.parametrize("case", BINDING_CASES)

@@ -103,7 +103,7 @@ def test_only_regular_files_are_read_and_a_fifo_does_not_block(directory, policy
     for name, message in (("pipe.png", "regular"), ("below", "regular|directory"), (".", "directory")):
         with pytest.raises(InvalidMedia, match=message):
             load_media_bytes("image", name, policy)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 60
 
 
 def test_a_missing_or_too_large_file_is_reported(directory, policy):

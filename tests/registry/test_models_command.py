@@ -104,7 +104,7 @@ def run_in_terminal(tiny: bytes, *arguments: str) -> tuple[str, str]:
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
     )
     os.close(terminal)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=120)
     displayed = b""
     try:
         while chunk := os.read(controller, 65536):

@@ -34,7 +34,7 @@ def start_pull(index):
     command = [sys.executable, "-c", PULL.format(source=build_source(data))]
     # A test run in the background inherits ignored interrupts.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=restore_sigint)
-    assert responses.halfway.wait(20)
+    assert responses.halfway.wait(60)
     (pip,) = psutil.Process(process.pid).children()
     return process, pip
 
@@ -43,7 +43,7 @@ def test_ctrl_c_ends_pip_and_leaves_no_files(index, models):
     process, pip = start_pull(index)
     assert [name.startswith(".pull-") for name in os.listdir(models)] == [True]
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert b"KeyboardInterrupt" in errors
     assert not pip.is_running()
     assert os.listdir(models) == []

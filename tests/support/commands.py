@@ -35,7 +35,7 @@ class ChatTerminal:
         command = [*AFTERGLOW[1:], "chat", model, "--max-tokens", "12"]
         environment = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.child = pexpect.spawn(
-            AFTERGLOW[0], [*command, *arguments], env=environment, encoding="utf-8", timeout=30, dimensions=(40, 120)
+            AFTERGLOW[0], [*command, *arguments], env=environment, encoding="utf-8", timeout=120, dimensions=(40, 120)
         )
         self.screen = pyte.Screen(120, 40)
         self._stream = pyte.Stream(self.screen)

@@ -76,7 +76,7 @@ def skip_to_first_token(stream: EventStream) -> Iterator[EngineEvent]:
     return events
 
 
-def wait_until(condition: Callable[[], bool], within: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], within: float = 60.0) -> bool:
     """Poll a condition; return whether it became true in time."""
     deadline = time.monotonic() + within
     while not (is_true := condition()) and time.monotonic() < deadline:
@@ -119,5 +119,5 @@ def read_line(program: subprocess.Popen[str]) -> str:
 
 def wait_for_exit(program: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr. The pipes end only when no child of the program has them open."""
-    output, errors = program.communicate(timeout=20)
+    output, errors = program.communicate(timeout=120)
     return program.returncode, output, errors

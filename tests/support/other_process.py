@@ -13,7 +13,7 @@ def run_python(code: str, *arguments: object) -> str:
     """Run Python code in another process, with the arguments as `sys.argv[1:]`, and return its output."""
     preamble = f"import sys\nfrom pathlib import Path\nsys.path.insert(0, {str(SUPPORT)!r})\n"
     command = [sys.executable, "-c", preamble + code, *map(str, arguments)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert child.returncode == 0, child.stderr
     return child.stdout
 

@@ -52,7 +52,7 @@ class ServerProcess:
         )
         self.stderr_text = ""
         self.url = self._read_url()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=240)
 
     def _read_url(self) -> str:
         assert self.process.stderr is not None
@@ -70,12 +70,12 @@ class ServerProcess:
     def client(self, **options: Any) -> openai.OpenAI:
         import openai  # not at the top: it takes a second, and `make unit` does not need it
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240, **options)
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         import openai
 
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -136,7 +136,7 @@ class ServerProcess:
         self.http.close()
         assert self.process.stderr is not None
         self.process.stderr.close()
-        assert not psutil.wait_procs(descendants, timeout=3)[1], "an orphan process is left"
+        assert not psutil.wait_procs(descendants, timeout=60)[1], "an orphan process is left"
         return code
 
 

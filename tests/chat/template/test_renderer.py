@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -80,11 +84,35 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 def test_a_template_works_again_after_a_timeout(monkeypatch):
     with ChatTemplate("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}fine") as template:
         assert template.render([Message(role="user", content="x")]) == "fine"
-        monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 0.5)
+        monkeypatch.setattr(renderer, "RENDER_CPU_SECONDS", 0.5)
         with pytest.raises(InvalidTemplate, match="exceeded the limit"):
             template.render([Message(role="user", content="loop")])
-        monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 5.0)
+        monkeypatch.setattr(renderer, "RENDER_CPU_SECONDS", 5.0)
         assert template.render([Message(role="user", content="x")]) == "fine"
+
+
+def test_a_busy_machine_does_not_end_a_rendering(monkeypatch):
+    """The limit is CPU time: a child that gets no core for a while is not at fault."""
+    monkeypatch.setattr(renderer, "RENDER_CPU_SECONDS", 0.5)
+    with ChatTemplate("{{ messages[0].content }}") as template, ThreadPoolExecutor(1) as pool:
+        assert template.render([Message(role="user", content="x")]) == "x"
+        os.kill(template._child.pid, signal.SIGSTOP)
+        result = pool.submit(template.render, [Message(role="user", content="late")])
+        time.sleep(1.5)
+        assert not result.done()
+        os.kill(template._child.pid, signal.SIGCONT)
+        assert result.result() == "late"
+
+
+def test_a_child_that_never_replies_is_replaced(monkeypatch):
+    monkeypatch.setattr(renderer, "RENDER_WALL_SECONDS", 1.0)
+    with ChatTemplate("{{ messages[0].content }}") as template:
+        assert template.render([Message(role="user", content="x")]) == "x"
+        os.kill(template._child.pid, signal.SIGSTOP)
+        with pytest.raises(InvalidTemplate, match="exceeded the limit"):
+            template.render([Message(role="user", content="late")])
+        monkeypatch.undo()
+        assert template.render([Message(role="user", content="x")]) == "x"
 
 
 def test_openai_messages_are_parsed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import os
 
 import pytest
 
@@ -94,14 +94,20 @@ HOSTILE = {
 }
 
 
+def get_child_cpu_seconds() -> float:
+    """CPU time of the children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_gets_an_error_and_the_next_rendering_works(name, monkeypatch):
-    monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(renderer, "RENDER_CPU_SECONDS", 2.0)
     with ChatTemplate(HOSTILE[name]) as template:
-        started = time.monotonic()
+        started = get_child_cpu_seconds()
         with pytest.raises(InvalidTemplate):
             template.render(CONVERSATION)
-        assert time.monotonic() - started < renderer.RENDER_TIMEOUT_SECONDS + 1
+        assert get_child_cpu_seconds() - started < renderer.RENDER_CPU_SECONDS + 1
         template.source = "{{ messages[0].content }}"
         assert template.render(CONVERSATION) == "Hello"
 
@@ -122,15 +128,15 @@ def test_python_internals_are_undefined_in_templates(source):
         assert template.render(CONVERSATION) == ""
 
 
-def test_the_timeout_covers_all_attempts(monkeypatch):
-    """A template is rendered several times; the timeout applies to all attempts together."""
-    monkeypatch.setattr(renderer, "RENDER_TIMEOUT_SECONDS", 1.0)
+def test_the_time_limit_covers_all_attempts(monkeypatch):
+    """A template is rendered several times; the limit applies to all attempts together."""
+    monkeypatch.setattr(renderer, "RENDER_CPU_SECONDS", 1.0)
     slow = "{% for a in range(999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ raise_exception('late') }}"
     with ChatTemplate(slow) as template:
-        started = time.monotonic()
+        started = get_child_cpu_seconds()
         with pytest.raises(InvalidTemplate):
             template.render(parse_messages([("system", "a"), ("user", "b"), ("user", "c")]))
-        assert time.monotonic() - started < 2
+        assert get_child_cpu_seconds() - started < 2
 
 
 def test_an_interrupted_rendering_does_not_affect_the_next(monkeypatch):

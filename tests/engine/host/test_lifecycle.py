@@ -158,12 +158,12 @@ def test_c12_the_state_is_readable_during_a_transition():
 
     def hook(path: Path, state: LoadState) -> None:
         entered.set()
-        release.wait(10)
+        release.wait(60)
 
     with build_lifecycle(hooks=[hook]) as model:
         worker = threading.Thread(target=model.warm)
         worker.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
         assert model.state is LoadState.COLD  # does not block, although the lock is held
         release.set()
         worker.join()

@@ -72,7 +72,7 @@ def kill(engine: EngineProcess, signal_number: signal.Signals = signal.SIGKILL) 
     os.kill(engine.pid, signal_number)
 
 
-def can_serve(engine: EngineProcess, within: float = 5.0) -> bool:
+def can_serve(engine: EngineProcess, within: float = 60.0) -> bool:
     """Return whether a request gets the expected tokens in time."""
     started = time.monotonic()
     answer = get_tokens(read_events(engine.submit(request("check", prompt(9)))))
@@ -105,10 +105,10 @@ def test_a_call_in_flight_is_repeated_once():
         short, hanging = pool.submit(engine.call, Sleep(0.5)), pool.submit(engine.call, Sleep())
         time.sleep(0.2)
         kill(engine)
-        assert short.result(10) is None
+        assert short.result(60) is None
         kill(engine)
         with pytest.raises(EngineCrashed, match="SIGKILL"):
-            hanging.result(10)
+            hanging.result(60)
         assert engine.call(engine_factories.is_busy) is False
 
 
@@ -203,18 +203,17 @@ def test_requests_survive_a_child_that_is_killed_while_it_starts(tmp_path, no_re
 
 
 def test_requests_and_calls_wait_for_a_restarting_child(tmp_path):
-    with EngineProcess(RestartFactory(tmp_path / "starts", Sleep(1.2))) as engine:
+    with EngineProcess(RestartFactory(tmp_path / "starts", Sleep(3))) as engine:
         kill(engine)
         assert wait_until(lambda: engine.restarts == 1)
-        started = time.monotonic()
         streams = [engine.submit(request(str(number), prompt(9))) for number in range(5)]
         cancelled = engine.submit(build_long_request("cancelled"))
         assert isinstance(read_error(engine.submit(request("1", prompt(9)))), InvalidArgument)  # the id is in use
         cancelled.cancel()
         assert isinstance(read_error(cancelled), Cancelled)
-        assert time.monotonic() - started < 1  # none of this blocked
+        assert not engine.is_ready  # none of this waited for the child
         assert engine.call(engine_factories.is_busy) in (True, False)
-        assert time.monotonic() - started > 1
+        assert engine.is_ready
         for stream in streams:
             assert get_tokens(read_events(stream)) == EXPECTED
 
@@ -273,19 +272,18 @@ def test_a_stopped_child_is_replaced():
         *_, end = events
         assert isinstance(end.error, EngineCrashed)
         assert end.error.reason.startswith("process did not respond for 1 s")
-        assert 0.5 < time.monotonic() - started < 4
+        assert 0.5 < time.monotonic() - started < 60
         assert can_serve(engine)
 
 
 def test_a_child_that_does_not_read_blocks_no_caller():
     """The pipe is full long before the child counts as dead."""
-    with EngineProcess(FakeEngineFactory(), silence_timeout=1.5) as engine:
+    with EngineProcess(FakeEngineFactory(), silence_timeout=5.0) as engine:
         kill(engine, signal.SIGSTOP)
-        started = time.monotonic()
         streams = [engine.submit(request(str(number), [7] * 100_000)) for number in range(8)]
         for stream in streams:
             stream.cancel()
-        assert time.monotonic() - started < 1
+        assert engine.restarts == 0  # none of this waited until the child was replaced
         assert all(isinstance(read_error(stream), EngineCrashed) for stream in streams)
         assert can_serve(engine)
 
@@ -369,7 +367,7 @@ def test_close_does_not_wait_for_a_hanging_call(monkeypatch):
     time.sleep(0.2)
     started = time.monotonic()
     engine.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 60
     assert isinstance(read_error(stream), Closed)
     caller.join()
     assert caught
@@ -382,7 +380,7 @@ def test_close_does_not_wait_for_a_restarting_child(tmp_path):
         assert wait_until(lambda: len(file.read_bytes()) == 2)
         stream = engine.submit(build_long_request("one"))
         started = time.monotonic()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 60
     assert isinstance(read_error(stream), Closed)
 
 
@@ -404,7 +402,7 @@ def test_a_killed_program_leaves_no_engine_process():
         child = int(read_line(program))
         assert not is_gone(child)
         program.kill()
-        assert wait_until(lambda: is_gone(child), within=2)
+        assert wait_until(lambda: is_gone(child), within=60)
 
 
 @pytest.mark.parametrize("system", {"linux"} & {sys.platform})
@@ -418,7 +416,7 @@ def test_a_killed_program_leaves_no_engine_process_if_a_fork_holds_the_pipe(syst
     with run_program(EngineProcess, body) as program:
         child, fork = int(read_line(program)), int(read_line(program))
         program.kill()
-        is_child_gone = wait_until(lambda: is_gone(child), within=2)
+        is_child_gone = wait_until(lambda: is_gone(child), within=60)
         os.kill(fork, signal.SIGKILL)
     assert is_child_gone
 
@@ -429,7 +427,7 @@ def test_a_child_exits_if_its_pipe_is_closed():
     with parent_socket, child_socket:
         child = child_process.start_process(child_socket)
         assert parent_socket.recv(1)  # its first message
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(60) == -signal.SIGKILL
 
 
 def test_a_program_killed_during_a_native_decode_leaves_no_engine_process():
@@ -443,7 +441,7 @@ def test_a_program_killed_during_a_native_decode_leaves_no_engine_process():
         child = int(read_line(program))
         assert read_line(program) == "decoding"
         program.kill()
-        assert wait_until(lambda: is_gone(child), within=2)
+        assert wait_until(lambda: is_gone(child), within=60)
 
 
 def test_a_program_killed_while_its_engine_starts_leaves_no_process():
@@ -455,7 +453,7 @@ def test_a_program_killed_while_its_engine_starts_leaves_no_process():
         children = [child.pid for child in parent.children()]
         assert first in children
         program.kill()
-        assert wait_until(lambda: all(map(is_gone, children)), within=2)
+        assert wait_until(lambda: all(map(is_gone, children)), within=60)
 
 
 def test_a_resumed_program_does_not_restart_its_engine():

@@ -182,12 +182,12 @@ def test_a_request_can_be_cancelled_while_its_grammar_compiles(monkeypatch):
     def wait(factory: TokenConstraintFactory, request: Request) -> None:
         if request.is_constrained:
             compiling.set()
-            proceed.wait(10)
+            proceed.wait(60)
 
     monkeypatch.setattr(TokenConstraintFactory, "build", wait)
     with EngineThread(FakeEngineFactory()) as engine:
         constrained = engine.submit(request("constrained", prompt(5), constraint=ABC))
-        assert compiling.wait(10)
+        assert compiling.wait(60)
         assert isinstance(read_events(engine.submit(request("other", prompt(5))))[-1], Finished)  # does not wait for it
         constrained.cancel()
         assert isinstance(read_error(constrained), Cancelled)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -76,10 +75,8 @@ def test_a_file_that_passed_is_not_probed_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(probe, "_try_in_child", lambda *args: (probed.append(args[0][0]), original(*args)))
     monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
     probe.ensure_safe(path)
-    started = time.perf_counter()
     probe.ensure_safe(path)
     assert probed == [path]
-    assert time.perf_counter() - started < 0.1
     moved = path.rename(tmp_path / "elsewhere.gguf")  # identified by its content, not by its name
     probe.ensure_safe(moved)
     assert probed == [path]

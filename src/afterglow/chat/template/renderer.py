@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import psutil
+
 from afterglow.chat.messages import Message, map_strings, to_template_message
 from afterglow.chat.template import sandbox_child
 from afterglow.chat.template.adapter import adapt_messages, iter_fallbacks
@@ -30,7 +32,11 @@ from afterglow.chat.template.capabilities import (
 from afterglow.closeable import Closeable
 from afterglow.errors import InvalidTemplate
 
-RENDER_TIMEOUT_SECONDS = 5.0  # for one `render`: start of the child, capability detection and all fallbacks
+# Limits of one `render`: start of the child, capability detection and all fallbacks. The first is CPU time of the child:
+# on busy cores the time on the clock says little.
+RENDER_CPU_SECONDS = 5.0
+RENDER_WALL_SECONDS = 60.0
+LIMIT_CHECK_SECONDS = 0.1  # interval between checks of the limits
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -87,10 +93,11 @@ class ChatTemplate(Closeable):
         them nevertheless, the fallbacks of `template.adapter` are tried in turn. If it rejects all of them, raise
         `InvalidTemplate` with the first reason and its line. `chat_template_kwargs` are variables of the template,
         e.g. `enable_thinking`. `escape` is applied to every string that comes from the client: in messages, tools and
-        variables. `separator` is the text that it inserts. Everything together takes at most five seconds.
+        variables. `separator` is the text that it inserts. Everything together takes at most five seconds of CPU
+        time.
         """
-        deadline = time.monotonic() + RENDER_TIMEOUT_SECONDS
-        capabilities = self._detect_capabilities(deadline)
+        budget = RenderBudget()
+        capabilities = self._detect_capabilities(budget)
         adapted = adapt_messages(messages, capabilities)
         variables = self._build_variables(list(tools) or None, capabilities.empty_as_none, add_generation_prompt)
         variables |= dict(chat_template_kwargs or {})
@@ -98,7 +105,7 @@ class ChatTemplate(Closeable):
 
         def render_messages(conversation: Sequence[Message]) -> str:
             dicts = [map_strings(to_template_message(message, capabilities), escape) for message in conversation]
-            return self._render_dicts(dicts, variables, deadline, separator)
+            return self._render_dicts(dicts, variables, budget, separator)
 
         try:
             return render_messages(adapted)
@@ -110,13 +117,13 @@ class ChatTemplate(Closeable):
 
     def get_capabilities(self) -> TemplateCapabilities:
         """Return what the template supports. Detected on the first call."""
-        return self._detect_capabilities(time.monotonic() + RENDER_TIMEOUT_SECONDS)
+        return self._detect_capabilities(RenderBudget())
 
     def close(self) -> None:
         with self._lock:
             self._stop_child()
 
-    def _detect_capabilities(self, deadline: float) -> TemplateCapabilities:
+    def _detect_capabilities(self, budget: RenderBudget) -> TemplateCapabilities:
         # Without a lock: two threads may detect at the same time, with the same result.
         if self._capabilities is None:
 
@@ -124,7 +131,7 @@ class ChatTemplate(Closeable):
                 messages: Sequence[TemplateDict], tools: Sequence[TemplateDict] | None, empty_as_none: bool
             ) -> str | None:
                 try:
-                    return self._render_dicts(messages, self._build_variables(tools, empty_as_none, True), deadline)
+                    return self._render_dicts(messages, self._build_variables(tools, empty_as_none, True), budget)
                 except TemplateRefused:
                     return None
 
@@ -144,7 +151,11 @@ class ChatTemplate(Closeable):
         return variables | ({"documents": None} if empty_as_none else {})
 
     def _render_dicts(
-        self, messages: Sequence[TemplateDict], render_variables: dict[str, Any], deadline: float, separator: str = ""
+        self,
+        messages: Sequence[TemplateDict],
+        render_variables: dict[str, Any],
+        budget: RenderBudget,
+        separator: str = "",
     ) -> str:
         now = self._clock()
         dates = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
@@ -153,23 +164,21 @@ class ChatTemplate(Closeable):
             {"template": self.source, "variables": variables, "separator": separator, "now": now.isoformat()}
         )
         with self._lock:
-            reply = self._send_request(request, deadline)
+            reply = self._send_request(request, budget)
         if "error" in reply:
             raise TemplateRefused(reply["error"], reply["line"])
         return str(reply["text"])
 
-    def _send_request(self, request: str, deadline: float) -> dict[str, Any]:
+    def _send_request(self, request: str, budget: RenderBudget) -> dict[str, Any]:
         child = self._child or self._start_child()
         try:
-            line = exchange_line(child, request.encode() + b"\n", deadline)
+            line = exchange_line(child, request.encode() + b"\n", budget)
         except BaseException:  # an interrupt: the late reply must not be read as the reply to the next request
             self._stop_child()
             raise
         if not line:
             self._stop_child()
-            raise TemplateExhausted(
-                f"it exceeded the limit of {RENDER_TIMEOUT_SECONDS:.0f} s or the memory limit", None
-            )
+            raise TemplateExhausted(f"it exceeded the limit of {RENDER_CPU_SECONDS:.0f} s or the memory limit", None)
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -191,8 +200,33 @@ class ChatTemplate(Closeable):
                 child.communicate()
 
 
-def exchange_line(child: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | bytearray:
-    """Send a request line and return the reply line; empty if the child ends, or does not read or reply in time."""
+class RenderBudget:
+    """Time left to one `render`, over all its requests to the child."""
+
+    def __init__(self) -> None:
+        self._cpu_seconds = RENDER_CPU_SECONDS
+        self._deadline = time.monotonic() + RENDER_WALL_SECONDS
+
+    def is_spent(self, used_cpu_seconds: float) -> bool:
+        """Return whether the current request, which used this much, must end."""
+        return used_cpu_seconds >= self._cpu_seconds or time.monotonic() > self._deadline
+
+    def subtract(self, used_cpu_seconds: float) -> None:
+        """Count a request that has ended."""
+        self._cpu_seconds -= used_cpu_seconds
+
+
+def get_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process; 0 if it ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def exchange_line(child: subprocess.Popen[bytes], request: bytes, budget: RenderBudget) -> bytes | bytearray:
+    """Send a request line and return the reply line; empty if the child ends or the budget is spent."""
     assert child.stdin is not None
     assert child.stdout is not None
     reading, writing = child.stdout.fileno(), child.stdin.fileno()
@@ -200,10 +234,14 @@ def exchange_line(child: subprocess.Popen[bytes], request: bytes, deadline: floa
     poll.register(reading, select.POLLIN)
     poll.register(writing, select.POLLOUT)
     line, unsent = bytearray(), memoryview(request)
+    started = last_check = time.monotonic()
+    cpu_at_start, used = get_cpu_seconds(child.pid), 0.0
     while not line.endswith(b"\n"):
-        ready = dict(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
-        if not ready:
-            return b""
+        ready = dict(poll.poll(1000 * LIMIT_CHECK_SECONDS))
+        if time.monotonic() - last_check >= LIMIT_CHECK_SECONDS:
+            last_check, used = time.monotonic(), get_cpu_seconds(child.pid) - cpu_at_start
+            if budget.is_spent(used):
+                return b""
         if writing in ready:
             try:
                 unsent = unsent[os.write(writing, unsent) :]
@@ -216,4 +254,5 @@ def exchange_line(child: subprocess.Popen[bytes], request: bytes, deadline: floa
             if not piece:  # the child ended
                 return b""
             line += piece
+    budget.subtract(max(used, min(time.monotonic() - started, LIMIT_CHECK_SECONDS)))
     return line

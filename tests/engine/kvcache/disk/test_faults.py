@@ -278,7 +278,7 @@ def test_an_index_that_stays_locked_fails_no_request(make_engine, folder, monkey
     engine = make_engine()
     started = time.monotonic()
     ask_and_check(engine)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     locker.close()
 
 

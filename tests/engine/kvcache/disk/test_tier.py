@@ -280,12 +280,12 @@ def test_requests_do_not_wait_for_a_slow_write(make_engine, monkeypatch):
     engine = make_engine(sequences=1)
     unblock, original = threading.Event(), disk_files.write_temporary
     monkeypatch.setattr(
-        disk_files, "write_temporary", lambda folder, file: (unblock.wait(20), original(folder, file))[1]
+        disk_files, "write_temporary", lambda folder, file: (unblock.wait(120), original(folder, file))[1]
     )
     started = time.monotonic()
     for number in range(8):
         ask(engine, prompt(60, number))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert engine.prefix_cache.store.disk_tier.writer.counters.written_files == 0
     unblock.set()
     flush(engine)
@@ -297,7 +297,7 @@ def test_writes_are_dropped_if_the_queue_is_full(make_engine, monkeypatch):
     engine = make_engine(sequences=1)
     unblock, original = threading.Event(), disk_files.write_temporary
     monkeypatch.setattr(
-        disk_files, "write_temporary", lambda folder, file: (unblock.wait(20), original(folder, file))[1]
+        disk_files, "write_temporary", lambda folder, file: (unblock.wait(120), original(folder, file))[1]
     )
     for number in range(8):
         ask(engine, prompt(60, number))
@@ -314,7 +314,7 @@ def test_running_requests_continue_while_a_prompt_waits_for_the_disk(make_engine
     first.close()
     engine, original = make_engine(kind), disk_files.load_file
     unblock = threading.Event()
-    monkeypatch.setattr(disk_files, "load_file", lambda path: (unblock.wait(20), original(path))[1])
+    monkeypatch.setattr(disk_files, "load_file", lambda path: (unblock.wait(120), original(path))[1])
     engine.submit(request("running", prompt(30, 2), max_tokens=200, ignore_eos=True))
     engine.step()
     engine.submit(request("waiting", [*prompt(50, 1), 5], max_tokens=4, ignore_eos=True))
@@ -358,7 +358,7 @@ def test_a_request_that_waits_for_the_disk_can_be_cancelled(make_engine, monkeyp
     first.close()
     engine, original = make_engine(), disk_files.load_file
     unblock = threading.Event()
-    monkeypatch.setattr(disk_files, "load_file", lambda path: (unblock.wait(20), original(path))[1])
+    monkeypatch.setattr(disk_files, "load_file", lambda path: (unblock.wait(120), original(path))[1])
     engine.submit(request("running", prompt(30, 2), max_tokens=30, ignore_eos=True))
     engine.step()
     engine.submit(request("waiting", [*prompt(50, 1), 5]))
@@ -380,4 +380,4 @@ def test_closing_a_closed_engine_does_not_wait_for_the_disk(make_engine):
     started = time.monotonic()
     assert engine.prefix_cache.store.disk_tier.writer.flush(60) is False
     engine.prefix_cache.close(timeout=60)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
