@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from afterglow.engine import engine
-from afterglow.engine.kvcache import prefix_cache
+from afterglow.engine.kvcache import planner, prefix_cache
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
 from afterglow.engine.multimodal.encoder_cache import EncoderCache
 from afterglow.engine.scheduling.job import RunningJob
@@ -43,7 +43,7 @@ def _(put):
 @mutant("the encoder cache has no limit", laws.test_the_encoder_cache_stays_within_its_bytes)
 def _(put):
     def insert(original, self, source_key, embeddings):
-        self._max_bytes = 10**9
+        self.budget.limit = 10**9
         original(self, source_key, embeddings)
 
     wrap(EncoderCache, "_insert", insert)(put)
@@ -109,7 +109,8 @@ def _(put):
 
 @mutant("the grid does not restart after an image", laws.test_deterministic_mode_reuses_images)
 def _(put):
-    put(prefix_cache, "round_down_to_grid", lambda length, entries, grid: length - length % grid)
+    for module in (prefix_cache, planner):
+        put(module, "round_down_to_grid", lambda length, entries, grid: length - length % grid)
 
 
 @mutant(

@@ -111,11 +111,7 @@ def _(put):
     engine_laws.test_c8_a_repeated_prompt_computes_at_least_its_last_entry,
 )
 def _(put):
-    def build_inputs(*args, **kwargs):
-        return original(*args, **kwargs | {"prompt_length": kwargs["prompt_length"] + 1})
-
-    original = prefix_cache.PlanInputs
-    put(prefix_cache, "PlanInputs", build_inputs)
+    put(planner.PlanInputs, "max_reuse_length", property(lambda self: len(self.prompt)))
 
 
 @mutant(
@@ -278,7 +274,7 @@ def _(put):
 )
 def _(put):
     def find_reusable_length(inputs, candidate, *, is_copy):
-        deepest = next((found for found in inputs.checkpoints if found.position < inputs.prompt_length), None)
+        deepest = next((found for found in inputs.checkpoints if found.position < len(inputs.prompt)), None)
         if deepest and len(candidate.slot) >= deepest.position:
             return deepest.position, deepest
         return original(inputs, candidate, is_copy=is_copy)
@@ -691,6 +687,7 @@ deterministic = deterministic_laws.test_cold_warm_restored_forked_and_concurrent
 @mutant("reuse is not rounded down to the grid", deterministic)
 def _(put):
     put(PrefixCache, "round_down", lambda self, length, entries: length)
+    put(planner.PlanInputs, "round_down", lambda self, length: length)
 
 
 @mutant("generated tokens count as computed on the grid", deterministic)

@@ -233,7 +233,7 @@ def test_the_encoder_cache_stays_within_its_bytes():
     encoder_cache = engine.media_scheduler.encoder_cache
     for seed in range(6):
         ask(engine, noise_image(seed, 8, 1), QUESTION)
-        assert encoder_cache.nbytes <= 600
+        assert encoder_cache.budget.used_bytes <= 600
     assert sum(engine.backend.projector.encoded_batch_sizes) == 6
     ask(engine, OTHER, noise_image(5, 8, 1), QUESTION)  # the newest is still cached
     assert sum(engine.backend.projector.encoded_batch_sizes) == 6

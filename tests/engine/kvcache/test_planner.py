@@ -29,7 +29,9 @@ class EmptyState:
 
 
 @pytest.fixture
-def backend() -> FakeBackend:
+def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    """Backend whose sequences can resume anywhere."""
+    monkeypatch.setattr(FakeBackend, "can_resume_at", lambda self, sequence, position: True)
     return FakeBackend("attention", sequences=2)
 
 
@@ -52,14 +54,13 @@ def make_stored_prefix(length: int) -> StoredPrefix:
 
 
 def plan(target: Sequence | None, *candidates: ReuseCandidate, **inputs: object) -> PrefixPlan | None:
-    """Plan a prompt of 100 entries for an attention model whose sequences can resume anywhere."""
+    """Plan a prompt of 100 entries for an attention model."""
     defaults = {
-        "prompt_length": 100,
+        "prompt": np.arange(100, dtype=np.int64),
         "candidates": candidates,
         "checkpoints": (),
         "target": target,
         "target_eviction_cost": 0.0,
-        "can_resume_at": lambda slot, length: True,
         "can_fork_anywhere": True,
         "checkpoints_need_cells": True,
         "has_copy_cost": True,

@@ -11,6 +11,7 @@ from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import estimate_eviction_cost
 from afterglow.engine.kvcache.sequence import Sequence as Slot
+from afterglow.engine.types.entries import Entries, round_down_to_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +76,34 @@ PrefixPlan: TypeAlias = Continue | Fork | Restore | LoadStored | Fresh
 class PlanInputs:
     """Everything that a plan depends on."""
 
-    prompt_length: int
+    prompt: Entries
     candidates: Sequence[ReuseCandidate]
     checkpoints: Sequence[Checkpoint]  # on the path of the prompt, deepest first
     target: Slot | None  # the slot with the lowest eviction cost; None: all are busy
     target_eviction_cost: float  # expected seconds that evicting it costs later
-    can_resume_at: Callable[[Slot, int], bool]
     can_fork_anywhere: bool
     checkpoints_need_cells: bool
     has_copy_cost: bool
     cost_model: CostModel
-    round_down: Callable[[int], int] = lambda length: length  # to a reusable length, in deterministic mode
+    grid: int = 0  # entries per chunk in deterministic mode; 0: any length can be reused
     stored_prefix: StoredPrefix = field(default_factory=StoredPrefix)  # prefix of the prompt in the RAM and disk tiers
     estimate_load_seconds: Callable[[StoredPrefix, int], float] = lambda stored_prefix, reuse_length: 0.0
     estimate_checkpoint_seconds: Callable[[Checkpoint], float] = lambda checkpoint: 0.0
     cells_suffice: bool = True  # the state of a sequence is nothing but cells
     estimate_store_seconds: Callable[[int], float] | None = None  # to store a sequence; None: evicted ones are lost
 
+    @property
+    def max_reuse_length(self) -> int:
+        """At least the last entry is recomputed, because its logits are needed."""
+        return len(self.prompt) - 1
+
+    def round_down(self, length: int) -> int:
+        """Return the longest reusable length up to `length`: in deterministic mode, the end of a full chunk."""
+        return round_down_to_grid(length, self.prompt, self.grid) if self.grid else length
+
 
 def plan_prefix(inputs: PlanInputs) -> PrefixPlan | None:
-    """Return the cheapest plan, or None if the request has to wait for a slot.
-
-    At least the last entry is always recomputed, because its logits are needed.
-    """
+    """Return the cheapest plan, or None if the request has to wait for a slot."""
     options = [
         *_list_continue_options(inputs),
         *_list_fork_options(inputs),
@@ -112,16 +118,16 @@ def plan_prefix(inputs: PlanInputs) -> PrefixPlan | None:
 
 
 def _estimate_compute_seconds(inputs: PlanInputs, plan: PrefixPlan) -> float:
-    return (inputs.prompt_length - plan.reuse_length) * inputs.cost_model.seconds_per_entry
+    return (len(inputs.prompt) - plan.reuse_length) * inputs.cost_model.seconds_per_entry
 
 
 def _find_reusable_length(
     inputs: PlanInputs, candidate: ReuseCandidate, *, is_copy: bool
 ) -> tuple[int, Checkpoint | None]:
     """Return how many entries of a candidate are reusable, in place or in a copy, and the checkpoint needed for it."""
-    shared = inputs.round_down(min(candidate.shared_entries, inputs.prompt_length - 1))
+    shared = inputs.round_down(min(candidate.shared_entries, inputs.max_reuse_length))
     is_whole = shared == len(candidate.slot)
-    if inputs.can_resume_at(candidate.slot, shared) and (is_whole or not is_copy or inputs.can_fork_anywhere):
+    if candidate.slot.can_resume_at(shared) and (is_whole or not is_copy or inputs.can_fork_anywhere):
         return shared, None
     checkpoint = _find_checkpoint(inputs, shared)
     return (0, None) if checkpoint is None else (checkpoint.position, checkpoint)
@@ -166,7 +172,7 @@ def _list_fork_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
 def _list_restore_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
     if inputs.checkpoints_need_cells or inputs.target is None:
         return []
-    checkpoint = _find_checkpoint(inputs, inputs.prompt_length - 1)
+    checkpoint = _find_checkpoint(inputs, inputs.max_reuse_length)
     if checkpoint is None:
         return []
     cost = inputs.target_eviction_cost + inputs.estimate_checkpoint_seconds(checkpoint)
@@ -177,7 +183,7 @@ def _list_load_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
     stored_prefix, target = inputs.stored_prefix, inputs.target
     if target is None or not stored_prefix.length:
         return []
-    length = inputs.round_down(min(stored_prefix.length, inputs.prompt_length - 1))
+    length = inputs.round_down(min(stored_prefix.length, inputs.max_reuse_length))
     checkpoint = None
     if not inputs.cells_suffice:
         checkpoint = _find_checkpoint(inputs, length)

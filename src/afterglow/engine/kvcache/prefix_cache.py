@@ -101,17 +101,16 @@ class PrefixCache:
         use_store = use_prefix_cache and target is not None
         return plan_prefix(
             PlanInputs(
-                prompt_length=len(entries),
+                prompt=entries,
                 candidates=candidates,
                 checkpoints=checkpoints,
                 target=target,
                 target_eviction_cost=target_eviction_cost,
-                can_resume_at=lambda candidate, length: candidate.can_resume_at(length),
                 can_fork_anywhere=capabilities.can_fork_anywhere,
                 checkpoints_need_cells=capabilities.checkpoints_need_cells,
                 has_copy_cost=not capabilities.kv_unified,
                 cost_model=self.cost_model,
-                round_down=lambda length: self.round_down(length, entries),
+                grid=self._grid,
                 stored_prefix=self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix(),
                 estimate_load_seconds=self.store.estimate_load_seconds,
                 estimate_checkpoint_seconds=self.store.estimate_checkpoint_seconds,

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from afterglow.engine.kvcache.budget import ByteBudget
+from afterglow.engine.kvcache.eviction import choose_victims
 from afterglow.engine.multimodal.embedding_files import EmbeddingFiles
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.engine.types.media import MediaContent, MediaEncoder, MediaPart
@@ -60,8 +62,7 @@ class EncoderCache:
     def __init__(self, projector: MediaEncoder | None, max_bytes: int, files: EmbeddingFiles | None = None) -> None:
         self.projector = projector
         self.encoded_count = 0
-        self.nbytes = 0
-        self._max_bytes = max_bytes
+        self.budget = ByteBudget(max_bytes)  # guarded by the condition
         self._files = files
         self._cached: OrderedDict[bytes, list[MediaEmbedding]] = OrderedDict()  # least recently used first
         self._tasks: dict[bytes, EncodeTask] = {}
@@ -110,7 +111,7 @@ class EncoderCache:
         """Remove all embeddings from RAM and from disk."""
         with self._condition:
             self._cached.clear()
-            self.nbytes = 0
+            self.budget.remove("embeddings", self.budget.used_bytes)
         if self._files is not None:
             self._files.clear()
 
@@ -190,14 +191,15 @@ class EncoderCache:
             self._condition.notify_all()
 
     def _insert(self, source_key: bytes, embeddings: list[MediaEmbedding]) -> None:
-        """Cache embeddings and evict the least recently used ones beyond `max_bytes`."""
+        """Cache embeddings and evict the least recently used ones beyond the budget."""
         size = count_bytes(embeddings)
-        if size > self._max_bytes:
+        if size > self.budget.limit:
             return
-        while self._cached and self.nbytes + size > self._max_bytes:
-            self.nbytes -= count_bytes(self._cached.popitem(last=False)[1])
+        sizes = ((key, count_bytes(cached)) for key, cached in self._cached.items())
+        for victim in choose_victims(sizes, size - self.budget.free_bytes):
+            self.budget.remove("embeddings", count_bytes(self._cached.pop(victim)))
         self._cached[source_key] = embeddings
-        self.nbytes += size
+        self.budget.add("embeddings", size)
 
 
 def count_bytes(embeddings: Iterable[MediaEmbedding]) -> int:
