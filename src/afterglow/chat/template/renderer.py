@@ -32,8 +32,8 @@ from afterglow.chat.template.capabilities import (
 from afterglow.closeable import Closeable
 from afterglow.errors import InvalidTemplate
 
-# Limits of one `render`: start of the child, capability detection and all fallbacks. The first is CPU time of the child:
-# on busy cores the time on the clock says little.
+# Limits of one `render`: start of the child, capability detection and all fallbacks. The first is CPU time of the
+# child: on busy cores the time on the clock says little.
 RENDER_CPU_SECONDS = 5.0
 RENDER_WALL_SECONDS = 60.0
 LIMIT_CHECK_SECONDS = 0.1  # interval between checks of the limits
