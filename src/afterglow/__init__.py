@@ -5,13 +5,15 @@
     with afterglow.load("smollm2", fetch=True) as model:
         print(model.chat("What is the capital of France?").text)
 
-`load` returns a `Model`. `Conversation` keeps a message history. `Sampling` and `EngineSettings` are options. All
+`load` returns a `Model`. `Conversation` keeps a message history. `LoadOptions`, `GenerationOptions` and `PromptOptions`
+are the keywords of `load`, `Model.complete` and `Model.chat`; `Sampling` and `EngineSettings` are values among them. All
 errors derive from `AfterglowError`.
 """
 
 from afterglow.api.conversation import Conversation
 from afterglow.api.load import load
 from afterglow.api.model import Model
+from afterglow.api.options import ChatGenerationOptions, GenerationOptions, LoadOptions, PromptOptions
 from afterglow.api.outputs import Choice, Completion, Score
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
@@ -28,17 +30,21 @@ from afterglow.version import __version__
 __all__ = [
     "AfterglowError",
     "AudioData",
+    "ChatGenerationOptions",
     "ChatResponse",
     "ChatStream",
     "Choice",
     "Completion",
     "Conversation",
     "EngineSettings",
+    "GenerationOptions",
     "ImageData",
+    "LoadOptions",
     "LoadState",
     "MediaPolicy",
     "Message",
     "Model",
+    "PromptOptions",
     "ReasoningDelta",
     "Sampling",
     "Score",

@@ -699,7 +699,7 @@ class Model(Closeable):
         A long text takes several decodes; other requests run between them.
 
         >>> [round(logprob, 1) for logprob, _ in model.score(model.tokenize("One, two, three"))]
-        [-1.4, -2.5, -0.2, -0.7]
+        [-2.4, -7.6, -3.3, -1.4]
         """
         self._check_length(tokens, self.context_length)
         step = self.engine_info.max_scoring_tokens

@@ -164,7 +164,13 @@ class ContextOptions(TypedDict, total=False):
 
 
 class LoadOptions(ContextOptions, total=False):
-    """Options of `afterglow.load` that a settings file can express."""
+    """Options of `afterglow.load` that a settings file can express.
+
+    >>> small: LoadOptions = {"context": 512, "sequences": 1}
+    >>> with afterglow.load("smollm2", **small) as other:
+    ...     other.context_length
+    512
+    """
 
     disk_cache: Annotated[
         bool | None,
@@ -233,7 +239,12 @@ class LoadOptions(ContextOptions, total=False):
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Options of one generation: sampling, limits and use of the cache."""
+    """Options of one generation: sampling, limits and use of the cache.
+
+    >>> short: GenerationOptions = {"max_tokens": 5, "temperature": 0.0}
+    >>> len(model.complete("Once upon a time", **short).tokens)
+    5
+    """
 
     max_tokens: Annotated[
         int | None,
@@ -305,7 +316,12 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class PromptOptions(TypedDict, total=False):
-    """Options that change the prompt of a chat or constrain its response."""
+    """Options that change the prompt of a chat or constrain its response.
+
+    >>> yes_or_no: PromptOptions = {"response_format": {"type": "choice", "choices": ["yes", "no"]}}
+    >>> model.chat("Is snow black?", **yes_or_no).text
+    'no'
+    """
 
     tool_choice: Annotated[
         str | Mapping[str, Any] | None,
@@ -336,7 +352,12 @@ class PromptOptions(TypedDict, total=False):
 
 
 class ChatGenerationOptions(GenerationOptions, PromptOptions, total=False):
-    """Options of one response of a chat."""
+    """Options of one response of a chat: those of `PromptOptions` and `GenerationOptions`.
+
+    >>> brief: ChatGenerationOptions = {"max_tokens": 3, "reasoning": False}
+    >>> model.chat("What is 2+2?", **brief).finish_reason
+    'length'
+    """
 
 
 # --- declarations
