@@ -6,8 +6,8 @@
         print(model.chat("What is the capital of France?").text)
 
 `load` returns a `Model`. `Conversation` keeps a message history. `LoadOptions`, `GenerationOptions` and `PromptOptions`
-are the keywords of `load`, `Model.complete` and `Model.chat`; `Sampling` and `EngineSettings` are values among them. All
-errors derive from `AfterglowError`.
+are the keywords of `load`, `Model.complete` and `Model.chat`; `Sampling` and `EngineSettings` are values among them.
+All errors derive from `AfterglowError`.
 """
 
 from afterglow.api.conversation import Conversation
