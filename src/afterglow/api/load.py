@@ -26,8 +26,8 @@ from afterglow.errors import InvalidArgument
 from afterglow.llama.gguf.footprint import count_layers_that_fit
 from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import ensure_safe
-from afterglow.llama.library.devices import get_free_memory
-from afterglow.llama.model import ProgressCallback
+from afterglow.llama.library.devices import list_devices
+from afterglow.llama.model import ModelSettings, ProgressCallback
 from afterglow.llama.projector import ProjectorSettings
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
@@ -168,7 +168,9 @@ def build_engine_spec(
     context_settings = replace(
         build_context_settings(options), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
     )
-    gpu_memory = get_free_memory(gpu=True)
+    model_settings = build_model_settings(options)
+    free_bytes = [device.free_bytes for device in list_devices() if "gpu" in device.kind]
+    gpu_memory = compute_usable_gpu_memory(free_bytes, model_settings)
     layers = options["gpu_layers"]
     if layers is None:  # as many as fit; none without a GPU
         layers = count_layers_that_fit(read_header(path), context_settings, gpu_memory) if gpu_memory else 0
@@ -177,7 +179,7 @@ def build_engine_spec(
         context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,
-        model_settings=replace(build_model_settings(options), gpu_layers=layers, mtp=draft == "mtp"),
+        model_settings=replace(model_settings, gpu_layers=layers, mtp=draft == "mtp"),
         context_settings=context_settings,
         engine_settings=engine_settings,
         draft=draft,
@@ -185,6 +187,25 @@ def build_engine_spec(
         projector_settings=projector_settings
         or ProjectorSettings(use_gpu=layers != 0, threads=context_settings.threads),
     )
+
+
+def compute_usable_gpu_memory(free_bytes: Sequence[int], settings: ModelSettings) -> int:
+    """Return the GPU memory that a model can use, from the free bytes of each GPU and how they share the model.
+
+    >>> compute_usable_gpu_memory([8, 4], ModelSettings())
+    12
+    >>> compute_usable_gpu_memory([8, 4], ModelSettings(main_gpu=1, split_mode="none"))
+    4
+    >>> compute_usable_gpu_memory([8, 4], ModelSettings(tensor_split=(1, 1)))  # the smaller one is full first
+    8
+    """
+    if settings.split_mode == "none":
+        return sum(free_bytes[settings.main_gpu : settings.main_gpu + 1])
+    shares = list(zip(free_bytes, settings.tensor_split, strict=False))
+    if not any(share for _, share in shares):
+        return sum(free_bytes)
+    total = sum(share for _, share in shares)
+    return int(min(free * total / share for free, share in shares if share))
 
 
 def count_recurrent_snapshots(draft: DraftSource | None, settings: EngineSettings) -> int:
