@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import afterglow
 
 ROOT = Path(__file__).parents[2]
 CALLS = ROOT / "tests" / "data" / "typing"
@@ -29,3 +32,19 @@ def test_mypy_accepts_right_calls_and_rejects_each_wrong_one() -> None:
     }
     assert expected
     assert found == expected, output
+
+
+def test_no_public_signature_takes_untyped_keywords() -> None:
+    values = [getattr(afterglow, name) for name in afterglow.__all__ if name != "__version__"]
+    functions = [value for value in values if inspect.isfunction(value)]
+    for value in values:
+        if inspect.isclass(value):
+            functions += [member for name, member in vars(value).items() if inspect.isfunction(member)]
+    untyped = [
+        function.__qualname__
+        for function in functions
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.VAR_KEYWORD and "Unpack[" not in str(parameter.annotation)
+    ]
+    assert len(functions) > 100
+    assert not untyped
