@@ -263,25 +263,21 @@ class Chat(Closeable):
         triggers = self.tool_family.list_triggers(tool_choice.tools)
         if tool_choice.mode == "auto" and triggers and tool_choice.tools and spec is None:
             return self._build_triggered_constraint(tool_choice, parallel, triggers, prompt)
-        has_text_start = starts_in == "answer" or self._ends_with_text_start(prompt.text)
+        has_text_start = starts_in == "answer" or prompt.text.rstrip().endswith(self._text_start)
         wrap_text = (lambda text_spec: text_spec) if has_text_start else self._wrap_text
         final_spec = None if spec is None else wrap_text(spec)
         output_spec = self._build_output_spec(tool_choice, parallel, final_spec, wrap_text)
         if output_spec is None:
             return None
-        prefix = b""
-        if starts_in == "answer":
-            prefix = prefill.content.encode() if spec is not None and prefill is not None else b""
-            text = grammar.build_grammar(output_spec)
-        elif self.reasoning_format is not None and (reasoning.allowed or starts_in == "reasoning"):
+        may_reason = starts_in == "reasoning" or (starts_in == "turn" and reasoning.allowed)
+        if self.reasoning_format is not None and may_reason:
+            is_open = starts_in == "reasoning"
             text = grammar.build_reasoning_grammar(
-                output_spec,
-                self.reasoning_format,
-                self._write_literal,
-                starts_in_reasoning=starts_in == "reasoning",
+                output_spec, self.reasoning_format, self._write_literal, starts_in_reasoning=is_open
             )
         else:
             text = grammar.build_grammar(output_spec)
+        prefix = prefill.content.encode() if starts_in == "answer" and prefill is not None and spec is not None else b""
         # After the first of several calls the model may prefer text: then the calls are complete.
         stop_at_other_text = tool_choice.mode == "required" and parallel
         return GrammarConstraint(grammar=text, stop_at_other_text=stop_at_other_text, prefix=prefix)
@@ -338,15 +334,10 @@ class Chat(Closeable):
         return GrammarConstraint(triggers=grammars, stop_after_first=not parallel, prefix=prefix)
 
     def _wrap_text(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
-        """Put the text that begins visible text before a spec, if the format has one (the final channel of harmony)."""
-        if not self._text_start:
-            return spec
+        """Put the text that begins visible text before a spec (e.g. the final channel of harmony)."""
         first, *others = grammar.flatten_spec(spec)
         lark = f"start: {self._write_literal(self._text_start)} @text"
         return {"lark_grammar": lark, "others": [{"name": "text", **first}, *others]}
-
-    def _ends_with_text_start(self, prompt: str) -> bool:
-        return bool(self._text_start) and prompt.rstrip().endswith(self._text_start)
 
     def _write_literal(self, text: str) -> str:
         """Format a text as grammar literals, with control tokens by number."""

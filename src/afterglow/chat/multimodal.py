@@ -102,23 +102,20 @@ def extract_media(
 
 def filter_media(messages: Sequence[Message], media_support: MediaSupport) -> list[Message]:
     """Raise `UnsupportedMedia` for attachments that the model does not support, or drop them if that is configured."""
-    return [
-        _filter_message_media(message, f"messages[{index}].content", media_support)
-        for index, message in enumerate(messages)
-    ]
-
-
-def _filter_message_media(message: Message, where: str, media_support: MediaSupport) -> Message:
-    unsupported = [attachment for attachment in message.attachments if attachment.kind not in media_support.kinds]
-    if not unsupported:
-        return message
-    accepted, kind = " and ".join(("text", *sorted(media_support.kinds))), unsupported[0].kind
-    reason = media_support.unsupported_reason or f"the model does not support {kind} input, only {accepted}"
-    if not media_support.strip_unsupported:
-        raise UnsupportedMedia(where, reason)
-    logger.warning("%s: dropped %d attachments of kind %s: %s", where, len(unsupported), kind, reason)
-    supported = tuple(attachment for attachment in message.attachments if attachment not in unsupported)
-    return replace(message, attachments=supported)
+    filtered: list[Message] = []
+    for index, message in enumerate(messages):
+        unsupported = [attachment for attachment in message.attachments if attachment.kind not in media_support.kinds]
+        supported = tuple(attachment for attachment in message.attachments if attachment.kind in media_support.kinds)
+        filtered.append(replace(message, attachments=supported))
+        if not unsupported:
+            continue
+        where, kind = f"messages[{index}].content", unsupported[0].kind
+        accepted = " and ".join(("text", *sorted(media_support.kinds)))
+        reason = media_support.unsupported_reason or f"the model does not support {kind} input, only {accepted}"
+        if not media_support.strip_unsupported:
+            raise UnsupportedMedia(where, reason)
+        logger.warning("%s: dropped %d attachments of kind %s: %s", where, len(unsupported), kind, reason)
+    return filtered
 
 
 def _insert_placeholders(message: Message, delimiter: str, first_number: int) -> Message:

@@ -113,15 +113,17 @@ class PromptBuilder:
             text += continuation(text, escape)
         tokens = self._tokenize_with_placeholders(text, separator, placeholders)
         boundaries, system_length = set[int](), 0
+
+        def count_shared_tokens(other_messages: Sequence[Message]) -> int:
+            """Count the tokens that the prompt shares with the rendering of these messages."""
+            try:
+                rendered = self._render(other_messages, separator, add_generation_prompt=False, **options)
+            except InvalidTemplate:
+                return 0  # some templates render only complete conversations
+            common_text = find_common_prefix(rendered, text)
+            return count_common_prefix(self._tokenize_with_placeholders(common_text, separator, placeholders), tokens)
+
         if self._has_boundaries:
-            count_shared_tokens = functools.partial(
-                self._count_shared_tokens,
-                text=text,
-                tokens=tokens,
-                separator=separator,
-                placeholders=placeholders,
-                **options,
-            )
             boundaries, system_length = self._find_boundaries(messages, separator, count_shared_tokens, bool(tools))
         entries, positions, media = expand_placeholders(tokens, placeholders)
         return ChatPrompt(
@@ -141,7 +143,9 @@ class PromptBuilder:
     ) -> tuple[set[int], int]:
         """Return the boundaries, and the length of the system messages and tools, in tokens."""
         boundaries, system_length, system_count = set(), 0, count_system_messages(messages)
-        for count in self._choose_boundary_counts(messages, system_count):
+        # A later prompt is likely to diverge after the system messages and after one of the last messages.
+        last_counts = range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)
+        for count in {system_count, *last_counts} - {0}:
             boundary = count_shared_tokens(self._blank_next_message(messages, count, separator))
             boundary = boundary or count_shared_tokens(messages[:count])
             boundaries.add(boundary)
@@ -156,23 +160,6 @@ class PromptBuilder:
         next_message = messages[count : count + 1]
         blank = [replace(message, content=separator, reasoning=None, tool_calls=()) for message in next_message]
         return [*messages[:count], *blank]
-
-    def _count_shared_tokens(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        tokens: list[int],
-        separator: str,
-        placeholders: MediaPlaceholders,
-        **options: Any,
-    ) -> int:
-        """Count the tokens that the prompt shares with the rendering of `messages`."""
-        try:
-            rendered = self._render(messages, separator, add_generation_prompt=False, **options)
-        except InvalidTemplate:
-            return 0  # some templates render only complete conversations
-        common_text = find_common_prefix(rendered, text)
-        return count_common_prefix(self._tokenize_with_placeholders(common_text, separator, placeholders), tokens)
 
     def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
         """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
@@ -223,10 +210,6 @@ class PromptBuilder:
             self._tokenized_spans.move_to_end(text)
         return tokens
 
-    def _choose_boundary_counts(self, messages: Sequence[Message], system_count: int) -> set[int]:
-        """Return after how many messages a later prompt is likely to diverge: the system messages and the last ones."""
-        return {system_count, *range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)} - {0}
-
 
 def count_system_messages(messages: Sequence[Message]) -> int:
     """Count the system and developer messages at the start."""
@@ -238,8 +221,7 @@ def find_common_prefix(left: str, right: str) -> str:
     """Return the longest common prefix of two texts."""
     if right.startswith(left):
         return left
-    length = min(len(left), len(right))
-    low, high = 0, length
+    low, high = 0, min(len(left), len(right))
     while low < high:  # bisection: comparing slices is faster than a loop over characters
         middle = (low + high + 1) // 2
         if left[:middle] == right[:middle]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -57,7 +57,6 @@ ANNOTATION_KEYWORDS = frozenset(
     }
 )
 NAME_LIST_KEYWORDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "allOf", *DEFINITION_KEYWORDS})
-UNSUPPORTED_KEYWORD_HINTS = {"x-guidance": "it would change the interpretation of the whole schema"}
 
 # Control characters need \u escapes, which are not allowed (see grammar.JSON_GRAMMAR_OPTIONS); llguidance drops them.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -171,7 +170,7 @@ class SchemaRewriter:
         _check_keywords(schema, where, self._draft)
         base = self._record_names(schema, base if depth else "")
         self._bases[id(schema)], self._locations[id(schema)] = base, where
-        for location, subschema in _iter_subschemas(schema, where):
+        for location, subschema in _list_subschemas(schema, where):
             self._collect(subschema, location, base, depth + 1)
 
     def _record_names(self, schema: dict[str, Any], base: str) -> str:
@@ -305,7 +304,7 @@ class SchemaRewriter:
             visited.add(id(part))
             if part.get("uniqueItems"):
                 return True
-            pending += [subschema for _, subschema in _iter_subschemas(part, "")]
+            pending += [subschema for _, subschema in _list_subschemas(part, "")]
             pending += [self.resolve(part)] if "$ref" in part else []
         return False
 
@@ -371,15 +370,11 @@ def _detect_draft(root: JsonSchema) -> int:
     return 2020 if match is None else int(match[1] or match[2])
 
 
-def _iter_subschemas(schema: dict[str, Any], where: str) -> Iterator[tuple[str, JsonSchema]]:
-    """Yield the direct subschemas with their locations. Values (`const`, `enum`, `default`) are not schemas."""
-    for key, value in schema.items():
-        if key in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            yield from ((f"{where}.{key}.{name}", subschema) for name, subschema in value.items())
-        elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            yield from ((f"{where}.{key}[{index}]", subschema) for index, subschema in enumerate(value))
-        elif key in SCHEMA_KEYWORDS:
-            yield f"{where}.{key}", value
+def _list_subschemas(schema: dict[str, Any], where: str) -> list[tuple[str, JsonSchema]]:
+    """Return the direct subschemas with their locations. Values (`const`, `enum`, `default`) are not schemas."""
+    found: list[tuple[str, JsonSchema]] = []
+    _map_subschemas(schema, lambda subschema, location: found.append((location, subschema)), where)
+    return found
 
 
 def _map_subschemas(
@@ -402,18 +397,13 @@ def _map_subschemas(
 
 def _check_keywords(schema: dict[str, Any], where: str, draft: int) -> None:
     for key in schema:
-        if (
-            key in ENFORCED_KEYWORDS
-            or key in ANNOTATION_KEYWORDS
-            or (key == "id" and draft == 4)
-            or (key.startswith("x-") and key not in UNSUPPORTED_KEYWORD_HINTS)
-        ):
-            continue
-        raise UnsupportedOption(f"{where}.{key}", UNSUPPORTED_KEYWORD_HINTS.get(key, "this keyword cannot be enforced"))
+        if key == "x-guidance":
+            raise UnsupportedOption(f"{where}.{key}", "it would change the interpretation of the whole schema")
+        is_known = key in ENFORCED_KEYWORDS or key in ANNOTATION_KEYWORDS or (key == "id" and draft == 4)
+        if not is_known and not key.startswith("x-"):
+            raise UnsupportedOption(f"{where}.{key}", "this keyword cannot be enforced")
     _check_shapes(schema, where)
-    _check_characters(schema, where)
-    for key in ("const", "enum"):
-        _check_numbers(schema.get(key), f"{where}.{key}")
+    _check_values(schema, where)
     minimum, enforceable = schema.get("minProperties", 0), max(1, len(schema.get("required", ())))
     if isinstance(minimum, int | float) and minimum > enforceable:
         # The model may repeat a name, which then counts once.
@@ -432,22 +422,19 @@ def _check_shapes(schema: dict[str, Any], where: str) -> None:
             raise InvalidArgument(f"{where}.{key}", f"must be a list of names, not {schema[key]!r}")
 
 
-def _check_characters(schema: dict[str, Any], where: str) -> None:
+def _check_values(schema: dict[str, Any], where: str) -> None:
+    """Raise `UnsupportedOption` for characters and numbers that cannot be generated or compared."""
     patterns = {"pattern": [schema.get("pattern")], "patternProperties": list(schema.get("patternProperties") or ())}
     for key, values in patterns.items():
         texts = [text for text in values if isinstance(text, str)]
         if any(CONTROL_CHARACTER.search(text) or CONTROL_CHARACTER_ESCAPE.search(text) for text in texts):
             raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
     for key in ("const", "enum"):
-        texts = [value for value in _iter_scalars(schema.get(key)) if isinstance(value, str)]
-        if any(map(CONTROL_CHARACTER.search, texts)):
-            raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
-
-
-def _check_numbers(values: Any, where: str) -> None:
-    for value in _iter_scalars(values):
-        if isinstance(value, int | float) and (abs(value) > MAX_BOUND or float(value) != value):
-            raise UnsupportedOption(where, f"{value!r} has more digits than can be enforced")
+        for value in _iter_scalars(schema.get(key)):
+            if isinstance(value, str) and CONTROL_CHARACTER.search(value):
+                raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
+            if isinstance(value, int | float) and (abs(value) > MAX_BOUND or float(value) != value):
+                raise UnsupportedOption(f"{where}.{key}", f"{value!r} has more digits than can be enforced")
 
 
 def _iter_scalars(value: Any) -> Iterator[Any]:
@@ -490,10 +477,9 @@ def _rewrite_format(result: dict[str, Any], where: str) -> None:
     types = result.get("type", list(ALL_TYPES))
     if "string" not in types or name not in STRING_FORMATS:
         del result["format"]
-    if "string" in types and name in FORMAT_PATTERNS and "allOf" not in result:
-        result["allOf"] = [{"pattern": FORMAT_PATTERNS[name]}]
-    elif "string" in types and name in FORMAT_PATTERNS and {"pattern": FORMAT_PATTERNS[name]} not in result["allOf"]:
-        result["allOf"] = [*result["allOf"], {"pattern": FORMAT_PATTERNS[name]}]
+    all_of, pattern = result.get("allOf", []), {"pattern": FORMAT_PATTERNS.get(name)}
+    if "string" in types and name in FORMAT_PATTERNS and pattern not in all_of:
+        result["allOf"] = [*all_of, pattern]
     if "integer" in types and "type" in result and name in INTEGER_FORMATS:
         low, high = INTEGER_FORMATS[name]
         result["minimum"] = max(low, result.get("minimum", low))

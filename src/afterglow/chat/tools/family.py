@@ -67,11 +67,12 @@ class ToolFamily:
         if self.build_calls_rule is not None:
             return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
         opening = grammar.literals(*self.triggers[:1])
-        calls = grammar.add_rule(f"{opening} {self.build_block_rule(grammar, tools, parallel)}")
+        block = f"{opening} {self.build_block_rule(grammar, tools, parallel)}"
         if parallel and self.block_separator is not None:
             # A separator may follow the last call: a model that writes a newline there is not forced into another one.
-            more = grammar.more_calls(f"{self.block_separator} {calls}")
-            calls = f"{calls} {more} {self.block_separator}"
+            calls = f"{grammar.add_calls_rule(block, parallel, self.block_separator)} {self.block_separator}"
+        else:
+            calls = grammar.add_rule(block)
         lead = f"({grammar.literals(self.optional_lead)})?" if self.optional_lead else ""
         return grammar.to_lark(f"{lead} {calls}")
 

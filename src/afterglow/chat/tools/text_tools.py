@@ -30,14 +30,9 @@ def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> 
         if message.role == "tool":
             _append_tool_result(plain_messages, message)
         else:
-            plain_messages.append(_to_plain_message(message))
+            content = "\n".join(filter(None, [message.content, *map(format_call, message.tool_calls)]))
+            plain_messages.append(replace(message, content=content, tool_calls=()))
     return add_tool_instructions(plain_messages, tools, GENERIC_CALL_FORMAT) if tools else plain_messages
-
-
-def _to_plain_message(message: Message) -> Message:
-    calls = "\n".join(format_call(call) for call in message.tool_calls)
-    content = "\n".join(filter(None, [message.content, calls]))
-    return replace(message, content=content, tool_calls=())
 
 
 def format_call(call: ToolCall) -> str:

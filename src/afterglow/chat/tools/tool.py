@@ -54,14 +54,6 @@ class Tool:
         """Check the JSON arguments that a model wrote, convert them to the hinted types, and call the function."""
         if self.function is None:
             raise UnsupportedOperation(f"calling {self.name}", "the tool has no function")
-        values = self._parse_arguments(arguments)
-        hints = get_parameter_hints(self.function)
-        where = f"{self.name}.arguments"
-        return self.function(
-            **{key: convert_value(value, hints.get(key, Any), key, where) for key, value in values.items()}
-        )
-
-    def _parse_arguments(self, arguments: str) -> dict[str, Any]:
         where = f"{self.name}.arguments"
         try:
             values = json.loads(arguments or "{}", parse_float=_parse_number)
@@ -76,7 +68,10 @@ class Tool:
             )
         if missing := [key for key in required if key not in values]:
             raise InvalidArgument(f"{where}.{missing[0]}", "is required")
-        return values
+        hints = get_parameter_hints(self.function)
+        return self.function(
+            **{key: convert_value(value, hints.get(key, Any), key, where) for key, value in values.items()}
+        )
 
 
 ToolLike: TypeAlias = Tool | Mapping[str, Any] | Callable[..., Any]

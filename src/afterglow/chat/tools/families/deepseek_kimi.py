@@ -64,8 +64,11 @@ class SectionToolParser(ToolParser):
             return False
         if name:
             self.begin_call(name)
-        else:
-            self._begin_from_header(header.strip())
+        else:  # Kimi's headers are also call ids (`functions.name:0`), which its template renders again
+            header = header.strip()
+            numbered = re.fullmatch(r"(?:functions\.)?(.+):\d+", header)
+            name = numbered[1] if numbered else header.removeprefix("functions.")
+            self.begin_call(name, header if numbered else None)
         yield from self._parse_arguments()
         return True
 
@@ -75,11 +78,6 @@ class SectionToolParser(ToolParser):
         if (yield from self.scanner.peek()) in ("{", "["):
             return ""
         return (yield from self.scanner.take_while(lambda char: char not in "\n`<{")).strip()
-
-    def _begin_from_header(self, header: str) -> None:
-        """Begin a call. Kimi's headers are also call ids (`functions.name:0`), which its template renders again."""
-        numbered = re.fullmatch(r"(?:functions\.)?(.+):\d+", header)
-        self.begin_call(numbered[1] if numbered else header.removeprefix("functions."), header if numbered else None)
 
     def _parse_arguments(self) -> ParseSteps[None]:
         scanner, call_end = self.scanner, self._markers.call_end
@@ -107,9 +105,8 @@ def build_section_family(
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         content = join_alternatives(build_call_rule(grammar, tool) for tool in tools)
-        call = grammar.add_rule(f"{grammar.literal(markers.call_begin)} {content} {grammar.literal(markers.call_end)}")
-        more = grammar.more_calls(f"SPACE? {call}") if parallel else ""
-        return f"{call} {more} SPACE? {grammar.literal(markers.calls_end)}"
+        call = f"{grammar.literal(markers.call_begin)} {content} {grammar.literal(markers.call_end)}"
+        return f"{grammar.add_calls_rule(call, parallel, 'SPACE?')} SPACE? {grammar.literal(markers.calls_end)}"
 
     return ToolFamily(
         name=name,

@@ -7,21 +7,19 @@ from functools import partial
 
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, build_text_until_rule, list_properties
-from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
-from afterglow.chat.tools.parsing.json_values import (
-    ANY_TYPE,
-    escape_json_text,
-    get_parameter_types,
-    text_to_json,
-    to_json_string,
+from afterglow.chat.tools.grammar.schema import (
+    ARRAY_KEYWORDS,
+    SchemaNode,
+    build_separated_rule,
+    build_text_until_rule,
+    list_properties,
 )
+from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
+from afterglow.chat.tools.parsing.json_values import ANY_TYPE, get_parameter_types, text_to_json, to_json_string
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
-
-ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 
 
 class GemmaToolParser(ToolParser):
@@ -98,12 +96,7 @@ class GemmaToolParser(ToolParser):
         """Parse one value; return False if it is truncated."""
         yield from self.scanner.take_whitespace()
         if (yield from self.scanner.skip_any(self._quote)):
-            self.emit_arguments('"')
-            ending = yield from self.scanner.stream_until(
-                self._quote, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
-            )
-            self.emit_arguments('"' if ending else "")
-            return bool(ending)
+            return (yield from self.stream_string(self._quote))
         match (yield from self.scanner.peek()):
             case "{":
                 return (yield from self._parse_object())

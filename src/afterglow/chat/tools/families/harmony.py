@@ -27,7 +27,12 @@ class HarmonyParser(ToolParser):
 
     def parse(self) -> ParseSteps[None]:
         has_text = has_reasoning = False
-        header = yield from self._parse_first_header()
+        header: str | None = ""  # if the prompt contains the first header
+        space = yield from self.scanner.take_whitespace()
+        if (yield from self.scanner.peek_any(START, CHANNEL, MESSAGE, "to=", "assistant")):
+            header = yield from self._parse_header()
+        else:
+            self.emit_text(space)
         while header is not None:
             tool_name, channel = self._find_tool_name(header), find_channel(header)
             if f"{CHANNEL} " in header:
@@ -48,14 +53,6 @@ class HarmonyParser(ToolParser):
             if is_function or name in self.tools:
                 return str(name)
         return None
-
-    def _parse_first_header(self) -> ParseSteps[str | None]:
-        """Return the header at the start of the completion; an empty one if the prompt contains it."""
-        space = yield from self.scanner.take_whitespace()
-        if (yield from self.scanner.peek_any(START, CHANNEL, MESSAGE, "to=", "assistant")):
-            return (yield from self._parse_header())
-        self.emit_text(space)
-        return ""
 
     def _parse_header(self) -> ParseSteps[str | None]:
         pieces: list[str] = []
@@ -89,7 +86,7 @@ def find_channel(header: str) -> str | None:
 
 def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:
     """Return an expression from the tool's name to the end of the call; the channel may follow the recipient."""
-    channel = f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})?"
+    channel = f"({grammar.literals(CHANNEL, 'commentary')})?"
     constrain = f"SPACE? {grammar.literal(CONSTRAIN)} SPACE? {grammar.literal('json')}"
     content_type = f"( {constrain} | {grammar.literal(' json')} | SPACE )?"
     return (
@@ -105,7 +102,7 @@ def _build_block_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: boo
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for one call, even if several are allowed: `<|call|>` ends the turn."""
     calls = _build_block_rule(grammar, tools, parallel)
-    return f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})? {grammar.literal(' to=functions.')} {calls}"
+    return f"({grammar.literals(CHANNEL, 'commentary')})? {grammar.literal(' to=functions.')} {calls}"
 
 
 HARMONY = ToolFamily(

@@ -44,10 +44,15 @@ class TaggedJsonToolParser(ToolParser):
                 return
             call_count += 1
             yield from scanner.take_while(lambda char: char in ",;}" or char.isspace())
-        if call_count or (is_list and (yield from scanner.peek_any("]"))):
-            yield from self._skip_closing()
-        else:
+        if not call_count and not (is_list and (yield from scanner.peek_any("]"))):
             self.reject_call(after_marker=True)
+            return
+        scanner.clear_mark()
+        if not self._closings:
+            yield from scanner.skip_any("]")
+            return
+        yield from scanner.take_while(lambda char: char in "]}" or char.isspace())  # surplus brackets
+        yield from scanner.skip_any(*self._closings)
 
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one call; return whether it is one and more may follow in this block."""
@@ -58,15 +63,6 @@ class TaggedJsonToolParser(ToolParser):
         if call.has_invalid_arguments:
             yield from self.scanner.stream_until(*self._closings or self._openings, sink=self.emit_arguments)
         return not call.has_invalid_arguments
-
-    def _skip_closing(self) -> ParseSteps[None]:
-        """Skip surplus brackets and the closing, if present."""
-        self.scanner.clear_mark()
-        if not self._closings:
-            yield from self.scanner.skip_any("]")
-            return
-        yield from self.scanner.take_while(lambda char: char in "]}" or char.isspace())
-        yield from self.scanner.skip_any(*self._closings)
 
 
 def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_call_options: Any) -> str:
@@ -105,10 +101,10 @@ def build_json_list_family(
     """
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(build_json_call_rule(grammar, tools, **json_call_options))
-        more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
+        call = build_json_call_rule(grammar, tools, **json_call_options)
+        calls = grammar.add_calls_rule(call, parallel, f"SPACE? {grammar.literal(',')} SPACE?")
         end = f"SPACE? {grammar.literal(closing)}" if closing else ""
-        return f"SPACE? {grammar.literal('[')} {call} {more} {grammar.literal(']')} {end}"
+        return f"SPACE? {grammar.literal('[')} {calls} {grammar.literal(']')} {end}"
 
     closings = (closing,) if closing else ("</tool_call>",) if alternative_openings else ()
     return ToolFamily(
@@ -135,18 +131,16 @@ def build_untagged_end_family(name: str, opening: str) -> ToolFamily:
 def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the list of calls after `<|START_ACTION|>`."""
     id = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,3}$"}}
-    call = grammar.add_rule(
-        build_json_call_rule(grammar, tools, name_key="tool_name", arguments_key="parameters", properties_before=id)
-    )
+    call = build_json_call_rule(grammar, tools, name_key="tool_name", arguments_key="parameters", properties_before=id)
     space = "/[ \\n]{1,8}/?"
-    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} {space} {call}") if parallel else ""
-    return f"SPACE? {grammar.literal('[')} {space} {call} {more} SPACE? {grammar.literals(']', '<|END_ACTION|>')}"
+    calls = grammar.add_calls_rule(call, parallel, f"SPACE? {grammar.literal(',')} {space}")
+    return f"SPACE? {grammar.literal('[')} {space} {calls} SPACE? {grammar.literals(']', '<|END_ACTION|>')}"
 
 
 def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(build_json_call_rule(grammar, tools))
-    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
-    return f"SPACE? {call} {more} SPACE? {grammar.literal(']')}"
+    separator = f"SPACE? {grammar.literal(',')} SPACE?"
+    calls = grammar.add_calls_rule(build_json_call_rule(grammar, tools), parallel, separator)
+    return f"SPACE? {calls} SPACE? {grammar.literal(']')}"
 
 
 TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")

@@ -125,25 +125,21 @@ def _build_function_tag_call(grammar: LarkGrammar, tools: Sequence[Tool], parall
 
 def _build_recipient_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after `>>>`."""
-    call = grammar.add_rule(
-        join_alternatives(
-            f"{grammar.literal(tool.name + chr(10))} {grammar.add_json_rule(tool.parameters)}" for tool in tools
-        )
+    call = join_alternatives(
+        f"{grammar.literal(tool.name + chr(10))} {grammar.add_json_rule(tool.parameters)}" for tool in tools
     )
-    return f"{call} {grammar.more_calls(f'{grammar.literal(RECIPIENT)} {call}')}" if parallel else call
+    return grammar.add_calls_rule(call, parallel, grammar.literal(RECIPIENT))
 
 
 def _build_name_as_key_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after `<|tools_prefix|>`."""
-    call = grammar.add_rule(
-        join_alternatives(
-            f"{grammar.literal('{' + to_json_string(tool.name) + ': ')} {grammar.add_json_rule(tool.parameters)} "
-            f"{grammar.literal('}')}"
-            for tool in tools
-        )
+    call = join_alternatives(
+        f"{grammar.literal('{' + to_json_string(tool.name) + ': ')} {grammar.add_json_rule(tool.parameters)} "
+        f"{grammar.literal('}')}"
+        for tool in tools
     )
-    more = grammar.more_calls(f"{grammar.literal(', ')} {call}") if parallel else ""
-    return f"{grammar.literal('[')} {call} {more} {grammar.literals(']', TOOLS_SUFFIX)}"
+    calls = grammar.add_calls_rule(call, parallel, grammar.literal(", "))
+    return f"{grammar.literal('[')} {calls} {grammar.literals(']', TOOLS_SUFFIX)}"
 
 
 FUNCTIONARY_TAGS = ToolFamily(

@@ -80,9 +80,9 @@ def parse_calls(parser: ToolParser, *, require_known_tool: bool, after_marker: b
 
 def build_call_list_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool, family: str) -> str:
     """Return an expression for a list of calls."""
-    call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools))
-    more = grammar.more_calls(f"{grammar.literal(', ')} {call}") if parallel else ""
-    return f"{grammar.literal('[')} {call} {more} {grammar.literal(']')}"
+    call = join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools)
+    calls = grammar.add_calls_rule(call, parallel, grammar.literal(", "))
+    return f"{grammar.literal('[')} {calls} {grammar.literal(']')}"
 
 
 PYTHONIC = ToolFamily(
@@ -94,10 +94,9 @@ PYTHONIC = ToolFamily(
 
 
 def _build_tool_code_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, "tool-code") for tool in tools))
+    call = join_alternatives(build_python_call_rule(grammar, tool, "tool-code") for tool in tools)
     newline = grammar.literal("\n")
-    more = grammar.more_calls(f"{newline} {call}") if parallel else ""
-    return f"{newline} {call} {more} {newline} {grammar.literal(FENCE)}"
+    return f"{newline} {grammar.add_calls_rule(call, parallel, newline)} {newline} {grammar.literal(FENCE)}"
 
 
 LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"

@@ -102,7 +102,11 @@ class XmlToolParser(ToolParser):
         if before and not (yield from self.scanner.skip_any(before)):
             return False
         name = yield from self.scanner.take_while(is_name_char)
-        name_ends = (yield from self.scanner.skip_any(after)) if after else (yield from self._has_tag_next())
+        if after:
+            name_ends = yield from self.scanner.skip_any(after)
+        else:  # a name without delimiters requires a tag after it
+            yield from self.scanner.take_whitespace()
+            name_ends = yield from self.scanner.peek_any(self._tags.key[0], self._tags.closing)
         if not name or not name_ends:
             return False
         if self._tags.attributes_end:
@@ -110,38 +114,21 @@ class XmlToolParser(ToolParser):
             if self.scanner.is_exhausted:
                 return False
         self.begin_call(name)
-        yield from self._parse_arguments(name)
+        arguments = ArgumentsBuilder(self)
+        while (yield from self._parse_argument(name, arguments)):
+            pass
         return True
 
-    def _has_tag_next(self) -> ParseSteps[bool]:
-        """Return whether a tag follows, which a name without delimiters requires."""
-        yield from self.scanner.take_whitespace()
-        return bool((yield from self.scanner.peek_any(self._tags.key[0], self._tags.closing)))
-
-    def _parse_arguments(self, name: str) -> ParseSteps[None]:
-        tags, scanner, arguments = self._tags, self.scanner, ArgumentsBuilder(self)
-        end = tags.call_end or tags.closing
-        while True:
-            yield from scanner.take_whitespace()
-            if (yield from scanner.skip_any(end)):
-                arguments.finish()
-                return
-            if (yield from scanner.peek_any(tags.closing)):
-                arguments.finish()  # the model omitted the end of the call
-                return
-            if not (yield from self._parse_argument(name, arguments)):
-                return
-
     def _parse_argument(self, name: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
-        """Parse one argument; return False if the call ends or is truncated."""
+        """Parse one argument, or the end of the call; return False if the call ends or is truncated."""
         tags, scanner = self._tags, self.scanner
-        skipped: list[str] = []  # text between two arguments belongs to neither and is dropped
         endings = (tags.key[0], tags.closing, *filter(None, [tags.call_end]))
-        ending = yield from scanner.stream_until(*endings, sink=skipped.append)
-        if ending is not None and ending != tags.key[0]:
-            arguments.finish()
-            scanner.unread(ending if ending != (tags.call_end or tags.closing) else "")
+        ending = yield from scanner.stream_until(*endings, sink=ignore_text)  # between arguments
         if ending != tags.key[0]:
+            if ending is not None:
+                arguments.finish()
+                # The model may omit the end of the call.
+                scanner.unread(ending if ending != (tags.call_end or tags.closing) else "")
             return False
         key: list[str] = []
         if not (yield from scanner.stream_until(tags.key[1], sink=key.append)):
@@ -174,12 +161,11 @@ class XmlToolParser(ToolParser):
 
     def _parse_value_text(self, sink: TextSink) -> ParseSteps[bool]:
         """Stream the text of a value; return whether it is complete."""
-        end = self._tags.value[1]
         if self._tags.has_cdata and (yield from self.scanner.skip_any(CDATA_START)):
             if not (yield from self.scanner.stream_until(CDATA_END, sink=sink)):
                 return False
             sink = ignore_text  # between the section and the end tag
-        return bool((yield from self.scanner.stream_until(end, sink=sink)))
+        return bool((yield from self.scanner.stream_until(self._tags.value[1], sink=sink)))
 
 
 def ignore_text(text: str) -> None:
@@ -275,9 +261,9 @@ def build_xml_family(
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
-        call = grammar.add_rule(join_alternatives(build_call(grammar, tool) for tool in tools))
-        more = grammar.more_calls(f"SPACE? {call}") if parallel and tags.calls_share_block else ""
-        return f"{space} {call} {more} {space} {grammar.literal(tags.closing)}"
+        call = join_alternatives(build_call(grammar, tool) for tool in tools)
+        calls = grammar.add_calls_rule(call, parallel and tags.calls_share_block, "SPACE?")
+        return f"{space} {calls} {space} {grammar.literal(tags.closing)}"
 
     return ToolFamily(
         name=name,

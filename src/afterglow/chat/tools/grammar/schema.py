@@ -13,6 +13,7 @@ from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
 
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
+ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
@@ -154,14 +155,15 @@ def build_bare_or_json_rule(
         else:
             space = "SPACE?" if allow_own_lines else ""
             value = join_alternatives(
-                [grammar.add_json_rule(choice.standalone_schema), *_build_python_constants(grammar, choice)]
+                [grammar.add_json_rule(choice.standalone_schema), *build_python_constants(grammar, choice)]
             )
             alternatives.append(f"{space} {value} {space} {grammar.literal(ending)}")
     return join_alternatives(alternatives)
 
 
-def _build_python_constants(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
-    """Return literals for True, False and None: many templates write them as Python does, and so do their models."""
+def build_python_constants(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
+    """Return literals for True, False and None, the only values of these types in Python. Many templates write them as
+    Python does, and so do their models."""
     if node.allowed_types == {"null"}:
         return [grammar.literal("None")]
     if node.allowed_types != {"boolean"}:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
+from afterglow.chat.tools.parsing.json_values import escape_json_text
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextScanner
 from afterglow.chat.tools.tool import Tool
 
@@ -73,6 +74,15 @@ class ToolParser:
         if text:
             self._parts.append(ToolCallDelta(self._call_count - 1, text))
 
+    def stream_string(self, end: str) -> ParseSteps[bool]:
+        """Emit the text up to `end` as a JSON string of the arguments; return False if it is truncated."""
+        self.emit_arguments('"')
+        ending = yield from self.scanner.stream_until(
+            end, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
+        )
+        self.emit_arguments('"' if ending else "")
+        return bool(ending)
+
     def reject_call(self, *, after_marker: bool) -> None:
         """Emit the text since the mark as text: it is not a call. Drop it if it was truncated after a marker."""
         if after_marker and self.scanner.is_truncated:
@@ -121,8 +131,10 @@ class ContentParser:
             self._pending_space += space
         if not content:
             return
-        stripped = content.rstrip()
-        self._parts.append(TextDelta(self._get_leading_space() + stripped))
+        stripped, leading_space = content.rstrip(), self._pending_space
+        if self._after_call:
+            leading_space = (self._pending_space or self._space_after_call) if self._has_text else ""
+        self._parts.append(TextDelta(leading_space + stripped))
         self._has_text, self._after_call = True, False
         self._pending_space, self._space_after_call = content[len(stripped) :], ""
 
@@ -136,11 +148,6 @@ class ContentParser:
         if not self._after_call and self._pending_space:
             self._parts.append(TextDelta(self._pending_space))
         self._pending_space = self._space_after_call = ""
-
-    def _get_leading_space(self) -> str:
-        if self._after_call:
-            return (self._pending_space or self._space_after_call) if self._has_text else ""
-        return self._pending_space
 
 
 def merge_parts(parts: Sequence[OutputPart]) -> list[OutputPart]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, list_parameters
+from afterglow.chat.tools.grammar.schema import (
+    SchemaNode,
+    build_python_constants,
+    build_separated_rule,
+    list_parameters,
+)
 from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, python_to_json
 from afterglow.chat.tools.parsing.parser import ToolParser
@@ -102,16 +107,11 @@ def _build_value_rule(grammar: LarkGrammar, node: SchemaNode, family: str) -> st
     """Return a rule for a value: True, False and None as in Python, everything else as JSON."""
     alternatives = []
     for choice in node.expand_choices(family):
-        if choice.allowed_types == {"boolean"}:
-            allowed = [True, False] if choice.allowed_values is None else choice.allowed_values
-            alternatives += [grammar.literal(str(value)) for value in allowed]
-        elif choice.allowed_types == {"null"}:
-            alternatives.append(grammar.literal("None"))
-        else:
-            alternatives += [
-                grammar.add_json_rule(choice.standalone_schema),
-                *_build_single_quoted_terminals(grammar, choice),
-            ]
+        constants = build_python_constants(grammar, choice)
+        alternatives += constants or [
+            grammar.add_json_rule(choice.standalone_schema),
+            *_build_single_quoted_terminals(grammar, choice),
+        ]
     return join_alternatives(alternatives)
 
 
