@@ -14,7 +14,7 @@ from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_tool_choice
 from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Message, MessageLike, parse_messages
-from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
+from afterglow.chat.multimodal import TEXT_ONLY, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputFormat, OutputParser, PlainTextParser
 from afterglow.chat.output.reasoning import (
     HARMONY_REASONING,
@@ -140,12 +140,24 @@ class Chat(Closeable):
         reasoning = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
         response_format = parse_response_format(options.response_format)
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
-        other_text = [tool.definition for tool in tools], chat_template_kwargs
+        definitions = [tool.definition for tool in tools]
         parsed, placeholders = extract_media(
-            parse_messages(messages), self._media_support(), self.media_policy, *other_text
+            parse_messages(messages), self._media_support(), self.media_policy, definitions, chat_template_kwargs
         )
         parsed, prefill = split_prefill(parsed)
-        prompt = self._build_prompt(parsed, prefill, tools, chat_template_kwargs, placeholders)
+        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in parsed)
+        if uses_tools and self.tool_family is GENERIC:
+            parsed, definitions = render_tools_as_text(parsed, tools), []
+        elif tools and not self._renders_tools:
+            parsed, definitions = add_tool_instructions(parsed, tools, self.tool_family.instructions), []
+        prompt = self._prompt_builder.build(
+            parsed,
+            tools=definitions,
+            chat_template_kwargs=chat_template_kwargs,
+            placeholders=placeholders,
+            prefill=prefill,
+            continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
+        )
         starts_in = self._find_output_position(prompt, prefill)
         return ChatPlan(
             chat=self,
@@ -212,29 +224,6 @@ class Chat(Closeable):
         """Return the bytes of a token for the output parsers. Control tokens that are no markers have none."""
         return self._vocabulary.token_to_piece(token, special=token in self._visible_control_tokens)
 
-    def _build_prompt(
-        self,
-        messages: list[Message],
-        prefill: Message | None,
-        tools: tuple[Tool, ...],
-        chat_template_kwargs: Mapping[str, Any],
-        placeholders: MediaPlaceholders,
-    ) -> ChatPrompt:
-        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in messages)
-        definitions = [tool.definition for tool in tools]
-        if uses_tools and self.tool_family is GENERIC:
-            messages, definitions = render_tools_as_text(messages, tools), []
-        elif tools and not self._renders_tools:
-            messages, definitions = add_tool_instructions(messages, tools, self.tool_family.instructions), []
-        return self._prompt_builder.build(
-            messages,
-            tools=definitions,
-            chat_template_kwargs=chat_template_kwargs,
-            placeholders=placeholders,
-            prefill=prefill,
-            continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
-        )
-
     def _write_continuation(self, prefill: Message, prompt: str, escape: Callable[[str], str]) -> str:
         """Write the beginning of the answer after the rendered prompt. Only the tags may be control tokens."""
         reasoning, text = escape(prefill.reasoning or ""), escape(prefill.content)
@@ -263,6 +252,7 @@ class Chat(Closeable):
         triggers = self.tool_family.list_triggers(tool_choice.tools)
         if tool_choice.mode == "auto" and triggers and tool_choice.tools and spec is None:
             return self._build_triggered_constraint(tool_choice, parallel, triggers, prompt)
+        # Without a text start, this is always true.
         has_text_start = starts_in == "answer" or prompt.text.rstrip().endswith(self._text_start)
         wrap_text = (lambda text_spec: text_spec) if has_text_start else self._wrap_text
         final_spec = None if spec is None else wrap_text(spec)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -87,7 +86,7 @@ class PromptBuilder:
         self._control_pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._escaper = ControlTokenEscaper(self._control_tokens, template.source)
         self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
-        self._tokenized_spans: OrderedDict[str, list[int]] = OrderedDict()
+        self._tokenize_cached = functools.lru_cache(MAX_CACHED_SPANS)(vocabulary.tokenize)
 
     def build(
         self,
@@ -196,19 +195,8 @@ class PromptBuilder:
         return tokens + self._tokenize_span(text[start:].lstrip() if strip else text[start:], separator)
 
     def _tokenize_span(self, text: str, separator: str) -> list[int]:
-        if separator:
-            text = text.replace(separator, "")
-        if not text:
-            return []
-        tokens = self._tokenized_spans.get(text)
-        if tokens is None:
-            tokens = self._vocabulary.tokenize(text)
-            self._tokenized_spans[text] = tokens
-            if len(self._tokenized_spans) > MAX_CACHED_SPANS:
-                self._tokenized_spans.popitem(last=False)
-        else:
-            self._tokenized_spans.move_to_end(text)
-        return tokens
+        text = text.replace(separator, "") if separator else text
+        return self._tokenize_cached(text) if text else []
 
 
 def count_system_messages(messages: Sequence[Message]) -> int:

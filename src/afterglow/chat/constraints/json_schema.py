@@ -138,7 +138,9 @@ class SchemaRewriter:
 
     def __init__(self, root: JsonSchema, where: str) -> None:
         self._root, self._where = root, where
-        self._draft = _detect_draft(root)
+        dialect = root.get("$schema") if isinstance(root, dict) else None
+        draft = re.search(r"draft-0(\d)|draft/(\d{4})", dialect) if isinstance(dialect, str) else None
+        self._draft = int(draft[1] or draft[2]) if draft else 2020  # number or year of the draft
         self._schemas: dict[str, Any] = {}  # by URI: resources with an `$id`, and anchors
         self._bases: dict[int, str] = {}  # base URI of each subschema, by its identity
         self._locations: dict[int, str] = {}
@@ -314,7 +316,10 @@ class SchemaRewriter:
         values = list_values(names, self.resolve) if "string" in get_types(names, self.resolve) else []
         where = f"{where}.propertyNames"
         if values is not None:
-            self._check_name_list(names, where)
+            # More than `enum` and `const` may decide which names are allowed.
+            keywords = {key for part in iter_in_place(names, self.resolve) for key in part}
+            if unenforced := sorted(keywords - NAME_LIST_KEYWORDS - ANNOTATION_KEYWORDS):
+                raise UnsupportedOption(f"{where}.{unenforced[0]}", "cannot be enforced beside a list of names")
             allowed = [value for value in values if isinstance(value, str)]
             if "patternProperties" in result:
                 raise UnsupportedOption(where, "cannot be enforced beside patternProperties")
@@ -333,12 +338,6 @@ class SchemaRewriter:
             raise UnsupportedOption(where, "cannot be enforced beside properties and patternProperties")
         result["patternProperties"] = {pattern: result.get("additionalProperties", True)}
         result["additionalProperties"] = False
-
-    def _check_name_list(self, schema: JsonSchema, where: str) -> None:
-        """Raise `UnsupportedOption` if more than `enum` and `const` decides which names are allowed."""
-        keywords = {key for part in iter_in_place(schema, self.resolve) for key in part}
-        if others := sorted(keywords - NAME_LIST_KEYWORDS - ANNOTATION_KEYWORDS):
-            raise UnsupportedOption(f"{where}.{others[0]}", "cannot be enforced beside a list of names")
 
     def _build_name_pattern(self, schema: JsonSchema, where: str) -> str | None:
         """Return the pattern of the names that match a schema; None if all do."""
@@ -361,13 +360,6 @@ class SchemaRewriter:
                 _rewrite_counts(keywords, where)
                 return f"^(?s:.{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}})$"
         raise UnsupportedOption(f"{where}.{min(keywords)}", "cannot be enforced on names")
-
-
-def _detect_draft(root: JsonSchema) -> int:
-    """Return the number of the JSON Schema draft, or its year. Without `$schema` it is the newest."""
-    uri = root.get("$schema") if isinstance(root, dict) else None
-    match = re.search(r"draft-0(\d)|draft/(\d{4})", uri) if isinstance(uri, str) else None
-    return 2020 if match is None else int(match[1] or match[2])
 
 
 def _list_subschemas(schema: dict[str, Any], where: str) -> list[tuple[str, JsonSchema]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from afterglow.chat.constraints.grammar import LiteralFormatter
+from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.output.parts import OutputParser
 from afterglow.chat.tools.grammar.lark import LarkGrammar
-from afterglow.chat.tools.grammar.schema import to_enforceable_tool
 from afterglow.chat.tools.parsing.parser import CallIdFactory, generate_call_id
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
@@ -100,6 +100,10 @@ class ToolFamily:
 
 
 def _to_enforceable_tools(tools: Sequence[Tool]) -> list[Tool]:
+    """Return the tools with schemas that a grammar can enforce; raise an error that names the keyword otherwise."""
     if not tools:
         raise InvalidArgument("tools", "must not be empty if a call is enforced")
-    return [to_enforceable_tool(tool) for tool in tools]
+    return [
+        replace(tool, parameters=to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters"))
+        for tool in tools
+    ]

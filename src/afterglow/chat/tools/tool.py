@@ -122,16 +122,8 @@ def build_tool(
     name: Any, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None, *, where: str
 ) -> Tool:
     """Build a tool from the fields of a request. Raises `InvalidArgument` for a field of `where`."""
-    return Tool(
-        name=_check_name(name, f"{where}.name"),
-        description=description or "",
-        parameters=_parse_parameters(parameters, f"{where}.parameters"),
-        strict=bool(strict),
-    )
-
-
-def _parse_parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    schema = {**_build_empty_schema(), **(value or {})}
+    name, where = _check_name(name, f"{where}.name"), f"{where}.parameters"
+    schema = {**_build_empty_schema(), **(parameters or {})}
     if schema["type"] != "object":
         raise InvalidArgument(f"{where}.type", f"must be 'object', not {schema['type']!r}")
     if not isinstance(schema["properties"], Mapping):
@@ -143,7 +135,7 @@ def _parse_parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, 
         json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(where, f"must be JSON: {error}") from None
-    return schema
+    return Tool(name=name, description=description or "", parameters=schema, strict=bool(strict))
 
 
 def _parse_function(function: Callable[..., Any], where: str) -> Tool:

@@ -15,7 +15,7 @@ from afterglow.chat.tools.grammar.schema import (
     list_properties,
 )
 from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
-from afterglow.chat.tools.parsing.json_values import ANY_TYPE, get_parameter_types, text_to_json, to_json_string
+from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json, to_json_string
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
@@ -40,27 +40,34 @@ class GemmaToolParser(ToolParser):
                 self.reject_call(after_marker=True)
                 continue
             self.begin_call(name)
-            if not (yield from self._parse_object(name)):
+            if not (yield from self._parse_container(self.tools.get(name))):
                 yield from scanner.stream_until(self._closing, sink=self.emit_arguments)
                 continue
             yield from scanner.take_whitespace()
             yield from scanner.skip_any(self._closing)
 
-    def _parse_object(self, tool_name: str | None = None) -> ParseSteps[bool]:
-        """Parse an object; return False if it is truncated. `tool_name` is set for the arguments of a call."""
-        self.emit_arguments(self.scanner.take(1))
-        first = True
+    def _parse_container(self, tool: Tool | None = None) -> ParseSteps[bool]:
+        """Parse an object or a list; return False if it is truncated. `tool`: the one whose arguments the object is."""
+        opening = self.scanner.take(1)
+        closing = "}" if opening == "{" else "]"
+        self.emit_arguments(opening)
+        separator = ""
         while True:
             yield from self.scanner.take_whitespace()
-            if (yield from self.scanner.skip_any("}")):
-                self.emit_arguments("}")
+            if (yield from self.scanner.skip_any(closing)):
+                self.emit_arguments(closing)
                 return True
-            key = yield from self._parse_key()
-            if not (yield from self.scanner.skip_any(":")):
+            key = ""
+            if opening == "{":
+                key = yield from self._parse_key()
+                if not (yield from self.scanner.skip_any(":")):
+                    return False
+                self.emit_arguments(f"{separator}{to_json_string(key)}: ")
+            elif (yield from self.scanner.peek()):
+                self.emit_arguments(separator)
+            else:
                 return False
-            self.emit_arguments(("" if first else ", ") + to_json_string(key) + ": ")
-            first = False
-            tool = self.tools.get(tool_name) if tool_name is not None else None
+            separator = ", "
             if not (yield from self._parse_value(get_parameter_types(tool, key))):
                 return False
             yield from self.scanner.take_whitespace()
@@ -75,33 +82,14 @@ class GemmaToolParser(ToolParser):
             return str(load_json((yield from read_json_value(self.scanner))[0]) or "")
         return (yield from self.scanner.take_while(lambda char: char not in ':,{}[]<"')).strip()
 
-    def _parse_array(self) -> ParseSteps[bool]:
-        self.emit_arguments(self.scanner.take(1))
-        first = True
-        while True:
-            yield from self.scanner.take_whitespace()
-            if (yield from self.scanner.skip_any("]")):
-                self.emit_arguments("]")
-                return True
-            if not (yield from self.scanner.peek()):
-                return False
-            self.emit_arguments("" if first else ", ")
-            first = False
-            if not (yield from self._parse_value(ANY_TYPE)):
-                return False
-            yield from self.scanner.take_whitespace()
-            yield from self.scanner.skip_any(",")
-
     def _parse_value(self, types: frozenset[str]) -> ParseSteps[bool]:
         """Parse one value; return False if it is truncated."""
         yield from self.scanner.take_whitespace()
         if (yield from self.scanner.skip_any(self._quote)):
             return (yield from self.stream_string(self._quote))
         match (yield from self.scanner.peek()):
-            case "{":
-                return (yield from self._parse_object())
-            case "[":
-                return (yield from self._parse_array())
+            case "{" | "[":
+                return (yield from self._parse_container())
             case '"':
                 return (yield from stream_json_value(self.scanner, self.emit_arguments))
         text = yield from self.scanner.take_while(lambda char: char not in ',{}[]<"')
@@ -181,9 +169,5 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
 
 GEMMA = build_gemma_family("gemma", "<|tool_call>", "<tool_call|>", '<|"|>', stop="<|tool_response>")
 FUNCTION_GEMMA = build_gemma_family(
-    "function-gemma",
-    "<start_function_call>",
-    "<end_function_call>",
-    "<escape>",
-    stop="<start_function_response>",
+    "function-gemma", "<start_function_call>", "<end_function_call>", "<escape>", stop="<start_function_response>"
 )

@@ -34,12 +34,12 @@ class HarmonyParser(ToolParser):
         else:
             self.emit_text(space)
         while header is not None:
-            tool_name, channel = self._find_tool_name(header), find_channel(header)
+            tool_name, channels = self._find_tool_name(header), CHANNEL_PATTERN.findall(header)
             if f"{CHANNEL} " in header:
                 yield from self.scanner.skip_any(" ")  # models with a SentencePiece vocabulary write one after a marker
             if tool_name is not None:
                 yield from self._parse_call(tool_name)
-            elif channel == "analysis":
+            elif channels[-1:] == ["analysis"]:  # the last one if the model wrote several
                 yield from self._parse_message(self.emit_reasoning, needs_separator=has_reasoning)
                 has_reasoning = True
             else:
@@ -76,12 +76,6 @@ class HarmonyParser(ToolParser):
         ending = yield from self.scanner.stream_until(*MESSAGE_ENDS, sink=sink)
         if ending in (START, CHANNEL):
             self.scanner.unread(ending)
-
-
-def find_channel(header: str) -> str | None:
-    """Return the channel of a message; the last one if the model wrote several."""
-    channels: list[str] = CHANNEL_PATTERN.findall(header)
-    return channels[-1] if channels else None
 
 
 def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:

@@ -70,19 +70,22 @@ def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_cal
     return join_alternatives(grammar.add_json_call_rule(tool, **json_call_options) for tool in tools)
 
 
-def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tuple[str, ...]) -> ToolFamily:
-    """Return a family that writes each call as an object between two tags."""
+def build_json_object_family(name: str, opening: str, closing: str = "") -> ToolFamily:
+    """Return a family that writes each call as an object between two tags, or ends its turn with one call after a
+    marker if there is no closing."""
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        return f"SPACE? {build_json_call_rule(grammar, tools)} SPACE? {grammar.literal(closing)}"
+        end = f"SPACE? {grammar.literal(closing)}" if closing else ""
+        return f"SPACE? {build_json_call_rule(grammar, tools)} {end}"
 
+    closings = (closing,) if closing else ()
     return ToolFamily(
         name=name,
-        markers=markers,
+        markers=(opening, *closings),
         triggers=(opening,),
-        parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=(closing,)),
+        parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=closings),
         build_block_rule=build_block,
-        block_separator="SPACE?",
+        block_separator="SPACE?" if closing else None,
     )
 
 
@@ -117,17 +120,6 @@ def build_json_list_family(
     )
 
 
-def build_untagged_end_family(name: str, opening: str) -> ToolFamily:
-    """Return a family that ends its turn with one call after a marker."""
-    return ToolFamily(
-        name=name,
-        markers=(opening,),
-        triggers=(opening,),
-        parser_factory=partial(TaggedJsonToolParser, openings=(opening,)),
-        build_block_rule=lambda grammar, tools, parallel: f"SPACE? {build_json_call_rule(grammar, tools)}",
-    )
-
-
 def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the list of calls after `<|START_ACTION|>`."""
     id = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,3}$"}}
@@ -143,9 +135,8 @@ def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel
     return f"SPACE? {calls} SPACE? {grammar.literal(']')}"
 
 
-TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
-HERMES = build_json_tag_family("hermes", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
-GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
+HERMES = build_json_object_family("hermes", "<tool_call>", "</tool_call>")
+GENERIC = build_json_object_family("generic", "<tool_call>", "</tool_call>")
 GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_openings=("<tool_call>",))
 NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 APRIEL = build_json_list_family(
@@ -158,8 +149,8 @@ COHERE = ToolFamily(
     parser_factory=partial(TaggedJsonToolParser, openings=("<|START_ACTION|>",), closings=("<|END_ACTION|>",)),
     build_block_rule=_build_cohere_calls,
 )
-GIGACHAT = build_untagged_end_family("gigachat", "<|function_call|>")
-GIGACHAT_ROLE = build_untagged_end_family("gigachat-role", "<|message_sep|>\n\nfunction call<|role_sep|>\n")
+GIGACHAT = build_json_object_family("gigachat", "<|function_call|>")
+GIGACHAT_ROLE = build_json_object_family("gigachat-role", "<|message_sep|>\n\nfunction call<|role_sep|>\n")
 FIREFUNCTION = ToolFamily(
     name="firefunction",
     triggers=("functools[",),  # with the bracket: answers mention Python's functools

@@ -19,9 +19,8 @@ from afterglow.chat.tools.grammar.schema import (
     build_text_until_rule,
     list_parameters,
 )
-from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json
-from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
+from afterglow.chat.tools.parsing.parser import ArgumentsBuilder, CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_char
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
@@ -53,8 +52,8 @@ class XmlTags:
     name: tuple[str, str]  # before and after the tool's name; if after is "", a tag or newline ends the name
     key: tuple[str, str]
     value: tuple[str, str]
-    call_end: str  # end of one call in the block; "" if the closing ends it
-    values_on_own_lines: bool  # one newline before and one after a value are not part of it
+    call_end: str = ""  # end of one call in the block; "" if the closing ends it
+    values_on_own_lines: bool = False  # one newline before and one after a value are not part of it
     opening_optional: bool = False  # models may omit the opening
     calls_share_block: bool = False  # one block contains several calls
     attributes_end: str = ""  # attributes follow the name and every key up to this text; "" if there are none
@@ -123,7 +122,8 @@ class XmlToolParser(ToolParser):
         """Parse one argument, or the end of the call; return False if the call ends or is truncated."""
         tags, scanner = self._tags, self.scanner
         endings = (tags.key[0], tags.closing, *filter(None, [tags.call_end]))
-        ending = yield from scanner.stream_until(*endings, sink=ignore_text)  # between arguments
+        # Text between two arguments belongs to neither and is dropped.
+        ending = yield from scanner.stream_until(*endings, sink=ignore_text)
         if ending != tags.key[0]:
             if ending is not None:
                 arguments.finish()
@@ -209,12 +209,7 @@ class NewlineTrimmer:
 
 
 def build_xml_family(
-    name: str,
-    tags: XmlTags,
-    *,
-    markers: tuple[str, ...],
-    other_starts: tuple[str, ...] = (),
-    optional_lead: str = "",
+    name: str, tags: XmlTags, *, markers: tuple[str, ...], other_starts: tuple[str, ...] = (), optional_lead: str = ""
 ) -> ToolFamily:
     """Return a family with these tags."""
 
@@ -311,7 +306,6 @@ MINIMAX = build_xml_family(
         key=('<parameter name="', '">'),
         value=("", "</parameter>"),
         call_end="</invoke>",
-        values_on_own_lines=False,
         calls_share_block=True,
     ),
     markers=("<minimax:tool_call>", "</minimax:tool_call>"),
@@ -324,8 +318,6 @@ GLM = build_xml_family(
         name=("", ""),
         key=("<arg_key>", "</arg_key>"),
         value=("<arg_value>", "</arg_value>"),
-        call_end="",
-        values_on_own_lines=False,
     ),
     markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
@@ -337,8 +329,6 @@ MINICPM = build_xml_family(
         name=("", '">'),
         key=('<param name="', '">'),
         value=("", "</param>"),
-        call_end="",
-        values_on_own_lines=False,
         has_cdata=True,
     ),
     markers=(),
@@ -360,7 +350,6 @@ def build_dsml_family(name: str, block: str) -> ToolFamily:
             key=(f'<{DSML}parameter name="', '"'),
             value=("", f"</{DSML}parameter>"),
             call_end=f"</{DSML}invoke>",
-            values_on_own_lines=False,
             calls_share_block=True,
             attributes_end=">",
             attributes=DSML_TYPES,
@@ -380,7 +369,6 @@ KIMI_K3 = build_xml_family(
         key=('<|open|>argument key="', '"'),
         value=("", "<|close|>argument<|sep|>"),
         call_end="<|close|>call<|sep|>",
-        values_on_own_lines=False,
         calls_share_block=True,
         attributes_end="<|sep|>",
         attributes=TagAttributes(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.constraints.schema_analysis import build_resolver, get_type, get_types
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.tool import Tool
@@ -17,11 +16,6 @@ ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
-
-
-def to_enforceable_tool(tool: Tool) -> Tool:
-    """Return the tool with a schema that a grammar can enforce; raise an error that names the keyword otherwise."""
-    return replace(tool, parameters=to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from afterglow.chat.tools.grammar.schema import (
     build_separated_rule,
     list_parameters,
 )
-from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, python_to_json
-from afterglow.chat.tools.parsing.parser import ToolParser
+from afterglow.chat.tools.parsing.parser import ArgumentsBuilder, ToolParser
 from afterglow.chat.tools.parsing.scanner import CharPosition, ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
 
