@@ -99,17 +99,9 @@ TAG_FORMATS = (
     KIMI_K3_REASONING,
     *(  # Cohere: Cohere2 and Command R7B
         ReasoningFormat(
-            start_tag="<|START_THINKING|>",
-            end_tag="<|END_THINKING|>",
-            forced_ending="<|END_THINKING|>",
-            text_start=text_start,
-            text_end=text_end,
+            "<|START_THINKING|>", "<|END_THINKING|>", forced_ending="<|END_THINKING|>", text_start=start, text_end=end
         )
-        for text_start, text_end in (
-            ("<|START_TEXT|>", "<|END_TEXT|>"),
-            ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-            ("", ""),
-        )
+        for start, end in (("<|START_TEXT|>", "<|END_TEXT|>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("", ""))
     ),
     build_tag_format(  # Apriel
         "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped_tags=("[END FINAL RESPONSE]",)

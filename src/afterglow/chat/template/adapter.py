@@ -7,7 +7,6 @@ templates that reject the order of messages.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,17 +30,13 @@ def adapt_messages(messages: Sequence[Message], capabilities: TemplateCapabiliti
     >>> adapt_messages([Message(role="developer", content="Be brief.")], TemplateCapabilities())[0].role
     'system'
     """
-    adapted = [
-        replace(message, role="system")
-        if message.role == "developer" and not capabilities.supports_developer_role
-        else message
-        for message in messages
-    ]
-    adapted = list(itertools.chain.from_iterable(_adapt_tool_calls(message, capabilities) for message in adapted))
-    if not capabilities.supports_tool_responses:
-        adapted = [
-            Message(role="user", content=message.content) if message.role == "tool" else message for message in adapted
-        ]
+    adapted: list[Message] = []
+    for message in messages:
+        if message.role == "developer" and not capabilities.supports_developer_role:
+            message = replace(message, role="system")
+        elif message.role == "tool" and not capabilities.supports_tool_responses:
+            message = Message(role="user", content=message.content)
+        adapted += _adapt_tool_calls(message, capabilities)
     return adapted if capabilities.supports_system_role else merge_system_into_user(adapted)
 
 

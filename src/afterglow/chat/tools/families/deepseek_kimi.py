@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
@@ -15,8 +15,7 @@ from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
 
 
-@dataclass(frozen=True, slots=True)
-class SectionMarkers:
+class SectionMarkers(NamedTuple):
     """Markers around all calls, around one call, and between its header and its arguments."""
 
     calls_begin: str
@@ -24,10 +23,6 @@ class SectionMarkers:
     separator: str
     call_end: str
     calls_end: str
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return self.calls_begin, self.call_begin, self.separator, self.call_end, self.calls_end
 
 
 class SectionToolParser(ToolParser):
@@ -44,11 +39,9 @@ class SectionToolParser(ToolParser):
         ):
             scanner.mark(len(opening))
             if opening == markers.calls_begin:
-                yield from scanner.take_whitespace()
-                yield from scanner.skip_any(markers.call_begin)
+                yield from scanner.skip_after_space(markers.call_begin)
             while (yield from self._parse_call()):
-                yield from scanner.take_whitespace()
-                if not (yield from scanner.skip_any(markers.call_begin)):
+                if not (yield from scanner.skip_after_space(markers.call_begin)):
                     yield from scanner.skip_any(markers.calls_end)
                     break
                 scanner.mark(len(markers.call_begin))
@@ -81,11 +74,9 @@ class SectionToolParser(ToolParser):
 
     def _parse_arguments(self) -> ParseSteps[None]:
         scanner, call_end = self.scanner, self._markers.call_end
-        yield from scanner.take_whitespace()
-        fence = yield from scanner.skip_any(FENCE)
+        fence = yield from scanner.skip_after_space(FENCE)
         yield from scanner.skip_any("json")
-        yield from scanner.take_whitespace()
-        if (yield from scanner.skip_any(call_end)):
+        if (yield from scanner.skip_after_space(call_end)):
             self.emit_arguments("{}")
             return
         if not (yield from stream_json_value(scanner, self.emit_arguments)):
@@ -110,7 +101,7 @@ def build_section_family(
 
     return ToolFamily(
         name=name,
-        markers=markers.texts,
+        markers=markers,
         triggers=(markers.calls_begin,),
         other_starts=(markers.call_begin,),
         instructions=instructions,
@@ -156,8 +147,8 @@ DEEPSEEK_NAMED = build_section_family(
     instructions="".join(
         (
             "To call tools, write this and nothing after it, with one part from begin to end for each call:\n",
-            *(*DEEPSEEK_MARKERS.texts[:2], "the tool's name", DEEPSEEK_MARKERS.separator, "its arguments as JSON"),
-            *DEEPSEEK_MARKERS.texts[3:],
+            *(*DEEPSEEK_MARKERS[:2], "the tool's name", DEEPSEEK_MARKERS.separator, "its arguments as JSON"),
+            *DEEPSEEK_MARKERS[3:],
         )
     ),
 )

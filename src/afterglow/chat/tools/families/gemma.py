@@ -33,8 +33,7 @@ class GemmaToolParser(ToolParser):
         scanner = self.scanner
         while opening := (yield from scanner.stream_until(self._opening, sink=self.emit_text)):
             scanner.mark(len(opening))
-            yield from scanner.take_whitespace()
-            has_prefix = yield from scanner.skip_any("call:")
+            has_prefix = yield from scanner.skip_after_space("call:")
             name = (yield from scanner.take_while(is_name_char)) if has_prefix else ""
             if not name or (yield from scanner.peek()) != "{":
                 self.reject_call(after_marker=True)
@@ -43,8 +42,7 @@ class GemmaToolParser(ToolParser):
             if not (yield from self._parse_container(self.tools.get(name))):
                 yield from scanner.stream_until(self._closing, sink=self.emit_arguments)
                 continue
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any(self._closing)
+            yield from scanner.skip_after_space(self._closing)
 
     def _parse_container(self, tool: Tool | None = None) -> ParseSteps[bool]:
         """Parse an object or a list; return False if it is truncated. `tool`: the one whose arguments the object is."""
@@ -53,8 +51,7 @@ class GemmaToolParser(ToolParser):
         self.emit_arguments(opening)
         separator = ""
         while True:
-            yield from self.scanner.take_whitespace()
-            if (yield from self.scanner.skip_any(closing)):
+            if (yield from self.scanner.skip_after_space(closing)):
                 self.emit_arguments(closing)
                 return True
             key = ""
@@ -70,8 +67,7 @@ class GemmaToolParser(ToolParser):
             separator = ", "
             if not (yield from self._parse_value(get_parameter_types(tool, key))):
                 return False
-            yield from self.scanner.take_whitespace()
-            yield from self.scanner.skip_any(",")
+            yield from self.scanner.skip_after_space(",")
 
     def _parse_key(self) -> ParseSteps[str]:
         pieces: list[str] = []
@@ -84,8 +80,7 @@ class GemmaToolParser(ToolParser):
 
     def _parse_value(self, types: frozenset[str]) -> ParseSteps[bool]:
         """Parse one value; return False if it is truncated."""
-        yield from self.scanner.take_whitespace()
-        if (yield from self.scanner.skip_any(self._quote)):
+        if (yield from self.scanner.skip_after_space(self._quote)):
             return (yield from self.stream_string(self._quote))
         match (yield from self.scanner.peek()):
             case "{" | "[":

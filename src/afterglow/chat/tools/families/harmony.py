@@ -38,7 +38,11 @@ class HarmonyParser(ToolParser):
             if f"{CHANNEL} " in header:
                 yield from self.scanner.skip_any(" ")  # models with a SentencePiece vocabulary write one after a marker
             if tool_name is not None:
-                yield from self._parse_call(tool_name)
+                self.begin_call(tool_name)
+                yield from self.scanner.take_whitespace()
+                if (yield from self.scanner.peek_any(*MESSAGE_ENDS)):
+                    self.emit_arguments("{}")
+                yield from self._parse_body(self.emit_arguments)
             elif channels[-1:] == ["analysis"]:  # the last one if the model wrote several
                 yield from self._parse_message(self.emit_reasoning, needs_separator=has_reasoning)
                 has_reasoning = True
@@ -65,32 +69,22 @@ class HarmonyParser(ToolParser):
             sink("\n\n")
         yield from self._parse_body(sink)
 
-    def _parse_call(self, name: str) -> ParseSteps[None]:
-        self.begin_call(name)
-        yield from self.scanner.take_whitespace()
-        if (yield from self.scanner.peek_any(*MESSAGE_ENDS)):
-            self.emit_arguments("{}")
-        yield from self._parse_body(self.emit_arguments)
-
     def _parse_body(self, sink: TextSink) -> ParseSteps[None]:
         ending = yield from self.scanner.stream_until(*MESSAGE_ENDS, sink=sink)
         if ending in (START, CHANNEL):
             self.scanner.unread(ending)
 
 
-def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:
-    """Return an expression from the tool's name to the end of the call; the channel may follow the recipient."""
+def _build_block_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    """Return an expression from a tool's name to the end of the call; the channel may follow the recipient."""
     channel = f"({grammar.literals(CHANNEL, 'commentary')})?"
     constrain = f"SPACE? {grammar.literal(CONSTRAIN)} SPACE? {grammar.literal('json')}"
     content_type = f"( {constrain} | {grammar.literal(' json')} | SPACE )?"
-    return (
-        f"{grammar.literal(tool.name)} {channel} {content_type} {grammar.literal(MESSAGE)} "
-        f"{grammar.add_json_rule(tool.parameters)} {grammar.literal(CALL)}"
+    header = f"{channel} {content_type} {grammar.literal(MESSAGE)}"
+    return join_alternatives(
+        f"{grammar.literal(tool.name)} {header} {grammar.add_json_rule(tool.parameters)} {grammar.literal(CALL)}"
+        for tool in tools
     )
-
-
-def _build_block_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    return join_alternatives(_build_named_call_rule(grammar, tool) for tool in tools)
 
 
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:

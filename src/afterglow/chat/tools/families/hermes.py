@@ -31,8 +31,7 @@ class TaggedJsonToolParser(ToolParser):
     def parse_block(self) -> ParseSteps[None]:
         """Parse the calls after the opening. The scanner's mark is before the opening."""
         scanner = self.scanner
-        yield from scanner.take_whitespace()
-        is_list = yield from scanner.skip_any("[")
+        is_list = yield from scanner.skip_after_space("[")
         call_count = 0
         while True:
             yield from scanner.take_whitespace()

@@ -39,8 +39,7 @@ class MinimaxM3ToolParser(ToolParser):
 
     def _parse_call(self) -> ParseSteps[bool]:
         scanner = self.scanner
-        yield from scanner.take_whitespace()
-        if not (yield from scanner.skip_any(CALL_START)):
+        if not (yield from scanner.skip_after_space(CALL_START)):
             return False
         name = yield from scanner.take_while(is_name_char)
         if not name or not (yield from scanner.skip_any('">')):
@@ -59,8 +58,7 @@ class MinimaxM3ToolParser(ToolParser):
         self.emit_arguments("[" if is_list else "{")
         separator = ""
         while True:
-            yield from self.scanner.take_whitespace()
-            if (yield from self.scanner.skip_any(end)):
+            if (yield from self.scanner.skip_after_space(end)):
                 self.emit_arguments("]" if is_list else "}")
                 return True
             key = yield from self._parse_element_name()

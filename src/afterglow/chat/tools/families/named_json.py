@@ -29,12 +29,10 @@ class FunctionTagParser(ToolParser):
                 self.reject_call(after_marker=True)
                 continue
             self.begin_call(name)
-            yield from scanner.take_whitespace()
-            if (yield from scanner.skip_any(FUNCTION_END)):
+            if (yield from scanner.skip_after_space(FUNCTION_END)):
                 self.emit_arguments("{}")
             elif (yield from stream_json_value(scanner, self.emit_arguments)):
-                yield from scanner.take_whitespace()
-                yield from scanner.skip_any(FUNCTION_END)
+                yield from scanner.skip_after_space(FUNCTION_END)
             else:
                 yield from scanner.stream_until(FUNCTION_END, sink=self.emit_arguments)
 
@@ -83,8 +81,7 @@ class NameAsKeyParser(ToolParser):
         scanner = self.scanner
         while opening := (yield from scanner.stream_until(TOOLS_PREFIX, sink=self.emit_text)):
             scanner.mark(len(opening))
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any("[")
+            yield from scanner.skip_after_space("[")
             has_call = False
             while (yield from self._parse_call()):
                 has_call = True
@@ -98,8 +95,7 @@ class NameAsKeyParser(ToolParser):
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one object; return whether it is a call."""
         scanner = self.scanner
-        yield from scanner.take_whitespace()
-        if not (yield from scanner.skip_any("{")):
+        if not (yield from scanner.skip_after_space("{")):
             return False
         yield from scanner.take_whitespace()
         name = load_json((yield from read_json_value(scanner))[0])

@@ -60,10 +60,6 @@ class XmlTags:
     attributes: TagAttributes | None = None
     has_cdata: bool = False  # a value may be in a CDATA section
 
-    @property
-    def openings(self) -> tuple[str, ...]:
-        return (self.opening, self.name[0]) if self.opening_optional else (self.opening,)
-
 
 class XmlToolParser(ToolParser):
     """Parses calls whose arguments are between tags."""
@@ -74,7 +70,8 @@ class XmlToolParser(ToolParser):
 
     def parse(self) -> ParseSteps[None]:
         tags, scanner = self._tags, self.scanner
-        while opening := (yield from scanner.stream_until(*tags.openings, sink=self.emit_text)):
+        openings = (tags.opening, tags.name[0]) if tags.opening_optional else (tags.opening,)
+        while opening := (yield from scanner.stream_until(*openings, sink=self.emit_text)):
             scanner.mark(len(opening))
             if opening != tags.opening:
                 scanner.unread(opening)
@@ -134,8 +131,7 @@ class XmlToolParser(ToolParser):
         if not (yield from scanner.stream_until(tags.key[1], sink=key.append)):
             return False
         if tags.value[0]:
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any(tags.value[0])
+            yield from scanner.skip_after_space(tags.value[0])
         return (yield from self._parse_value(name, "".join(key).strip(), arguments))
 
     def _parse_value(self, name: str, key: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:

@@ -93,13 +93,11 @@ class JsonCallParser:
         if not (yield from self._scanner.skip_any("{")):
             return False
         while True:
-            yield from self._scanner.take_whitespace()
-            if (yield from self._scanner.skip_any("}")):
+            if (yield from self._scanner.skip_after_space("}")):
                 return True
             if not (yield from self._parse_member()):
                 return False
-            yield from self._scanner.take_whitespace()
-            yield from self._scanner.skip_any(",")
+            yield from self._scanner.skip_after_space(",")
 
     def _parse_member(self) -> ParseSteps[bool]:
         """Parse one `"key": value`; return False if it is truncated or shows that the object is not a call."""

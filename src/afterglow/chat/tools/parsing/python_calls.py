@@ -57,15 +57,13 @@ class PythonCallParser:
         ):
             return False
         while True:
-            yield from self._scanner.take_whitespace()
-            if (yield from self._scanner.skip_any(")")):
+            if (yield from self._scanner.skip_after_space(")")):
                 self._begin_call(name)
                 self._arguments.finish()
                 return True
             if not (yield from self._parse_argument(name)):
                 return self._started
-            yield from self._scanner.take_whitespace()
-            yield from self._scanner.skip_any(",")
+            yield from self._scanner.skip_after_space(",")
 
     def _begin_call(self, name: str) -> None:
         if not self._started:
