@@ -6,6 +6,7 @@ no user text can be mistaken for media, whatever media markers the model or mtmd
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -93,11 +94,9 @@ def extract_media(
         return filtered, NO_MEDIA
     delimiter = find_unused_character(messages, *other_text)
     media = media_support.measure(load_attachments(attachments, policy, media_support.decode))
-    first_number = 0
-    for index, message in enumerate(filtered):
-        filtered[index] = _insert_placeholders(message, delimiter, first_number)
-        first_number += len(message.attachments)
-    return filtered, MediaPlaceholders(delimiter, tuple(media))
+    numbers = itertools.count()
+    replaced = [_insert_placeholders(message, delimiter, numbers) for message in filtered]
+    return replaced, MediaPlaceholders(delimiter, tuple(media))
 
 
 def filter_media(messages: Sequence[Message], media_support: MediaSupport) -> list[Message]:
@@ -118,15 +117,13 @@ def filter_media(messages: Sequence[Message], media_support: MediaSupport) -> li
     return filtered
 
 
-def _insert_placeholders(message: Message, delimiter: str, first_number: int) -> Message:
-    if not message.attachments:
-        return message
+def _insert_placeholders(message: Message, delimiter: str, numbers: Iterator[int]) -> Message:
     text, start = "", 0
-    for number, attachment in enumerate(message.attachments, first_number):
+    for attachment in message.attachments:
         offset, length = attachment.offset, len(message.content)
         if not 0 <= offset <= length:
             raise InvalidArgument("attachments", f"the offset {offset} is outside the text of {length} characters")
-        text += f"{message.content[start:offset]}{delimiter}{number}{delimiter}"
+        text += f"{message.content[start:offset]}{delimiter}{next(numbers)}{delimiter}"
         start = offset
     return replace(message, content=text + message.content[start:], attachments=())
 

@@ -12,6 +12,7 @@ from afterglow.chat.tools.grammar.schema import (
     SchemaNode,
     build_separated_rule,
     build_text_until_rule,
+    create_root,
     list_properties,
 )
 from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
@@ -19,7 +20,6 @@ from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_t
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
 
 
 class GemmaToolParser(ToolParser):
@@ -96,17 +96,16 @@ class GemmaToolParser(ToolParser):
 class GemmaRuleBuilder:
     """Builds grammar rules of Gemma's notation from schemas."""
 
-    def __init__(self, grammar: LarkGrammar, family: str, quote: str) -> None:
-        self._grammar, self._family, self._quote = grammar, family, quote
+    def __init__(self, grammar: LarkGrammar, quote: str) -> None:
+        self._grammar, self._quote = grammar, quote
 
     def build_object(self, node: SchemaNode) -> str:
         """Return an expression for an object with its members in alphabetical order, as the templates write them."""
         grammar = self._grammar
-        properties = sorted(list_properties(node, self._family), key=lambda member: member.name.lower())
+        properties = sorted(list_properties(node), key=lambda member: member.name.lower())
         is_open = node.schema.get("additionalProperties", True) is not False and "properties" not in node.schema
         if not properties and is_open:
-            reason = f"the {self._family} call format requires named properties"
-            raise UnsupportedOption(f"{node.where}.properties", reason)
+            raise node.build_error("properties", "requires named properties")
         members = [
             (f"{grammar.literal(f'{member.name}:')} {self.build_value(member.node)}", member.required)
             for member in properties
@@ -114,12 +113,12 @@ class GemmaRuleBuilder:
         return f"{grammar.literal('{')} {build_separated_rule(grammar, members, ',')} {grammar.literal('}')}"
 
     def build_value(self, node: SchemaNode) -> str:
-        return join_alternatives(self._build_choice(choice) for choice in node.expand_choices(self._family))
+        return join_alternatives(self._build_choice(choice) for choice in node.expand_choices())
 
     def _build_choice(self, node: SchemaNode) -> str:
         match sorted(node.allowed_types):
             case ["string"]:
-                text = build_text_until_rule(self._grammar, node, self._family, ending=self._quote)
+                text = build_text_until_rule(self._grammar, node, ending=self._quote)
                 return f"{self._grammar.literal(self._quote)} {text}"
             case ["array"]:
                 return self._build_array(node)
@@ -127,10 +126,10 @@ class GemmaRuleBuilder:
                 return self._grammar.add_rule(self.build_object(node))
             case [_] | ["integer", "number"]:
                 return self._grammar.add_json_rule(node.standalone_schema)
-        raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
+        raise node.build_error("type", "requires a single type")
 
     def _build_array(self, node: SchemaNode) -> str:
-        node.check_keywords(ARRAY_KEYWORDS, self._family)
+        node.check_keywords(ARRAY_KEYWORDS)
         min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
         if max_items == 0:
             return self._grammar.literal("[]")
@@ -144,12 +143,11 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
     """Return a family with these markers. `stop` ends the turn before the model writes the tool's result itself."""
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        builder = GemmaRuleBuilder(grammar, name, quote)
-        calls = []
-        for tool in tools:
-            node = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
-            calls.append(f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(node)}")
-        return f"{join_alternatives(calls)} {grammar.literal(closing)}"
+        builder = GemmaRuleBuilder(grammar, quote)
+        call = join_alternatives(
+            f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(create_root(tool, name))}" for tool in tools
+        )
+        return f"{call} {grammar.literal(closing)}"
 
     return ToolFamily(
         name=name,

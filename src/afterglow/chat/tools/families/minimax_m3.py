@@ -8,12 +8,17 @@ from typing import Any
 from afterglow.chat.constraints.schema_analysis import build_resolver, get_types, iter_in_place
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import ARRAY_KEYWORDS, SchemaNode, build_text_until_rule, list_properties
+from afterglow.chat.tools.grammar.schema import (
+    ARRAY_KEYWORDS,
+    SchemaNode,
+    build_text_until_rule,
+    create_root,
+    list_properties,
+)
 from afterglow.chat.tools.parsing.json_values import ANY_TYPE, MAX_NESTED_SCHEMAS, text_to_json, to_json_string
 from afterglow.chat.tools.parsing.parser import ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
 
 NAMESPACE = "]<]minimax[>["
 BLOCK_START, BLOCK_END = f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"
@@ -111,57 +116,50 @@ def get_item_schema(schema: Any, root: Mapping[str, Any]) -> Any:
     return next((found["items"] for found in iter_in_place(schema, build_resolver(root)) if "items" in found), True)
 
 
-class _ElementRules:
-    """Builds grammar rules of elements from schemas."""
+def _build_members(grammar: LarkGrammar, node: SchemaNode) -> str:
+    """Return an expression for the elements of an object in schema order."""
+    properties = list_properties(node)
+    if not properties and "properties" not in node.schema and node.schema.get("additionalProperties", True):
+        raise node.build_error("properties", "requires named properties")
+    members = []
+    for member in properties:
+        element = grammar.add_rule(_build_element(grammar, member.name, member.node))
+        members.append(element if member.required else f"{element}?")
+    return " ".join(members)
 
-    def __init__(self, grammar: LarkGrammar, family: str) -> None:
-        self._grammar, self._family = grammar, family
 
-    def build_members(self, node: SchemaNode) -> str:
-        """Return an expression for the elements of an object in schema order."""
-        properties = list_properties(node, self._family)
-        if not properties and "properties" not in node.schema and node.schema.get("additionalProperties", True):
-            raise UnsupportedOption(
-                f"{node.where}.properties", f"the {self._family} call format requires named properties"
-            )
-        members = []
-        for member in properties:
-            element = self._grammar.add_rule(self._build_element(member.name, member.node))
-            members.append(element if member.required else f"{element}?")
-        return " ".join(members)
+def _build_element(grammar: LarkGrammar, name: str, node: SchemaNode) -> str:
+    values = [_build_value(grammar, choice, f"{ELEMENT_END}{name}>") for choice in node.expand_choices()]
+    return f"{grammar.literal(f'{ELEMENT_START}{name}>')} {join_alternatives(values)}"
 
-    def _build_element(self, name: str, node: SchemaNode) -> str:
-        end = f"{ELEMENT_END}{name}>"
-        values = [self._build_value(choice, end) for choice in node.expand_choices(self._family)]
-        return f"{self._grammar.literal(f'{ELEMENT_START}{name}>')} {join_alternatives(values)}"
 
-    def _build_value(self, node: SchemaNode, end: str) -> str:
-        """Return an expression for a value and its closing tag."""
-        match sorted(node.allowed_types):
-            case ["string"]:
-                return build_text_until_rule(self._grammar, node, self._family, ending=end)
-            case ["array"]:
-                return f"{self._build_items(node)} {self._grammar.literal(end)}"
-            case ["object"]:
-                return f"{self.build_members(node)} {self._grammar.literal(end)}"
-            case [_] | ["integer", "number"]:
-                return f"{self._grammar.add_json_rule(node.standalone_schema)} {self._grammar.literal(end)}"
-        raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
-
-    def _build_items(self, node: SchemaNode) -> str:
-        node.check_keywords(ARRAY_KEYWORDS, self._family)
-        item = self._grammar.add_rule(self._build_element(ITEM, node.create_child(node.schema.get("items"), "items")))
-        min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
-        return f"{item}{{{min_items},{'' if max_items is None else max_items}}}"
+def _build_value(grammar: LarkGrammar, node: SchemaNode, end: str) -> str:
+    """Return an expression for a value and its closing tag."""
+    match sorted(node.allowed_types):
+        case ["string"]:
+            return build_text_until_rule(grammar, node, ending=end)
+        case ["array"]:
+            node.check_keywords(ARRAY_KEYWORDS)
+            items = node.create_child(node.schema.get("items"), "items")
+            min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
+            bounds = f"{{{min_items},{'' if max_items is None else max_items}}}"
+            value = f"{grammar.add_rule(_build_element(grammar, ITEM, items))}{bounds}"
+        case ["object"]:
+            value = _build_members(grammar, node)
+        case [_] | ["integer", "number"]:
+            value = grammar.add_json_rule(node.standalone_schema)
+        case _:
+            raise node.build_error("type", "requires a single type")
+    return f"{value} {grammar.literal(end)}"
 
 
 def _build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after the start of a block."""
-    rules, calls = _ElementRules(grammar, "minimax-m3"), []
+    calls = []
     for tool in tools:
-        node = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
         start = grammar.literal(f'{CALL_START}{tool.name}">')
-        calls.append(f"{start} {rules.build_members(node)} {grammar.literal(CALL_END)}")
+        members = _build_members(grammar, create_root(tool, "minimax-m3"))
+        calls.append(f"{start} {members} {grammar.literal(CALL_END)}")
     block = grammar.add_calls_rule(f"{join_alternatives(calls)} SPACE?", parallel, separator="")
     return f"SPACE? {block} {grammar.literal(BLOCK_END)}"
 

@@ -17,13 +17,13 @@ from afterglow.chat.tools.grammar.schema import (
     ToolParameter,
     build_bare_or_json_rule,
     build_text_until_rule,
-    list_parameters,
+    create_root,
+    list_properties,
 )
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json
 from afterglow.chat.tools.parsing.parser import ArgumentsBuilder, CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_char
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
 
 DSML = "｜DSML｜"  # noqa: RUF001 - full-width bars of the model's vocabulary
 
@@ -80,16 +80,15 @@ class XmlToolParser(ToolParser):
     def _parse_block(self) -> ParseSteps[None]:
         """Parse the calls after the opening, and the closing."""
         tags, scanner = self._tags, self.scanner
-        while True:
-            if not (yield from self._parse_call()):
-                self.reject_call(after_marker=True)
-                return
+        while (yield from self._parse_call()):
             yield from scanner.take_whitespace()
-            if not tags.call_end or not (yield from scanner.peek_any(tags.name[0])):
-                break
+            if not tags.call_end:
+                return
+            if not (yield from scanner.peek_any(tags.name[0])):
+                yield from scanner.skip_any(tags.closing)
+                return
             scanner.mark()
-        if tags.call_end:
-            yield from scanner.skip_any(tags.closing)
+        self.reject_call(after_marker=True)
 
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one call; return whether there is one."""
@@ -214,26 +213,20 @@ def build_xml_family(
         if tags.attributes is not None:
             pieces += [text if text[0] == "/" else grammar.literal(text) for text in tags.attributes.call_pattern]
         pieces += [grammar.literals(tags.attributes_end), "SPACE?"]
-        pieces += [build_argument(grammar, parameter) for parameter in list_parameters(tool, name)]
+        pieces += [build_argument(grammar, parameter) for parameter in list_properties(create_root(tool, name))]
         return grammar.add_rule(f"{' '.join(pieces)} {grammar.literal(tags.call_end) if tags.call_end else ''}")
 
     def build_argument(grammar: LarkGrammar, parameter: ToolParameter) -> str:
         key = grammar.literals(tags.key[0], parameter.name, tags.key[1])
         between = f"SPACE? {grammar.literal(tags.value[0])}" if tags.value[0] else ""
-        value = (
-            build_bare_or_json_rule(
-                grammar,
-                parameter.node,
-                name,
-                ending=tags.value[1],
-                allow_own_lines=tags.values_on_own_lines,
-                has_cdata=tags.has_cdata,
+        node, end, own_lines = parameter.node, tags.value[1], tags.values_on_own_lines
+        if tags.attributes is None:
+            value = build_bare_or_json_rule(
+                grammar, node, ending=end, allow_own_lines=own_lines, has_cdata=tags.has_cdata
             )
-            if tags.attributes is None
-            else join_alternatives(
-                build_typed_value(grammar, tags.attributes, choice) for choice in parameter.node.expand_choices(name)
-            )
-        )
+        else:
+            choices = [build_typed_value(grammar, tags.attributes, choice) for choice in node.expand_choices()]
+            value = join_alternatives(choices)
         return grammar.add_rule(f"{key} {between} {value} SPACE?") + ("" if parameter.required else "?")
 
     def build_typed_value(grammar: LarkGrammar, attributes: TagAttributes, node: SchemaNode) -> str:
@@ -243,10 +236,10 @@ def build_xml_family(
             get_type(node.allowed_values[0]) if node.allowed_values else min(allowed & set(attributes.types) or allowed)
         )
         if json_type == "string":
-            text = build_text_until_rule(grammar, node, name, ending=tags.value[1])
+            text = build_text_until_rule(grammar, node, ending=tags.value[1])
             return f"{grammar.literal(f' {attributes.type_of_string}{tags.attributes_end}')} {text}"
         if len(allowed - {"integer"}) > 1:
-            raise UnsupportedOption(f"{node.where}.type", f"the {name} call format requires a single type")
+            raise node.build_error("type", "requires a single type")
         opening = grammar.literal(f" {attributes.types[json_type]}{tags.attributes_end}")
         return f"{opening} {grammar.add_json_rule(node.standalone_schema)} {grammar.literal(tags.value[1])}"
 

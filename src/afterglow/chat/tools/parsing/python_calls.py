@@ -7,7 +7,8 @@ from afterglow.chat.tools.grammar.schema import (
     SchemaNode,
     build_python_constants,
     build_separated_rule,
-    list_parameters,
+    create_root,
+    list_properties,
 )
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, python_to_json
 from afterglow.chat.tools.parsing.parser import ArgumentsBuilder, ToolParser
@@ -90,20 +91,20 @@ def build_python_call_rule(grammar: LarkGrammar, tool: Tool, family: str) -> str
     """Return a rule for a call of this tool with its arguments in schema order."""
     arguments = [
         (
-            f"{grammar.literal(parameter.name + '=')} {_build_value_rule(grammar, parameter.node, family)}",
+            f"{grammar.literal(parameter.name + '=')} {_build_value_rule(grammar, parameter.node)}",
             parameter.required,
         )
-        for parameter in list_parameters(tool, family)
+        for parameter in list_properties(create_root(tool, family))
     ]
     return grammar.add_rule(
         f"{grammar.literal(tool.name + '(')} {build_separated_rule(grammar, arguments, ', ')} {grammar.literal(')')}"
     )
 
 
-def _build_value_rule(grammar: LarkGrammar, node: SchemaNode, family: str) -> str:
+def _build_value_rule(grammar: LarkGrammar, node: SchemaNode) -> str:
     """Return a rule for a value: True, False and None as in Python, everything else as JSON."""
     alternatives = []
-    for choice in node.expand_choices(family):
+    for choice in node.expand_choices():
         constants = build_python_constants(grammar, choice)
         alternatives += constants or [
             grammar.add_json_rule(choice.standalone_schema),
