@@ -308,12 +308,9 @@ class Chat(Closeable):
         tool calls are unconstrained.
         """
         try:
+            build = self.tool_family.build_after_trigger_grammar
             grammars = tuple(
-                (
-                    trigger.encode(),
-                    self.tool_family.build_after_trigger_grammar(tool_choice.tools, self._write_literal, trigger),
-                )
-                for trigger in triggers
+                (trigger.encode(), build(tool_choice.tools, self._write_literal, trigger)) for trigger in triggers
             )
         except UnsupportedOption:
             if any(tool.strict for tool in tool_choice.tools):

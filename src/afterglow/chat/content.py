@@ -234,13 +234,12 @@ def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
 def build_attachments(kind: Modality, sources: Iterable[AttachmentSource]) -> tuple[Attachment, ...]:
     """Build attachments at the start of a message from bytes, local files or message sources. A `Path` is a file of
     the caller and is read immediately."""
-    return tuple(Attachment(kind=kind, source=_to_source(kind, source), offset=0) for source in sources)
-
-
-def _to_source(kind: Modality, value: AttachmentSource) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Path):
-        path = value.expanduser().absolute()
-        value = load_media_bytes(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
-    return f"data:{kind}/*;base64,{base64.b64encode(value).decode()}"
+    attachments: list[Attachment] = []
+    for source in sources:
+        if isinstance(source, Path):
+            path = source.expanduser().absolute()
+            source = load_media_bytes(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
+        if not isinstance(source, str):
+            source = f"data:{kind}/*;base64,{base64.b64encode(source).decode()}"
+        attachments.append(Attachment(kind=kind, source=source))
+    return tuple(attachments)

@@ -179,9 +179,6 @@ def _iter_texts(value: Any) -> Iterator[str]:
     """Yield all strings in a value, keys included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _iter_texts(list(value))
-        yield from _iter_texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
             yield from _iter_texts(item)

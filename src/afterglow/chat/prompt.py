@@ -86,7 +86,7 @@ class PromptBuilder:
         self._control_pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._escaper = ControlTokenEscaper(self._control_tokens, template.source)
         self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
-        self._tokenize_cached = functools.lru_cache(MAX_CACHED_SPANS)(vocabulary.tokenize)
+        self._tokenize_cached = functools.lru_cache(MAX_CACHED_SPANS)(lambda text: vocabulary.tokenize(text))
 
     def build(
         self,
@@ -110,7 +110,7 @@ class PromptBuilder:
         text = self._render(messages, separator, **options)
         if continuation is not None:
             text += continuation(text, escape)
-        tokens = self._tokenize_with_placeholders(text, separator, placeholders)
+        tokens = self.tokenize(text, separator, placeholders)
         boundaries, system_length = set[int](), 0
 
         def count_shared_tokens(other_messages: Sequence[Message]) -> int:
@@ -120,7 +120,7 @@ class PromptBuilder:
             except InvalidTemplate:
                 return 0  # some templates render only complete conversations
             common_text = find_common_prefix(rendered, text)
-            return count_common_prefix(self._tokenize_with_placeholders(common_text, separator, placeholders), tokens)
+            return count_common_prefix(self.tokenize(common_text, separator, placeholders), tokens)
 
         if self._has_boundaries:
             boundaries, system_length = self._find_boundaries(messages, separator, count_shared_tokens, bool(tools))
@@ -167,12 +167,9 @@ class PromptBuilder:
             text = text.replace(spelling, separator)
         return text
 
-    def tokenize(self, text: str, separator: str = "") -> list[int]:
-        """Tokenize rendered text. Adds the BOS token if the model requires it and the template did not."""
-        return self._tokenize_with_placeholders(text, separator, NO_MEDIA)
-
-    def _tokenize_with_placeholders(self, text: str, separator: str, placeholders: MediaPlaceholders) -> list[int]:
-        """Tokenize rendered text, with a negative number for each placeholder."""
+    def tokenize(self, text: str, separator: str = "", placeholders: MediaPlaceholders = NO_MEDIA) -> list[int]:
+        """Tokenize rendered text, with a negative number for each placeholder. Adds the BOS token if the model requires
+        it and the template did not."""
         tokens: list[int] = []
         for piece in placeholders.split(text):
             tokens += [piece] if isinstance(piece, int) else self._tokenize_text(piece, separator)
@@ -220,9 +217,5 @@ def find_common_prefix(left: str, right: str) -> str:
 
 
 def count_common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    length = 0
-    for first, second in zip(left, right, strict=False):
-        if first != second:
-            break
-        length += 1
-    return length
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (first, second) in pairs if first != second), min(len(left), len(right)))

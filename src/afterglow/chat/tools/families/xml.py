@@ -204,9 +204,14 @@ class NewlineTrimmer:
 
 
 def build_xml_family(
-    name: str, tags: XmlTags, *, markers: tuple[str, ...], other_starts: tuple[str, ...] = (), optional_lead: str = ""
+    name: str,
+    tags: XmlTags,
+    *,
+    markers: tuple[str, ...] | None = None,
+    other_starts: tuple[str, ...] = (),
+    optional_lead: str = "",
 ) -> ToolFamily:
-    """Return a family with these tags."""
+    """Return a family with these tags. By default, the opening and the closing are its markers."""
 
     def build_call(grammar: LarkGrammar, tool: Tool) -> str:
         pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1])]
@@ -251,7 +256,7 @@ def build_xml_family(
 
     return ToolFamily(
         name=name,
-        markers=markers,
+        markers=(tags.opening, tags.closing) if markers is None else markers,
         triggers=(tags.opening,),
         other_starts=other_starts,
         parser_factory=partial(XmlToolParser, tags=tags),
@@ -278,14 +283,9 @@ def build_function_tags(opening: str, closing: str, *, opening_optional: bool = 
 QWEN_CODER = build_xml_family(
     "qwen-coder",
     build_function_tags("<tool_call>", "</tool_call>", opening_optional=True),
-    markers=("<tool_call>", "</tool_call>"),
     other_starts=("<function=",),
 )
-SEED = build_xml_family(
-    "seed",
-    build_function_tags("<seed:tool_call>", "</seed:tool_call>"),
-    markers=("<seed:tool_call>", "</seed:tool_call>"),
-)
+SEED = build_xml_family("seed", build_function_tags("<seed:tool_call>", "</seed:tool_call>"))
 MINIMAX = build_xml_family(
     "minimax",
     XmlTags(
@@ -297,7 +297,6 @@ MINIMAX = build_xml_family(
         call_end="</invoke>",
         calls_share_block=True,
     ),
-    markers=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 GLM = build_xml_family(
     "glm",
