@@ -14,7 +14,7 @@ from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_tool_choice
 from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Message, MessageLike, parse_messages
-from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
+from afterglow.chat.multimodal import TEXT_ONLY, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputFormat, OutputParser, PlainTextParser
 from afterglow.chat.output.reasoning import (
     HARMONY_REASONING,
@@ -140,12 +140,24 @@ class Chat(Closeable):
         reasoning = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
         response_format = parse_response_format(options.response_format)
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
-        other_text = [tool.definition for tool in tools], chat_template_kwargs
+        definitions = [tool.definition for tool in tools]
         parsed, placeholders = extract_media(
-            parse_messages(messages), self._media_support(), self.media_policy, *other_text
+            parse_messages(messages), self._media_support(), self.media_policy, definitions, chat_template_kwargs
         )
         parsed, prefill = split_prefill(parsed)
-        prompt = self._build_prompt(parsed, prefill, tools, chat_template_kwargs, placeholders)
+        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in parsed)
+        if uses_tools and self.tool_family is GENERIC:
+            parsed, definitions = render_tools_as_text(parsed, tools), []
+        elif tools and not self._renders_tools:
+            parsed, definitions = add_tool_instructions(parsed, tools, self.tool_family.instructions), []
+        prompt = self._prompt_builder.build(
+            parsed,
+            tools=definitions,
+            chat_template_kwargs=chat_template_kwargs,
+            placeholders=placeholders,
+            prefill=prefill,
+            continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
+        )
         starts_in = self._find_output_position(prompt, prefill)
         return ChatPlan(
             chat=self,
@@ -212,29 +224,6 @@ class Chat(Closeable):
         """Return the bytes of a token for the output parsers. Control tokens that are no markers have none."""
         return self._vocabulary.token_to_piece(token, special=token in self._visible_control_tokens)
 
-    def _build_prompt(
-        self,
-        messages: list[Message],
-        prefill: Message | None,
-        tools: tuple[Tool, ...],
-        chat_template_kwargs: Mapping[str, Any],
-        placeholders: MediaPlaceholders,
-    ) -> ChatPrompt:
-        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in messages)
-        definitions = [tool.definition for tool in tools]
-        if uses_tools and self.tool_family is GENERIC:
-            messages, definitions = render_tools_as_text(messages, tools), []
-        elif tools and not self._renders_tools:
-            messages, definitions = add_tool_instructions(messages, tools, self.tool_family.instructions), []
-        return self._prompt_builder.build(
-            messages,
-            tools=definitions,
-            chat_template_kwargs=chat_template_kwargs,
-            placeholders=placeholders,
-            prefill=prefill,
-            continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
-        )
-
     def _write_continuation(self, prefill: Message, prompt: str, escape: Callable[[str], str]) -> str:
         """Write the beginning of the answer after the rendered prompt. Only the tags may be control tokens."""
         reasoning, text = escape(prefill.reasoning or ""), escape(prefill.content)
@@ -263,25 +252,22 @@ class Chat(Closeable):
         triggers = self.tool_family.list_triggers(tool_choice.tools)
         if tool_choice.mode == "auto" and triggers and tool_choice.tools and spec is None:
             return self._build_triggered_constraint(tool_choice, parallel, triggers, prompt)
-        has_text_start = starts_in == "answer" or self._ends_with_text_start(prompt.text)
+        # Without a text start, this is always true.
+        has_text_start = starts_in == "answer" or prompt.text.rstrip().endswith(self._text_start)
         wrap_text = (lambda text_spec: text_spec) if has_text_start else self._wrap_text
         final_spec = None if spec is None else wrap_text(spec)
         output_spec = self._build_output_spec(tool_choice, parallel, final_spec, wrap_text)
         if output_spec is None:
             return None
-        prefix = b""
-        if starts_in == "answer":
-            prefix = prefill.content.encode() if spec is not None and prefill is not None else b""
-            text = grammar.build_grammar(output_spec)
-        elif self.reasoning_format is not None and (reasoning.allowed or starts_in == "reasoning"):
+        may_reason = starts_in == "reasoning" or (starts_in == "turn" and reasoning.allowed)
+        if self.reasoning_format is not None and may_reason:
+            is_open = starts_in == "reasoning"
             text = grammar.build_reasoning_grammar(
-                output_spec,
-                self.reasoning_format,
-                self._write_literal,
-                starts_in_reasoning=starts_in == "reasoning",
+                output_spec, self.reasoning_format, self._write_literal, starts_in_reasoning=is_open
             )
         else:
             text = grammar.build_grammar(output_spec)
+        prefix = prefill.content.encode() if starts_in == "answer" and prefill is not None and spec is not None else b""
         # After the first of several calls the model may prefer text: then the calls are complete.
         stop_at_other_text = tool_choice.mode == "required" and parallel
         return GrammarConstraint(grammar=text, stop_at_other_text=stop_at_other_text, prefix=prefix)
@@ -322,12 +308,9 @@ class Chat(Closeable):
         tool calls are unconstrained.
         """
         try:
+            build = self.tool_family.build_after_trigger_grammar
             grammars = tuple(
-                (
-                    trigger.encode(),
-                    self.tool_family.build_after_trigger_grammar(tool_choice.tools, self._write_literal, trigger),
-                )
-                for trigger in triggers
+                (trigger.encode(), build(tool_choice.tools, self._write_literal, trigger)) for trigger in triggers
             )
         except UnsupportedOption:
             if any(tool.strict for tool in tool_choice.tools):
@@ -338,15 +321,10 @@ class Chat(Closeable):
         return GrammarConstraint(triggers=grammars, stop_after_first=not parallel, prefix=prefix)
 
     def _wrap_text(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
-        """Put the text that begins visible text before a spec, if the format has one (the final channel of harmony)."""
-        if not self._text_start:
-            return spec
+        """Put the text that begins visible text before a spec (e.g. the final channel of harmony)."""
         first, *others = grammar.flatten_spec(spec)
         lark = f"start: {self._write_literal(self._text_start)} @text"
         return {"lark_grammar": lark, "others": [{"name": "text", **first}, *others]}
-
-    def _ends_with_text_start(self, prompt: str) -> bool:
-        return bool(self._text_start) and prompt.rstrip().endswith(self._text_start)
 
     def _write_literal(self, text: str) -> str:
         """Format a text as grammar literals, with control tokens by number."""

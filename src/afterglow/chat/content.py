@@ -107,8 +107,7 @@ def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
         return value, ()
     if not isinstance(value, Sequence):
         raise InvalidArgument(where, f"must be text or a list of parts, not {type(value).__name__}")
-    text = ""
-    attachments: list[Attachment] = []
+    parts: list[str | Attachment] = []
     for index, part in enumerate(value):
         part_path = f"{where}[{index}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -117,44 +116,37 @@ def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
         if unknown := sorted(set(part) - COMMON_PART_FIELDS - PART_FIELDS[kind]):
             raise InvalidArgument(f"{part_path}.{unknown[0]}", f"is not a field of a part of type {kind}")
         if "text" in PART_FIELDS[kind]:
-            text += check_text(part.get("text"), f"{part_path}.text")
+            parts.append(check_text(part.get("text"), f"{part_path}.text"))
         else:
-            attachments.append(_parse_attachment(part, part_path, len(text)))
-    return text, tuple(attachments)
+            parts.append(_parse_attachment(part, part_path))
+    return join_content(parts)
 
 
-def _parse_attachment(part: Mapping[str, Any], where: str, offset: int) -> Attachment:
+def _parse_attachment(part: Mapping[str, Any], where: str) -> Attachment:
     id = None if part.get("id") is None else identity.normalize_id(part["id"], f"{where}.id")
+    kind: Modality = "image"
+    source: str | MediaContent
+    detail: ImageDetail = "auto"
     match part["type"]:
         case "image_url":
             url = part.get("image_url")
             inner: Mapping[str, Any] = url if isinstance(url, Mapping) else {"url": url}
-            source, detail = check_text(inner.get("url"), f"{where}.image_url.url"), inner.get("detail")
-            return Attachment(
-                kind="image", source=source, offset=offset, id=id, detail=_parse_detail(detail, f"{where}.image_url")
-            )
+            source = check_text(inner.get("url"), f"{where}.image_url.url")
+            detail = _parse_detail(inner.get("detail"), f"{where}.image_url")
         case "input_image":
             if part.get("file_id") is not None:
                 raise UnsupportedOption(f"{where}.file_id", "file storage is not supported: use `image_url`")
             source = check_text(part.get("image_url"), f"{where}.image_url")
-            return Attachment(
-                kind="image", source=source, offset=offset, id=id, detail=_parse_detail(part.get("detail"), where)
-            )
+            detail = _parse_detail(part.get("detail"), where)
         case "image" if "image" in part:
-            return Attachment(
-                kind="image", source=_check_media_type(part["image"], ImageData, where), offset=offset, id=id
-            )
-        case "audio":
-            return Attachment(
-                kind="audio", source=_check_media_type(part.get("audio"), AudioData, where), offset=offset, id=id
-            )
+            source = _check_media_type(part["image"], ImageData, where)
         case "image":
-            return Attachment(
-                kind="image", source=_parse_image_source(part.get("source"), f"{where}.source"), offset=offset, id=id
-            )
-    return Attachment(
-        kind="audio", source=_parse_audio_source(part.get("input_audio"), f"{where}.input_audio"), offset=offset, id=id
-    )
+            source = _parse_image_source(part.get("source"), f"{where}.source")
+        case "audio":
+            kind, source = "audio", _check_media_type(part.get("audio"), AudioData, where)
+        case _:
+            kind, source = "audio", _parse_audio_source(part.get("input_audio"), f"{where}.input_audio")
+    return Attachment(kind=kind, source=source, id=id, detail=detail)
 
 
 def _check_media_type(value: Any, media_type: type[MediaData], where: str) -> MediaContent:
@@ -234,21 +226,20 @@ def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
     if attachment.kind == "image":
         detail = {} if attachment.detail == "auto" else {"detail": attachment.detail}
         return {"type": "image_url", "image_url": {"url": source, **detail}, **id}
-    if match := AUDIO_DATA_URI.fullmatch(source):
-        return {"type": "input_audio", "input_audio": {"data": match[2], "format": match[1]}, **id}
-    return {"type": "input_audio", "input_audio": {"data": source}, **id}
+    match = AUDIO_DATA_URI.fullmatch(source)
+    audio = {"data": match[2], "format": match[1]} if match else {"data": source}
+    return {"type": "input_audio", "input_audio": audio, **id}
 
 
 def build_attachments(kind: Modality, sources: Iterable[AttachmentSource]) -> tuple[Attachment, ...]:
     """Build attachments at the start of a message from bytes, local files or message sources. A `Path` is a file of
     the caller and is read immediately."""
-    return tuple(Attachment(kind=kind, source=_to_source(kind, source), offset=0) for source in sources)
-
-
-def _to_source(kind: Modality, value: AttachmentSource) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Path):
-        path = value.expanduser().absolute()
-        value = load_media_bytes(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
-    return f"data:{kind}/*;base64,{base64.b64encode(value).decode()}"
+    attachments: list[Attachment] = []
+    for source in sources:
+        if isinstance(source, Path):
+            path = source.expanduser().absolute()
+            source = load_media_bytes(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
+        if not isinstance(source, str):
+            source = f"data:{kind}/*;base64,{base64.b64encode(source).decode()}"
+        attachments.append(Attachment(kind=kind, source=source))
+    return tuple(attachments)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from afterglow.chat.content import Attachment, check_text, parse_content, to_openai_content
-from afterglow.chat.template.capabilities import TemplateCapabilities, add_reasoning
+from afterglow.chat.template.capabilities import TemplateCapabilities, ToolCallFormat, add_reasoning
 from afterglow.errors import InvalidArgument
 
 DEFAULT_CAPABILITIES = TemplateCapabilities()
+OPENAI_CAPABILITIES = TemplateCapabilities(tool_call_format=ToolCallFormat(arguments_as_text=True))
 MESSAGE_FIELDS = frozenset(
     {"role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "refusal"}
 )
@@ -124,10 +125,8 @@ def to_template_message(message: Message, capabilities: TemplateCapabilities = D
         fields["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         fields["name"] = message.name
-    if message.reasoning is not None:
-        return add_reasoning(fields, capabilities.reasoning_field, message.reasoning)
-    if capabilities.requires_reasoning and message.role == "assistant":
-        return add_reasoning(fields, capabilities.reasoning_field, "")
+    if message.reasoning is not None or (capabilities.requires_reasoning and message.role == "assistant"):
+        return add_reasoning(fields, capabilities.reasoning_field, message.reasoning or "")
     return fields
 
 
@@ -150,14 +149,9 @@ def to_openai_message(message: Message) -> dict[str, Any]:
     >>> to_openai_message(Message(role="user", content="Hello"))
     {'role': 'user', 'content': 'Hello'}
     """
-    fields = to_template_message(message)
+    fields = to_template_message(message, OPENAI_CAPABILITIES)
     if message.attachments:
         fields["content"] = to_openai_content(message.content, message.attachments)
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
     return fields
 
 

@@ -118,11 +118,9 @@ def explain_miss(explanation: Explanation, *, shared_text: str, prompt_text: str
     message = f"{explanation.reused_entries:,} of {explanation.prompt_entries:,} tokens are reused. "
     template = (CACHE_REASON_MESSAGES | TEXT_REASON_MESSAGES)[reason]
     message += template.format(location=location, explanation=explanation)
-    shared_text, prompt_text, cached_text = (
-        _truncate_start(shared_text),
-        _truncate_end(prompt_text),
-        _truncate_end(cached_text),
-    )
+    if len(shared_text) > CONTEXT_CHARACTERS:
+        shared_text = "…" + shared_text[-CONTEXT_CHARACTERS:]
+    prompt_text, cached_text = _truncate(prompt_text), _truncate(cached_text)
     if reason in TEXT_REASON_MESSAGES:
         message += f" After “{shared_text}”, the prompt has “{prompt_text}” and the cached prefix “{cached_text}”."
     return MissReport(
@@ -156,10 +154,8 @@ def infer_text_reason(shared_text: str, prompt_text: str, cached_text: str) -> M
         return "tokenization"
     shared_text, prompt_text, cached_text = shared_text + common, prompt_text[len(common) :], cached_text[len(common) :]
     role = find_last_role(shared_text)
-    prompt_message, cached_message = (
-        _extract_message(shared_text, prompt_text),
-        _extract_message(shared_text, cached_text),
-    )
+    prompt_message = _extract_message(shared_text, prompt_text)
+    cached_message = _extract_message(shared_text, cached_text)
     if role == "assistant" and _has_reasoning(cached_message) != _has_reasoning(prompt_message):
         return "reasoning stripped"
     if role in (None, "system") and (TOOL_DEFINITION.search(prompt_message) or TOOL_DEFINITION.search(cached_message)):
@@ -228,9 +224,5 @@ def _extract_word(before: str, after: str) -> str:
     return (left[0] if left else "") + (right[0] if right else "")
 
 
-def _truncate_start(text: str) -> str:
-    return text if len(text) <= CONTEXT_CHARACTERS else "…" + text[-CONTEXT_CHARACTERS:]
-
-
-def _truncate_end(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= CONTEXT_CHARACTERS else text[:CONTEXT_CHARACTERS] + "…"

@@ -6,6 +6,7 @@ no user text can be mistaken for media, whatever media markers the model or mtmd
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -93,43 +94,36 @@ def extract_media(
         return filtered, NO_MEDIA
     delimiter = find_unused_character(messages, *other_text)
     media = media_support.measure(load_attachments(attachments, policy, media_support.decode))
-    first_number = 0
-    for index, message in enumerate(filtered):
-        filtered[index] = _insert_placeholders(message, delimiter, first_number)
-        first_number += len(message.attachments)
-    return filtered, MediaPlaceholders(delimiter, tuple(media))
+    numbers = itertools.count()
+    replaced = [_insert_placeholders(message, delimiter, numbers) for message in filtered]
+    return replaced, MediaPlaceholders(delimiter, tuple(media))
 
 
 def filter_media(messages: Sequence[Message], media_support: MediaSupport) -> list[Message]:
     """Raise `UnsupportedMedia` for attachments that the model does not support, or drop them if that is configured."""
-    return [
-        _filter_message_media(message, f"messages[{index}].content", media_support)
-        for index, message in enumerate(messages)
-    ]
+    filtered: list[Message] = []
+    for index, message in enumerate(messages):
+        unsupported = [attachment for attachment in message.attachments if attachment.kind not in media_support.kinds]
+        supported = tuple(attachment for attachment in message.attachments if attachment.kind in media_support.kinds)
+        filtered.append(replace(message, attachments=supported))
+        if not unsupported:
+            continue
+        where, kind = f"messages[{index}].content", unsupported[0].kind
+        accepted = " and ".join(("text", *sorted(media_support.kinds)))
+        reason = media_support.unsupported_reason or f"the model does not support {kind} input, only {accepted}"
+        if not media_support.strip_unsupported:
+            raise UnsupportedMedia(where, reason)
+        logger.warning("%s: dropped %d attachments of kind %s: %s", where, len(unsupported), kind, reason)
+    return filtered
 
 
-def _filter_message_media(message: Message, where: str, media_support: MediaSupport) -> Message:
-    unsupported = [attachment for attachment in message.attachments if attachment.kind not in media_support.kinds]
-    if not unsupported:
-        return message
-    accepted, kind = " and ".join(("text", *sorted(media_support.kinds))), unsupported[0].kind
-    reason = media_support.unsupported_reason or f"the model does not support {kind} input, only {accepted}"
-    if not media_support.strip_unsupported:
-        raise UnsupportedMedia(where, reason)
-    logger.warning("%s: dropped %d attachments of kind %s: %s", where, len(unsupported), kind, reason)
-    supported = tuple(attachment for attachment in message.attachments if attachment not in unsupported)
-    return replace(message, attachments=supported)
-
-
-def _insert_placeholders(message: Message, delimiter: str, first_number: int) -> Message:
-    if not message.attachments:
-        return message
+def _insert_placeholders(message: Message, delimiter: str, numbers: Iterator[int]) -> Message:
     text, start = "", 0
-    for number, attachment in enumerate(message.attachments, first_number):
+    for attachment in message.attachments:
         offset, length = attachment.offset, len(message.content)
         if not 0 <= offset <= length:
             raise InvalidArgument("attachments", f"the offset {offset} is outside the text of {length} characters")
-        text += f"{message.content[start:offset]}{delimiter}{number}{delimiter}"
+        text += f"{message.content[start:offset]}{delimiter}{next(numbers)}{delimiter}"
         start = offset
     return replace(message, content=text + message.content[start:], attachments=())
 
@@ -185,9 +179,6 @@ def _iter_texts(value: Any) -> Iterator[str]:
     """Yield all strings in a value, keys included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _iter_texts(list(value))
-        yield from _iter_texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
             yield from _iter_texts(item)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -87,7 +86,7 @@ class PromptBuilder:
         self._control_pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._escaper = ControlTokenEscaper(self._control_tokens, template.source)
         self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
-        self._tokenized_spans: OrderedDict[str, list[int]] = OrderedDict()
+        self._tokenize_cached = functools.lru_cache(MAX_CACHED_SPANS)(lambda text: vocabulary.tokenize(text))
 
     def build(
         self,
@@ -111,17 +110,19 @@ class PromptBuilder:
         text = self._render(messages, separator, **options)
         if continuation is not None:
             text += continuation(text, escape)
-        tokens = self._tokenize_with_placeholders(text, separator, placeholders)
+        tokens = self.tokenize(text, separator, placeholders)
         boundaries, system_length = set[int](), 0
+
+        def count_shared_tokens(other_messages: Sequence[Message]) -> int:
+            """Count the tokens that the prompt shares with the rendering of these messages."""
+            try:
+                rendered = self._render(other_messages, separator, add_generation_prompt=False, **options)
+            except InvalidTemplate:
+                return 0  # some templates render only complete conversations
+            common_text = find_common_prefix(rendered, text)
+            return count_common_prefix(self.tokenize(common_text, separator, placeholders), tokens)
+
         if self._has_boundaries:
-            count_shared_tokens = functools.partial(
-                self._count_shared_tokens,
-                text=text,
-                tokens=tokens,
-                separator=separator,
-                placeholders=placeholders,
-                **options,
-            )
             boundaries, system_length = self._find_boundaries(messages, separator, count_shared_tokens, bool(tools))
         entries, positions, media = expand_placeholders(tokens, placeholders)
         return ChatPrompt(
@@ -141,7 +142,9 @@ class PromptBuilder:
     ) -> tuple[set[int], int]:
         """Return the boundaries, and the length of the system messages and tools, in tokens."""
         boundaries, system_length, system_count = set(), 0, count_system_messages(messages)
-        for count in self._choose_boundary_counts(messages, system_count):
+        # A later prompt is likely to diverge after the system messages and after one of the last messages.
+        last_counts = range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)
+        for count in {system_count, *last_counts} - {0}:
             boundary = count_shared_tokens(self._blank_next_message(messages, count, separator))
             boundary = boundary or count_shared_tokens(messages[:count])
             boundaries.add(boundary)
@@ -157,23 +160,6 @@ class PromptBuilder:
         blank = [replace(message, content=separator, reasoning=None, tool_calls=()) for message in next_message]
         return [*messages[:count], *blank]
 
-    def _count_shared_tokens(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        tokens: list[int],
-        separator: str,
-        placeholders: MediaPlaceholders,
-        **options: Any,
-    ) -> int:
-        """Count the tokens that the prompt shares with the rendering of `messages`."""
-        try:
-            rendered = self._render(messages, separator, add_generation_prompt=False, **options)
-        except InvalidTemplate:
-            return 0  # some templates render only complete conversations
-        common_text = find_common_prefix(rendered, text)
-        return count_common_prefix(self._tokenize_with_placeholders(common_text, separator, placeholders), tokens)
-
     def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
         """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
         text = self._template.render(messages, separator=separator, **options)
@@ -181,12 +167,9 @@ class PromptBuilder:
             text = text.replace(spelling, separator)
         return text
 
-    def tokenize(self, text: str, separator: str = "") -> list[int]:
-        """Tokenize rendered text. Adds the BOS token if the model requires it and the template did not."""
-        return self._tokenize_with_placeholders(text, separator, NO_MEDIA)
-
-    def _tokenize_with_placeholders(self, text: str, separator: str, placeholders: MediaPlaceholders) -> list[int]:
-        """Tokenize rendered text, with a negative number for each placeholder."""
+    def tokenize(self, text: str, separator: str = "", placeholders: MediaPlaceholders = NO_MEDIA) -> list[int]:
+        """Tokenize rendered text, with a negative number for each placeholder. Adds the BOS token if the model requires
+        it and the template did not."""
         tokens: list[int] = []
         for piece in placeholders.split(text):
             tokens += [piece] if isinstance(piece, int) else self._tokenize_text(piece, separator)
@@ -209,23 +192,8 @@ class PromptBuilder:
         return tokens + self._tokenize_span(text[start:].lstrip() if strip else text[start:], separator)
 
     def _tokenize_span(self, text: str, separator: str) -> list[int]:
-        if separator:
-            text = text.replace(separator, "")
-        if not text:
-            return []
-        tokens = self._tokenized_spans.get(text)
-        if tokens is None:
-            tokens = self._vocabulary.tokenize(text)
-            self._tokenized_spans[text] = tokens
-            if len(self._tokenized_spans) > MAX_CACHED_SPANS:
-                self._tokenized_spans.popitem(last=False)
-        else:
-            self._tokenized_spans.move_to_end(text)
-        return tokens
-
-    def _choose_boundary_counts(self, messages: Sequence[Message], system_count: int) -> set[int]:
-        """Return after how many messages a later prompt is likely to diverge: the system messages and the last ones."""
-        return {system_count, *range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)} - {0}
+        text = text.replace(separator, "") if separator else text
+        return self._tokenize_cached(text) if text else []
 
 
 def count_system_messages(messages: Sequence[Message]) -> int:
@@ -238,8 +206,7 @@ def find_common_prefix(left: str, right: str) -> str:
     """Return the longest common prefix of two texts."""
     if right.startswith(left):
         return left
-    length = min(len(left), len(right))
-    low, high = 0, length
+    low, high = 0, min(len(left), len(right))
     while low < high:  # bisection: comparing slices is faster than a loop over characters
         middle = (low + high + 1) // 2
         if left[:middle] == right[:middle]:
@@ -250,9 +217,5 @@ def find_common_prefix(left: str, right: str) -> str:
 
 
 def count_common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    length = 0
-    for first, second in zip(left, right, strict=False):
-        if first != second:
-            break
-        length += 1
-    return length
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (first, second) in pairs if first != second), min(len(left), len(right)))

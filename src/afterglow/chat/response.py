@@ -79,7 +79,6 @@ class ChatStream:
         self._on_token = on_token
         self._cancel_event = cancel
         self._format = format
-        self._token_to_piece = format.token_to_piece
         self._parser = format.create_parser()
         self._detokenizer = Detokenizer(stops)
         self._tokens: list[Token] = []
@@ -151,7 +150,7 @@ class ChatStream:
                 self._tokens.append(event)
                 if self._on_token is not None:
                     self._on_token(event.token)
-                text = self._detokenizer.feed(self._token_to_piece(event.token))
+                text = self._detokenizer.feed(self._format.token_to_piece(event.token))
                 return Delta(self._record_parts(self._parser.feed(text)), event)
             case PrefillProgress():
                 return Delta((), progress=event)

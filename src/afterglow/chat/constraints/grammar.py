@@ -74,9 +74,12 @@ def build_regex_spec(pattern: str) -> GrammarSpec:
     return spec
 
 
-def build_choice_spec(choices: Sequence[str]) -> GrammarSpec:
+def build_choice_spec(choices: Any, where: str) -> GrammarSpec:
     """Build the grammar that allows exactly these texts."""
-    return {"lark_grammar": "start: " + " | ".join(quote_literal(choice) for choice in choices)}
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+        raise InvalidArgument(where, "must be a list of texts")
+    literals = [quote_literal(_check_text(text, f"{where}[{index}]")) for index, text in enumerate(choices)]
+    return {"lark_grammar": "start: " + " | ".join(literals)}
 
 
 def build_grammar_spec(text: str, syntax: str) -> GrammarSpec:
@@ -113,7 +116,7 @@ def build_response_format_spec(value: Any, where: str = "response_format") -> Gr
         case "regex":
             return build_regex_spec(_check_text(value.get("pattern"), f"{where}.pattern"))
         case "choice":
-            return build_choice_spec(_check_texts(value.get("choices"), f"{where}.choices"))
+            return build_choice_spec(value.get("choices"), f"{where}.choices")
         case "grammar":
             return build_grammar_spec(
                 _check_text(value.get("grammar"), f"{where}.grammar"), value.get("syntax", "lark")
@@ -191,9 +194,3 @@ def _check_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidArgument(where, "must be non-empty text")
     return value
-
-
-def _check_texts(value: Any, where: str) -> list[str]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise InvalidArgument(where, "must be a list of texts")
-    return [_check_text(text, f"{where}[{index}]") for index, text in enumerate(value)]

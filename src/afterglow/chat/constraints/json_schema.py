@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -57,7 +57,6 @@ ANNOTATION_KEYWORDS = frozenset(
     }
 )
 NAME_LIST_KEYWORDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "allOf", *DEFINITION_KEYWORDS})
-UNSUPPORTED_KEYWORD_HINTS = {"x-guidance": "it would change the interpretation of the whole schema"}
 
 # Control characters need \u escapes, which are not allowed (see grammar.JSON_GRAMMAR_OPTIONS); llguidance drops them.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -139,7 +138,9 @@ class SchemaRewriter:
 
     def __init__(self, root: JsonSchema, where: str) -> None:
         self._root, self._where = root, where
-        self._draft = _detect_draft(root)
+        dialect = root.get("$schema") if isinstance(root, dict) else None
+        draft = re.search(r"draft-0(\d)|draft/(\d{4})", dialect) if isinstance(dialect, str) else None
+        self._draft = int(draft[1] or draft[2]) if draft else 2020  # number or year of the draft
         self._schemas: dict[str, Any] = {}  # by URI: resources with an `$id`, and anchors
         self._bases: dict[int, str] = {}  # base URI of each subschema, by its identity
         self._locations: dict[int, str] = {}
@@ -171,7 +172,7 @@ class SchemaRewriter:
         _check_keywords(schema, where, self._draft)
         base = self._record_names(schema, base if depth else "")
         self._bases[id(schema)], self._locations[id(schema)] = base, where
-        for location, subschema in _iter_subschemas(schema, where):
+        for location, subschema in _list_subschemas(schema, where):
             self._collect(subschema, location, base, depth + 1)
 
     def _record_names(self, schema: dict[str, Any], base: str) -> str:
@@ -305,7 +306,7 @@ class SchemaRewriter:
             visited.add(id(part))
             if part.get("uniqueItems"):
                 return True
-            pending += [subschema for _, subschema in _iter_subschemas(part, "")]
+            pending += [subschema for _, subschema in _list_subschemas(part, "")]
             pending += [self.resolve(part)] if "$ref" in part else []
         return False
 
@@ -315,7 +316,10 @@ class SchemaRewriter:
         values = list_values(names, self.resolve) if "string" in get_types(names, self.resolve) else []
         where = f"{where}.propertyNames"
         if values is not None:
-            self._check_name_list(names, where)
+            # More than `enum` and `const` may decide which names are allowed.
+            keywords = {key for part in iter_in_place(names, self.resolve) for key in part}
+            if unenforced := sorted(keywords - NAME_LIST_KEYWORDS - ANNOTATION_KEYWORDS):
+                raise UnsupportedOption(f"{where}.{unenforced[0]}", "cannot be enforced beside a list of names")
             allowed = [value for value in values if isinstance(value, str)]
             if "patternProperties" in result:
                 raise UnsupportedOption(where, "cannot be enforced beside patternProperties")
@@ -334,12 +338,6 @@ class SchemaRewriter:
             raise UnsupportedOption(where, "cannot be enforced beside properties and patternProperties")
         result["patternProperties"] = {pattern: result.get("additionalProperties", True)}
         result["additionalProperties"] = False
-
-    def _check_name_list(self, schema: JsonSchema, where: str) -> None:
-        """Raise `UnsupportedOption` if more than `enum` and `const` decides which names are allowed."""
-        keywords = {key for part in iter_in_place(schema, self.resolve) for key in part}
-        if others := sorted(keywords - NAME_LIST_KEYWORDS - ANNOTATION_KEYWORDS):
-            raise UnsupportedOption(f"{where}.{others[0]}", "cannot be enforced beside a list of names")
 
     def _build_name_pattern(self, schema: JsonSchema, where: str) -> str | None:
         """Return the pattern of the names that match a schema; None if all do."""
@@ -364,22 +362,11 @@ class SchemaRewriter:
         raise UnsupportedOption(f"{where}.{min(keywords)}", "cannot be enforced on names")
 
 
-def _detect_draft(root: JsonSchema) -> int:
-    """Return the number of the JSON Schema draft, or its year. Without `$schema` it is the newest."""
-    uri = root.get("$schema") if isinstance(root, dict) else None
-    match = re.search(r"draft-0(\d)|draft/(\d{4})", uri) if isinstance(uri, str) else None
-    return 2020 if match is None else int(match[1] or match[2])
-
-
-def _iter_subschemas(schema: dict[str, Any], where: str) -> Iterator[tuple[str, JsonSchema]]:
-    """Yield the direct subschemas with their locations. Values (`const`, `enum`, `default`) are not schemas."""
-    for key, value in schema.items():
-        if key in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            yield from ((f"{where}.{key}.{name}", subschema) for name, subschema in value.items())
-        elif key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            yield from ((f"{where}.{key}[{index}]", subschema) for index, subschema in enumerate(value))
-        elif key in SCHEMA_KEYWORDS:
-            yield f"{where}.{key}", value
+def _list_subschemas(schema: dict[str, Any], where: str) -> list[tuple[str, JsonSchema]]:
+    """Return the direct subschemas with their locations. Values (`const`, `enum`, `default`) are not schemas."""
+    found: list[tuple[str, JsonSchema]] = []
+    _map_subschemas(schema, lambda subschema, location: found.append((location, subschema)), where)
+    return found
 
 
 def _map_subschemas(
@@ -402,18 +389,13 @@ def _map_subschemas(
 
 def _check_keywords(schema: dict[str, Any], where: str, draft: int) -> None:
     for key in schema:
-        if (
-            key in ENFORCED_KEYWORDS
-            or key in ANNOTATION_KEYWORDS
-            or (key == "id" and draft == 4)
-            or (key.startswith("x-") and key not in UNSUPPORTED_KEYWORD_HINTS)
-        ):
-            continue
-        raise UnsupportedOption(f"{where}.{key}", UNSUPPORTED_KEYWORD_HINTS.get(key, "this keyword cannot be enforced"))
+        if key == "x-guidance":
+            raise UnsupportedOption(f"{where}.{key}", "it would change the interpretation of the whole schema")
+        is_known = key in ENFORCED_KEYWORDS or key in ANNOTATION_KEYWORDS or (key == "id" and draft == 4)
+        if not is_known and not key.startswith("x-"):
+            raise UnsupportedOption(f"{where}.{key}", "this keyword cannot be enforced")
     _check_shapes(schema, where)
-    _check_characters(schema, where)
-    for key in ("const", "enum"):
-        _check_numbers(schema.get(key), f"{where}.{key}")
+    _check_values(schema, where)
     minimum, enforceable = schema.get("minProperties", 0), max(1, len(schema.get("required", ())))
     if isinstance(minimum, int | float) and minimum > enforceable:
         # The model may repeat a name, which then counts once.
@@ -432,22 +414,19 @@ def _check_shapes(schema: dict[str, Any], where: str) -> None:
             raise InvalidArgument(f"{where}.{key}", f"must be a list of names, not {schema[key]!r}")
 
 
-def _check_characters(schema: dict[str, Any], where: str) -> None:
+def _check_values(schema: dict[str, Any], where: str) -> None:
+    """Raise `UnsupportedOption` for characters and numbers that cannot be generated or compared."""
     patterns = {"pattern": [schema.get("pattern")], "patternProperties": list(schema.get("patternProperties") or ())}
     for key, values in patterns.items():
         texts = [text for text in values if isinstance(text, str)]
         if any(CONTROL_CHARACTER.search(text) or CONTROL_CHARACTER_ESCAPE.search(text) for text in texts):
             raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
     for key in ("const", "enum"):
-        texts = [value for value in _iter_scalars(schema.get(key)) if isinstance(value, str)]
-        if any(map(CONTROL_CHARACTER.search, texts)):
-            raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
-
-
-def _check_numbers(values: Any, where: str) -> None:
-    for value in _iter_scalars(values):
-        if isinstance(value, int | float) and (abs(value) > MAX_BOUND or float(value) != value):
-            raise UnsupportedOption(where, f"{value!r} has more digits than can be enforced")
+        for value in _iter_scalars(schema.get(key)):
+            if isinstance(value, str) and CONTROL_CHARACTER.search(value):
+                raise UnsupportedOption(f"{where}.{key}", "control characters cannot be generated")
+            if isinstance(value, int | float) and (abs(value) > MAX_BOUND or float(value) != value):
+                raise UnsupportedOption(f"{where}.{key}", f"{value!r} has more digits than can be enforced")
 
 
 def _iter_scalars(value: Any) -> Iterator[Any]:
@@ -490,10 +469,9 @@ def _rewrite_format(result: dict[str, Any], where: str) -> None:
     types = result.get("type", list(ALL_TYPES))
     if "string" not in types or name not in STRING_FORMATS:
         del result["format"]
-    if "string" in types and name in FORMAT_PATTERNS and "allOf" not in result:
-        result["allOf"] = [{"pattern": FORMAT_PATTERNS[name]}]
-    elif "string" in types and name in FORMAT_PATTERNS and {"pattern": FORMAT_PATTERNS[name]} not in result["allOf"]:
-        result["allOf"] = [*result["allOf"], {"pattern": FORMAT_PATTERNS[name]}]
+    all_of, pattern = result.get("allOf", []), {"pattern": FORMAT_PATTERNS.get(name)}
+    if "string" in types and name in FORMAT_PATTERNS and pattern not in all_of:
+        result["allOf"] = [*all_of, pattern]
     if "integer" in types and "type" in result and name in INTEGER_FORMATS:
         low, high = INTEGER_FORMATS[name]
         result["minimum"] = max(low, result.get("minimum", low))

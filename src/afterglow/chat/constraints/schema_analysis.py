@@ -75,9 +75,9 @@ def get_types(schema: JsonSchema, resolve: Resolver, depth: int = MAX_NESTED_SCH
             continue
         declared = conjunct.get("type", list(ALL_TYPES))
         declared = [declared] if isinstance(declared, str) else declared
-        types &= _expand_types([*declared, "null"] if conjunct.get("nullable") is True else declared)
+        nullable = ["null"] if conjunct.get("nullable") is True else []
+        types &= _expand_types([*declared, *nullable])
         if (values := _get_listed_values(conjunct)) is not None:
-            nullable = ["null"] if conjunct.get("nullable") is True else []
             types &= _expand_types([*map(get_type, values), *nullable])
         for keyword in ("anyOf", "oneOf"):
             if keyword in conjunct and depth > 0:

@@ -99,17 +99,9 @@ TAG_FORMATS = (
     KIMI_K3_REASONING,
     *(  # Cohere: Cohere2 and Command R7B
         ReasoningFormat(
-            start_tag="<|START_THINKING|>",
-            end_tag="<|END_THINKING|>",
-            forced_ending="<|END_THINKING|>",
-            text_start=text_start,
-            text_end=text_end,
+            "<|START_THINKING|>", "<|END_THINKING|>", forced_ending="<|END_THINKING|>", text_start=start, text_end=end
         )
-        for text_start, text_end in (
-            ("<|START_TEXT|>", "<|END_TEXT|>"),
-            ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-            ("", ""),
-        )
+        for start, end in (("<|START_TEXT|>", "<|END_TEXT|>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("", ""))
     ),
     build_tag_format(  # Apriel
         "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped_tags=("[END FINAL RESPONSE]",)
@@ -171,19 +163,15 @@ class ReasoningParser:
         self._format = reasoning_format
         self._position = starts_in
         self._call_starts = tuple(call_starts)
-        self._answer_tags = self._list_answer_tags()
+        repeated = (reasoning_format.start_tag, reasoning_format.end_tag) if reasoning_format.repeats else ()
+        tags = (reasoning_format.answer_prefix, reasoning_format.text_start, reasoning_format.text_end)
+        # Texts that are not part of the answer.
+        self._answer_tags = tuple(filter(None, (*repeated, *tags, *reasoning_format.dropped_tags)))
         self._has_emitted_reasoning = is_continued
         self._needs_separator = False  # reasoning that follows an answer is a new paragraph
         self._is_trimming = False  # dropping whitespace between reasoning and answer
         self._pending_text = ""
         self._call: _HeldCall | None = None
-
-    def _list_answer_tags(self) -> tuple[str, ...]:
-        """Return the texts that are not part of the answer."""
-        reasoning_format = self._format
-        tags = (reasoning_format.answer_prefix, reasoning_format.text_start, reasoning_format.text_end)
-        repeated = (reasoning_format.start_tag, reasoning_format.end_tag) if reasoning_format.repeats else ()
-        return tuple(filter(None, (*repeated, *tags, *reasoning_format.dropped_tags)))
 
     def feed(self, text: str) -> list[OutputPart]:
         self._pending_text += text
@@ -202,7 +190,10 @@ class ReasoningParser:
     def finish(self, *, truncated: bool = False) -> list[OutputPart]:
         rest, self._pending_text = self._pending_text, ""
         if self._position == "reasoning":
-            return self._finish_reasoning(rest, truncated)
+            call, self._call = self._call, None
+            if call is None or truncated or not call.finish():
+                return self._emit_reasoning(rest.rstrip())
+            return self._emit_reasoning(rest[: rest.index(call.start)].rstrip()) + call.parts
         is_text = rest and not (self._position == "answer" and rest in self._answer_tags)
         return (self._answer_parser.feed(rest) if is_text else []) + self._answer_parser.finish()
 
@@ -245,12 +236,6 @@ class ReasoningParser:
             if not self._call.is_rejected:
                 return position
             self._call, position = None, position + 1
-
-    def _finish_reasoning(self, rest: str, truncated: bool) -> list[OutputPart]:
-        call, self._call = self._call, None
-        if call is None or truncated or not call.finish():
-            return self._emit_reasoning(rest.rstrip())
-        return self._emit_reasoning(rest[: rest.index(call.start)].rstrip()) + call.parts
 
     def _emit_reasoning(self, text: str) -> list[OutputPart]:
         text = text if self._has_emitted_reasoning else text.lstrip()

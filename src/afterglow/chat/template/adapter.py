@@ -7,12 +7,11 @@ templates that reject the order of messages.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from afterglow.chat.messages import Message, ToolCall, to_template_message
+from afterglow.chat.messages import Message, to_template_message
 from afterglow.chat.template.capabilities import TemplateCapabilities
 
 MESSAGE_SEPARATOR = "\n\n"  # between the texts of merged messages
@@ -31,17 +30,13 @@ def adapt_messages(messages: Sequence[Message], capabilities: TemplateCapabiliti
     >>> adapt_messages([Message(role="developer", content="Be brief.")], TemplateCapabilities())[0].role
     'system'
     """
-    adapted = [
-        replace(message, role="system")
-        if message.role == "developer" and not capabilities.supports_developer_role
-        else message
-        for message in messages
-    ]
-    adapted = list(itertools.chain.from_iterable(_adapt_tool_calls(message, capabilities) for message in adapted))
-    if not capabilities.supports_tool_responses:
-        adapted = [
-            Message(role="user", content=message.content) if message.role == "tool" else message for message in adapted
-        ]
+    adapted: list[Message] = []
+    for message in messages:
+        if message.role == "developer" and not capabilities.supports_developer_role:
+            message = replace(message, role="system")
+        elif message.role == "tool" and not capabilities.supports_tool_responses:
+            message = Message(role="user", content=message.content)
+        adapted += _adapt_tool_calls(message, capabilities)
     return adapted if capabilities.supports_system_role else merge_system_into_user(adapted)
 
 
@@ -49,15 +44,12 @@ def _adapt_tool_calls(message: Message, capabilities: TemplateCapabilities) -> l
     if not message.tool_calls:
         return [message]
     if capabilities.tool_call_format is None:
-        calls = [json.dumps(_to_function_dict(call), ensure_ascii=False) for call in message.tool_calls]
+        functions = [call["function"] for call in to_template_message(message)["tool_calls"]]
+        calls = [json.dumps(function, ensure_ascii=False) for function in functions]
         return [replace(message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=())]
     if capabilities.tool_call_format.empty_content is None and message.content:
         return [replace(message, tool_calls=()), replace(message, content="", reasoning=None)]
     return [message]
-
-
-def _to_function_dict(call: ToolCall) -> object:
-    return to_template_message(Message(role="assistant", tool_calls=(call,)))["tool_calls"][0]["function"]
 
 
 def iter_fallbacks(messages: Sequence[Message]) -> Iterator[list[Message]]:

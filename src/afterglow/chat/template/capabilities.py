@@ -129,10 +129,8 @@ class _TemplateProbe:
         return self.build_message("user", content)
 
     def build_assistant_message(self, content: str) -> TemplateDict:
-        return {
-            **self.build_message("assistant", content),
-            **({"reasoning_content": ""} if self.requires_reasoning else {}),
-        }
+        message = self.build_message("assistant", content)
+        return {**message, "reasoning_content": ""} if self.requires_reasoning else message
 
     def can_render_two_turns(self) -> bool:
         messages = [self.build_user_message("a"), self.build_assistant_message("b"), self.build_user_message("c")]

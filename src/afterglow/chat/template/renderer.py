@@ -97,7 +97,7 @@ class ChatTemplate(Closeable):
         time.
         """
         budget = RenderBudget()
-        capabilities = self._detect_capabilities(budget)
+        capabilities = self.get_capabilities(budget)
         adapted = adapt_messages(messages, capabilities)
         variables = self._build_variables(list(tools) or None, capabilities.empty_as_none, add_generation_prompt)
         variables |= dict(chat_template_kwargs or {})
@@ -115,28 +115,26 @@ class ChatTemplate(Closeable):
                     return render_messages(rewrite)
             raise refusal from None
 
-    def get_capabilities(self) -> TemplateCapabilities:
+    def get_capabilities(self, budget: RenderBudget | None = None) -> TemplateCapabilities:
         """Return what the template supports. Detected on the first call."""
-        return self._detect_capabilities(RenderBudget())
-
-    def close(self) -> None:
-        with self._lock:
-            self._stop_child()
-
-    def _detect_capabilities(self, budget: RenderBudget) -> TemplateCapabilities:
         # Without a lock: two threads may detect at the same time, with the same result.
         if self._capabilities is None:
+            probe_budget = budget or RenderBudget()
 
             def render_probe(
                 messages: Sequence[TemplateDict], tools: Sequence[TemplateDict] | None, empty_as_none: bool
             ) -> str | None:
                 try:
-                    return self._render_dicts(messages, self._build_variables(tools, empty_as_none, True), budget)
+                    return self._render_dicts(messages, self._build_variables(tools, empty_as_none, True), probe_budget)
                 except TemplateRefused:
                     return None
 
             self._capabilities = detect_capabilities(self.source, render_probe)
         return self._capabilities
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop_child()
 
     def _build_variables(
         self, tools: Sequence[Any] | None, empty_as_none: bool, add_generation_prompt: bool

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from afterglow.chat.constraints.grammar import LiteralFormatter
+from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.output.parts import OutputParser
 from afterglow.chat.tools.grammar.lark import LarkGrammar
-from afterglow.chat.tools.grammar.schema import to_enforceable_tool
 from afterglow.chat.tools.parsing.parser import CallIdFactory, generate_call_id
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
@@ -67,11 +67,12 @@ class ToolFamily:
         if self.build_calls_rule is not None:
             return grammar.to_lark(self.build_calls_rule(grammar, tools, parallel))
         opening = grammar.literals(*self.triggers[:1])
-        calls = grammar.add_rule(f"{opening} {self.build_block_rule(grammar, tools, parallel)}")
+        block = f"{opening} {self.build_block_rule(grammar, tools, parallel)}"
         if parallel and self.block_separator is not None:
             # A separator may follow the last call: a model that writes a newline there is not forced into another one.
-            more = grammar.more_calls(f"{self.block_separator} {calls}")
-            calls = f"{calls} {more} {self.block_separator}"
+            calls = f"{grammar.add_calls_rule(block, parallel, self.block_separator)} {self.block_separator}"
+        else:
+            calls = grammar.add_rule(block)
         lead = f"({grammar.literals(self.optional_lead)})?" if self.optional_lead else ""
         return grammar.to_lark(f"{lead} {calls}")
 
@@ -99,6 +100,10 @@ class ToolFamily:
 
 
 def _to_enforceable_tools(tools: Sequence[Tool]) -> list[Tool]:
+    """Return the tools with schemas that a grammar can enforce; raise an error that names the keyword otherwise."""
     if not tools:
         raise InvalidArgument("tools", "must not be empty if a call is enforced")
-    return [to_enforceable_tool(tool) for tool in tools]
+    return [
+        replace(tool, parameters=to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters"))
+        for tool in tools
+    ]

@@ -123,7 +123,9 @@ def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """
     lines = docstring.splitlines()
     end = next((index for index in range(len(lines)) if _is_section_start(lines, index)), len(lines))
-    descriptions = _parse_google(lines) | _parse_numpy(lines) | _parse_sphinx(lines)
+    sphinx_lines = [line for line in lines if not line.startswith(":") or SPHINX_PARAMETER.match(line)]
+    sphinx_descriptions = _collect_descriptions(sphinx_lines, SPHINX_PARAMETER, 0)
+    descriptions = _parse_google(lines) | _parse_numpy(lines) | sphinx_descriptions
     return "\n".join(lines[:end]).strip(), {name: " ".join(text.split()) for name, text in descriptions.items()}
 
 
@@ -150,12 +152,6 @@ def _parse_numpy(lines: list[str]) -> dict[str, str]:
     )
     end = next((index for index in range(start, len(lines)) if _is_section_start(lines, index)), len(lines))
     return _collect_descriptions(lines[start:end], NUMPY_PARAMETER, 0)
-
-
-def _parse_sphinx(lines: list[str]) -> dict[str, str]:
-    return _collect_descriptions(
-        [line for line in lines if not line.startswith(":") or SPHINX_PARAMETER.match(line)], SPHINX_PARAMETER, 0
-    )
 
 
 def _collect_descriptions(lines: list[str], parameter: re.Pattern[str], indent: int) -> dict[str, str]:

@@ -27,32 +27,24 @@ def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> 
     """Rewrite a conversation for any template: only system, user and assistant messages with plain text."""
     plain_messages: list[Message] = []
     for message in messages:
-        if message.role == "tool":
-            _append_tool_result(plain_messages, message)
+        last = plain_messages[-1] if plain_messages else None
+        if message.role != "tool":
+            content = "\n".join(filter(None, [message.content, *map(format_call, message.tool_calls)]))
+            plain_messages.append(replace(message, content=content, tool_calls=()))
+            continue
+        content = f"<tool_response>\n{message.content}\n</tool_response>"
+        # Consecutive results are merged: many templates require alternating roles.
+        if last is not None and last.role == "user" and last.content.endswith("</tool_response>"):
+            plain_messages[-1] = replace(last, content=f"{last.content}\n{content}")
         else:
-            plain_messages.append(_to_plain_message(message))
+            plain_messages.append(Message(role="user", content=content))
     return add_tool_instructions(plain_messages, tools, GENERIC_CALL_FORMAT) if tools else plain_messages
-
-
-def _to_plain_message(message: Message) -> Message:
-    calls = "\n".join(format_call(call) for call in message.tool_calls)
-    content = "\n".join(filter(None, [message.content, calls]))
-    return replace(message, content=content, tool_calls=())
 
 
 def format_call(call: ToolCall) -> str:
     """Return a call in the generic format, as the instructions describe it."""
     name = json.dumps(call.name, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
-
-
-def _append_tool_result(plain_messages: list[Message], message: Message) -> None:
-    """Add a tool result as a user message. Merges consecutive results: many templates require alternating roles."""
-    content = f"<tool_response>\n{message.content}\n</tool_response>"
-    if plain_messages and plain_messages[-1].role == "user" and plain_messages[-1].content.endswith("</tool_response>"):
-        plain_messages[-1] = replace(plain_messages[-1], content=f"{plain_messages[-1].content}\n{content}")
-    else:
-        plain_messages.append(Message(role="user", content=content))
 
 
 def add_tool_instructions(messages: Sequence[Message], tools: Sequence[Tool], call_format: str) -> list[Message]:

@@ -54,14 +54,6 @@ class Tool:
         """Check the JSON arguments that a model wrote, convert them to the hinted types, and call the function."""
         if self.function is None:
             raise UnsupportedOperation(f"calling {self.name}", "the tool has no function")
-        values = self._parse_arguments(arguments)
-        hints = get_parameter_hints(self.function)
-        where = f"{self.name}.arguments"
-        return self.function(
-            **{key: convert_value(value, hints.get(key, Any), key, where) for key, value in values.items()}
-        )
-
-    def _parse_arguments(self, arguments: str) -> dict[str, Any]:
         where = f"{self.name}.arguments"
         try:
             values = json.loads(arguments or "{}", parse_float=_parse_number)
@@ -76,7 +68,10 @@ class Tool:
             )
         if missing := [key for key in required if key not in values]:
             raise InvalidArgument(f"{where}.{missing[0]}", "is required")
-        return values
+        hints = get_parameter_hints(self.function)
+        return self.function(
+            **{key: convert_value(value, hints.get(key, Any), key, where) for key, value in values.items()}
+        )
 
 
 ToolLike: TypeAlias = Tool | Mapping[str, Any] | Callable[..., Any]
@@ -127,16 +122,8 @@ def build_tool(
     name: Any, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None, *, where: str
 ) -> Tool:
     """Build a tool from the fields of a request. Raises `InvalidArgument` for a field of `where`."""
-    return Tool(
-        name=_check_name(name, f"{where}.name"),
-        description=description or "",
-        parameters=_parse_parameters(parameters, f"{where}.parameters"),
-        strict=bool(strict),
-    )
-
-
-def _parse_parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    schema = {**_build_empty_schema(), **(value or {})}
+    name, where = _check_name(name, f"{where}.name"), f"{where}.parameters"
+    schema = {**_build_empty_schema(), **(parameters or {})}
     if schema["type"] != "object":
         raise InvalidArgument(f"{where}.type", f"must be 'object', not {schema['type']!r}")
     if not isinstance(schema["properties"], Mapping):
@@ -148,7 +135,7 @@ def _parse_parameters(value: Mapping[str, Any] | None, where: str) -> dict[str, 
         json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(where, f"must be JSON: {error}") from None
-    return schema
+    return Tool(name=name, description=description or "", parameters=schema, strict=bool(strict))
 
 
 def _parse_function(function: Callable[..., Any], where: str) -> Tool:

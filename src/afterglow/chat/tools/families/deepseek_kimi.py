@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
@@ -15,8 +15,7 @@ from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
 
 
-@dataclass(frozen=True, slots=True)
-class SectionMarkers:
+class SectionMarkers(NamedTuple):
     """Markers around all calls, around one call, and between its header and its arguments."""
 
     calls_begin: str
@@ -24,10 +23,6 @@ class SectionMarkers:
     separator: str
     call_end: str
     calls_end: str
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return self.calls_begin, self.call_begin, self.separator, self.call_end, self.calls_end
 
 
 class SectionToolParser(ToolParser):
@@ -44,11 +39,9 @@ class SectionToolParser(ToolParser):
         ):
             scanner.mark(len(opening))
             if opening == markers.calls_begin:
-                yield from scanner.take_whitespace()
-                yield from scanner.skip_any(markers.call_begin)
+                yield from scanner.skip_after_space(markers.call_begin)
             while (yield from self._parse_call()):
-                yield from scanner.take_whitespace()
-                if not (yield from scanner.skip_any(markers.call_begin)):
+                if not (yield from scanner.skip_after_space(markers.call_begin)):
                     yield from scanner.skip_any(markers.calls_end)
                     break
                 scanner.mark(len(markers.call_begin))
@@ -64,8 +57,11 @@ class SectionToolParser(ToolParser):
             return False
         if name:
             self.begin_call(name)
-        else:
-            self._begin_from_header(header.strip())
+        else:  # Kimi's headers are also call ids (`functions.name:0`), which its template renders again
+            header = header.strip()
+            numbered = re.fullmatch(r"(?:functions\.)?(.+):\d+", header)
+            name = numbered[1] if numbered else header.removeprefix("functions.")
+            self.begin_call(name, header if numbered else None)
         yield from self._parse_arguments()
         return True
 
@@ -76,18 +72,11 @@ class SectionToolParser(ToolParser):
             return ""
         return (yield from self.scanner.take_while(lambda char: char not in "\n`<{")).strip()
 
-    def _begin_from_header(self, header: str) -> None:
-        """Begin a call. Kimi's headers are also call ids (`functions.name:0`), which its template renders again."""
-        numbered = re.fullmatch(r"(?:functions\.)?(.+):\d+", header)
-        self.begin_call(numbered[1] if numbered else header.removeprefix("functions."), header if numbered else None)
-
     def _parse_arguments(self) -> ParseSteps[None]:
         scanner, call_end = self.scanner, self._markers.call_end
-        yield from scanner.take_whitespace()
-        fence = yield from scanner.skip_any(FENCE)
+        fence = yield from scanner.skip_after_space(FENCE)
         yield from scanner.skip_any("json")
-        yield from scanner.take_whitespace()
-        if (yield from scanner.skip_any(call_end)):
+        if (yield from scanner.skip_after_space(call_end)):
             self.emit_arguments("{}")
             return
         if not (yield from stream_json_value(scanner, self.emit_arguments)):
@@ -107,13 +96,12 @@ def build_section_family(
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         content = join_alternatives(build_call_rule(grammar, tool) for tool in tools)
-        call = grammar.add_rule(f"{grammar.literal(markers.call_begin)} {content} {grammar.literal(markers.call_end)}")
-        more = grammar.more_calls(f"SPACE? {call}") if parallel else ""
-        return f"{call} {more} SPACE? {grammar.literal(markers.calls_end)}"
+        call = f"{grammar.literal(markers.call_begin)} {content} {grammar.literal(markers.call_end)}"
+        return f"{grammar.add_calls_rule(call, parallel, 'SPACE?')} SPACE? {grammar.literal(markers.calls_end)}"
 
     return ToolFamily(
         name=name,
-        markers=markers.texts,
+        markers=markers,
         triggers=(markers.calls_begin,),
         other_starts=(markers.call_begin,),
         instructions=instructions,
@@ -159,8 +147,8 @@ DEEPSEEK_NAMED = build_section_family(
     instructions="".join(
         (
             "To call tools, write this and nothing after it, with one part from begin to end for each call:\n",
-            *(*DEEPSEEK_MARKERS.texts[:2], "the tool's name", DEEPSEEK_MARKERS.separator, "its arguments as JSON"),
-            *DEEPSEEK_MARKERS.texts[3:],
+            *(*DEEPSEEK_MARKERS[:2], "the tool's name", DEEPSEEK_MARKERS.separator, "its arguments as JSON"),
+            *DEEPSEEK_MARKERS[3:],
         )
     ),
 )

@@ -7,21 +7,19 @@ from functools import partial
 
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, build_text_until_rule, list_properties
-from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
-from afterglow.chat.tools.parsing.json_values import (
-    ANY_TYPE,
-    escape_json_text,
-    get_parameter_types,
-    text_to_json,
-    to_json_string,
+from afterglow.chat.tools.grammar.schema import (
+    ARRAY_KEYWORDS,
+    SchemaNode,
+    build_separated_rule,
+    build_text_until_rule,
+    create_root,
+    list_properties,
 )
+from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
+from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json, to_json_string
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
-
-ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 
 
 class GemmaToolParser(ToolParser):
@@ -35,38 +33,41 @@ class GemmaToolParser(ToolParser):
         scanner = self.scanner
         while opening := (yield from scanner.stream_until(self._opening, sink=self.emit_text)):
             scanner.mark(len(opening))
-            yield from scanner.take_whitespace()
-            has_prefix = yield from scanner.skip_any("call:")
+            has_prefix = yield from scanner.skip_after_space("call:")
             name = (yield from scanner.take_while(is_name_char)) if has_prefix else ""
             if not name or (yield from scanner.peek()) != "{":
                 self.reject_call(after_marker=True)
                 continue
             self.begin_call(name)
-            if not (yield from self._parse_object(name)):
+            if not (yield from self._parse_container(self.tools.get(name))):
                 yield from scanner.stream_until(self._closing, sink=self.emit_arguments)
                 continue
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any(self._closing)
+            yield from scanner.skip_after_space(self._closing)
 
-    def _parse_object(self, tool_name: str | None = None) -> ParseSteps[bool]:
-        """Parse an object; return False if it is truncated. `tool_name` is set for the arguments of a call."""
-        self.emit_arguments(self.scanner.take(1))
-        first = True
+    def _parse_container(self, tool: Tool | None = None) -> ParseSteps[bool]:
+        """Parse an object or a list; return False if it is truncated. `tool`: the one whose arguments the object is."""
+        opening = self.scanner.take(1)
+        closing = "}" if opening == "{" else "]"
+        self.emit_arguments(opening)
+        separator = ""
         while True:
-            yield from self.scanner.take_whitespace()
-            if (yield from self.scanner.skip_any("}")):
-                self.emit_arguments("}")
+            if (yield from self.scanner.skip_after_space(closing)):
+                self.emit_arguments(closing)
                 return True
-            key = yield from self._parse_key()
-            if not (yield from self.scanner.skip_any(":")):
+            key = ""
+            if opening == "{":
+                key = yield from self._parse_key()
+                if not (yield from self.scanner.skip_any(":")):
+                    return False
+                self.emit_arguments(f"{separator}{to_json_string(key)}: ")
+            elif (yield from self.scanner.peek()):
+                self.emit_arguments(separator)
+            else:
                 return False
-            self.emit_arguments(("" if first else ", ") + to_json_string(key) + ": ")
-            first = False
-            tool = self.tools.get(tool_name) if tool_name is not None else None
+            separator = ", "
             if not (yield from self._parse_value(get_parameter_types(tool, key))):
                 return False
-            yield from self.scanner.take_whitespace()
-            yield from self.scanner.skip_any(",")
+            yield from self.scanner.skip_after_space(",")
 
     def _parse_key(self) -> ParseSteps[str]:
         pieces: list[str] = []
@@ -77,38 +78,13 @@ class GemmaToolParser(ToolParser):
             return str(load_json((yield from read_json_value(self.scanner))[0]) or "")
         return (yield from self.scanner.take_while(lambda char: char not in ':,{}[]<"')).strip()
 
-    def _parse_array(self) -> ParseSteps[bool]:
-        self.emit_arguments(self.scanner.take(1))
-        first = True
-        while True:
-            yield from self.scanner.take_whitespace()
-            if (yield from self.scanner.skip_any("]")):
-                self.emit_arguments("]")
-                return True
-            if not (yield from self.scanner.peek()):
-                return False
-            self.emit_arguments("" if first else ", ")
-            first = False
-            if not (yield from self._parse_value(ANY_TYPE)):
-                return False
-            yield from self.scanner.take_whitespace()
-            yield from self.scanner.skip_any(",")
-
     def _parse_value(self, types: frozenset[str]) -> ParseSteps[bool]:
         """Parse one value; return False if it is truncated."""
-        yield from self.scanner.take_whitespace()
-        if (yield from self.scanner.skip_any(self._quote)):
-            self.emit_arguments('"')
-            ending = yield from self.scanner.stream_until(
-                self._quote, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
-            )
-            self.emit_arguments('"' if ending else "")
-            return bool(ending)
+        if (yield from self.scanner.skip_after_space(self._quote)):
+            return (yield from self.stream_string(self._quote))
         match (yield from self.scanner.peek()):
-            case "{":
-                return (yield from self._parse_object())
-            case "[":
-                return (yield from self._parse_array())
+            case "{" | "[":
+                return (yield from self._parse_container())
             case '"':
                 return (yield from stream_json_value(self.scanner, self.emit_arguments))
         text = yield from self.scanner.take_while(lambda char: char not in ',{}[]<"')
@@ -120,17 +96,16 @@ class GemmaToolParser(ToolParser):
 class GemmaRuleBuilder:
     """Builds grammar rules of Gemma's notation from schemas."""
 
-    def __init__(self, grammar: LarkGrammar, family: str, quote: str) -> None:
-        self._grammar, self._family, self._quote = grammar, family, quote
+    def __init__(self, grammar: LarkGrammar, quote: str) -> None:
+        self._grammar, self._quote = grammar, quote
 
     def build_object(self, node: SchemaNode) -> str:
         """Return an expression for an object with its members in alphabetical order, as the templates write them."""
         grammar = self._grammar
-        properties = sorted(list_properties(node, self._family), key=lambda member: member.name.lower())
+        properties = sorted(list_properties(node), key=lambda member: member.name.lower())
         is_open = node.schema.get("additionalProperties", True) is not False and "properties" not in node.schema
         if not properties and is_open:
-            reason = f"the {self._family} call format requires named properties"
-            raise UnsupportedOption(f"{node.where}.properties", reason)
+            raise node.build_error("properties", "requires named properties")
         members = [
             (f"{grammar.literal(f'{member.name}:')} {self.build_value(member.node)}", member.required)
             for member in properties
@@ -138,12 +113,12 @@ class GemmaRuleBuilder:
         return f"{grammar.literal('{')} {build_separated_rule(grammar, members, ',')} {grammar.literal('}')}"
 
     def build_value(self, node: SchemaNode) -> str:
-        return join_alternatives(self._build_choice(choice) for choice in node.expand_choices(self._family))
+        return join_alternatives(self._build_choice(choice) for choice in node.expand_choices())
 
     def _build_choice(self, node: SchemaNode) -> str:
         match sorted(node.allowed_types):
             case ["string"]:
-                text = build_text_until_rule(self._grammar, node, self._family, ending=self._quote)
+                text = build_text_until_rule(self._grammar, node, ending=self._quote)
                 return f"{self._grammar.literal(self._quote)} {text}"
             case ["array"]:
                 return self._build_array(node)
@@ -151,10 +126,10 @@ class GemmaRuleBuilder:
                 return self._grammar.add_rule(self.build_object(node))
             case [_] | ["integer", "number"]:
                 return self._grammar.add_json_rule(node.standalone_schema)
-        raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
+        raise node.build_error("type", "requires a single type")
 
     def _build_array(self, node: SchemaNode) -> str:
-        node.check_keywords(ARRAY_KEYWORDS, self._family)
+        node.check_keywords(ARRAY_KEYWORDS)
         min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
         if max_items == 0:
             return self._grammar.literal("[]")
@@ -168,12 +143,11 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
     """Return a family with these markers. `stop` ends the turn before the model writes the tool's result itself."""
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        builder = GemmaRuleBuilder(grammar, name, quote)
-        calls = []
-        for tool in tools:
-            node = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
-            calls.append(f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(node)}")
-        return f"{join_alternatives(calls)} {grammar.literal(closing)}"
+        builder = GemmaRuleBuilder(grammar, quote)
+        call = join_alternatives(
+            f"{grammar.literal(f'call:{tool.name}')} {builder.build_object(create_root(tool, name))}" for tool in tools
+        )
+        return f"{call} {grammar.literal(closing)}"
 
     return ToolFamily(
         name=name,
@@ -188,9 +162,5 @@ def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, sto
 
 GEMMA = build_gemma_family("gemma", "<|tool_call>", "<tool_call|>", '<|"|>', stop="<|tool_response>")
 FUNCTION_GEMMA = build_gemma_family(
-    "function-gemma",
-    "<start_function_call>",
-    "<end_function_call>",
-    "<escape>",
-    stop="<start_function_response>",
+    "function-gemma", "<start_function_call>", "<end_function_call>", "<escape>", stop="<start_function_response>"
 )

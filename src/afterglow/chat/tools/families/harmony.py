@@ -27,14 +27,23 @@ class HarmonyParser(ToolParser):
 
     def parse(self) -> ParseSteps[None]:
         has_text = has_reasoning = False
-        header = yield from self._parse_first_header()
+        header: str | None = ""  # if the prompt contains the first header
+        space = yield from self.scanner.take_whitespace()
+        if (yield from self.scanner.peek_any(START, CHANNEL, MESSAGE, "to=", "assistant")):
+            header = yield from self._parse_header()
+        else:
+            self.emit_text(space)
         while header is not None:
-            tool_name, channel = self._find_tool_name(header), find_channel(header)
+            tool_name, channels = self._find_tool_name(header), CHANNEL_PATTERN.findall(header)
             if f"{CHANNEL} " in header:
                 yield from self.scanner.skip_any(" ")  # models with a SentencePiece vocabulary write one after a marker
             if tool_name is not None:
-                yield from self._parse_call(tool_name)
-            elif channel == "analysis":
+                self.begin_call(tool_name)
+                yield from self.scanner.take_whitespace()
+                if (yield from self.scanner.peek_any(*MESSAGE_ENDS)):
+                    self.emit_arguments("{}")
+                yield from self._parse_body(self.emit_arguments)
+            elif channels[-1:] == ["analysis"]:  # the last one if the model wrote several
                 yield from self._parse_message(self.emit_reasoning, needs_separator=has_reasoning)
                 has_reasoning = True
             else:
@@ -49,14 +58,6 @@ class HarmonyParser(ToolParser):
                 return str(name)
         return None
 
-    def _parse_first_header(self) -> ParseSteps[str | None]:
-        """Return the header at the start of the completion; an empty one if the prompt contains it."""
-        space = yield from self.scanner.take_whitespace()
-        if (yield from self.scanner.peek_any(START, CHANNEL, MESSAGE, "to=", "assistant")):
-            return (yield from self._parse_header())
-        self.emit_text(space)
-        return ""
-
     def _parse_header(self) -> ParseSteps[str | None]:
         pieces: list[str] = []
         ending = yield from self.scanner.stream_until(MESSAGE, sink=pieces.append)
@@ -68,44 +69,28 @@ class HarmonyParser(ToolParser):
             sink("\n\n")
         yield from self._parse_body(sink)
 
-    def _parse_call(self, name: str) -> ParseSteps[None]:
-        self.begin_call(name)
-        yield from self.scanner.take_whitespace()
-        if (yield from self.scanner.peek_any(*MESSAGE_ENDS)):
-            self.emit_arguments("{}")
-        yield from self._parse_body(self.emit_arguments)
-
     def _parse_body(self, sink: TextSink) -> ParseSteps[None]:
         ending = yield from self.scanner.stream_until(*MESSAGE_ENDS, sink=sink)
         if ending in (START, CHANNEL):
             self.scanner.unread(ending)
 
 
-def find_channel(header: str) -> str | None:
-    """Return the channel of a message; the last one if the model wrote several."""
-    channels: list[str] = CHANNEL_PATTERN.findall(header)
-    return channels[-1] if channels else None
-
-
-def _build_named_call_rule(grammar: LarkGrammar, tool: Tool) -> str:
-    """Return an expression from the tool's name to the end of the call; the channel may follow the recipient."""
-    channel = f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})?"
+def _build_block_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    """Return an expression from a tool's name to the end of the call; the channel may follow the recipient."""
+    channel = f"({grammar.literals(CHANNEL, 'commentary')})?"
     constrain = f"SPACE? {grammar.literal(CONSTRAIN)} SPACE? {grammar.literal('json')}"
     content_type = f"( {constrain} | {grammar.literal(' json')} | SPACE )?"
-    return (
-        f"{grammar.literal(tool.name)} {channel} {content_type} {grammar.literal(MESSAGE)} "
-        f"{grammar.add_json_rule(tool.parameters)} {grammar.literal(CALL)}"
+    header = f"{channel} {content_type} {grammar.literal(MESSAGE)}"
+    return join_alternatives(
+        f"{grammar.literal(tool.name)} {header} {grammar.add_json_rule(tool.parameters)} {grammar.literal(CALL)}"
+        for tool in tools
     )
-
-
-def _build_block_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    return join_alternatives(_build_named_call_rule(grammar, tool) for tool in tools)
 
 
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for one call, even if several are allowed: `<|call|>` ends the turn."""
     calls = _build_block_rule(grammar, tools, parallel)
-    return f"({grammar.literal(CHANNEL)} {grammar.literal('commentary')})? {grammar.literal(' to=functions.')} {calls}"
+    return f"({grammar.literals(CHANNEL, 'commentary')})? {grammar.literal(' to=functions.')} {calls}"
 
 
 HARMONY = ToolFamily(

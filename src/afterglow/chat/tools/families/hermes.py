@@ -31,8 +31,7 @@ class TaggedJsonToolParser(ToolParser):
     def parse_block(self) -> ParseSteps[None]:
         """Parse the calls after the opening. The scanner's mark is before the opening."""
         scanner = self.scanner
-        yield from scanner.take_whitespace()
-        is_list = yield from scanner.skip_any("[")
+        is_list = yield from scanner.skip_after_space("[")
         call_count = 0
         while True:
             yield from scanner.take_whitespace()
@@ -44,10 +43,15 @@ class TaggedJsonToolParser(ToolParser):
                 return
             call_count += 1
             yield from scanner.take_while(lambda char: char in ",;}" or char.isspace())
-        if call_count or (is_list and (yield from scanner.peek_any("]"))):
-            yield from self._skip_closing()
-        else:
+        if not call_count and not (is_list and (yield from scanner.peek_any("]"))):
             self.reject_call(after_marker=True)
+            return
+        scanner.clear_mark()
+        if not self._closings:
+            yield from scanner.skip_any("]")
+            return
+        yield from scanner.take_while(lambda char: char in "]}" or char.isspace())  # surplus brackets
+        yield from scanner.skip_any(*self._closings)
 
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one call; return whether it is one and more may follow in this block."""
@@ -59,34 +63,28 @@ class TaggedJsonToolParser(ToolParser):
             yield from self.scanner.stream_until(*self._closings or self._openings, sink=self.emit_arguments)
         return not call.has_invalid_arguments
 
-    def _skip_closing(self) -> ParseSteps[None]:
-        """Skip surplus brackets and the closing, if present."""
-        self.scanner.clear_mark()
-        if not self._closings:
-            yield from self.scanner.skip_any("]")
-            return
-        yield from self.scanner.take_while(lambda char: char in "]}" or char.isspace())
-        yield from self.scanner.skip_any(*self._closings)
-
 
 def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_call_options: Any) -> str:
     """Return an expression for a call of one of these tools as a JSON object."""
     return join_alternatives(grammar.add_json_call_rule(tool, **json_call_options) for tool in tools)
 
 
-def build_json_tag_family(name: str, opening: str, closing: str, *, markers: tuple[str, ...]) -> ToolFamily:
-    """Return a family that writes each call as an object between two tags."""
+def build_json_object_family(name: str, opening: str, closing: str = "") -> ToolFamily:
+    """Return a family that writes each call as an object between two tags, or ends its turn with one call after a
+    marker if there is no closing."""
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        return f"SPACE? {build_json_call_rule(grammar, tools)} SPACE? {grammar.literal(closing)}"
+        end = f"SPACE? {grammar.literal(closing)}" if closing else ""
+        return f"SPACE? {build_json_call_rule(grammar, tools)} {end}"
 
+    closings = (closing,) if closing else ()
     return ToolFamily(
         name=name,
-        markers=markers,
+        markers=(opening, *closings),
         triggers=(opening,),
-        parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=(closing,)),
+        parser_factory=partial(TaggedJsonToolParser, openings=(opening,), closings=closings),
         build_block_rule=build_block,
-        block_separator="SPACE?",
+        block_separator="SPACE?" if closing else None,
     )
 
 
@@ -105,10 +103,10 @@ def build_json_list_family(
     """
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.add_rule(build_json_call_rule(grammar, tools, **json_call_options))
-        more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
+        call = build_json_call_rule(grammar, tools, **json_call_options)
+        calls = grammar.add_calls_rule(call, parallel, f"SPACE? {grammar.literal(',')} SPACE?")
         end = f"SPACE? {grammar.literal(closing)}" if closing else ""
-        return f"SPACE? {grammar.literal('[')} {call} {more} {grammar.literal(']')} {end}"
+        return f"SPACE? {grammar.literal('[')} {calls} {grammar.literal(']')} {end}"
 
     closings = (closing,) if closing else ("</tool_call>",) if alternative_openings else ()
     return ToolFamily(
@@ -121,37 +119,23 @@ def build_json_list_family(
     )
 
 
-def build_untagged_end_family(name: str, opening: str) -> ToolFamily:
-    """Return a family that ends its turn with one call after a marker."""
-    return ToolFamily(
-        name=name,
-        markers=(opening,),
-        triggers=(opening,),
-        parser_factory=partial(TaggedJsonToolParser, openings=(opening,)),
-        build_block_rule=lambda grammar, tools, parallel: f"SPACE? {build_json_call_rule(grammar, tools)}",
-    )
-
-
 def _build_cohere_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the list of calls after `<|START_ACTION|>`."""
     id = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,3}$"}}
-    call = grammar.add_rule(
-        build_json_call_rule(grammar, tools, name_key="tool_name", arguments_key="parameters", properties_before=id)
-    )
+    call = build_json_call_rule(grammar, tools, name_key="tool_name", arguments_key="parameters", properties_before=id)
     space = "/[ \\n]{1,8}/?"
-    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} {space} {call}") if parallel else ""
-    return f"SPACE? {grammar.literal('[')} {space} {call} {more} SPACE? {grammar.literals(']', '<|END_ACTION|>')}"
+    calls = grammar.add_calls_rule(call, parallel, f"SPACE? {grammar.literal(',')} {space}")
+    return f"SPACE? {grammar.literal('[')} {space} {calls} SPACE? {grammar.literals(']', '<|END_ACTION|>')}"
 
 
 def _build_functools_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(build_json_call_rule(grammar, tools))
-    more = grammar.more_calls(f"SPACE? {grammar.literal(',')} SPACE? {call}") if parallel else ""
-    return f"SPACE? {call} {more} SPACE? {grammar.literal(']')}"
+    separator = f"SPACE? {grammar.literal(',')} SPACE?"
+    calls = grammar.add_calls_rule(build_json_call_rule(grammar, tools), parallel, separator)
+    return f"SPACE? {calls} SPACE? {grammar.literal(']')}"
 
 
-TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
-HERMES = build_json_tag_family("hermes", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
-GENERIC = build_json_tag_family("generic", *TOOL_CALL_TAGS, markers=TOOL_CALL_TAGS)
+HERMES = build_json_object_family("hermes", "<tool_call>", "</tool_call>")
+GENERIC = build_json_object_family("generic", "<tool_call>", "</tool_call>")
 GRANITE = build_json_list_family("granite", "<|tool_call|>", alternative_openings=("<tool_call>",))
 NEMOTRON = build_json_list_family("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 APRIEL = build_json_list_family(
@@ -164,8 +148,8 @@ COHERE = ToolFamily(
     parser_factory=partial(TaggedJsonToolParser, openings=("<|START_ACTION|>",), closings=("<|END_ACTION|>",)),
     build_block_rule=_build_cohere_calls,
 )
-GIGACHAT = build_untagged_end_family("gigachat", "<|function_call|>")
-GIGACHAT_ROLE = build_untagged_end_family("gigachat-role", "<|message_sep|>\n\nfunction call<|role_sep|>\n")
+GIGACHAT = build_json_object_family("gigachat", "<|function_call|>")
+GIGACHAT_ROLE = build_json_object_family("gigachat-role", "<|message_sep|>\n\nfunction call<|role_sep|>\n")
 FIREFUNCTION = ToolFamily(
     name="firefunction",
     triggers=("functools[",),  # with the bracket: answers mention Python's functools

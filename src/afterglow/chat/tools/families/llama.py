@@ -63,9 +63,8 @@ class Llama3JsonToolParser(ToolParser):
 
 
 def _build_calls_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(build_json_call_rule(grammar, tools, arguments_key="parameters"))
-    separator = f"SPACE? {grammar.literal(';')} SPACE?"
-    return f"{call} {grammar.more_calls(f'{separator} {call}')}" if parallel else call
+    call = build_json_call_rule(grammar, tools, arguments_key="parameters")
+    return grammar.add_calls_rule(call, parallel, f"SPACE? {grammar.literal(';')} SPACE?")
 
 
 def _build_trigger_rule(grammar: LarkGrammar, tools: Sequence[Tool], trigger: str) -> str:

@@ -8,25 +8,23 @@ from typing import Any
 from afterglow.chat.constraints.schema_analysis import build_resolver, get_types, iter_in_place
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import SchemaNode, build_text_until_rule, list_properties
-from afterglow.chat.tools.parsing.json_values import (
-    ANY_TYPE,
-    MAX_NESTED_SCHEMAS,
-    escape_json_text,
-    text_to_json,
-    to_json_string,
+from afterglow.chat.tools.grammar.schema import (
+    ARRAY_KEYWORDS,
+    SchemaNode,
+    build_text_until_rule,
+    create_root,
+    list_properties,
 )
+from afterglow.chat.tools.parsing.json_values import ANY_TYPE, MAX_NESTED_SCHEMAS, text_to_json, to_json_string
 from afterglow.chat.tools.parsing.parser import ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
 
 NAMESPACE = "]<]minimax[>["
 BLOCK_START, BLOCK_END = f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"
 CALL_START, CALL_END = f'{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>"
 ELEMENT_START, ELEMENT_END = f"{NAMESPACE}<", f"{NAMESPACE}</"
 ITEM = "item"  # element of a list
-ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 
 
 class MinimaxM3ToolParser(ToolParser):
@@ -46,8 +44,7 @@ class MinimaxM3ToolParser(ToolParser):
 
     def _parse_call(self) -> ParseSteps[bool]:
         scanner = self.scanner
-        yield from scanner.take_whitespace()
-        if not (yield from scanner.skip_any(CALL_START)):
+        if not (yield from scanner.skip_after_space(CALL_START)):
             return False
         name = yield from scanner.take_while(is_name_char)
         if not name or not (yield from scanner.skip_any('">')):
@@ -55,45 +52,28 @@ class MinimaxM3ToolParser(ToolParser):
         self.begin_call(name)
         tool = self.tools.get(name)
         schema, root = (True, {}) if tool is None else (tool.parameters, tool.parameters)
-        if (yield from self._parse_members(schema, root, CALL_END)):
+        if (yield from self._parse_elements(schema, root, CALL_END, is_list=False)):
             yield from scanner.take_whitespace()
             return True
         yield from scanner.stream_until(CALL_END, sink=self.emit_arguments)
         return not scanner.is_exhausted
 
-    def _parse_members(self, schema: Any, root: Mapping[str, Any], end: str) -> ParseSteps[bool]:
-        """Parse elements up to `end` as an object; return False if it is truncated."""
-        self.emit_arguments("{")
-        first = True
-        while not (yield from self._skip_end(end)):
+    def _parse_elements(self, schema: Any, root: Mapping[str, Any], end: str, *, is_list: bool) -> ParseSteps[bool]:
+        """Parse elements up to `end` as an object or a list; return False if it is truncated."""
+        self.emit_arguments("[" if is_list else "{")
+        separator = ""
+        while True:
+            if (yield from self.scanner.skip_after_space(end)):
+                self.emit_arguments("]" if is_list else "}")
+                return True
             key = yield from self._parse_element_name()
             if not key:
                 return False
-            self.emit_arguments(f"{'' if first else ', '}{to_json_string(key)}: ")
-            first = False
-            if not (yield from self._parse_value(get_member_schema(schema, root, key), root, key)):
+            self.emit_arguments(separator if is_list else f"{separator}{to_json_string(key)}: ")
+            separator = ", "
+            member = get_item_schema(schema, root) if is_list else get_member_schema(schema, root, key)
+            if not (yield from self._parse_value(member, root, key)):
                 return False
-        self.emit_arguments("}")
-        return True
-
-    def _parse_items(self, schema: Any, root: Mapping[str, Any], end: str) -> ParseSteps[bool]:
-        """Parse elements up to `end` as a list; return False if it is truncated."""
-        self.emit_arguments("[")
-        first = True
-        while not (yield from self._skip_end(end)):
-            key = yield from self._parse_element_name()
-            if not key:
-                return False
-            self.emit_arguments("" if first else ", ")
-            first = False
-            if not (yield from self._parse_value(get_item_schema(schema, root), root, key)):
-                return False
-        self.emit_arguments("]")
-        return True
-
-    def _skip_end(self, end: str) -> ParseSteps[bool]:
-        yield from self.scanner.take_whitespace()
-        return bool((yield from self.scanner.skip_any(end)))
 
     def _parse_element_name(self) -> ParseSteps[str]:
         """Return the name in an opening tag; empty if there is none."""
@@ -106,7 +86,7 @@ class MinimaxM3ToolParser(ToolParser):
         """Parse the content and the closing tag of an element; return False if it is truncated."""
         types, end = get_types(schema, build_resolver(root), MAX_NESTED_SCHEMAS), f"{ELEMENT_END}{key}>"
         if types != ANY_TYPE and "string" in types:
-            return (yield from self._parse_string(end))
+            return (yield from self.stream_string(end))
         pieces: list[str] = []
         if (yield from self.scanner.stream_until(NAMESPACE, sink=pieces.append)) is None:
             self.emit_arguments("".join(pieces))
@@ -118,17 +98,7 @@ class MinimaxM3ToolParser(ToolParser):
             self.emit_arguments(text_to_json(text, types))
             return bool((yield from self.scanner.skip_any(end)))
         is_list = "array" in types and (yield from self.scanner.peek_any(f"{ELEMENT_START}{ITEM}>", end))
-        if is_list:
-            return (yield from self._parse_items(schema, root, end))
-        return (yield from self._parse_members(schema, root, end))
-
-    def _parse_string(self, end: str) -> ParseSteps[bool]:
-        self.emit_arguments('"')
-        ending = yield from self.scanner.stream_until(
-            end, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
-        )
-        self.emit_arguments('"' if ending else "")
-        return bool(ending)
+        return (yield from self._parse_elements(schema, root, end, is_list=bool(is_list)))
 
 
 def get_member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
@@ -146,60 +116,52 @@ def get_item_schema(schema: Any, root: Mapping[str, Any]) -> Any:
     return next((found["items"] for found in iter_in_place(schema, build_resolver(root)) if "items" in found), True)
 
 
-class _ElementRules:
-    """Builds grammar rules of elements from schemas."""
+def _build_members(grammar: LarkGrammar, node: SchemaNode) -> str:
+    """Return an expression for the elements of an object in schema order."""
+    properties = list_properties(node)
+    if not properties and "properties" not in node.schema and node.schema.get("additionalProperties", True):
+        raise node.build_error("properties", "requires named properties")
+    members = []
+    for member in properties:
+        element = grammar.add_rule(_build_element(grammar, member.name, member.node))
+        members.append(element if member.required else f"{element}?")
+    return " ".join(members)
 
-    def __init__(self, grammar: LarkGrammar, family: str) -> None:
-        self._grammar, self._family = grammar, family
 
-    def build_members(self, node: SchemaNode) -> str:
-        """Return an expression for the elements of an object in schema order."""
-        properties = list_properties(node, self._family)
-        if not properties and "properties" not in node.schema and node.schema.get("additionalProperties", True):
-            raise UnsupportedOption(
-                f"{node.where}.properties", f"the {self._family} call format requires named properties"
-            )
-        members = []
-        for member in properties:
-            element = self._grammar.add_rule(self._build_element(member.name, member.node))
-            members.append(element if member.required else f"{element}?")
-        return " ".join(members)
+def _build_element(grammar: LarkGrammar, name: str, node: SchemaNode) -> str:
+    values = [_build_value(grammar, choice, f"{ELEMENT_END}{name}>") for choice in node.expand_choices()]
+    return f"{grammar.literal(f'{ELEMENT_START}{name}>')} {join_alternatives(values)}"
 
-    def _build_element(self, name: str, node: SchemaNode) -> str:
-        end = f"{ELEMENT_END}{name}>"
-        values = [self._build_value(choice, end) for choice in node.expand_choices(self._family)]
-        return f"{self._grammar.literal(f'{ELEMENT_START}{name}>')} {join_alternatives(values)}"
 
-    def _build_value(self, node: SchemaNode, end: str) -> str:
-        """Return an expression for a value and its closing tag."""
-        match sorted(node.allowed_types):
-            case ["string"]:
-                return build_text_until_rule(self._grammar, node, self._family, ending=end)
-            case ["array"]:
-                return f"{self._build_items(node)} {self._grammar.literal(end)}"
-            case ["object"]:
-                return f"{self.build_members(node)} {self._grammar.literal(end)}"
-            case [_] | ["integer", "number"]:
-                return f"{self._grammar.add_json_rule(node.standalone_schema)} {self._grammar.literal(end)}"
-        raise UnsupportedOption(f"{node.where}.type", f"the {self._family} call format requires a single type")
-
-    def _build_items(self, node: SchemaNode) -> str:
-        node.check_keywords(ARRAY_KEYWORDS, self._family)
-        item = self._grammar.add_rule(self._build_element(ITEM, node.create_child(node.schema.get("items"), "items")))
-        min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
-        return f"{item}{{{min_items},{'' if max_items is None else max_items}}}"
+def _build_value(grammar: LarkGrammar, node: SchemaNode, end: str) -> str:
+    """Return an expression for a value and its closing tag."""
+    match sorted(node.allowed_types):
+        case ["string"]:
+            return build_text_until_rule(grammar, node, ending=end)
+        case ["array"]:
+            node.check_keywords(ARRAY_KEYWORDS)
+            items = node.create_child(node.schema.get("items"), "items")
+            min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
+            bounds = f"{{{min_items},{'' if max_items is None else max_items}}}"
+            value = f"{grammar.add_rule(_build_element(grammar, ITEM, items))}{bounds}"
+        case ["object"]:
+            value = _build_members(grammar, node)
+        case [_] | ["integer", "number"]:
+            value = grammar.add_json_rule(node.standalone_schema)
+        case _:
+            raise node.build_error("type", "requires a single type")
+    return f"{value} {grammar.literal(end)}"
 
 
 def _build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after the start of a block."""
-    rules, calls = _ElementRules(grammar, "minimax-m3"), []
+    calls = []
     for tool in tools:
-        node = SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters)
         start = grammar.literal(f'{CALL_START}{tool.name}">')
-        calls.append(f"{start} {rules.build_members(node)} {grammar.literal(CALL_END)}")
-    call = grammar.add_rule(f"{join_alternatives(calls)} SPACE?")
-    more = grammar.more_calls(call) if parallel else ""
-    return f"SPACE? {call} {more} {grammar.literal(BLOCK_END)}"
+        members = _build_members(grammar, create_root(tool, "minimax-m3"))
+        calls.append(f"{start} {members} {grammar.literal(CALL_END)}")
+    block = grammar.add_calls_rule(f"{join_alternatives(calls)} SPACE?", parallel, separator="")
+    return f"SPACE? {block} {grammar.literal(BLOCK_END)}"
 
 
 MINIMAX_M3 = ToolFamily(

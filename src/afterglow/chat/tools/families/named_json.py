@@ -29,12 +29,10 @@ class FunctionTagParser(ToolParser):
                 self.reject_call(after_marker=True)
                 continue
             self.begin_call(name)
-            yield from scanner.take_whitespace()
-            if (yield from scanner.skip_any(FUNCTION_END)):
+            if (yield from scanner.skip_after_space(FUNCTION_END)):
                 self.emit_arguments("{}")
             elif (yield from stream_json_value(scanner, self.emit_arguments)):
-                yield from scanner.take_whitespace()
-                yield from scanner.skip_any(FUNCTION_END)
+                yield from scanner.skip_after_space(FUNCTION_END)
             else:
                 yield from scanner.stream_until(FUNCTION_END, sink=self.emit_arguments)
 
@@ -83,8 +81,7 @@ class NameAsKeyParser(ToolParser):
         scanner = self.scanner
         while opening := (yield from scanner.stream_until(TOOLS_PREFIX, sink=self.emit_text)):
             scanner.mark(len(opening))
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any("[")
+            yield from scanner.skip_after_space("[")
             has_call = False
             while (yield from self._parse_call()):
                 has_call = True
@@ -98,8 +95,7 @@ class NameAsKeyParser(ToolParser):
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one object; return whether it is a call."""
         scanner = self.scanner
-        yield from scanner.take_whitespace()
-        if not (yield from scanner.skip_any("{")):
+        if not (yield from scanner.skip_after_space("{")):
             return False
         yield from scanner.take_whitespace()
         name = load_json((yield from read_json_value(scanner))[0])
@@ -125,25 +121,21 @@ def _build_function_tag_call(grammar: LarkGrammar, tools: Sequence[Tool], parall
 
 def _build_recipient_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after `>>>`."""
-    call = grammar.add_rule(
-        join_alternatives(
-            f"{grammar.literal(tool.name + chr(10))} {grammar.add_json_rule(tool.parameters)}" for tool in tools
-        )
+    call = join_alternatives(
+        f"{grammar.literal(tool.name + chr(10))} {grammar.add_json_rule(tool.parameters)}" for tool in tools
     )
-    return f"{call} {grammar.more_calls(f'{grammar.literal(RECIPIENT)} {call}')}" if parallel else call
+    return grammar.add_calls_rule(call, parallel, grammar.literal(RECIPIENT))
 
 
 def _build_name_as_key_calls(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """Return an expression for the text after `<|tools_prefix|>`."""
-    call = grammar.add_rule(
-        join_alternatives(
-            f"{grammar.literal('{' + to_json_string(tool.name) + ': ')} {grammar.add_json_rule(tool.parameters)} "
-            f"{grammar.literal('}')}"
-            for tool in tools
-        )
+    call = join_alternatives(
+        f"{grammar.literal('{' + to_json_string(tool.name) + ': ')} {grammar.add_json_rule(tool.parameters)} "
+        f"{grammar.literal('}')}"
+        for tool in tools
     )
-    more = grammar.more_calls(f"{grammar.literal(', ')} {call}") if parallel else ""
-    return f"{grammar.literal('[')} {call} {more} {grammar.literals(']', TOOLS_SUFFIX)}"
+    calls = grammar.add_calls_rule(call, parallel, grammar.literal(", "))
+    return f"{grammar.literal('[')} {calls} {grammar.literals(']', TOOLS_SUFFIX)}"
 
 
 FUNCTIONARY_TAGS = ToolFamily(

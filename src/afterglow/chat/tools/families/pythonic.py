@@ -38,8 +38,7 @@ class PythonicToolParser(ToolParser):
             return False
         has_call = yield from parse_calls(self, require_known_tool=True, after_marker=False)
         if has_call and fence:
-            yield from self.scanner.take_whitespace()
-            yield from self.scanner.skip_any(fence)
+            yield from self.scanner.skip_after_space(fence)
         return has_call
 
 
@@ -54,8 +53,7 @@ class TaggedPythonicToolParser(ToolParser):
         scanner = self.scanner
         while opening := (yield from scanner.stream_until(self._opening, sink=self.emit_text)):
             scanner.mark(len(opening))
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any("[", "print(")
+            yield from scanner.skip_after_space("[", "print(")
             if (yield from parse_calls(self, require_known_tool=False, after_marker=True)):
                 yield from scanner.take_while(lambda char: char in "])" or char.isspace())
                 yield from scanner.skip_any(self._closing)
@@ -74,15 +72,14 @@ def parse_calls(parser: ToolParser, *, require_known_tool: bool, after_marker: b
             parser.reject_call(after_marker=after_marker)
             return has_call
         has_call = True
-        yield from scanner.take_whitespace()
-        yield from scanner.skip_any(",")
+        yield from scanner.skip_after_space(",")
 
 
 def build_call_list_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool, family: str) -> str:
     """Return an expression for a list of calls."""
-    call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools))
-    more = grammar.more_calls(f"{grammar.literal(', ')} {call}") if parallel else ""
-    return f"{grammar.literal('[')} {call} {more} {grammar.literal(']')}"
+    call = join_alternatives(build_python_call_rule(grammar, tool, family) for tool in tools)
+    calls = grammar.add_calls_rule(call, parallel, grammar.literal(", "))
+    return f"{grammar.literal('[')} {calls} {grammar.literal(']')}"
 
 
 PYTHONIC = ToolFamily(
@@ -94,10 +91,9 @@ PYTHONIC = ToolFamily(
 
 
 def _build_tool_code_rule(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    call = grammar.add_rule(join_alternatives(build_python_call_rule(grammar, tool, "tool-code") for tool in tools))
+    call = join_alternatives(build_python_call_rule(grammar, tool, "tool-code") for tool in tools)
     newline = grammar.literal("\n")
-    more = grammar.more_calls(f"{newline} {call}") if parallel else ""
-    return f"{newline} {call} {more} {newline} {grammar.literal(FENCE)}"
+    return f"{newline} {grammar.add_calls_rule(call, parallel, newline)} {newline} {grammar.literal(FENCE)}"
 
 
 LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"

@@ -17,14 +17,13 @@ from afterglow.chat.tools.grammar.schema import (
     ToolParameter,
     build_bare_or_json_rule,
     build_text_until_rule,
-    list_parameters,
+    create_root,
+    list_properties,
 )
-from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_to_json
-from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
+from afterglow.chat.tools.parsing.parser import ArgumentsBuilder, CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextSink, is_name_char
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
 
 DSML = "｜DSML｜"  # noqa: RUF001 - full-width bars of the model's vocabulary
 
@@ -53,17 +52,13 @@ class XmlTags:
     name: tuple[str, str]  # before and after the tool's name; if after is "", a tag or newline ends the name
     key: tuple[str, str]
     value: tuple[str, str]
-    call_end: str  # end of one call in the block; "" if the closing ends it
-    values_on_own_lines: bool  # one newline before and one after a value are not part of it
+    call_end: str = ""  # end of one call in the block; "" if the closing ends it
+    values_on_own_lines: bool = False  # one newline before and one after a value are not part of it
     opening_optional: bool = False  # models may omit the opening
     calls_share_block: bool = False  # one block contains several calls
     attributes_end: str = ""  # attributes follow the name and every key up to this text; "" if there are none
     attributes: TagAttributes | None = None
     has_cdata: bool = False  # a value may be in a CDATA section
-
-    @property
-    def openings(self) -> tuple[str, ...]:
-        return (self.opening, self.name[0]) if self.opening_optional else (self.opening,)
 
 
 class XmlToolParser(ToolParser):
@@ -75,7 +70,8 @@ class XmlToolParser(ToolParser):
 
     def parse(self) -> ParseSteps[None]:
         tags, scanner = self._tags, self.scanner
-        while opening := (yield from scanner.stream_until(*tags.openings, sink=self.emit_text)):
+        openings = (tags.opening, tags.name[0]) if tags.opening_optional else (tags.opening,)
+        while opening := (yield from scanner.stream_until(*openings, sink=self.emit_text)):
             scanner.mark(len(opening))
             if opening != tags.opening:
                 scanner.unread(opening)
@@ -84,16 +80,15 @@ class XmlToolParser(ToolParser):
     def _parse_block(self) -> ParseSteps[None]:
         """Parse the calls after the opening, and the closing."""
         tags, scanner = self._tags, self.scanner
-        while True:
-            if not (yield from self._parse_call()):
-                self.reject_call(after_marker=True)
-                return
+        while (yield from self._parse_call()):
             yield from scanner.take_whitespace()
-            if not tags.call_end or not (yield from scanner.peek_any(tags.name[0])):
-                break
+            if not tags.call_end:
+                return
+            if not (yield from scanner.peek_any(tags.name[0])):
+                yield from scanner.skip_any(tags.closing)
+                return
             scanner.mark()
-        if tags.call_end:
-            yield from scanner.skip_any(tags.closing)
+        self.reject_call(after_marker=True)
 
     def _parse_call(self) -> ParseSteps[bool]:
         """Parse one call; return whether there is one."""
@@ -102,7 +97,11 @@ class XmlToolParser(ToolParser):
         if before and not (yield from self.scanner.skip_any(before)):
             return False
         name = yield from self.scanner.take_while(is_name_char)
-        name_ends = (yield from self.scanner.skip_any(after)) if after else (yield from self._has_tag_next())
+        if after:
+            name_ends = yield from self.scanner.skip_any(after)
+        else:  # a name without delimiters requires a tag after it
+            yield from self.scanner.take_whitespace()
+            name_ends = yield from self.scanner.peek_any(self._tags.key[0], self._tags.closing)
         if not name or not name_ends:
             return False
         if self._tags.attributes_end:
@@ -110,45 +109,28 @@ class XmlToolParser(ToolParser):
             if self.scanner.is_exhausted:
                 return False
         self.begin_call(name)
-        yield from self._parse_arguments(name)
+        arguments = ArgumentsBuilder(self)
+        while (yield from self._parse_argument(name, arguments)):
+            pass
         return True
 
-    def _has_tag_next(self) -> ParseSteps[bool]:
-        """Return whether a tag follows, which a name without delimiters requires."""
-        yield from self.scanner.take_whitespace()
-        return bool((yield from self.scanner.peek_any(self._tags.key[0], self._tags.closing)))
-
-    def _parse_arguments(self, name: str) -> ParseSteps[None]:
-        tags, scanner, arguments = self._tags, self.scanner, ArgumentsBuilder(self)
-        end = tags.call_end or tags.closing
-        while True:
-            yield from scanner.take_whitespace()
-            if (yield from scanner.skip_any(end)):
-                arguments.finish()
-                return
-            if (yield from scanner.peek_any(tags.closing)):
-                arguments.finish()  # the model omitted the end of the call
-                return
-            if not (yield from self._parse_argument(name, arguments)):
-                return
-
     def _parse_argument(self, name: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
-        """Parse one argument; return False if the call ends or is truncated."""
+        """Parse one argument, or the end of the call; return False if the call ends or is truncated."""
         tags, scanner = self._tags, self.scanner
-        skipped: list[str] = []  # text between two arguments belongs to neither and is dropped
         endings = (tags.key[0], tags.closing, *filter(None, [tags.call_end]))
-        ending = yield from scanner.stream_until(*endings, sink=skipped.append)
-        if ending is not None and ending != tags.key[0]:
-            arguments.finish()
-            scanner.unread(ending if ending != (tags.call_end or tags.closing) else "")
+        # Text between two arguments belongs to neither and is dropped.
+        ending = yield from scanner.stream_until(*endings, sink=ignore_text)
         if ending != tags.key[0]:
+            if ending is not None:
+                arguments.finish()
+                # The model may omit the end of the call.
+                scanner.unread(ending if ending != (tags.call_end or tags.closing) else "")
             return False
         key: list[str] = []
         if not (yield from scanner.stream_until(tags.key[1], sink=key.append)):
             return False
         if tags.value[0]:
-            yield from scanner.take_whitespace()
-            yield from scanner.skip_any(tags.value[0])
+            yield from scanner.skip_after_space(tags.value[0])
         return (yield from self._parse_value(name, "".join(key).strip(), arguments))
 
     def _parse_value(self, name: str, key: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
@@ -174,12 +156,11 @@ class XmlToolParser(ToolParser):
 
     def _parse_value_text(self, sink: TextSink) -> ParseSteps[bool]:
         """Stream the text of a value; return whether it is complete."""
-        end = self._tags.value[1]
         if self._tags.has_cdata and (yield from self.scanner.skip_any(CDATA_START)):
             if not (yield from self.scanner.stream_until(CDATA_END, sink=sink)):
                 return False
             sink = ignore_text  # between the section and the end tag
-        return bool((yield from self.scanner.stream_until(end, sink=sink)))
+        return bool((yield from self.scanner.stream_until(self._tags.value[1], sink=sink)))
 
 
 def ignore_text(text: str) -> None:
@@ -226,37 +207,31 @@ def build_xml_family(
     name: str,
     tags: XmlTags,
     *,
-    markers: tuple[str, ...],
+    markers: tuple[str, ...] | None = None,
     other_starts: tuple[str, ...] = (),
     optional_lead: str = "",
 ) -> ToolFamily:
-    """Return a family with these tags."""
+    """Return a family with these tags. By default, the opening and the closing are its markers."""
 
     def build_call(grammar: LarkGrammar, tool: Tool) -> str:
         pieces = [grammar.literals(tags.name[0], tool.name, tags.name[1])]
         if tags.attributes is not None:
             pieces += [text if text[0] == "/" else grammar.literal(text) for text in tags.attributes.call_pattern]
         pieces += [grammar.literals(tags.attributes_end), "SPACE?"]
-        pieces += [build_argument(grammar, parameter) for parameter in list_parameters(tool, name)]
+        pieces += [build_argument(grammar, parameter) for parameter in list_properties(create_root(tool, name))]
         return grammar.add_rule(f"{' '.join(pieces)} {grammar.literal(tags.call_end) if tags.call_end else ''}")
 
     def build_argument(grammar: LarkGrammar, parameter: ToolParameter) -> str:
         key = grammar.literals(tags.key[0], parameter.name, tags.key[1])
         between = f"SPACE? {grammar.literal(tags.value[0])}" if tags.value[0] else ""
-        value = (
-            build_bare_or_json_rule(
-                grammar,
-                parameter.node,
-                name,
-                ending=tags.value[1],
-                allow_own_lines=tags.values_on_own_lines,
-                has_cdata=tags.has_cdata,
+        node, end, own_lines = parameter.node, tags.value[1], tags.values_on_own_lines
+        if tags.attributes is None:
+            value = build_bare_or_json_rule(
+                grammar, node, ending=end, allow_own_lines=own_lines, has_cdata=tags.has_cdata
             )
-            if tags.attributes is None
-            else join_alternatives(
-                build_typed_value(grammar, tags.attributes, choice) for choice in parameter.node.expand_choices(name)
-            )
-        )
+        else:
+            choices = [build_typed_value(grammar, tags.attributes, choice) for choice in node.expand_choices()]
+            value = join_alternatives(choices)
         return grammar.add_rule(f"{key} {between} {value} SPACE?") + ("" if parameter.required else "?")
 
     def build_typed_value(grammar: LarkGrammar, attributes: TagAttributes, node: SchemaNode) -> str:
@@ -266,22 +241,22 @@ def build_xml_family(
             get_type(node.allowed_values[0]) if node.allowed_values else min(allowed & set(attributes.types) or allowed)
         )
         if json_type == "string":
-            text = build_text_until_rule(grammar, node, name, ending=tags.value[1])
+            text = build_text_until_rule(grammar, node, ending=tags.value[1])
             return f"{grammar.literal(f' {attributes.type_of_string}{tags.attributes_end}')} {text}"
         if len(allowed - {"integer"}) > 1:
-            raise UnsupportedOption(f"{node.where}.type", f"the {name} call format requires a single type")
+            raise node.build_error("type", "requires a single type")
         opening = grammar.literal(f" {attributes.types[json_type]}{tags.attributes_end}")
         return f"{opening} {grammar.add_json_rule(node.standalone_schema)} {grammar.literal(tags.value[1])}"
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         space = "SPACE?" if tags.call_end else ""
-        call = grammar.add_rule(join_alternatives(build_call(grammar, tool) for tool in tools))
-        more = grammar.more_calls(f"SPACE? {call}") if parallel and tags.calls_share_block else ""
-        return f"{space} {call} {more} {space} {grammar.literal(tags.closing)}"
+        call = join_alternatives(build_call(grammar, tool) for tool in tools)
+        calls = grammar.add_calls_rule(call, parallel and tags.calls_share_block, "SPACE?")
+        return f"{space} {calls} {space} {grammar.literal(tags.closing)}"
 
     return ToolFamily(
         name=name,
-        markers=markers,
+        markers=(tags.opening, tags.closing) if markers is None else markers,
         triggers=(tags.opening,),
         other_starts=other_starts,
         parser_factory=partial(XmlToolParser, tags=tags),
@@ -308,14 +283,9 @@ def build_function_tags(opening: str, closing: str, *, opening_optional: bool = 
 QWEN_CODER = build_xml_family(
     "qwen-coder",
     build_function_tags("<tool_call>", "</tool_call>", opening_optional=True),
-    markers=("<tool_call>", "</tool_call>"),
     other_starts=("<function=",),
 )
-SEED = build_xml_family(
-    "seed",
-    build_function_tags("<seed:tool_call>", "</seed:tool_call>"),
-    markers=("<seed:tool_call>", "</seed:tool_call>"),
-)
+SEED = build_xml_family("seed", build_function_tags("<seed:tool_call>", "</seed:tool_call>"))
 MINIMAX = build_xml_family(
     "minimax",
     XmlTags(
@@ -325,10 +295,8 @@ MINIMAX = build_xml_family(
         key=('<parameter name="', '">'),
         value=("", "</parameter>"),
         call_end="</invoke>",
-        values_on_own_lines=False,
         calls_share_block=True,
     ),
-    markers=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 GLM = build_xml_family(
     "glm",
@@ -338,8 +306,6 @@ GLM = build_xml_family(
         name=("", ""),
         key=("<arg_key>", "</arg_key>"),
         value=("<arg_value>", "</arg_value>"),
-        call_end="",
-        values_on_own_lines=False,
     ),
     markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
@@ -351,8 +317,6 @@ MINICPM = build_xml_family(
         name=("", '">'),
         key=('<param name="', '">'),
         value=("", "</param>"),
-        call_end="",
-        values_on_own_lines=False,
         has_cdata=True,
     ),
     markers=(),
@@ -374,7 +338,6 @@ def build_dsml_family(name: str, block: str) -> ToolFamily:
             key=(f'<{DSML}parameter name="', '"'),
             value=("", f"</{DSML}parameter>"),
             call_end=f"</{DSML}invoke>",
-            values_on_own_lines=False,
             calls_share_block=True,
             attributes_end=">",
             attributes=DSML_TYPES,
@@ -394,7 +357,6 @@ KIMI_K3 = build_xml_family(
         key=('<|open|>argument key="', '"'),
         value=("", "<|close|>argument<|sep|>"),
         call_end="<|close|>call<|sep|>",
-        values_on_own_lines=False,
         calls_share_block=True,
         attributes_end="<|sep|>",
         attributes=TagAttributes(

@@ -91,9 +91,13 @@ class LarkGrammar:
         escaped = re.escape(json.loads(head[0])).replace("/", "\\/")
         return self.add_rule(f"{text[:-1]}{escaped}/ {literal[head.end() :]}")
 
-    def more_calls(self, expression: str) -> str:
-        """Return an expression for the calls after the first one. Bounded, because a model may repeat calls forever."""
-        return f"({expression}){{0,{MAX_PARALLEL_CALLS - 1}}}"
+    def add_calls_rule(self, call: str, parallel: bool, separator: str) -> str:
+        """Add a rule for a call. Return an expression for one call, or for one or more if `parallel`.
+
+        Their number is bounded, because a model may repeat calls forever.
+        """
+        name = self.add_rule(call)
+        return f"{name} ({separator} {name}){{0,{MAX_PARALLEL_CALLS - 1}}}" if parallel else name
 
     def to_lark(self, start: str) -> str:
         """Return the complete grammar."""

@@ -6,60 +6,61 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.constraints.schema_analysis import build_resolver, get_type, get_types
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
 
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
+ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
 
-def to_enforceable_tool(tool: Tool) -> Tool:
-    """Return the tool with a schema that a grammar can enforce; raise an error that names the keyword otherwise."""
-    return replace(tool, parameters=to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters"))
-
-
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """Part of an enforceable schema, with its path in errors (`where`) and the document of its references (`root`)."""
+    """Part of an enforceable schema, with its path in errors (`where`), the document of its references (`root`) and the
+    tool family that writes it."""
 
     schema: Mapping[str, Any]
     where: str
     root: Mapping[str, Any]
+    family: str
     references_left: int = MAX_REFERENCE_DEPTH
 
     def create_child(self, schema: Any, name: str = "") -> SchemaNode:
         """Return the node of a subschema."""
         where = f"{self.where}.{name}" if name else self.where
-        return SchemaNode(schema if isinstance(schema, Mapping) else {}, where, self.root, self.references_left)
+        return replace(self, schema=schema if isinstance(schema, Mapping) else {}, where=where)
 
     @property
     def allowed_types(self) -> frozenset[str]:
         """Types that values may have. "number" comes with "integer"."""
         return get_types(self.schema, build_resolver(self.root))
 
-    def check_keywords(self, supported: frozenset[str], family: str) -> None:
+    def build_error(self, keyword: str, reason: str) -> UnsupportedOption:
+        """Return the error for a keyword that the call format does not support."""
+        return UnsupportedOption(f"{self.where}.{keyword}", f"the {self.family} call format {reason}")
+
+    def check_keywords(self, supported: frozenset[str]) -> None:
         """Raise `UnsupportedOption` for a keyword that is not supported."""
         for keyword in self.schema:
             if keyword not in supported:
-                raise UnsupportedOption(f"{self.where}.{keyword}", f"the {family} call format cannot enforce it")
+                raise self.build_error(keyword, "cannot enforce it")
 
-    def expand_choices(self, family: str) -> list[SchemaNode]:
+    def expand_choices(self) -> list[SchemaNode]:
         """Return the alternatives of this schema, each of one type; follows references."""
         schema = self.schema
         if "anyOf" in schema:
-            self.check_keywords(frozenset({"anyOf"}), family)
-            return [node for choice in schema["anyOf"] for node in self.create_child(choice).expand_choices(family)]
+            self.check_keywords(frozenset({"anyOf"}))
+            return [node for choice in schema["anyOf"] for node in self.create_child(choice).expand_choices()]
         if "$ref" in schema:
             if self.references_left == 0:
-                raise UnsupportedOption(f"{self.where}.$ref", f"the {family} call format cannot enforce recursion")
-            self.check_keywords(frozenset({"$ref"}), family)
+                raise self.build_error("$ref", "cannot enforce recursion")
+            self.check_keywords(frozenset({"$ref"}))
             target = build_resolver(self.root)(dict(schema))
-            return SchemaNode(target, self.where, self.root, self.references_left - 1).expand_choices(family)
+            return replace(self, schema=target, references_left=self.references_left - 1).expand_choices()
         types = schema.get("type")
         if isinstance(types, list):
             return [self.create_child({**schema, "type": json_type}) for json_type in types]
@@ -90,14 +91,14 @@ class ToolParameter:
     required: bool
 
 
-def list_parameters(tool: Tool, family: str) -> list[ToolParameter]:
-    """Return the parameters of a tool in schema order."""
-    return list_properties(SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters), family)
+def create_root(tool: Tool, family: str) -> SchemaNode:
+    """Return the node of the parameters of a tool."""
+    return SchemaNode(tool.parameters, f"tools.{tool.name}.parameters", tool.parameters, family)
 
 
-def list_properties(node: SchemaNode, family: str) -> list[ToolParameter]:
+def list_properties(node: SchemaNode) -> list[ToolParameter]:
     """Return the properties of an object in schema order."""
-    node.check_keywords(OBJECT_KEYWORDS, family)
+    node.check_keywords(OBJECT_KEYWORDS)
     properties, required = node.schema.get("properties", {}), node.schema.get("required", ())
     if missing := [name for name in required if name not in properties]:
         raise UnsupportedOption(f"{node.where}.required", f"{missing[0]!r} is not in the properties")
@@ -107,13 +108,13 @@ def list_properties(node: SchemaNode, family: str) -> list[ToolParameter]:
 
 
 def build_text_until_rule(
-    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool = False, first: str = "."
+    grammar: LarkGrammar, node: SchemaNode, *, ending: str, allow_own_lines: bool = False, first: str = "."
 ) -> str:
     """Return a rule for the unquoted text of a string schema up to and including `ending`.
 
     With `allow_own_lines`, a newline may surround the text. `first` is the class of its first character.
     """
-    node.check_keywords(STRING_KEYWORDS, family)
+    node.check_keywords(STRING_KEYWORDS)
     if node.allowed_values is not None:
         allowed = [value for value in node.allowed_values if isinstance(value, str)]
         texts = join_alternatives(grammar.literal(value) for value in allowed if value)
@@ -130,38 +131,33 @@ def build_text_until_rule(
 
 
 def build_bare_or_json_rule(
-    grammar: LarkGrammar, node: SchemaNode, family: str, *, ending: str, allow_own_lines: bool, has_cdata: bool = False
+    grammar: LarkGrammar, node: SchemaNode, *, ending: str, allow_own_lines: bool, has_cdata: bool = False
 ) -> str:
     """Return a rule for a value up to and including `ending`: strings unquoted, other types as JSON.
 
     With `has_cdata`, a string that begins like markup is in a CDATA section, and others may be.
     """
     alternatives = []
-    for choice in node.expand_choices(family):
-        is_text = "string" in choice.allowed_types and (
-            choice.allowed_values is None or get_type(choice.allowed_values[0]) == "string"
-        )
-        if is_text:
-            if has_cdata:
-                section = build_text_until_rule(grammar, choice, family, ending=CDATA_END)
-                alternatives.append(f"{grammar.literal(CDATA_START)} {section} {grammar.literal(ending)}")
-            first = "[^<]" if has_cdata else "."
-            alternatives.append(
-                build_text_until_rule(
-                    grammar, choice, family, ending=ending, allow_own_lines=allow_own_lines, first=first
-                )
-            )
-        else:
-            space = "SPACE?" if allow_own_lines else ""
-            value = join_alternatives(
-                [grammar.add_json_rule(choice.standalone_schema), *_build_python_constants(grammar, choice)]
-            )
+    first, space = "[^<]" if has_cdata else ".", "SPACE?" if allow_own_lines else ""
+    for choice in node.expand_choices():
+        values = choice.allowed_values
+        if "string" not in choice.allowed_types or (values is not None and get_type(values[0]) != "string"):
+            json_rule = grammar.add_json_rule(choice.standalone_schema)
+            value = join_alternatives([json_rule, *build_python_constants(grammar, choice)])
             alternatives.append(f"{space} {value} {space} {grammar.literal(ending)}")
+            continue
+        if has_cdata:
+            section = build_text_until_rule(grammar, choice, ending=CDATA_END)
+            alternatives.append(f"{grammar.literal(CDATA_START)} {section} {grammar.literal(ending)}")
+        alternatives.append(
+            build_text_until_rule(grammar, choice, ending=ending, allow_own_lines=allow_own_lines, first=first)
+        )
     return join_alternatives(alternatives)
 
 
-def _build_python_constants(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
-    """Return literals for True, False and None: many templates write them as Python does, and so do their models."""
+def build_python_constants(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
+    """Return literals for True, False and None, the only values of these types in Python. Many templates write them as
+    Python does, and so do their models."""
     if node.allowed_types == {"null"}:
         return [grammar.literal("None")]
     if node.allowed_types != {"boolean"}:

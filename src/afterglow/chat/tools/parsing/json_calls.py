@@ -24,7 +24,9 @@ class JsonValueScanner:
 
     def classify(self, char: str) -> CharPosition:
         if self._in_quotes:
-            return self._classify_in_string(char)
+            self._in_quotes = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
+            return CharPosition.LAST if self._depth == 0 and not self._in_quotes else CharPosition.INSIDE
         at_top_level = self._depth == 0
         if char not in CHARS_OUTSIDE_STRINGS or (at_top_level and (char in ",:]}" or char.isspace())):
             return CharPosition.OUTSIDE
@@ -34,11 +36,6 @@ class JsonValueScanner:
         self._in_quotes = char == '"'
         self._depth += (char in "{[") - (char in "]}")
         return CharPosition.LAST if self._depth == 0 and char in "]}" else CharPosition.INSIDE
-
-    def _classify_in_string(self, char: str) -> CharPosition:
-        self._in_quotes = self._escaped or char != '"'
-        self._escaped = char == "\\" and not self._escaped
-        return CharPosition.LAST if self._depth == 0 and not self._in_quotes else CharPosition.INSIDE
 
     @property
     def is_complete(self) -> bool:
@@ -96,13 +93,11 @@ class JsonCallParser:
         if not (yield from self._scanner.skip_any("{")):
             return False
         while True:
-            yield from self._scanner.take_whitespace()
-            if (yield from self._scanner.skip_any("}")):
+            if (yield from self._scanner.skip_after_space("}")):
                 return True
             if not (yield from self._parse_member()):
                 return False
-            yield from self._scanner.take_whitespace()
-            yield from self._scanner.skip_any(",")
+            yield from self._scanner.skip_after_space(",")
 
     def _parse_member(self) -> ParseSteps[bool]:
         """Parse one `"key": value`; return False if it is truncated or shows that the object is not a call."""

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
+from afterglow.chat.tools.parsing.json_values import escape_json_text, to_json_string
 from afterglow.chat.tools.parsing.scanner import ParseSteps, TextScanner
 from afterglow.chat.tools.tool import Tool
 
@@ -73,6 +74,15 @@ class ToolParser:
         if text:
             self._parts.append(ToolCallDelta(self._call_count - 1, text))
 
+    def stream_string(self, end: str) -> ParseSteps[bool]:
+        """Emit the text up to `end` as a JSON string of the arguments; return False if it is truncated."""
+        self.emit_arguments('"')
+        ending = yield from self.scanner.stream_until(
+            end, sink=lambda piece: self.emit_arguments(escape_json_text(piece))
+        )
+        self.emit_arguments('"' if ending else "")
+        return bool(ending)
+
     def reject_call(self, *, after_marker: bool) -> None:
         """Emit the text since the mark as text: it is not a call. Drop it if it was truncated after a marker."""
         if after_marker and self.scanner.is_truncated:
@@ -102,6 +112,44 @@ class ToolParser:
         return parts
 
 
+class ArgumentsBuilder:
+    """Emits arguments that a model writes one by one as the text of one JSON object."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+        self._keys: set[str] = set()
+        self._text_open = False
+
+    def begin_argument(self, name: str) -> bool:
+        """Begin a member; return False for a duplicate key (the first value is used)."""
+        if name in self._keys:
+            return False
+        self._parser.emit_arguments((", " if self._keys else "{") + to_json_string(name) + ": ")
+        self._keys.add(name)
+        return True
+
+    def add_json(self, text: str) -> None:
+        """Emit the member's value as JSON, or the fragment of a truncated value."""
+        self._parser.emit_arguments(text)
+
+    def add_text(self, piece: str) -> None:
+        """Emit a piece of the member's string value."""
+        self._parser.emit_arguments(escape_json_text(piece) if self._text_open else '"' + escape_json_text(piece))
+        self._text_open = True
+
+    def end_text(self, *, complete: bool) -> None:
+        """End the string value; leave it open if it was truncated."""
+        if not self._text_open:
+            self._parser.emit_arguments('"')
+        if complete:
+            self._parser.emit_arguments('"')
+        self._text_open = False
+
+    def finish(self) -> None:
+        """End the object."""
+        self._parser.emit_arguments("}" if self._keys else "{}")
+
+
 class ContentParser:
     """Emits the text of an answer without the whitespace that separates calls."""
 
@@ -121,8 +169,10 @@ class ContentParser:
             self._pending_space += space
         if not content:
             return
-        stripped = content.rstrip()
-        self._parts.append(TextDelta(self._get_leading_space() + stripped))
+        stripped, leading_space = content.rstrip(), self._pending_space
+        if self._after_call:
+            leading_space = (self._pending_space or self._space_after_call) if self._has_text else ""
+        self._parts.append(TextDelta(leading_space + stripped))
         self._has_text, self._after_call = True, False
         self._pending_space, self._space_after_call = content[len(stripped) :], ""
 
@@ -136,11 +186,6 @@ class ContentParser:
         if not self._after_call and self._pending_space:
             self._parts.append(TextDelta(self._pending_space))
         self._pending_space = self._space_after_call = ""
-
-    def _get_leading_space(self) -> str:
-        if self._after_call:
-            return (self._pending_space or self._space_after_call) if self._has_text else ""
-        return self._pending_space
 
 
 def merge_parts(parts: Sequence[OutputPart]) -> list[OutputPart]:

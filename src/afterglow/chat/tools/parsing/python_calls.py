@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
-from afterglow.chat.tools.grammar.schema import SchemaNode, build_separated_rule, list_parameters
-from afterglow.chat.tools.parsing.arguments import ArgumentsBuilder
+from afterglow.chat.tools.grammar.schema import (
+    SchemaNode,
+    build_python_constants,
+    build_separated_rule,
+    create_root,
+    list_properties,
+)
 from afterglow.chat.tools.parsing.json_values import get_parameter_types, python_to_json
-from afterglow.chat.tools.parsing.parser import ToolParser
+from afterglow.chat.tools.parsing.parser import ArgumentsBuilder, ToolParser
 from afterglow.chat.tools.parsing.scanner import CharPosition, ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
 
@@ -53,15 +58,13 @@ class PythonCallParser:
         ):
             return False
         while True:
-            yield from self._scanner.take_whitespace()
-            if (yield from self._scanner.skip_any(")")):
+            if (yield from self._scanner.skip_after_space(")")):
                 self._begin_call(name)
                 self._arguments.finish()
                 return True
             if not (yield from self._parse_argument(name)):
                 return self._started
-            yield from self._scanner.take_whitespace()
-            yield from self._scanner.skip_any(",")
+            yield from self._scanner.skip_after_space(",")
 
     def _begin_call(self, name: str) -> None:
         if not self._started:
@@ -88,30 +91,25 @@ def build_python_call_rule(grammar: LarkGrammar, tool: Tool, family: str) -> str
     """Return a rule for a call of this tool with its arguments in schema order."""
     arguments = [
         (
-            f"{grammar.literal(parameter.name + '=')} {_build_value_rule(grammar, parameter.node, family)}",
+            f"{grammar.literal(parameter.name + '=')} {_build_value_rule(grammar, parameter.node)}",
             parameter.required,
         )
-        for parameter in list_parameters(tool, family)
+        for parameter in list_properties(create_root(tool, family))
     ]
     return grammar.add_rule(
         f"{grammar.literal(tool.name + '(')} {build_separated_rule(grammar, arguments, ', ')} {grammar.literal(')')}"
     )
 
 
-def _build_value_rule(grammar: LarkGrammar, node: SchemaNode, family: str) -> str:
+def _build_value_rule(grammar: LarkGrammar, node: SchemaNode) -> str:
     """Return a rule for a value: True, False and None as in Python, everything else as JSON."""
     alternatives = []
-    for choice in node.expand_choices(family):
-        if choice.allowed_types == {"boolean"}:
-            allowed = [True, False] if choice.allowed_values is None else choice.allowed_values
-            alternatives += [grammar.literal(str(value)) for value in allowed]
-        elif choice.allowed_types == {"null"}:
-            alternatives.append(grammar.literal("None"))
-        else:
-            alternatives += [
-                grammar.add_json_rule(choice.standalone_schema),
-                *_build_single_quoted_terminals(grammar, choice),
-            ]
+    for choice in node.expand_choices():
+        constants = build_python_constants(grammar, choice)
+        alternatives += constants or [
+            grammar.add_json_rule(choice.standalone_schema),
+            *_build_single_quoted_terminals(grammar, choice),
+        ]
     return join_alternatives(alternatives)
 
 

@@ -107,6 +107,11 @@ class TextScanner:
         self.take(len(text or ""))
         return text
 
+    def skip_after_space(self, *texts: str) -> ParseSteps[str | None]:
+        """Skip whitespace, then read one of these texts if it comes next, and return it."""
+        yield from self.take_whitespace()
+        return (yield from self.skip_any(*texts))
+
     def take_while(self, predicate: Callable[[str], bool]) -> ParseSteps[str]:
         """Read characters while the predicate holds."""
         text = ""
