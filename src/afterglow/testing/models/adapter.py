@@ -5,8 +5,6 @@ Contains the adapter's file format; the shapes come from the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from afterglow.testing.models.attention import Llama
@@ -29,6 +27,3 @@ def _write_lora_pair(writer: ModelWriter, name: str, rows: int, columns: int) ->
     """Add the two factors of one matrix; llama.cpp adds b x a x alpha / rank to it."""
     writer.add_matrix(f"{name}.lora_a", LORA_RANK, columns)
     writer.add_matrix(f"{name}.lora_b", rows, LORA_RANK)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"adapter": partial(write_adapter, model=Llama(), seed=11)}

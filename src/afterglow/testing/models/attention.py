@@ -6,13 +6,10 @@ Contains the metadata and tensors of the two architectures, not the weights that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
-from afterglow.testing.models.decoder import write_random_model
 from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
 # With scores of unit variance, attention would average over a long context until no token has an effect.
@@ -116,14 +113,3 @@ def write_feed_forward(writer: ModelWriter, block: str, width: int, feed_forward
     writer.add_matrix(f"{block}.ffn_gate.weight", feed_forward_length, width)
     writer.add_matrix(f"{block}.ffn_up.weight", feed_forward_length, width)
     writer.add_matrix(f"{block}.ffn_down.weight", width, feed_forward_length, gain=gain)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "attention": partial(write_random_model, decoder=Llama(), seed=1),
-    "draft": partial(
-        write_random_model,
-        decoder=Llama(embedding_length=32, layers=1, heads=2, kv_heads=1, feed_forward_length=64),
-        seed=2,
-    ),
-    "window": partial(write_random_model, decoder=Gemma3(), seed=3),
-}

@@ -5,9 +5,8 @@ Contains the metadata and tensors of the architectures, not the weights that det
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -90,10 +89,3 @@ def write_mtp_model(path: Path, decoder: HyV3, *, heads: int) -> None:
         MTPHead(draw_noise(seed, f"fusion {n}", width, 2 * width, scale=(2 * width) ** -0.5)) for n in range(heads)
     ]
     write_random_model(path, replace(decoder, mtp_heads=tuple(mtp_heads)), seed=seed)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "attention-mtp": partial(write_mtp_model, decoder=HyV3(), heads=1),
-    "window-chained": partial(write_mtp_model, decoder=Step35(), heads=2),
-    "window-chained-short": partial(write_mtp_model, decoder=Step35(mtp_heads_windowed=True), heads=2),
-}
