@@ -104,8 +104,7 @@ class LlamaModel(Handle):
             raise ModelNotFound(str(path), "there is no such file")
         if not trust:
             probe.ensure_safe(path)
-        pointer = _load_pointer(path, settings, progress)
-        return cls(pointer, path, settings)
+        return cls(_load_pointer(path, settings, progress), path, settings)
 
     def _free(self, pointer: Any) -> None:
         self._library.symbols.llama_model_free(pointer)
