@@ -45,8 +45,8 @@ class LlamaContext(Handle):
         self.model = model
         self.settings = settings
         pointer = _create_pointer(model, settings, mtp_target)
-        super().__init__("context", pointer, parent=mtp_target or owner or model)
         symbols = self._library.symbols
+        super().__init__("context", pointer, symbols.llama_free, parent=mtp_target or owner or model)
         self.cells: int = symbols.llama_n_ctx(pointer)
         self.cells_per_sequence: int = symbols.llama_n_ctx_seq(pointer)
         self.sequences: int = symbols.llama_n_seq_max(pointer)
@@ -67,9 +67,10 @@ class LlamaContext(Handle):
         self._abort_flag = _install_abort_callback(pointer)
         self._companions: dict[str, LlamaContext] = {}  # contexts beside this one, by purpose
 
-    def _free(self, pointer: Any) -> None:
-        self._logits = None
-        self._library.symbols.llama_free(pointer)
+    def close(self) -> None:
+        """Free the context and everything created from it. Closing twice is allowed."""
+        self._logits = None  # a view of its memory
+        super().close()
 
     def decode(self, batch: Batch | None = None) -> None:
         """Decode the rows of `batch`, by default this context's own, into memory.

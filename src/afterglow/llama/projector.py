@@ -127,9 +127,9 @@ class Projector(Handle):
     """
 
     def __init__(self, pointer: Any, model: LlamaModel, path: Path, settings: ProjectorSettings) -> None:
-        super().__init__("projector", pointer, parent=model)
         self._library = get_library()
         symbols = self._library.symbols
+        super().__init__("projector", pointer, symbols.mtmd_free, parent=model)
         self.model = model
         self.path = path
         self.settings = settings
@@ -198,9 +198,6 @@ class Projector(Handle):
         """Free the projector; waits for a running `encode`."""
         with self._encode_lock:
             super().close()
-
-    def _free(self, pointer: Any) -> None:
-        self._library.symbols.mtmd_free(pointer)
 
     # --- encoding
 

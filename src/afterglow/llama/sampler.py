@@ -37,17 +37,18 @@ class SamplerChain(Handle):
         self.model = model
         self.sampling = sampling
         self.seed = secrets.randbits(32) if sampling.seed is None or sampling.seed < 0 else sampling.seed % 2**32
-        super().__init__("sampler", _build_chain(model, sampling, self.seed), parent=model)
         ffi, symbols = get_library().ffi, get_library().symbols
+        chain = _build_chain(model, sampling, self.seed)
+        super().__init__("sampler", chain, symbols.llama_sampler_free, parent=model)
         # Only an argmax, possibly of biased logits: needs no candidate array and has no state.
-        stages = symbols.llama_sampler_chain_n(self._pointer)
+        stages = symbols.llama_sampler_chain_n(chain)
         self._is_argmax = sampling.is_greedy and stages == 1 + bool(sampling.logit_bias)
         self._bias_tokens = np.array(list(sampling.logit_bias), dtype=np.intp)
         self._bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._biases_only_lower = bool(self._bias_values.size) and float(self._bias_values.max()) <= 0
         self._logits_shape = (model.vocabulary.size,)
         # Top-k comes first, so no sampler sees the candidates that it drops.
-        first = symbols.llama_sampler_name(symbols.llama_sampler_chain_get(self._pointer, 0))
+        first = symbols.llama_sampler_name(symbols.llama_sampler_chain_get(chain, 0))
         self._uses_shortlist = ffi.string(first) == b"top-k"
         self._candidate_buffer: NDArray[np.void] | None = None  # allocated on first use: an argmax needs none
         self._candidates: NDArray[np.void] | None = None  # the candidates of the last draw, a view of the buffer
@@ -121,9 +122,6 @@ class SamplerChain(Handle):
         self._candidate_array.size = len(values)
         self._candidate_array.selected = -1
         self._candidate_array.sorted = False
-
-    def _free(self, pointer: Any) -> None:
-        get_library().symbols.llama_sampler_free(pointer)
 
 
 def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from afterglow.errors import ModelNotFound
 from afterglow.paths import get_cache_directory
 from afterglow.testing.models import colors, embedding, notes, projector
-from afterglow.testing.models.adapter import write_adapter
-from afterglow.testing.models.attention import Gemma3, Llama
+from afterglow.testing.models.attention import Gemma3, Llama, write_adapter
 from afterglow.testing.models.audio_projector import write_gemma4ua, write_ultravox, write_vision_and_audio
 from afterglow.testing.models.constructed import (
     CYCLE,

@@ -1,7 +1,4 @@
-"""Hybrid model: qwen35, with alternating gated delta nets and attention, and its MTP head.
-
-Contains the metadata and tensors of the architecture, not the weights that determine the output.
-"""
+"""Hybrid model: qwen35, with alternating gated delta nets and attention, and its MTP head."""
 
 from __future__ import annotations
 

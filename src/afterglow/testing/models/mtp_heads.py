@@ -1,7 +1,4 @@
-"""Models with an MTP head on full attention (hy_v3), and with a chain of several on a sliding window (step35).
-
-Contains the metadata and tensors of the architectures, not the weights that determine the output.
-"""
+"""Models with an MTP head on full attention (hy_v3), and with a chain of several on a sliding window (step35)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Recurrent model: mamba, with one state per layer and no cells.
-
-Contains the metadata and tensors of the architecture, not the weights that determine the output.
-"""
+"""Recurrent model: mamba, with one state per layer and no cells."""
 
 from __future__ import annotations
 
