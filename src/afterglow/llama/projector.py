@@ -207,23 +207,18 @@ class Projector(Handle):
         while len(embeddings) < len(chunks):
             batch = symbols.mtmd_batch_init(self.pointer)
             try:
-                added = self._fill_batch(batch, chunks[len(embeddings) :])
+                added: list[Any] = []
+                for chunk in chunks[len(embeddings) :]:  # as many as the batch accepts, at least one
+                    code = symbols.mtmd_batch_add_chunk(batch, chunk)
+                    if code in (BATCH_FULL, BATCH_INCOMPATIBLE) and added:
+                        break
+                    self._check_code(code)
+                    added.append(chunk)
                 self._check_code(symbols.mtmd_batch_encode(batch))
                 embeddings += [self._read_embedding(batch, chunk) for chunk in added]
             finally:
                 symbols.mtmd_batch_free(batch)
         return embeddings
-
-    def _fill_batch(self, batch: Any, chunks: list[Any]) -> list[Any]:
-        """Add as many chunks as the batch accepts, at least one; return them."""
-        added: list[Any] = []
-        for chunk in chunks:
-            code = self._library.symbols.mtmd_batch_add_chunk(batch, chunk)
-            if code in (BATCH_FULL, BATCH_INCOMPATIBLE) and added:
-                break
-            self._check_code(code)
-            added.append(chunk)
-        return added
 
     def _check_code(self, code: int) -> None:
         if code != 0:
