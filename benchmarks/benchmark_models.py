@@ -114,7 +114,7 @@ def prune_model(source: Path, target: Path, layers: int) -> None:
 def _build_hybrid(size: ModelSize, acceptance: int) -> Qwen35:
     misdrafted = frozenset() if acceptance == 100 else constructed.MISDRAFTED_TOKENS
     width = size.embedding_length
-    small_head = constructed._build_mtp_head(misdrafted)
+    small_head = constructed.build_mtp_head(misdrafted)
     assert small_head.token_embedding is not None
     fusion = np.concatenate([np.eye(width), np.zeros((width, width))], axis=1).astype(np.float32)
     return Qwen35(

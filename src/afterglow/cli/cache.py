@@ -55,7 +55,8 @@ def cache(
     context.obj = directory or get_cache_directory("prefix")
     if context.invoked_subcommand is not None:
         return
-    models, conversations = list_contents(context.obj)
+    models = list_stored_models(context.obj)
+    conversations = disk.list_conversations(context.obj) if context.obj.exists() else []
     if as_json:
         typer.echo(json.dumps(to_json(context.obj, models, conversations)))
     elif not models:
@@ -131,11 +132,6 @@ def list_stored_models(directory: Path) -> list[StoredModel]:
     return inspect_cache.list_stored_models(directory) if directory.exists() else []
 
 
-def list_contents(directory: Path) -> tuple[list[StoredModel], list[StoredConversation]]:
-    """Return the models and conversations in a cache directory."""
-    return list_stored_models(directory), disk.list_conversations(directory) if directory.exists() else []
-
-
 def find_digests(directory: Path, model: str | None) -> set[str]:
     """Return the digests of the models that a name, path or digest prefix selects; all if it is None."""
     stored_models = list_stored_models(directory)
@@ -195,16 +191,11 @@ def to_json(directory: Path, models: list[StoredModel], conversations: list[Stor
     with PromptPreviews(models) as previews:
         return {
             "directory": str(directory),
-            "models": [_model_to_json(model) for model in models],
+            "models": [{**asdict(model), "file": model.name, "name": get_display_name(model)} for model in models],
             "conversations": [
                 {**asdict(conversation), "preview": previews.render(conversation)} for conversation in conversations
             ],
         }
-
-
-def _model_to_json(model: StoredModel) -> dict[str, Any]:
-    fields = asdict(model)
-    return {"file": fields.pop("name"), "name": get_display_name(model), **fields}
 
 
 def print_tables(models: list[StoredModel], conversations: list[StoredConversation], total: int) -> None:
@@ -222,22 +213,19 @@ def print_tables(models: list[StoredModel], conversations: list[StoredConversati
         for conversation in conversations:
             text = " ".join(find_first_user_text(previews.render(conversation)).split())
             preview = text if len(text) <= MAX_PREVIEW_CHARACTERS else text[:MAX_PREVIEW_CHARACTERS] + "…"
-            table.add_row(preview, *_format_numbers(conversation), names[conversation.model])
+            table.add_row(
+                preview,
+                f"{conversation.entries:,}",
+                decimal(conversation.nbytes),
+                format_age(conversation.idle_seconds),
+                f"{conversation.hits:,}",
+                f"{conversation.seconds_saved:,.1f} s",
+                conversation.id + (" pinned" if conversation.pinned else ""),
+                names[conversation.model],
+            )
     console.print(table, markup=False)
     if total > len(conversations):
         console.print(f"{total - len(conversations):,} more; use --all to show them")
-
-
-def _format_numbers(conversation: StoredConversation) -> tuple[str, ...]:
-    pinned = " pinned" if conversation.pinned else ""
-    return (
-        f"{conversation.entries:,}",
-        decimal(conversation.nbytes),
-        format_age(conversation.idle_seconds),
-        f"{conversation.hits:,}",
-        f"{conversation.seconds_saved:,.1f} s",
-        conversation.id + pinned,
-    )
 
 
 def _make_table(first_column: str, *other_columns: str) -> Table:

@@ -83,7 +83,10 @@ class MarkdownDisplay:
             case TextDelta(text):
                 self._print_reasoning()
                 self._block += text
-                self._print_complete_blocks()
+                if end := find_complete_blocks_end(self._block):
+                    self._live.update(Text(""))
+                    self._console.print(Markdown(self._block[:end]))
+                    self._block = self._block[end:]
                 self._live.update(Markdown(self._block), refresh=True)
             case ToolCallDelta(_, arguments, _, name):
                 self._print_reasoning()
@@ -99,13 +102,6 @@ class MarkdownDisplay:
             self._live.update(Text(""))
             self._console.print(Text(self._reasoning, style="dim italic"))
             self._reasoning = ""
-
-    def _print_complete_blocks(self) -> None:
-        end = find_complete_blocks_end(self._block)
-        if end:
-            self._live.update(Text(""))
-            self._console.print(Markdown(self._block[:end]))
-            self._block = self._block[end:]
 
 
 def find_complete_blocks_end(text: str) -> int:

@@ -26,17 +26,8 @@ from afterglow.paths import get_cache_directory
 from afterglow.version import __version__
 
 REPORTED_CPU_FEATURES = (
-    "avx",
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "fma",
-    "f16c",
-    "bmi2",
-    "amx_int8",
-    "neon",
-    "asimd",
-    "sve",
+    *("avx", "avx2", "avx512f", "avx512_vnni", "fma", "f16c", "bmi2", "amx_int8"),
+    *("neon", "asimd", "sve"),
 )
 REPORTED_PACKAGES = ("cffi", "numpy", "gguf", "blake3", "xllamacpp", "llama-cpp-py-sync", "huggingface-hub")
 GPU_TOOLS = {"nvidia-smi": "cuda", "rocm-smi": "rocm", "sycl-ls": "sycl", "vulkaninfo": "vulkan"}

@@ -14,18 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from afterglow.registry import (
-    CATALOG,
-    DEFAULT_MODEL,
-    DownloadProgress,
-    discover_models,
-    find_removable,
-    list_installed,
-    parse_name,
-    pull,
-    remove,
-    resolve,
-)
+from afterglow import registry
+from afterglow.registry import CATALOG, DEFAULT_MODEL, DownloadProgress
 
 NAME_HELP = "Model name from the list, or owner/repo:file.gguf of a Hugging Face repository."
 
@@ -51,7 +41,7 @@ def list_models() -> None:
 def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT_MODEL) -> None:
     """Download a model if it is not installed, and print its path."""
     with show_progress(name) as progress:
-        path = pull(name, progress)
+        path = registry.pull(name, progress)
     typer.echo(path)
 
 
@@ -61,17 +51,17 @@ def remove_model(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Delete a pulled model. Models of other programs cannot be deleted."""
-    model = find_removable(name)
+    model = registry.find_removable(name)
     if not yes:
         typer.confirm(f"Delete {model.path} ({decimal(model.size)})?", abort=True, err=True)
-    removed = remove(name)
+    removed = registry.remove(name)
     typer.echo(f"removed {removed.path} ({decimal(removed.size)})", err=True)
 
 
 @app.command("path")
 def print_model_path(name: ModelNamePositional) -> None:
     """Print the path of a model on this machine."""
-    typer.echo(resolve(name))
+    typer.echo(registry.resolve(name))
 
 
 def print_models() -> None:
@@ -92,15 +82,15 @@ def print_models() -> None:
 
 def build_rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield name, size, source and installed state of pulled models, catalog models and models of other programs."""
-    installed = list_installed()
+    installed = registry.list_installed()
     filenames = {model.path.name for model in installed}
     for model in installed:
-        entry = parse_name(model.name)
+        entry = registry.parse_name(model.name)
         yield model.name, decimal(model.size), entry.source.label if entry else str(model.path.parent), "yes"
     for entry in CATALOG.values():
         if entry.source.filename not in filenames:
             yield entry.name, decimal(entry.source.size) if entry.source.size else "?", entry.source.label, "no"
-    for model in discover_models():
+    for model in registry.discover_models():
         yield model.name, decimal(model.size), model.program, "yes"
 
 

@@ -16,12 +16,7 @@ from rich.markup import escape
 from afterglow.api.conversation import Conversation
 from afterglow.chat.response import Delta
 from afterglow.cli.display import choose_display, format_statistics, format_truncation, show_response
-from afterglow.cli.media import (
-    MediaFile,
-    describe_media,
-    extract_media_files,
-    unquote_word,
-)
+from afterglow.cli.media import MediaFile, describe_media, extract_media_files, unquote_word
 from afterglow.cli.settings import Settings
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.media.policy import Modality
@@ -56,7 +51,7 @@ class Repl:
         self._stats_shown = settings.stats
         self._read_line = self._make_line_reader()
         self._commands: dict[str, Callable[[str], None]] = {
-            "regenerate": self._regenerate,
+            "regenerate": lambda _: self._show_response(self._conversation.stream_regeneration()),
             "edit": self._edit,
             "fork": self._fork,
             "back": self._return_from_fork,
@@ -91,7 +86,10 @@ class Repl:
         is_command = line.startswith("/") and line[1:].partition(" ")[0] in self._commands
         text, files = (line, []) if is_command else extract_media_files(line)
         if text.startswith("/"):
-            return self._run_command(text[1:])
+            name, _, rest = text[1:].partition(" ")
+            if name not in self._commands:
+                return self._print_note(f"unknown command /{name}; /help lists the commands")
+            return self._commands[name](rest.strip())
         self._attach_files(files)
         if text:
             attached, self._pending_files = self._pending_files, []
@@ -144,16 +142,6 @@ class Repl:
         self._console.print(text, style="dim", highlight=False, markup=False)
 
     # --- commands
-
-    def _run_command(self, line: str) -> None:
-        name, _, rest = line.partition(" ")
-        if name not in self._commands:
-            self._print_note(f"unknown command /{name}; /help lists the commands")
-            return
-        self._commands[name](rest.strip())
-
-    def _regenerate(self, _: str) -> None:
-        self._show_response(self._conversation.stream_regeneration())
 
     def _edit(self, text: str) -> None:
         messages = self._conversation.messages
@@ -213,8 +201,7 @@ class Repl:
             self._pending_files.append((kind, path))
 
     def _restart_with_system(self, text: str) -> None:
-        model, options = self._conversation.model, self._conversation.options
-        self._conversation = Conversation(model, system=text, **options)
+        self._conversation = Conversation(self._conversation.model, system=text, **self._conversation.options)
         self._print_note("started a new conversation")
 
     def _toggle_stats(self, _: str) -> None:

@@ -56,10 +56,8 @@ def run(
         if raw:
             return continue_text(loaded, text, generation_options)
         conversation = Conversation(loaded, system=settings.system, **generation_options)
-        show_response(
-            conversation.stream_deltas(text, images=image or (), audio=audio or ()),
-            choose_display(Console(), markdown=False),
-        )
+        deltas = conversation.stream_deltas(text, images=image or (), audio=audio or ())
+        show_response(deltas, choose_display(Console(), markdown=False))
         if stats and conversation.last_response is not None:
             console.print(format_statistics(conversation.last_response), highlight=False, soft_wrap=True)
 

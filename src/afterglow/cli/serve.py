@@ -45,9 +45,8 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
     console = Console(stderr=True, highlight=False)
     paths = {name: resolve_or_pull(model) for name, model in models.items()}
     if settings.load_options["projector"] and len(paths) > 1:
-        raise InvalidArgument(
-            "--projector", "applies to one model only: put each projector into the directory of its model"
-        )
+        reason = "applies to one model only: put each projector into the directory of its model"
+        raise InvalidArgument("--projector", reason)
     with (
         bind(settings.server) as listener,
         ServerState(build_model_registry(paths, settings), settings.server) as state,
@@ -55,12 +54,8 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
                 state.models.load_all()
-        address = format_server_url(listener)
-        run_server(
-            state,
-            listener,
-            lambda: print_startup_message(console, address, list(paths), bool(settings.server.api_keys)),
-        )
+        address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
+        run_server(state, listener, lambda: print_startup_message(console, address, list(paths), requires_key))
 
 
 def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> ModelRegistry:

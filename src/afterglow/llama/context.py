@@ -45,8 +45,8 @@ class LlamaContext(Handle):
         self.model = model
         self.settings = settings
         pointer = _create_pointer(model, settings, mtp_target)
-        super().__init__("context", pointer, parent=mtp_target or owner or model)
         symbols = self._library.symbols
+        super().__init__("context", pointer, symbols.llama_free, parent=mtp_target or owner or model)
         self.cells: int = symbols.llama_n_ctx(pointer)
         self.cells_per_sequence: int = symbols.llama_n_ctx_seq(pointer)
         self.sequences: int = symbols.llama_n_seq_max(pointer)
@@ -55,7 +55,7 @@ class LlamaContext(Handle):
         self.pooling: int = symbols.llama_pooling_type(pointer)
         self.max_outputs = settings.max_outputs
         self.is_mtp = mtp_target is not None
-        self.batch = Batch(symbols.llama_n_batch(pointer), hidden_width=self._get_hidden_width() if self.is_mtp else 0)
+        self.batch = Batch(symbols.llama_n_batch(pointer), hidden_width=model.embedding_width if self.is_mtp else 0)
         self.memory = KVMemory(self)
         self.state = StateSerializer(self)
         self.adapters: dict[LoraAdapter, float] = {}
@@ -67,9 +67,10 @@ class LlamaContext(Handle):
         self._abort_flag = _install_abort_callback(pointer)
         self._companions: dict[str, LlamaContext] = {}  # contexts beside this one, by purpose
 
-    def _free(self, pointer: Any) -> None:
-        self._logits = None
-        self._library.symbols.llama_free(pointer)
+    def close(self) -> None:
+        """Free the context and everything created from it. Closing twice is allowed."""
+        self._logits = None  # a view of its memory
+        super().close()
 
     def decode(self, batch: Batch | None = None) -> None:
         """Decode the rows of `batch`, by default this context's own, into memory.
@@ -109,8 +110,16 @@ class LlamaContext(Handle):
         self.decode_count += 1
         if code != -1:  # a decode applies pending shifts first
             self.memory.pending_shift = False
-        if code != 0:
-            raise self._build_error(code, rows)
+        if code == 0:
+            return
+        reason = self._library.log_bridge.take_error("no reason given")
+        if code == 1:
+            raise KVCacheFull(rows, self.cells_per_sequence)
+        if code == DECODE_ABORTED:
+            raise Cancelled(f"a decode of {rows} rows was interrupted")
+        if code == -1:
+            raise InvalidArgument("batch", f"was rejected by llama.cpp: {reason}")
+        raise DecodeFailed(code, reason)
 
     def _check_embedding_batch(self, batch: EmbeddingBatch, causal: bool) -> None:
         limit = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)
@@ -145,16 +154,6 @@ class LlamaContext(Handle):
             raise InvalidArgument("sequence", f"must be from 0 to {self.sequences - 1}")
         return outputs
 
-    def _build_error(self, code: int, rows: int) -> Exception:
-        reason = self._library.log_bridge.take_error("no reason given")
-        if code == 1:
-            return KVCacheFull(rows, self.cells_per_sequence)
-        if code == DECODE_ABORTED:
-            return Cancelled(f"a decode of {rows} rows was interrupted")
-        if code == -1:
-            return InvalidArgument("batch", f"was rejected by llama.cpp: {reason}")
-        return DecodeFailed(code, reason)
-
     def interrupt(self) -> None:
         """Abort the running decode, or else the next one, with `Cancelled`. Thread-safe. CPU only."""
         self._abort_flag[0] = b"\1"
@@ -168,17 +167,14 @@ class LlamaContext(Handle):
         index = self._output_indices.get(row)
         if index is None:
             raise _build_missing_output_error(row)
-        view: NDArray[np.float32] = (self._read_logits() if self._logits is None else self._logits)[index]
+        if self._logits is None:  # read those of all outputs at once, to save native calls
+            pointer = self._library.symbols.llama_get_logits(self.pointer)
+            if pointer == self._library.ffi.NULL:
+                raise UnsupportedOperation("logits", "this context computes no logits")
+            size = self.model.vocabulary.size
+            self._logits = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
+        view: NDArray[np.float32] = self._logits[index]
         return view
-
-    def _read_logits(self) -> NDArray[np.float32]:
-        """Read the logits of all outputs of the last decode at once, to save native calls."""
-        pointer = self._library.symbols.llama_get_logits(self.pointer)
-        if pointer == self._library.ffi.NULL:
-            raise UnsupportedOperation("logits", "this context computes no logits")
-        size = self.model.vocabulary.size
-        self._logits = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
-        return self._logits
 
     def get_embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
         """Return a copy of the embedding of a row, or of a whole sequence if this context pools."""
@@ -206,7 +202,7 @@ class LlamaContext(Handle):
         if not 0 <= row < max(self._row_count, 1):
             raise InvalidArgument("row", f"{row} was not in the last decode")
         pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
-        return self._view_floats(pointer, self._get_hidden_width())
+        return self._view_floats(pointer, self.model.embedding_width)
 
     def get_hidden_states(self) -> NDArray[np.float32]:
         """Return the hidden states after every row of the last decode, as a view.
@@ -216,7 +212,7 @@ class LlamaContext(Handle):
         if not self._row_count:
             raise InvalidArgument("rows", "there are none: nothing was decoded, or the last decode failed")
         pointer = self._library.symbols.llama_get_embeddings_nextn(self.pointer)
-        width = self._get_hidden_width()
+        width = self.model.embedding_width
         return self._view_floats(pointer, self._row_count * width).reshape(-1, width)
 
     def set_mtp_head(self, head: int) -> None:
@@ -249,10 +245,8 @@ class LlamaContext(Handle):
         ffi = self._library.ffi
         pointers = [adapter.get_pointer_for(self.model) for adapter in adapters]
         scales = [check_float("scale", scale) for scale in adapters.values()]
-        array = ffi.new("struct llama_adapter_lora *[]", pointers)
-        code = self._library.symbols.llama_set_adapters_lora(
-            self.pointer, array, len(pointers), ffi.new("float[]", scales)
-        )
+        array, native_scales = ffi.new("struct llama_adapter_lora *[]", pointers), ffi.new("float[]", scales)
+        code = self._library.symbols.llama_set_adapters_lora(self.pointer, array, len(pointers), native_scales)
         if code != 0:
             raise InvalidArgument("adapters", f"were rejected by llama.cpp with code {code}")
         self.adapters = dict(adapters)
@@ -268,9 +262,6 @@ class LlamaContext(Handle):
     def set_threads(self, threads: int, batch_threads: int) -> None:
         """Set the threads for decodes of one row, and of several rows."""
         self._library.symbols.llama_set_n_threads(self.pointer, max(threads, 1), max(batch_threads, 1))
-
-    def _get_hidden_width(self) -> int:
-        return int(self._library.symbols.llama_model_n_embd_out(self.model.pointer))
 
     def _view_floats(self, pointer: Any, count: int) -> NDArray[np.float32]:
         return np.frombuffer(self._library.ffi.buffer(pointer, count * 4), dtype=np.float32)

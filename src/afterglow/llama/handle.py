@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from afterglow.closeable import Closeable
@@ -12,7 +13,7 @@ _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class Handle(Closeable):
-    """Owns a native pointer until `close`. Subclasses implement `_free`.
+    """Owns a native pointer until `close`, which passes it to `free`.
 
     >>> from afterglow.llama.context import ContextSettings, LlamaContext, LlamaModel
     >>> with LlamaModel.load(path) as model, LlamaContext(model, ContextSettings(cells=512)) as context:
@@ -20,9 +21,10 @@ class Handle(Closeable):
     True
     """
 
-    def __init__(self, name: str, pointer: Any, parent: Handle | None = None) -> None:
+    def __init__(self, name: str, pointer: Any, free: Callable[[Any], None], parent: Handle | None = None) -> None:
         self._name = name
         self._pointer = pointer
+        self._free = free
         self._children: list[Handle] = []
         self._parent = parent
         if parent is not None:
@@ -52,9 +54,6 @@ class Handle(Closeable):
             self._parent = None
         _open_handles.discard(self)
         self._free(pointer)
-
-    def _free(self, pointer: Any) -> None:
-        raise NotImplementedError
 
 
 def list_open_handles() -> list[Handle]:

@@ -118,14 +118,21 @@ def _parse_cells(data: NDArray[np.uint8], partial_bytes: int, cell_info_bytes: i
     while not count and counts < streams:
         at, counts = at + 4, counts + 1
         (count,) = struct.unpack_from("<I", data.data, at)
-    cell_info, order = _parse_cell_info(data, at + 4, count, cell_info_bytes)
-    at += 4 + count * cell_info_bytes
+    at += 4
+    _require(bool(count) and at + count * cell_info_bytes <= len(data))
+    cell_info = data[at : at + count * cell_info_bytes].reshape(count, cell_info_bytes)
+    positions = cell_info[:, :4].copy().view("<i4")[:, 0]
+    owners = cell_info[:, 4:8].copy().view("<u4")[:, 0]
+    _require(bool((positions >= 0).all()) and bool((owners == 1).all()))
+    in_order = bool((np.diff(positions) >= 0).all())
+    order = None if in_order else np.argsort(positions, kind="stable")
+    at += count * cell_info_bytes
     transposed, layers = struct.unpack_from("<II", data.data, at)
     _require(transposed in (0, 1) and layers <= MAX_LAYERS)  # zero if every layer has a sliding window
     flags = data[at + 8 : at + 8 + flag_bytes].tobytes()
     keys, at = _parse_matrices(data, at + 8 + flag_bytes, layers, count)
     element = (struct.unpack_from("<iI", data.data, at)[1] if layers else 1) if transposed else 0
-    values, at = (_parse_transposed if transposed else _parse_matrices)(data, at, layers, count)
+    values, at = _parse_matrices(data, at, layers, count, transposed=bool(transposed))
     _require(at + 4 * (streams - counts) + partial_bytes == len(data))
     parts, offset = [(cell_info, 0)], cell_info_bytes
     for _, size, part in itertools.chain.from_iterable(zip(keys, values, strict=True)):
@@ -133,19 +140,6 @@ def _parse_cells(data: NDArray[np.uint8], partial_bytes: int, cell_info_bytes: i
         offset += size
     layer_sizes = tuple((*key[:2], *value[:2]) for key, value in zip(keys, values, strict=True))
     return SavedCells(KVLayout(streams, cell_info_bytes, element, flags, layer_sizes), count, parts, order)
-
-
-def _parse_cell_info(
-    data: NDArray[np.uint8], at: int, count: int, cell_info_bytes: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64] | None]:
-    """Return the info of each cell, and the order of the positions if the cells are not stored in order."""
-    _require(bool(count) and at + count * cell_info_bytes <= len(data))
-    cell_info = data[at : at + count * cell_info_bytes].reshape(count, cell_info_bytes)
-    positions = cell_info[:, :4].copy().view("<i4")[:, 0]
-    owners = cell_info[:, 4:8].copy().view("<u4")[:, 0]
-    _require(bool((positions >= 0).all()) and bool((owners == 1).all()))
-    in_order = bool((np.diff(positions) >= 0).all())
-    return cell_info, None if in_order else np.argsort(positions, kind="stable")
 
 
 def _require(condition: bool) -> None:
@@ -156,26 +150,25 @@ def _require(condition: bool) -> None:
 CellMatrix = tuple[int, int, NDArray[np.uint8]]  # type, bytes per cell, array of shape (cells, bytes)
 
 
-def _parse_matrices(data: NDArray[np.uint8], at: int, layers: int, count: int) -> tuple[list[CellMatrix], int]:
+def _parse_matrices(
+    data: NDArray[np.uint8], at: int, layers: int, count: int, *, transposed: bool = False
+) -> tuple[list[CellMatrix], int]:
     matrices: list[CellMatrix] = []
     for _ in range(layers):
-        kind, size = struct.unpack_from("<iQ", data.data, at)
-        at += 12
-        _require(0 <= kind < 256 and 0 < size < 2**31 and at + count * size <= len(data))
-        matrices.append((kind, size, data[at : at + count * size].reshape(count, size)))
-        at += count * size
-    return matrices, at
-
-
-def _parse_transposed(data: NDArray[np.uint8], at: int, layers: int, count: int) -> tuple[list[CellMatrix], int]:
-    matrices: list[CellMatrix] = []
-    for _ in range(layers):
-        kind, element, width = struct.unpack_from("<iII", data.data, at)
-        at += 12
-        size = element * width
-        _require(0 <= kind < 256 and 0 < element <= 8 and 0 < width < 2**28 and at + count * size <= len(data))
-        matrix = data[at : at + count * size].reshape(width, count, element).transpose(1, 0, 2)
-        matrices.append((kind, size, matrix))
+        if transposed:
+            kind, element, width = struct.unpack_from("<iII", data.data, at)
+            _require(0 < element <= 8 and 0 < width < 2**28)
+        else:
+            kind, width = struct.unpack_from("<iQ", data.data, at)
+            element = 1
+            _require(0 < width < 2**31)
+        at, size = at + 12, element * width
+        _require(0 <= kind < 256 and at + count * size <= len(data))
+        matrix = data[at : at + count * size]
+        if transposed:
+            matrices.append((kind, size, matrix.reshape(width, count, element).transpose(1, 0, 2)))
+        else:
+            matrices.append((kind, size, matrix.reshape(count, size)))
         at += count * size
     return matrices, at
 
@@ -191,16 +184,14 @@ def join_cells(
     size = HEADER_BYTES + 4 + 4 * layout.streams + count * layout.cell_bytes + header_bytes
     tail = None if partial is None else partial[HEADER_BYTES:]
     data = np.empty(size + (0 if tail is None else len(tail)), dtype=np.uint8)
-    data[:HEADER_BYTES] = (
-        np.frombuffer(struct.pack("<II", STATE_MAGIC, 0), dtype=np.uint8) if partial is None else partial[:HEADER_BYTES]
-    )
+    header = np.frombuffer(struct.pack("<II", STATE_MAGIC, 0), dtype=np.uint8) if partial is None else partial
+    data[:HEADER_BYTES] = header[:HEADER_BYTES]
     struct.pack_into("<II", data.data, HEADER_BYTES, layout.streams, count)
     parts, at = _write_headers(data, HEADER_BYTES + 8, layout, count)
     for start, block in zip(itertools.accumulate((len(block) for block in blocks), initial=0), blocks, strict=False):
         for part, offset in parts:  # block by block, so that a block stays in the CPU cache
-            part[start : start + len(block)] = block[:, offset : offset + part[0].size].reshape(
-                len(block), *part.shape[1:]
-            )
+            cells = block[:, offset : offset + part[0].size]
+            part[start : start + len(block)] = cells.reshape(len(block), *part.shape[1:])
     data[at:size] = 0  # the other streams have no cells of this sequence
     if tail is not None:
         data[size:] = tail
@@ -218,9 +209,8 @@ def _write_headers(data: NDArray[np.uint8], at: int, layout: KVLayout, count: in
     at += 8
     data[at : at + len(layout.flags)] = np.frombuffer(layout.flags, dtype=np.uint8)
     at += len(layout.flags)
-    offsets = list(
-        itertools.accumulate((keys + values for _, keys, _, values in layout.layers), initial=layout.cell_info_bytes)
-    )
+    layer_bytes = (keys + values for _, keys, _, values in layout.layers)
+    offsets = list(itertools.accumulate(layer_bytes, initial=layout.cell_info_bytes))
     for (kind, size, _, _), offset in zip(layout.layers, offsets, strict=False):
         struct.pack_into("<iQ", data.data, at, kind, size)
         parts.append((data[at + 12 : at + 12 + count * size].reshape(count, size), offset))

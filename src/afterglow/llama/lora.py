@@ -28,7 +28,7 @@ class LoraAdapter(Handle):
     """
 
     def __init__(self, pointer: Any, model: LlamaModel, path: Path) -> None:
-        super().__init__("adapter", pointer, parent=model)
+        super().__init__("adapter", pointer, get_library().symbols.llama_adapter_lora_free, parent=model)
         self.model = model
         self.path = path
         self.fingerprint = compute_fingerprint(path)
@@ -60,6 +60,3 @@ class LoraAdapter(Handle):
         for user in [] if self.closed else list(self.users):
             user.remove_adapter(self)
         super().close()
-
-    def _free(self, pointer: Any) -> None:
-        get_library().symbols.llama_adapter_lora_free(pointer)

@@ -79,10 +79,10 @@ class LlamaModel(Handle):
     """
 
     def __init__(self, pointer: Any, path: Path, settings: ModelSettings) -> None:
-        super().__init__("model", pointer)
+        self._library = get_library()
+        super().__init__("model", pointer, self._library.symbols.llama_model_free)
         self.path = path
         self.settings = settings
-        self._library = get_library()
         self.vocabulary = Vocabulary(self)
 
     @classmethod
@@ -104,11 +104,7 @@ class LlamaModel(Handle):
             raise ModelNotFound(str(path), "there is no such file")
         if not trust:
             probe.ensure_safe(path)
-        pointer = _load_pointer(path, settings, progress)
-        return cls(pointer, path, settings)
-
-    def _free(self, pointer: Any) -> None:
-        self._library.symbols.llama_model_free(pointer)
+        return cls(_load_pointer(path, settings, progress), path, settings)
 
     @functools.cached_property
     def metadata(self) -> dict[str, str]:

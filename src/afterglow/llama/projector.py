@@ -48,9 +48,8 @@ class ProjectorSettings:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, 1, 65_536)
         if self.image_min_tokens and self.image_max_tokens and self.image_min_tokens > self.image_max_tokens:
-            raise InvalidArgument(
-                "image_min_tokens", f"{self.image_min_tokens} is more than `image_max_tokens`, {self.image_max_tokens}"
-            )
+            reason = f"{self.image_min_tokens} is more than `image_max_tokens`, {self.image_max_tokens}"
+            raise InvalidArgument("image_min_tokens", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,9 @@ class Projector(Handle):
     """
 
     def __init__(self, pointer: Any, model: LlamaModel, path: Path, settings: ProjectorSettings) -> None:
-        super().__init__("projector", pointer, parent=model)
         self._library = get_library()
         symbols = self._library.symbols
+        super().__init__("projector", pointer, symbols.mtmd_free, parent=model)
         self.model = model
         self.path = path
         self.settings = settings
@@ -200,9 +199,6 @@ class Projector(Handle):
         with self._encode_lock:
             super().close()
 
-    def _free(self, pointer: Any) -> None:
-        self._library.symbols.mtmd_free(pointer)
-
     # --- encoding
 
     def _encode_chunks(self, chunks: list[Any]) -> list[MediaEmbedding]:
@@ -211,41 +207,32 @@ class Projector(Handle):
         while len(embeddings) < len(chunks):
             batch = symbols.mtmd_batch_init(self.pointer)
             try:
-                added = self._fill_batch(batch, chunks[len(embeddings) :])
+                added: list[Any] = []
+                for chunk in chunks[len(embeddings) :]:  # as many as the batch accepts, at least one
+                    code = symbols.mtmd_batch_add_chunk(batch, chunk)
+                    if code in (BATCH_FULL, BATCH_INCOMPATIBLE) and added:
+                        break
+                    self._check_code(code)
+                    added.append(chunk)
                 self._check_code(symbols.mtmd_batch_encode(batch))
-                embeddings += [
-                    self._read_embedding(chunk, symbols.mtmd_batch_get_output_embd(batch, chunk)) for chunk in added
-                ]
+                embeddings += [self._read_embedding(batch, chunk) for chunk in added]
             finally:
                 symbols.mtmd_batch_free(batch)
         return embeddings
-
-    def _fill_batch(self, batch: Any, chunks: list[Any]) -> list[Any]:
-        """Add as many chunks as the batch accepts, at least one; return them."""
-        added: list[Any] = []
-        for chunk in chunks:
-            code = self._library.symbols.mtmd_batch_add_chunk(batch, chunk)
-            if code in (BATCH_FULL, BATCH_INCOMPATIBLE) and added:
-                break
-            self._check_code(code)
-            added.append(chunk)
-        return added
 
     def _check_code(self, code: int) -> None:
         if code != 0:
             raise DecodeFailed(code, self._library.log_bridge.take_error("mtmd failed to encode and gave no reason"))
 
-    def _read_embedding(self, chunk: Any, pointer: Any) -> MediaEmbedding:
+    def _read_embedding(self, batch: Any, chunk: Any) -> MediaEmbedding:
         media_chunk = self._read_chunk(chunk)
+        pointer = self._library.symbols.mtmd_batch_get_output_embd(batch, chunk)
         if pointer == self._library.ffi.NULL:
             raise DecodeFailed(-1, "mtmd encoded a chunk and returned no embedding")
         size = media_chunk.cells * self.embedding_width * 4
-        rows = np.frombuffer(self._library.ffi.buffer(pointer, size), dtype=np.float32).copy()
-        return MediaEmbedding(
-            rows.reshape(media_chunk.cells, self.embedding_width),
-            self._read_position_offsets(chunk, media_chunk.cells),
-            media_chunk.non_causal,
-        )
+        floats = np.frombuffer(self._library.ffi.buffer(pointer, size), dtype=np.float32).copy()
+        rows = floats.reshape(media_chunk.cells, self.embedding_width)
+        return MediaEmbedding(rows, self._read_position_offsets(chunk, media_chunk.cells), media_chunk.non_causal)
 
     def _read_position_offsets(self, chunk: Any, cells: int) -> NDArray[np.int32]:
         if self._get_chunk_type(chunk) != IMAGE_CHUNK or not self.uses_mrope:
@@ -262,10 +249,12 @@ class Projector(Handle):
         self._check_supported(content)
         ffi, symbols = self._library.ffi, self._library.symbols
         if isinstance(content, AudioData):
-            samples = self._resample(content)
+            samples = np.frombuffer(resample(content, self.sample_rate).samples, np.float32)
+            samples = np.pad(samples, (0, max(0, self._min_samples - len(samples))))
             bitmap = symbols.mtmd_bitmap_init_from_audio(len(samples), ffi.from_buffer("float[]", samples))
         elif isinstance(content, AudioLength):
-            bitmap = symbols.mtmd_bitmap_init_from_audio(self._count_samples(content), ffi.NULL)
+            count = count_resampled(content.sample_count, content.sample_rate, self.sample_rate)
+            bitmap = symbols.mtmd_bitmap_init_from_audio(max(count, self._min_samples), ffi.NULL)
         else:
             pixels = ffi.from_buffer(content.pixels) if isinstance(content, ImageData) else ffi.NULL
             bitmap = symbols.mtmd_bitmap_init(content.width, content.height, pixels)
@@ -280,19 +269,8 @@ class Projector(Handle):
             supported = " and ".join(sorted(self.modalities)) or "nothing"
             raise UnsupportedMedia("content", f"the projector {self.path.name} supports {supported}, not {modality}")
         if isinstance(content, ImageData | ImageSize) and max(content.width, content.height) > MAX_IMAGE_SIDE_PIXELS:
-            size = f"{content.width} by {content.height}"
-            raise UnsupportedMedia(
-                "content", f"an image of {size} pixels is too large, the limit is {MAX_IMAGE_SIDE_PIXELS} per side"
-            )
-
-    def _resample(self, audio: AudioData) -> NDArray[np.float32]:
-        """Return the samples at the projector's sample rate, padded to the minimum length."""
-        samples = np.frombuffer(resample(audio, self.sample_rate).samples, np.float32)
-        return np.pad(samples, (0, max(0, self._min_samples - len(samples))))
-
-    def _count_samples(self, length: AudioLength) -> int:
-        """Return the number of samples after resampling and padding."""
-        return max(self._min_samples, count_resampled(length.sample_count, length.sample_rate, self.sample_rate))
+            size = f"an image of {content.width} by {content.height} pixels"
+            raise UnsupportedMedia("content", f"{size} is too large, the limit is {MAX_IMAGE_SIDE_PIXELS} per side")
 
     @contextmanager
     def _tokenize_bitmap(self, bitmap: Any) -> Iterator[list[Any]]:

@@ -37,19 +37,22 @@ class SamplerChain(Handle):
         self.model = model
         self.sampling = sampling
         self.seed = secrets.randbits(32) if sampling.seed is None or sampling.seed < 0 else sampling.seed % 2**32
-        super().__init__("sampler", _build_chain(model, sampling, self.seed), parent=model)
+        ffi, symbols = get_library().ffi, get_library().symbols
+        chain = _build_chain(model, sampling, self.seed)
+        super().__init__("sampler", chain, symbols.llama_sampler_free, parent=model)
         # Only an argmax, possibly of biased logits: needs no candidate array and has no state.
-        stages = get_library().symbols.llama_sampler_chain_n(self._pointer)
+        stages = symbols.llama_sampler_chain_n(chain)
         self._is_argmax = sampling.is_greedy and stages == 1 + bool(sampling.logit_bias)
         self._bias_tokens = np.array(list(sampling.logit_bias), dtype=np.intp)
         self._bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._biases_only_lower = bool(self._bias_values.size) and float(self._bias_values.max()) <= 0
         self._logits_shape = (model.vocabulary.size,)
         # Top-k comes first, so no sampler sees the candidates that it drops.
-        self._uses_shortlist = _get_first_sampler_name(self._pointer) == b"top-k"
+        first = symbols.llama_sampler_name(symbols.llama_sampler_chain_get(chain, 0))
+        self._uses_shortlist = ffi.string(first) == b"top-k"
         self._candidate_buffer: NDArray[np.void] | None = None  # allocated on first use: an argmax needs none
         self._candidates: NDArray[np.void] | None = None  # the candidates of the last draw, a view of the buffer
-        self._candidate_array = get_library().ffi.new("llama_token_data_array *")
+        self._candidate_array = ffi.new("llama_token_data_array *")
 
     def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """Sample a token and accept it."""
@@ -120,9 +123,6 @@ class SamplerChain(Handle):
         self._candidate_array.selected = -1
         self._candidate_array.sorted = False
 
-    def _free(self, pointer: Any) -> None:
-        get_library().symbols.llama_sampler_free(pointer)
-
 
 def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:
     """Return indices that include those of the `count` largest logits; None if a shortlist would not save time.
@@ -146,13 +146,6 @@ def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] 
     return np.concatenate([indices, np.arange(SHORTLIST_COLUMN_DEPTH * width, len(logits))])
 
 
-def _get_first_sampler_name(chain: Any) -> bytes:
-    """Return the name of the first sampler of a native chain."""
-    library = get_library()
-    first = library.symbols.llama_sampler_chain_get(chain, 0)
-    return bytes(library.ffi.string(library.symbols.llama_sampler_name(first)))
-
-
 def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:
     """Build the native chain in the order that `Sampling` documents. The last sampler always selects a token."""
     library = get_library()
@@ -165,7 +158,17 @@ def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:
     if sampling.repeat_last_n and penalties != (1.0, 0.0, 0.0):
         samplers.append(symbols.llama_sampler_init_penalties(size, sampling.repeat_last_n, *penalties))
     if sampling.dry_multiplier and sampling.dry_penalty_last_n:
-        samplers.append(_build_dry(model, sampling))
+        breakers = [ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
+        dry = symbols.llama_sampler_init_dry(
+            model.vocabulary.pointer,
+            sampling.dry_multiplier,
+            sampling.dry_base,
+            sampling.dry_allowed_length,
+            sampling.dry_penalty_last_n,
+            ffi.new("char *[]", breakers),
+            len(breakers),
+        )
+        samplers.append(dry)
     samplers += _build_selectors(sampling, seed, size)
     chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
     for sampler in samplers:
@@ -196,21 +199,6 @@ def _build_selectors(sampling: Sampling, seed: int, size: int) -> list[Any]:
         samplers.append(symbols.llama_sampler_init_min_p(sampling.min_p, 1))
     if sampling.xtc_probability > 0:
         samplers.append(symbols.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed))
-    samplers.append(
-        symbols.llama_sampler_init_temp_ext(sampling.temperature, sampling.dynatemp_range, sampling.dynatemp_exponent)
-    )
+    dynatemp = sampling.dynatemp_range, sampling.dynatemp_exponent
+    samplers.append(symbols.llama_sampler_init_temp_ext(sampling.temperature, *dynatemp))
     return [*samplers, symbols.llama_sampler_init_dist(seed)]
-
-
-def _build_dry(model: LlamaModel, sampling: Sampling) -> Any:
-    library = get_library()
-    breakers = [library.ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
-    return library.symbols.llama_sampler_init_dry(
-        model.vocabulary.pointer,
-        sampling.dry_multiplier,
-        sampling.dry_base,
-        sampling.dry_allowed_length,
-        sampling.dry_penalty_last_n,
-        library.ffi.new("char *[]", breakers),
-        len(breakers),
-    )

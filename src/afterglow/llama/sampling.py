@@ -82,24 +82,12 @@ def _check_text(name: str, text: str) -> None:
 
 
 LIMITS: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 100.0),
-    ("dynatemp_range", 0.0, 100.0),
-    ("dynatemp_exponent", 0.0, 100.0),
-    ("top_k", 0, INT32_MAX),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("typical_p", 0.0, 1.0),
-    ("top_n_sigma", -1e6, 1e6),
-    ("xtc_probability", 0.0, 1.0),
-    ("xtc_threshold", 0.0, 1.0),
-    ("repeat_last_n", 0, 1_000_000),
-    ("repeat_penalty", 1e-6, 1e6),
-    ("frequency_penalty", -1e6, 1e6),
-    ("presence_penalty", -1e6, 1e6),
-    ("dry_multiplier", 0.0, 1e6),
-    ("dry_base", 1.0, 1e6),
-    ("dry_allowed_length", 0, 1_000_000),
-    ("dry_penalty_last_n", 0, 1_000_000),
-    ("mirostat_tau", 0.0, 1e6),
-    ("mirostat_eta", 0.0, 1e6),
-)
+    ("temperature", 0.0, 100.0), ("dynatemp_range", 0.0, 100.0), ("dynatemp_exponent", 0.0, 100.0),
+    ("top_k", 0, INT32_MAX), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("typical_p", 0.0, 1.0),
+    ("top_n_sigma", -1e6, 1e6), ("xtc_probability", 0.0, 1.0), ("xtc_threshold", 0.0, 1.0),
+    ("repeat_last_n", 0, 1_000_000), ("repeat_penalty", 1e-6, 1e6),
+    ("frequency_penalty", -1e6, 1e6), ("presence_penalty", -1e6, 1e6),
+    ("dry_multiplier", 0.0, 1e6), ("dry_base", 1.0, 1e6),
+    ("dry_allowed_length", 0, 1_000_000), ("dry_penalty_last_n", 0, 1_000_000),
+    ("mirostat_tau", 0.0, 1e6), ("mirostat_eta", 0.0, 1e6),
+)  # fmt: skip

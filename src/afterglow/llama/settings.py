@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from afterglow.errors import InvalidArgument, UnsupportedOption
 from afterglow.llama.checks import INT32_MAX, check_float, check_integer
@@ -20,6 +20,12 @@ ROPE_SCALING_TYPES = {"model": -1, "none": 0, "linear": 1, "yarn": 2, "longrope"
 YARN_FACTORS = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 ROPE_OPTIONS = ("rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx", *YARN_FACTORS)
 POOLING_TYPES = {"model": -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
+CHOICES = {
+    "rope_scaling": ROPE_SCALING_TYPES,
+    "cache_type_k": CACHE_TYPES,
+    "cache_type_v": CACHE_TYPES,
+    "pooling": POOLING_TYPES,
+}
 MAX_SEQUENCES = 256
 
 
@@ -70,14 +76,9 @@ class ContextSettings:
                 check_float(name, getattr(self, name), 0)
         if self.yarn_attn_factor is not None and self.yarn_ext_factor != 0:
             raise UnsupportedOption("yarn_attn_factor", "llama.cpp uses it only with yarn_ext_factor=0")
-        if self.rope_scaling not in ROPE_SCALING_TYPES:
-            names = ", ".join(ROPE_SCALING_TYPES)
-            raise InvalidArgument("rope_scaling", f"must be one of {names}, not {self.rope_scaling!r}")
-        for name in ("cache_type_k", "cache_type_v"):
-            if getattr(self, name) not in CACHE_TYPES:
-                raise InvalidArgument(name, f"must be one of {', '.join(CACHE_TYPES)}, not {getattr(self, name)!r}")
-        if self.pooling not in get_args(PoolingType):
-            raise InvalidArgument("pooling", f"must be one of {', '.join(POOLING_TYPES)}, not {self.pooling!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidArgument(name, f"must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         if self.max_outputs < self.sequences:  # llama.cpp would abort
             raise InvalidArgument("outputs", f"and `batch` must be at least `sequences`, {self.sequences}")
         if self.cache_type_v not in UNQUANTIZED_CACHE_TYPES and self.flash_attention is False:

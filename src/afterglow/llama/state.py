@@ -115,9 +115,8 @@ class StateSerializer:
         """Return the number of bytes that `save` would produce."""
         self._context.memory.check_sequence(sequence)
         self._check_scope(scope)
-        return int(
-            self._library.symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, self._get_flags(scope))
-        )
+        symbols = self._library.symbols
+        return int(symbols.llama_state_seq_get_size_ext(self._context.pointer, sequence, self._get_flags(scope)))
 
     def save(self, sequence: int, scope: StateScope = "full", *, long_lived: bool = False) -> SavedState:
         """Copy the state of a sequence. Set `long_lived` for a copy that is stored; a short-lived copy is faster."""

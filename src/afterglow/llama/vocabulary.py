@@ -130,10 +130,9 @@ class Vocabulary:
         try:
             return call_with_stack(stack_bytes, lambda: self._tokenize_on_this_stack(data, parse_special, add_special))
         except MemoryError:
-            reason = (
-                f"needs {stack_bytes // 1024**2:,} MiB of memory to be tokenized, which the system does not provide"
-            )
-            raise InvalidArgument("text", f"{reason}: divide its longest line") from None
+            need = f"needs {stack_bytes // 1024**2:,} MiB of memory to be tokenized"
+            reason = f"{need}, which the system does not provide: divide its longest line"
+            raise InvalidArgument("text", reason) from None
 
     def _tokenize_on_this_stack(self, data: bytes, parse_special: bool, add_special: bool) -> list[int]:
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
@@ -182,9 +181,8 @@ class Vocabulary:
         lengths = list(map(_get_length, pattern.finditer(text)))
         if sum(length**2 for length in lengths) > MAX_SQUARED_RUNS:
             limit = f"{max(lengths):,} {name} in a row, for which the tokenizer of this model takes too long"
-            raise InvalidArgument(
-                "text", f"has up to {limit}; {UNDIVIDED_TEXT_CHARACTERS:,} are possible: shorten them"
-            )
+            reason = f"has up to {limit}; {UNDIVIDED_TEXT_CHARACTERS:,} are possible: shorten them"
+            raise InvalidArgument("text", reason)
 
     def _check_special_tokens(self, data: bytes, parse_special: bool) -> None:
         """Raise `InvalidArgument` if a text has so many special tokens that tokenizing it would take minutes."""
@@ -217,21 +215,18 @@ class Vocabulary:
 
     def token_to_piece(self, token: int, *, special: bool = True) -> bytes:
         """Return the bytes of one token, possibly part of a character. Control tokens are empty without `special`."""
-        key = self.check_token(token), special
+        token = self.check_token(token)
+        key = token, special
         assert self.pointer
         if (piece := self._piece_cache.get(key)) is None:
-            piece = self._piece_cache[key] = self._read_piece(*key)
+            ffi, to_piece = self._library.ffi, self._library.symbols.llama_token_to_piece
+            buffer = ffi.new("char[]", 64)
+            count = to_piece(self.pointer, token, buffer, len(buffer), 0, special)
+            if count < 0:
+                buffer = ffi.new("char[]", -count)
+                count = to_piece(self.pointer, token, buffer, -count, 0, special)
+            piece = self._piece_cache[key] = bytes(ffi.buffer(buffer, max(count, 0)))
         return piece
-
-    def _read_piece(self, token: int, special: bool) -> bytes:
-        ffi, to_piece = self._library.ffi, self._library.symbols.llama_token_to_piece
-        size = 64
-        buffer = ffi.new("char[]", size)
-        count = to_piece(self.pointer, token, buffer, size, 0, special)
-        if count < 0:
-            buffer = ffi.new("char[]", -count)
-            count = to_piece(self.pointer, token, buffer, -count, 0, special)
-        return bytes(ffi.buffer(buffer, max(count, 0)))
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:

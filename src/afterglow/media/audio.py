@@ -38,7 +38,12 @@ def decode_audio(data: bytes, policy: MediaPolicy = INLINE_ONLY, *, source: str 
         raise InvalidMedia(source, "it is not a WAV, MP3 or FLAC file")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            _check_header(file, policy, source)
+            if file.subtype not in SUPPORTED_ENCODINGS.get(file.format, ()):
+                raise InvalidMedia(source, f"{file.format} with {file.subtype} is not supported: send WAV, MP3 or FLAC")
+            if file.samplerate not in SUPPORTED_SAMPLE_RATES or not 1 <= file.channels <= MAX_CHANNELS:
+                raise InvalidMedia(source, f"{file.samplerate:,} Hz with {file.channels} channels is not supported")
+            if file.frames > policy.max_audio_seconds * file.samplerate:
+                raise _make_too_long_error(policy, source)
             samples = _read_within_budget(file, policy, source)
     except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
         raise InvalidMedia(source, f"the audio file is damaged ({error})") from None
@@ -53,16 +58,6 @@ def _is_supported_format(data: bytes) -> bool:
     # An MP3 file begins with an ID3 tag or a frame: eleven bits set, a version, layer III.
     is_mp3_frame = len(data) > 4 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2
     return is_wav or is_mp3_frame or data[:3] == b"ID3" or data[:4] == b"fLaC"
-
-
-def _check_header(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> None:
-    """Check encoding, sample rate, channels and length before decoding."""
-    if file.subtype not in SUPPORTED_ENCODINGS.get(file.format, ()):
-        raise InvalidMedia(source, f"{file.format} with {file.subtype} is not supported: send WAV, MP3 or FLAC")
-    if file.samplerate not in SUPPORTED_SAMPLE_RATES or not 1 <= file.channels <= MAX_CHANNELS:
-        raise InvalidMedia(source, f"{file.samplerate:,} Hz with {file.channels} channels is not supported")
-    if file.frames > policy.max_audio_seconds * file.samplerate:
-        raise _make_too_long_error(policy, source)
 
 
 def _read_within_budget(file: soundfile.SoundFile, policy: MediaPolicy, source: str) -> bytes:

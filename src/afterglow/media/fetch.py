@@ -64,24 +64,20 @@ def fetch_url(url: str, policy: MediaPolicy, network: Network | None = None) -> 
             raise InvalidMedia(abbreviate_source(url), f"the fetch failed ({type(error).__name__})") from None
         if isinstance(response, bytes):
             return response
-        target = parse_url(urljoin(current.url, response.location), policy)
+        target = parse_url(urljoin(current.url, response), policy)
         if (current.scheme, target.scheme) == ("https", "http"):
             raise MediaRefused(abbreviate_source(url), "it redirects from https: to http:")
         current = target
     raise InvalidMedia(abbreviate_source(url), f"it exceeds the limit of {policy.max_redirects} redirects")
 
 
-@dataclass(frozen=True, slots=True)
-class Redirect:
-    """Redirect response."""
-
-    location: str
-
-
-def _request(url: MediaURL, policy: MediaPolicy, network: Network, deadline: Deadline) -> bytes | Redirect:
-    """Send one request without following redirects."""
-    ips = _resolve_allowed(url, policy, network, deadline)
-    with contextlib.closing(_open_connection(url, ips, network, deadline)) as connection:
+def _request(url: MediaURL, policy: MediaPolicy, network: Network, deadline: Deadline) -> bytes | str:
+    """Send one request; return the body, or the location of a redirect."""
+    ips = run_with_timeout(deadline.get_remaining_seconds(), lambda: network.resolve(url.host, url.port))
+    # All IP addresses of the host must be allowed: public and private ones together suggest an attack.
+    if not ips or not all(is_ip_allowed(ip, policy) for ip in ips):
+        raise MediaRefused(abbreviate_source(url.url), f"{url.host} is not on the public internet")
+    with contextlib.closing(_open_connection(url, ips[:MAX_ADDRESSES_TRIED], network, deadline)) as connection:
         client = http.client.HTTPConnection(url.host, url.port)
         client.sock = cast(Any, DeadlineSocket(connection, deadline))
         client.putrequest("GET", url.request_target, skip_host=True, skip_accept_encoding=True)
@@ -90,16 +86,8 @@ def _request(url: MediaURL, policy: MediaPolicy, network: Network, deadline: Dea
         client.endheaders()
         with client.getresponse() as response:
             if response.status in REDIRECT_STATUSES and (location := response.getheader("Location")):
-                return Redirect(location)
+                return location
             return _read_body(url, response, policy.max_bytes)
-
-
-def _resolve_allowed(url: MediaURL, policy: MediaPolicy, network: Network, deadline: Deadline) -> list[str]:
-    """Resolve the host. All of its IP addresses must be allowed: public and private ones together suggest an attack."""
-    ips = run_with_timeout(deadline.get_remaining_seconds(), lambda: network.resolve(url.host, url.port))
-    if not ips or not all(is_ip_allowed(ip, policy) for ip in ips):
-        raise MediaRefused(abbreviate_source(url.url), f"{url.host} is not on the public internet")
-    return ips[:MAX_ADDRESSES_TRIED]
 
 
 def _open_connection(url: MediaURL, ips: list[str], network: Network, deadline: Deadline) -> socket.socket:

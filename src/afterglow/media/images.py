@@ -59,21 +59,17 @@ def decode_image(
     if header.animated:
         raise InvalidMedia(source, "it is animated: send one of its frames")
     with DECODE_BUDGET.reserve(DECODE_BYTES_PER_PIXEL * header.width * header.height, policy.max_decoded_bytes):
-        return _decode_file(data, header.format, policy, source, detail)
-
-
-def _decode_file(data: bytes, format: str, policy: MediaPolicy, source: str, detail: str) -> ImageData:
-    try:
-        with DECODERS[format](io.BytesIO(data)) as file:
-            check_image_size(*file.size, policy, source)
-            image = _to_upright_rgb(file)
-    except InvalidMedia:
-        raise
-    except Exception as error:  # any exception of a decoder is caused by the file
-        raise InvalidMedia(source, f"the {format} file is damaged ({error})") from None
-    if detail == "low":
-        image.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
-    return ImageData(width=image.width, height=image.height, pixels=image.tobytes())
+        try:
+            with DECODERS[header.format](io.BytesIO(data)) as file:
+                check_image_size(*file.size, policy, source)
+                image = _to_upright_rgb(file)
+        except InvalidMedia:
+            raise
+        except Exception as error:  # any exception of a decoder is caused by the file
+            raise InvalidMedia(source, f"the {header.format} file is damaged ({error})") from None
+        if detail == "low":
+            image.thumbnail((LOW_DETAIL_SIDE_PIXELS, LOW_DETAIL_SIDE_PIXELS), Image.Resampling.BICUBIC)
+        return ImageData(width=image.width, height=image.height, pixels=image.tobytes())
 
 
 def check_image_size(width: int, height: int, policy: MediaPolicy, source: str) -> None:
@@ -87,7 +83,10 @@ def check_image_size(width: int, height: int, policy: MediaPolicy, source: str) 
 
 def _to_upright_rgb(file: ImageFile) -> Image.Image:
     """Convert to 8-bit RGB, rotate by the EXIF orientation, and composite transparency on white."""
-    transpose = EXIF_TRANSPOSES.get(_read_orientation(file))
+    try:
+        orientation = int(file.getexif().get(EXIF_ORIENTATION_TAG, 1))
+    except Exception:  # malformed EXIF is common and does not affect the pixels
+        orientation = 1
     file.load()
     image: Image.Image = file
     if image.mode.startswith("I"):  # 16-bit grayscale
@@ -96,12 +95,4 @@ def _to_upright_rgb(file: ImageFile) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image if image.mode == "RGB" else image.convert("RGB")
-    return image if transpose is None else image.transpose(transpose)
-
-
-def _read_orientation(file: ImageFile) -> int:
-    """Return the EXIF orientation; 1 (upright) if it cannot be read."""
-    try:
-        return int(file.getexif().get(EXIF_ORIENTATION_TAG, 1))
-    except Exception:  # malformed EXIF is common and does not affect the pixels
-        return 1
+    return image.transpose(EXIF_TRANSPOSES[orientation]) if orientation in EXIF_TRANSPOSES else image

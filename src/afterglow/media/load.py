@@ -59,24 +59,21 @@ def load_media_bytes(
     modality: Modality, source: str, policy: MediaPolicy = INLINE_ONLY, *, id: str | None = None
 ) -> bytes:
     """Return the encoded bytes of a source; raise `MediaRefused` if the policy does not allow it. Checks the `id`."""
-    data = _load_source(modality, source, policy)
-    if id is not None:
-        identity.check_id(id, data)
-    return data
-
-
-def _load_source(modality: Modality, source: str, policy: MediaPolicy) -> bytes:
     scheme = match[1].lower() if (match := SCHEME_PATTERN.match(source)) else ""
     match scheme:
         case "data":
-            return _decode_data_uri(source, policy)
+            data = _decode_data_uri(source, policy)
         case "http" | "https":
-            return fetch_url(source, policy)
+            data = fetch_url(source, policy)
         case "" if source.startswith(BASE64_PREFIXES[modality]) and BASE64_PATTERN.fullmatch(source):
-            return _decode_base64(source, source, policy)
+            data = _decode_base64(source, source, policy)
         case "file" | "":
-            return read_file(source, policy)
-    raise MediaRefused(abbreviate_source(source), "only data:, http:, https: and file: URLs are supported")
+            data = read_file(source, policy)
+        case _:
+            raise MediaRefused(abbreviate_source(source), "only data:, http:, https: and file: URLs are supported")
+    if id is not None:
+        identity.check_id(id, data)
+    return data
 
 
 def estimate_inline_bytes(source: str) -> int:

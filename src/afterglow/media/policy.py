@@ -40,19 +40,12 @@ class MediaPolicy:
             raise InvalidArgument("allowed_hosts", "must be a list of hostnames, not a string")
         for host in self.allowed_hosts:
             if not host or re.search(r"[/@\s]", host):
-                raise InvalidArgument(
-                    "allowed_hosts", f"{host!r} is not a hostname: write example.com or *.example.com"
-                )
+                reason = f"{host!r} is not a hostname: write example.com or *.example.com"
+                raise InvalidArgument("allowed_hosts", reason)
         if self.allowed_directory is not None and not Path(self.allowed_directory).expanduser().is_dir():
             raise InvalidArgument("allowed_directory", f"{self.allowed_directory} is not a directory")
-        for name in (
-            "max_bytes",
-            "max_pixels",
-            "max_side_pixels",
-            "max_audio_seconds",
-            "max_decoded_bytes",
-            "fetch_timeout_seconds",
-        ):
+        sizes = ("max_bytes", "max_pixels", "max_side_pixels", "max_audio_seconds", "max_decoded_bytes")
+        for name in (*sizes, "fetch_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(name, f"must be more than 0, not {getattr(self, name)}")
         if self.max_redirects < 0:

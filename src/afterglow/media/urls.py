@@ -144,10 +144,7 @@ def _find_embedded_ipv4(address: IPAddress) -> list[IPAddress]:
     if isinstance(address, ipaddress.IPv4Address):
         return []
     embedded: list[IPAddress | None] = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    low_bits = int(address) & 0xFFFFFFFF
-    if (
-        any(address in network for network in TUNNEL_NETWORKS)
-        or (int(address) >> 32) & 0xFFFFFFFF in ISATAP_INTERFACE_IDS
-    ):
-        embedded.append(ipaddress.IPv4Address(low_bits))
+    is_isatap = (int(address) >> 32) & 0xFFFFFFFF in ISATAP_INTERFACE_IDS
+    if is_isatap or any(address in network for network in TUNNEL_NETWORKS):
+        embedded.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return [candidate for candidate in embedded if candidate is not None]

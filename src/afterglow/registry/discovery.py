@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +35,9 @@ def discover_models() -> list[LocalModel]:
     >>> [model.name for model in discover_models()]  # doctest: +SKIP
     ['hub:owner/repo:model.gguf', 'ollama:llama3.2:1b']
     """
-    finders: list[Callable[[], Iterator[LocalModel]]] = [
-        find_llama_cpp_models,
-        find_lm_studio_models,
-        find_hub_models,
-        find_ollama_models,
-    ]
     models: dict[str, LocalModel] = {}
-    for finder in finders:
-        for model in finder():
+    for find in (find_llama_cpp_models, find_lm_studio_models, find_hub_models, find_ollama_models):
+        for model in find():
             models.setdefault(model.name, model)
     return sorted(models.values(), key=lambda model: model.name)
 

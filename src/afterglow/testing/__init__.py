@@ -9,9 +9,8 @@ missing or duplicate cell changes the generated tokens.
 
 from __future__ import annotations
 
-from afterglow.testing.backend import FakeBackend
+from afterglow.testing.backend import FakeBackend, FakeSampler
 from afterglow.testing.memory import FakeCells, FakeKVCache
 from afterglow.testing.projector import FakeProjector
-from afterglow.testing.sampler import FakeSampler
 
 __all__ = ["FakeBackend", "FakeCells", "FakeKVCache", "FakeProjector", "FakeSampler"]

@@ -1,10 +1,10 @@
-"""`FakeBackend`: a backend of any memory kind, implemented with hashes."""
+"""`FakeBackend`: a backend of any memory kind, implemented with hashes, and its sampler."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,37 +30,52 @@ from afterglow.testing.memory import (
     hash_integers,
     hash_media_digest,
 )
-from afterglow.testing.sampler import FakeSampler, FakeTokenBytes
 
 MAX_DRAFT_TOKENS = 16  # per decode
 
 
-def build_fake_capabilities(
-    memory_kind: FakeMemoryKind,
-    sequences: int,
-    cells_per_sequence: int,
-    batch_cells: int,
-    recurrent_snapshots: int,
-    *,
-    kv_unified: bool,
-    can_replay: bool,
-) -> Capabilities:
-    """Build the capabilities that llama.cpp reports for a memory of this kind."""
-    return Capabilities(
-        memory_kind=memory_kind,
-        sequences=sequences,
-        cells_per_sequence=cells_per_sequence,
-        batch_cells=batch_cells,
-        ubatch_cells=batch_cells,
-        max_outputs=sequences + MAX_DRAFT_TOKENS,
-        kv_unified=kv_unified,
-        interruptible=True,
-        media=frozenset({"image", "audio"}),
-        max_rollback={"attention": cells_per_sequence, "window": WINDOW_MARGIN_ENTRIES}.get(
-            memory_kind, recurrent_snapshots
-        ),
-        can_replay=can_replay and memory_kind in ("recurrent", "hybrid"),
-    )
+class FakeSampler:
+    """Draws from the softmax with the request's seed; takes the argmax at temperature 0."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.draw_count = 0
+        self.accepted_tokens: list[int] = []
+        self.closed = False
+
+    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        if allowed is not None:
+            masked = np.full_like(logits, -np.inf)
+            masked[allowed] = logits[allowed]
+            logits = masked
+        if self.sampling.is_greedy:
+            return int(logits.argmax())
+        noise = np.random.default_rng([self.sampling.seed or 0, self.draw_count]).gumbel(size=len(logits))
+        self.draw_count += 1
+        return int((logits / self.sampling.temperature + noise).argmax())
+
+    def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
+        token = self.sample(logits, allowed)
+        self.accept(token)
+        return token
+
+    def accept(self, token: int) -> None:
+        self.accepted_tokens.append(token)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTokenBytes:
+    """Tokens are letters; token 0 ends the generation."""
+
+    pieces: tuple[bytes, ...]
+    eog_tokens: frozenset[int] = frozenset({0})
+    control_tokens: frozenset[int] = frozenset({0})
+
+    def tokenize(self, text: bytes) -> list[int]:
+        return [self.pieces.index(bytes([byte]), 1) for byte in text]
 
 
 class FakeBackend:
@@ -93,22 +108,27 @@ class FakeBackend:
         model_identity: str = "fake",
         projector: MediaEncoder | None = None,
     ) -> None:
-        self.capabilities = build_fake_capabilities(
-            memory_kind,
-            sequences,
-            cells_per_sequence,
-            batch_cells,
-            recurrent_snapshots,
+        self._has_recurrent_state = memory_kind in ("recurrent", "hybrid")
+        rollbacks = {"attention": cells_per_sequence, "window": WINDOW_MARGIN_ENTRIES}
+        self.capabilities = Capabilities(
+            memory_kind=memory_kind,
+            sequences=sequences,
+            cells_per_sequence=cells_per_sequence,
+            batch_cells=batch_cells,
+            ubatch_cells=batch_cells,
+            max_outputs=sequences + MAX_DRAFT_TOKENS,
             kv_unified=kv_unified,
-            can_replay=can_replay,
+            interruptible=True,
+            media=frozenset({"image", "audio"}),
+            max_rollback=rollbacks.get(memory_kind, recurrent_snapshots),
+            can_replay=can_replay and self._has_recurrent_state,
         )
         self.model_identity = model_identity  # part of `state_key`: states of another model are rejected
         self.adapter_key = ""  # part of `state_key` and of everything that is computed
         self.projector = projector
         self.eog_tokens = frozenset({0})
-        self.token_bytes: TokenBytes = FakeTokenBytes(
-            tuple(self.token_to_piece(token) for token in range(vocabulary_size))
-        )
+        pieces = tuple(self.token_to_piece(token) for token in range(vocabulary_size))
+        self.token_bytes: TokenBytes = FakeTokenBytes(pieces)
         self.vocabulary_size = vocabulary_size
         self.total_cells = total_cells if total_cells is not None else cells_per_sequence * sequences
         self.recurrent_snapshots = recurrent_snapshots
@@ -157,11 +177,10 @@ class FakeBackend:
             return  # a recurrent state has constant size
         if self._count_used_cells() + sum(needed.values()) > self.total_cells:
             raise KVCacheFull(sum(needed.values()), self.total_cells)
+        if self.capabilities.kv_unified:
+            return
         for sequence, cells in needed.items():
-            if (
-                not self.capabilities.kv_unified
-                and len(self._kv_caches[sequence].cells) + cells > self.capabilities.cells_per_sequence
-            ):
+            if len(self._kv_caches[sequence].cells) + cells > self.capabilities.cells_per_sequence:
                 raise KVCacheFull(cells, self.capabilities.cells_per_sequence)
 
     def _get_entry_size(self, entry: int) -> tuple[int, int]:
@@ -178,7 +197,7 @@ class FakeBackend:
         states: those of its sequences and, if it has several, those of all.
         """
         if not isinstance(error, KVCacheFull):
-            if len(spans) > 1 and self.capabilities.memory_kind in ("recurrent", "hybrid"):
+            if len(spans) > 1 and self._has_recurrent_state:
                 for kv_cache in self._kv_caches:
                     kv_cache.recurrent_state ^= 0xF00D * (kv_cache.position > 0)
             for span in spans:
@@ -186,17 +205,9 @@ class FakeBackend:
                     self._add_partial_media(replace(span, embedding=span.embedding.slice_rows(0, span.rows // 2)))
                 else:
                     self._compute(replace(span, entries=span.entries[: len(span.entries) // 2]))
-                if self.capabilities.memory_kind in ("recurrent", "hybrid"):
+                if self._has_recurrent_state:
                     self._kv_caches[span.sequence].recurrent_state ^= 0xBAD
         raise error
-
-    def _complete_media(self, kv_cache: FakeKVCache, span: DecodeSpan) -> None:
-        """Restore the state before the first media rows, as if all rows came in one decode."""
-        assert self.interner is not None
-        assert span.entries[0] < 0, "incomplete media must be continued by its remaining rows"
-        media = self.interner.get_media(int(span.entries[0]))
-        assert kv_cache.partial_media_rows + span.rows == media.cells, "media rows come in order, each once"
-        kv_cache.recurrent_state, kv_cache.partial_media_rows = kv_cache.state_before_media, 0
 
     def _add_partial_media(self, span: DecodeSpan) -> list[int]:
         """Add media rows that more rows follow."""
@@ -204,7 +215,7 @@ class FakeBackend:
         if not kv_cache.partial_media_rows:
             kv_cache.state_before_media = kv_cache.recurrent_state
         kv_cache.partial_media_rows += span.rows
-        if self.capabilities.memory_kind in ("recurrent", "hybrid"):
+        if self._has_recurrent_state:
             kv_cache.recurrent_state = hash_integers(kv_cache.recurrent_state, kv_cache.partial_media_rows)
         return []
 
@@ -212,7 +223,12 @@ class FakeBackend:
         """Add the entries to the KV cache; return the content computed for each."""
         kv_cache = self._kv_caches[span.sequence]
         if kv_cache.partial_media_rows:
-            self._complete_media(kv_cache, span)
+            # Restore the state before the first media rows, as if all rows came in one decode.
+            assert self.interner is not None
+            assert span.entries[0] < 0, "incomplete media must be continued by its remaining rows"
+            media = self.interner.get_media(int(span.entries[0]))
+            assert kv_cache.partial_media_rows + span.rows == media.cells, "media rows come in order, each once"
+            kv_cache.recurrent_state, kv_cache.partial_media_rows = kv_cache.state_before_media, 0
         states: list[int] = []
         contents: list[int] = []
         for entry in span.entries:
@@ -241,7 +257,7 @@ class FakeBackend:
         if kind == "window":
             visible = [cell for cell in kv_cache.window if cell.position > kv_cache.position - WINDOW_ENTRIES]
             inputs += [len(visible), hash_cells(visible)]
-        if kind in ("recurrent", "hybrid"):
+        if self._has_recurrent_state:
             inputs.append(kv_cache.recurrent_state)
         content = hash_integers(*inputs)
         count, positions = self._get_entry_size(entry)
@@ -255,7 +271,7 @@ class FakeBackend:
                 for cell in kv_cache.window + cells
                 if cell.position >= kv_cache.position - WINDOW_ENTRIES - WINDOW_MARGIN_ENTRIES
             ]
-        if kind in ("recurrent", "hybrid"):
+        if self._has_recurrent_state:
             kv_cache.recurrent_state = content
         return content
 
@@ -276,22 +292,20 @@ class FakeBackend:
         kv_cache = self._kv_caches[sequence]
         if kv_cache.position == 0:
             return None
-        first = {"recurrent": kv_cache.position - 1, "hybrid": kv_cache.position - 1}.get(
-            self.capabilities.memory_kind, 0
-        )
+        first = kv_cache.position - 1 if self._has_recurrent_state else 0
         if self.capabilities.memory_kind == "window":
             first = kv_cache.window[0].position
         return first, kv_cache.position - 1
 
     def can_resume_at(self, sequence: int, position: int) -> bool:
         kv_cache = self._kv_caches[sequence]
-        if position and kv_cache.partial_media_rows and self.capabilities.memory_kind in ("recurrent", "hybrid"):
+        if position and kv_cache.partial_media_rows and self._has_recurrent_state:
             return False
         if position == 0 or position == kv_cache.position:
             return position <= kv_cache.position
         if position > kv_cache.position:
             return False
-        if self.capabilities.memory_kind in ("recurrent", "hybrid"):
+        if self._has_recurrent_state:
             return kv_cache.position - position <= min(self.recurrent_snapshots, kv_cache.last_decode_rows - 1)
         if self.capabilities.memory_kind == "window":
             return kv_cache.window[0].position <= max(0, position - WINDOW_ENTRIES)
@@ -316,24 +330,22 @@ class FakeBackend:
 
     def copy(self, source: int, target: int, stop: int) -> int:
         assert self._kv_caches[target].position == 0, "a copy needs an empty target"
-        kv_cache = self._kv_caches[target] = copy_kv_cache(
-            self._kv_caches[source], copy_cells=not self.capabilities.kv_unified
-        )
-        if self.capabilities.kv_unified:
+        shared = self.capabilities.kv_unified
+        kv_cache = self._kv_caches[target] = copy_kv_cache(self._kv_caches[source], copy_cells=not shared)
+        if shared:
             self._kv_caches[source].last_decode_rows = 0  # a shared recurrent state is not rolled back
-        if not self.capabilities.kv_unified:  # copied bytes do not include the cells before a window
+        else:  # copied bytes do not include the cells before a window
             kv_cache.window = [cell for cell in kv_cache.window if cell.position >= kv_cache.position - WINDOW_ENTRIES]
         if stop < kv_cache.position:
             self.truncate(target, stop)
-        return 0 if self.capabilities.kv_unified else 100 * stop
+        return 0 if shared else 100 * stop
 
     def get_state_size(self, sequence: int, scope: StateScope) -> int:
         return 64 if scope == "partial" else 64 + 100 * len(self._kv_caches[sequence].cells)
 
     def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> FakeState:
-        return FakeState(
-            scope, copy_kv_cache(self._kv_caches[sequence], copy_cells=False), self.get_state_size(sequence, scope)
-        )
+        kv_cache = copy_kv_cache(self._kv_caches[sequence], copy_cells=False)
+        return FakeState(scope, kv_cache, self.get_state_size(sequence, scope))
 
     def load(self, sequence: int, state: BackendState) -> None:
         if not isinstance(state, FakeState):
@@ -342,11 +354,9 @@ class FakeBackend:
         if state.scope == "partial":  # the attention cells in kv_cache stay, whatever they are
             saved.cells = [cell for cell in kv_cache.cells if cell.position < saved.position]
         self._kv_caches[sequence] = FakeKVCache()
-        limit = (
-            self.total_cells - self._count_used_cells()
-            if self.capabilities.kv_unified
-            else self.capabilities.cells_per_sequence
-        )
+        limit = self.capabilities.cells_per_sequence
+        if self.capabilities.kv_unified:
+            limit = self.total_cells - self._count_used_cells()
         if len(saved.cells) > limit:
             raise KVCacheFull(len(saved.cells), limit)
         self._kv_caches[sequence] = saved

@@ -55,12 +55,8 @@ class FakeKVCache:
         window = [(cell.position, cell.content) for cell in self.window]
         assert cells[len(cells) - len(window) :] == window, "a window is the tail of its sequence"
         visible = [cell for cell in window if cell[0] > self.position - WINDOW_ENTRIES]
-        return (
-            self.position,
-            cells,
-            visible,
-            self.state_before_media if self.partial_media_rows else self.recurrent_state,
-        )
+        state = self.state_before_media if self.partial_media_rows else self.recurrent_state
+        return self.position, cells, visible, state
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,8 @@ class FakeProjector:
     def build_entries(self, media: MediaData) -> tuple[list[Entry], dict[bytes, MediaPart]]:
         """Return the entries of media in a request, and the request's `media`."""
         pairs = build_media_entries(media, self.measure(media), self.key)
-        return [entry for entry, _ in pairs], {
-            part.compute_digest(self.key): part for _, part in pairs if part is not None
-        }
+        parts = {part.compute_digest(self.key): part for _, part in pairs if part is not None}
+        return [entry for entry, _ in pairs], parts
 
     def encode(self, contents: Sequence[MediaData]) -> list[list[MediaEmbedding]]:
         self.encoding_allowed.wait()

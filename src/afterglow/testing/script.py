@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from operator import attrgetter
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 from afterglow.api.model import Model
 from afterglow.chat.messages import ToolCall
 from afterglow.chat.tools.text_tools import format_call
-from afterglow.engine.engine import Engine
 from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.llama.sampling import Sampling
 
@@ -41,7 +41,7 @@ def script_answers(model: Model, answers: Sequence[str]) -> Iterator[None]:
         end_token = min(model.vocabulary.eog_tokens)
         return ScriptedSampler(answers[number], [*model.tokenize(answers[number]), end_token])
 
-    backend = model._get_host().call(_get_backend)
+    backend = model._get_host().call(attrgetter("backend"))
     with mock.patch.object(backend, "create_sampler", create_sampler):
         yield
 
@@ -82,7 +82,3 @@ class ScriptedSampler:
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
-
-
-def _get_backend(engine: Engine) -> object:
-    return engine.backend

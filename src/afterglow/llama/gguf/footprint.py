@@ -100,10 +100,8 @@ class Hyperparameters:
         default = self.get_number("embedding_length") // heads
         if latent := self.get_number("attention.kv_lora_rank"):
             return [(latent + self.get_number("rope.dimension_count"), 0)] * count
-        key, value = (
-            self.get_number("attention.key_length", default),
-            self.get_number("attention.value_length", default),
-        )
+        key = self.get_number("attention.key_length", default)
+        value = self.get_number("attention.value_length", default)
         groups = self.get_per_layer("attention.head_count_kv", count)
         if not any(groups) and not self.is_recurrent:
             groups = self.get_per_layer("attention.head_count", count)

@@ -190,11 +190,13 @@ def _read_header(cursor: Cursor) -> GGUFHeader:
         if key in metadata:
             cursor.fail(f"key {index} at byte {start:,} is {key!r} for a second time")
         metadata[key], types[key] = _read_value(cursor, f"the value of {key!r}")
-    alignment = _get_alignment(cursor, metadata, types)
+    alignment = metadata.get("general.alignment", DATA_ALIGNMENT)
+    if not isinstance(alignment, int) or types.get("general.alignment", ValueType.UINT32) is not ValueType.UINT32:
+        cursor.fail("general.alignment is not a 32-bit number")
+    if alignment == 0 or alignment & (alignment - 1):
+        cursor.fail(f"general.alignment is {alignment:,}, which is not a power of two")
     tensors = _read_tensors(cursor, tensor_count, alignment)
-    data_start = cursor.position
-    if tensors:
-        data_start = _check_tensor_data(cursor, tensors, alignment)
+    data_start = _check_tensor_data(cursor, tensors, alignment) if tensors else cursor.position
     return GGUFHeader(cursor.path, version, alignment, metadata, types, tensors, data_start, cursor.size)
 
 
@@ -269,15 +271,6 @@ def _read_strings(cursor: Cursor, count: int, label: str) -> StringArray:
             loaded = len(data)
         ends.append(position - start)
     return StringArray(cursor.read_bytes(position - start, label), ends)
-
-
-def _get_alignment(cursor: Cursor, metadata: dict[str, MetadataValue], types: dict[str, ValueType]) -> int:
-    alignment = metadata.get("general.alignment", DATA_ALIGNMENT)
-    if not isinstance(alignment, int) or types.get("general.alignment", ValueType.UINT32) is not ValueType.UINT32:
-        cursor.fail("general.alignment is not a 32-bit number")
-    if alignment == 0 or alignment & (alignment - 1):
-        cursor.fail(f"general.alignment is {alignment:,}, which is not a power of two")
-    return alignment
 
 
 def _read_tensors(cursor: Cursor, count: int, alignment: int) -> tuple[TensorInfo, ...]:

@@ -23,7 +23,9 @@ def get_features() -> frozenset[str] | None:
     if sys.platform == "linux":
         return _read_linux_features(Path("/proc/cpuinfo"))
     if sys.platform == "darwin":
-        return _read_macos_features()
+        keys = ["machdep.cpu.features", "machdep.cpu.leaf7_features"]
+        result = subprocess.run(["sysctl", "-n", *keys], capture_output=True, text=True, check=False)
+        return frozenset(result.stdout.lower().replace("avx1.0", "avx").split()) or None
     return None
 
 
@@ -37,9 +39,3 @@ def _read_linux_features(cpuinfo: Path) -> frozenset[str] | None:
         if name.strip().lower() in ("flags", "features"):
             return frozenset(value.lower().split())
     return None
-
-
-def _read_macos_features() -> frozenset[str] | None:
-    keys = ["machdep.cpu.features", "machdep.cpu.leaf7_features"]
-    result = subprocess.run(["sysctl", "-n", *keys], capture_output=True, text=True, check=False)
-    return frozenset(result.stdout.lower().replace("avx1.0", "avx").split()) or None

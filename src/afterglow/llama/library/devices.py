@@ -27,23 +27,23 @@ class Device:
 
 def list_devices() -> list[Device]:
     """Return every device of the loaded library, including the CPU."""
-    symbols = get_library().symbols
-    return [_build_device(symbols.ggml_backend_dev_get(index)) for index in range(symbols.ggml_backend_dev_count())]
-
-
-def _build_device(pointer: object) -> Device:
     library = get_library()
-    symbols = library.symbols
-    free, total = library.ffi.new("size_t *"), library.ffi.new("size_t *")
-    symbols.ggml_backend_dev_memory(pointer, free, total)
-    return Device(
-        name=library.decode_string(symbols.ggml_backend_dev_name(pointer)),
-        description=library.decode_string(symbols.ggml_backend_dev_description(pointer)),
-        kind=DEVICE_KINDS.get(symbols.ggml_backend_dev_type(pointer), "other"),
-        backend=library.decode_string(symbols.ggml_backend_reg_name(symbols.ggml_backend_dev_backend_reg(pointer))),
-        free_bytes=free[0],
-        total_bytes=total[0],
-    )
+    symbols, decode_string = library.symbols, library.decode_string
+    devices = []
+    for index in range(symbols.ggml_backend_dev_count()):
+        pointer = symbols.ggml_backend_dev_get(index)
+        free, total = library.ffi.new("size_t *"), library.ffi.new("size_t *")
+        symbols.ggml_backend_dev_memory(pointer, free, total)
+        device = Device(
+            name=decode_string(symbols.ggml_backend_dev_name(pointer)),
+            description=decode_string(symbols.ggml_backend_dev_description(pointer)),
+            kind=DEVICE_KINDS.get(symbols.ggml_backend_dev_type(pointer), "other"),
+            backend=decode_string(symbols.ggml_backend_reg_name(symbols.ggml_backend_dev_backend_reg(pointer))),
+            free_bytes=free[0],
+            total_bytes=total[0],
+        )
+        devices.append(device)
+    return devices
 
 
 def get_free_memory(*, gpu: bool) -> int:

@@ -84,8 +84,10 @@ class Library:
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DECLARATIONS)
         self.ffi.cdef(MTP_DECLARATIONS)
+        # If mtmd is a separate file, it needs llama, which needs ggml: opening mtmd loads the others from its folder.
+        files = sorted(location.files, key=lambda path: (path != location.path, "mtmd" not in path.name, path.name))
         with limit_spinning():
-            self.symbols: Any = Symbols([_open_file(self.ffi, path) for path in _sort_by_load_order(location.files)])
+            self.symbols: Any = Symbols([_open_file(self.ffi, path) for path in files])
         self._check_abi()
         self.log_bridge = logs.LogBridge()
         self.version: str = self.decode_string(self.symbols.llama_version())
@@ -115,22 +117,17 @@ class Library:
         missing = [name for name in REQUIRED_FUNCTIONS if not hasattr(self.symbols, name)]
         if missing:
             raise self._build_abi_error(f"no function {missing[0]}")
-        for struct in KNOWN_DEFAULTS:
-            self._check_size(struct)
-            self._check_defaults(struct)
-
-    def _check_size(self, struct: str) -> None:
-        declared = self.ffi.sizeof(f"struct {struct}_params")
-        written = _measure_written_bytes(self.ffi, getattr(self.symbols, f"{struct}_default_params"))
-        # The last bytes may be padding, which need not be written.
-        if written is not None and not declared - 8 < written <= declared:
-            raise self._build_abi_error(f"{struct}_params of {written} bytes instead of {declared}")
-
-    def _check_defaults(self, struct: str) -> None:
-        actual = getattr(self.symbols, f"{struct}_default_params")()
-        for name, value in KNOWN_DEFAULTS[struct].items():
-            if (got := getattr(actual, name)) != value:
-                raise self._build_abi_error(f"{struct}_params.{name} = {got} instead of {value}")
+        for struct, defaults in KNOWN_DEFAULTS.items():
+            get_defaults = getattr(self.symbols, f"{struct}_default_params")
+            declared = self.ffi.sizeof(f"struct {struct}_params")
+            written = _measure_written_bytes(self.ffi, get_defaults)
+            # The last bytes may be padding, which need not be written.
+            if written is not None and not declared - 8 < written <= declared:
+                raise self._build_abi_error(f"{struct}_params of {written} bytes instead of {declared}")
+            actual = get_defaults()
+            for name, value in defaults.items():
+                if (got := getattr(actual, name)) != value:
+                    raise self._build_abi_error(f"{struct}_params.{name} = {got} instead of {value}")
 
     def _build_abi_error(self, difference: str) -> LibraryError:
         return LibraryError(f"the structs and functions of llama.cpp {BUILD}", f"{difference} in {self.location.path}")
@@ -174,11 +171,6 @@ def check_machine(location: providers.LibraryLocation) -> None:
     required = location.provider.min_glibc
     if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < required:
         raise LibraryError(f"glibc {required[0]}.{required[1]} for {location.provider.package}", f"glibc {version}")
-
-
-def _sort_by_load_order(files: tuple[Path, ...]) -> list[Path]:
-    # If mtmd is a separate file, it needs llama, which needs ggml: opening mtmd loads the others from its folder.
-    return sorted(files, key=lambda path: (path != files[0], "mtmd" not in path.name, path.name))
 
 
 def _open_file(ffi: Any, path: Path) -> Any:

@@ -78,14 +78,13 @@ def find_installed(provider: Provider) -> LibraryLocation | None:
 
 
 def _find_override(path: Path) -> LibraryLocation:
-    provider = Provider(package=LIBRARY_ENV_VAR, build="unknown", required_cpu_features={}, library_pattern=LLAMA_FILE)
+    provider = Provider(package=LIBRARY_ENV_VAR, build="unknown", required_cpu_features={})
+    location = None
     if path.is_dir():
         location = _select_files(sorted(path.iterdir()), provider, f"{LIBRARY_ENV_VAR} names its folder")
     elif path.is_file():
         companions = tuple(file for file in sorted(path.parent.iterdir()) if COMPANION_FILE.match(file.name))
         location = LibraryLocation(provider=provider, files=(path, *companions), reason=f"{LIBRARY_ENV_VAR} names it")
-    else:
-        location = None
     if location is None:
         raise LibraryError(f"a llama.cpp library at {path} ({LIBRARY_ENV_VAR})", "no such file")
     return location
@@ -93,7 +92,7 @@ def _find_override(path: Path) -> LibraryLocation:
 
 def _select_files(paths: list[Path], provider: Provider, reason: str) -> LibraryLocation | None:
     main = [path for path in paths if provider.library_pattern.match(path.name)]
-    companions = [path for path in paths if COMPANION_FILE.match(path.name)]
     if not main:
         return None
+    companions = [path for path in paths if COMPANION_FILE.match(path.name)]
     return LibraryLocation(provider=provider, files=(main[0], *companions), reason=reason)

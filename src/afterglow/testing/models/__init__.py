@@ -8,42 +8,63 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
 
 from afterglow.errors import ModelNotFound
 from afterglow.paths import get_cache_directory
-from afterglow.testing.models import (
-    adapter,
-    attention,
-    audio_projector,
-    colors,
-    constructed,
-    embedding,
-    hybrid,
-    mtp_heads,
-    notes,
-    projector,
-    recurrent,
+from afterglow.testing.models import colors, embedding, notes, projector
+from afterglow.testing.models.attention import Gemma3, Llama, write_adapter
+from afterglow.testing.models.audio_projector import write_gemma4ua, write_ultravox, write_vision_and_audio
+from afterglow.testing.models.constructed import (
+    CYCLE,
+    MISDRAFTED_TOKENS,
+    build_mtp_head,
+    get_successor,
+    write_successor_model,
 )
-from afterglow.testing.models.constructed import CYCLE, get_successor
+from afterglow.testing.models.decoder import write_random_model
+from afterglow.testing.models.hybrid import Qwen35, write_hybrid
+from afterglow.testing.models.mtp_heads import HyV3, Step35, write_mtp_model
+from afterglow.testing.models.recurrent import Mamba
 
 __all__ = ["CYCLE", "get_path", "get_successor", "list_names"]
 
+_DRAFT_DECODER = Llama(embedding_length=32, layers=1, heads=2, kv_heads=1, feed_forward_length=64)
 _MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    **attention.MODEL_WRITERS,
-    **recurrent.MODEL_WRITERS,
-    **hybrid.MODEL_WRITERS,
-    **mtp_heads.MODEL_WRITERS,
-    **constructed.MODEL_WRITERS,
-    **embedding.MODEL_WRITERS,
-    **projector.MODEL_WRITERS,
-    **colors.MODEL_WRITERS,
-    **audio_projector.MODEL_WRITERS,
-    **notes.MODEL_WRITERS,
-    **adapter.MODEL_WRITERS,
+    "attention": partial(write_random_model, decoder=Llama(), seed=1),
+    "draft": partial(write_random_model, decoder=_DRAFT_DECODER, seed=2),
+    "window": partial(write_random_model, decoder=Gemma3(), seed=3),
+    "recurrent": partial(write_random_model, decoder=Mamba(), seed=4),
+    "hybrid": partial(write_hybrid, mtp=False),
+    "hybrid-mtp": partial(write_hybrid, mtp=True),
+    "attention-mtp": partial(write_mtp_model, decoder=HyV3(), heads=1),
+    "window-chained": partial(write_mtp_model, decoder=Step35(), heads=2),
+    "window-chained-short": partial(write_mtp_model, decoder=Step35(mtp_heads_windowed=True), heads=2),
+    "successor-attention": partial(write_successor_model, decoder=Llama()),
+    "successor-window": partial(write_successor_model, decoder=Gemma3()),
+    "successor-recurrent": partial(write_successor_model, decoder=Mamba()),
+    "successor-hybrid": partial(write_successor_model, decoder=Qwen35()),
+    "successor-mtp": lambda path: write_successor_model(path, Qwen35(mtp_head=build_mtp_head())),
+    "successor-mtp-75": lambda path: write_successor_model(path, Qwen35(mtp_head=build_mtp_head(MISDRAFTED_TOKENS))),
+    "successor-headed": lambda path: write_successor_model(path, HyV3(mtp_heads=(build_mtp_head(MISDRAFTED_TOKENS),))),
+    "successor-chained": lambda path: write_successor_model(
+        path, Step35(mtp_heads=(build_mtp_head(), build_mtp_head(MISDRAFTED_TOKENS)))
+    ),
+    "embedding": embedding.write_embedding_model,
+    "projector-llava": projector.write_llava,
+    "projector-gemma3": projector.write_gemma3,
+    "projector-qwen": projector.write_qwen,
+    "colors": colors.write_model,
+    "projector-colors": colors.write_projector,
+    "projector-wave": partial(write_gemma4ua, seed=12),
+    "projector-ultravox": write_ultravox,
+    "projector-both": write_vision_and_audio,
+    "notes": notes.write_model,
+    "projector-notes": notes.write_projector,
+    "adapter": partial(write_adapter, model=Llama(), seed=11),
 }
 
 
@@ -70,27 +91,19 @@ def get_path(name: str, directory: Path | None = None) -> Path:
     if name not in _MODEL_WRITERS:
         raise ModelNotFound(name, f"the tiny models are {', '.join(_MODEL_WRITERS)}")
     directory = directory or get_cache_directory("tiny")
-    file = directory / f"{name}-{_hash_generator(name)}.gguf"
+    # A hash of the generator's source is part of the name: an edited generator writes a new file.
+    file = directory / f"{name}-{blake2b(_read_sources() + name.encode(), digest_size=6).hexdigest()}.gguf"
     if not file.exists():
-        _write_atomically(_MODEL_WRITERS[name], file)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Rename a complete file, so that concurrent readers and writers never see a partial one.
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
+            unfinished = Path(scratch) / file.name
+            _MODEL_WRITERS[name](unfinished)
+            os.replace(unfinished, file)
     return file
-
-
-def _hash_generator(name: str) -> str:
-    """Return a short hash of the generator's source: an edited generator writes a new file."""
-    return blake2b(_read_sources() + name.encode(), digest_size=6).hexdigest()
 
 
 @cache
 def _read_sources() -> bytes:
     modules = [module for module in resources.files(__name__).iterdir() if module.name.endswith(".py")]
     return b"".join(module.read_bytes() for module in sorted(modules, key=lambda module: module.name))
-
-
-def _write_atomically(write_model: Callable[[Path], None], file: Path) -> None:
-    """Write beside the target and rename, so that concurrent readers and writers never see a partial file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=file.parent) as scratch:
-        unfinished = Path(scratch) / file.name
-        write_model(unfinished)
-        os.replace(unfinished, file)

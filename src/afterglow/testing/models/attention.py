@@ -1,22 +1,18 @@
-"""Attention models: llama, and gemma3 with a sliding window.
-
-Contains the metadata and tensors of the two architectures, not the weights that determine the output.
-"""
+"""Attention models: llama, with a LoRA adapter, and gemma3 with a sliding window."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from afterglow.testing.models.decoder import write_random_model
 from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
 # With scores of unit variance, attention would average over a long context until no token has an effect.
 ATTENTION_GAIN = 2.0
+LORA_RANK, LORA_ALPHA = 4, 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +43,16 @@ class Llama:
         }
 
     def write_blocks(self, writer: ModelWriter, gain: float) -> None:
+        width, queries, keys = self.embedding_length, self.heads * self.head_size, self.kv_heads * self.head_size
         for layer in range(self.layers):
             block = f"blk.{layer}"
-            writer.add_constant(f"{block}.attn_norm.weight", 1.0, self.embedding_length)
-            writer.add_constant(f"{block}.ffn_norm.weight", 1.0, self.embedding_length)
-            writer.add_matrix(
-                f"{block}.attn_q.weight", self.heads * self.head_size, self.embedding_length, gain=ATTENTION_GAIN
-            )
-            writer.add_matrix(
-                f"{block}.attn_k.weight", self.kv_heads * self.head_size, self.embedding_length, gain=ATTENTION_GAIN
-            )
-            writer.add_matrix(f"{block}.attn_v.weight", self.kv_heads * self.head_size, self.embedding_length)
-            writer.add_matrix(
-                f"{block}.attn_output.weight", self.embedding_length, self.heads * self.head_size, gain=gain
-            )
-            write_feed_forward(writer, block, self.embedding_length, self.feed_forward_length, gain=gain)
+            writer.add_constant(f"{block}.attn_norm.weight", 1.0, width)
+            writer.add_constant(f"{block}.ffn_norm.weight", 1.0, width)
+            writer.add_matrix(f"{block}.attn_q.weight", queries, width, gain=ATTENTION_GAIN)
+            writer.add_matrix(f"{block}.attn_k.weight", keys, width, gain=ATTENTION_GAIN)
+            writer.add_matrix(f"{block}.attn_v.weight", keys, width)
+            writer.add_matrix(f"{block}.attn_output.weight", width, queries, gain=gain)
+            write_feed_forward(writer, block, width, self.feed_forward_length, gain=gain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +109,17 @@ def write_feed_forward(writer: ModelWriter, block: str, width: int, feed_forward
     writer.add_matrix(f"{block}.ffn_down.weight", width, feed_forward_length, gain=gain)
 
 
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "attention": partial(write_random_model, decoder=Llama(), seed=1),
-    "draft": partial(
-        write_random_model,
-        decoder=Llama(embedding_length=32, layers=1, heads=2, kv_heads=1, feed_forward_length=64),
-        seed=2,
-    ),
-    "window": partial(write_random_model, decoder=Gemma3(), seed=3),
-}
+def write_adapter(path: Path, *, model: Llama, seed: int) -> None:
+    """Write a LoRA adapter for all query and attention output matrices, which clearly changes the logits."""
+    queries = model.heads * model.head_size
+    with ModelWriter(path, model.architecture, seed=seed, kind="adapter") as writer:
+        writer.add_metadata("adapter", {"type": "lora", "lora.alpha": LORA_ALPHA})
+        for layer in range(model.layers):
+            _write_lora_pair(writer, f"blk.{layer}.attn_q.weight", queries, model.embedding_length)
+            _write_lora_pair(writer, f"blk.{layer}.attn_output.weight", model.embedding_length, queries)
+
+
+def _write_lora_pair(writer: ModelWriter, name: str, rows: int, columns: int) -> None:
+    """Add the two factors of one matrix; llama.cpp adds b x a x alpha / rank to it."""
+    writer.add_matrix(f"{name}.lora_a", LORA_RANK, columns)
+    writer.add_matrix(f"{name}.lora_b", rows, LORA_RANK)

@@ -6,7 +6,7 @@ Contains the metadata and tensors that mtmd reads for gemma4ua (one row per 40 m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from afterglow.testing.models.projector import SMALLEST_SIZE, build_vision_metadata, write_llava_tensors
@@ -37,7 +37,7 @@ def build_audio_metadata(projector_type: str, extra: Mapping[str, MetadataInput]
 
 
 def write_gemma4ua(path: Path, *, seed: int, weights: FloatArray | None = None) -> None:
-    """Write a projector with one row per frame of any length of audio. `weights` map a frame to a row."""
+    """Write a projector with one row per frame of any length of audio. `weights` map a frame to a row; else random."""
     with ModelWriter(path, "clip", seed=seed, kind="mmproj") as writer:
         writer.add_metadata("clip", {"has_audio_encoder": True, "use_gelu": True})
         _write_gemma4ua_tensors(writer, weights)
@@ -80,31 +80,17 @@ def write_ultravox(path: Path) -> None:
             )
             writer.add_constant(f"a.conv1d.{number}.bias", 0.0, EMBEDDING_LENGTH, 1)
         writer.add_noise("a.position_embd.weight", ENCODER_POSITIONS, EMBEDDING_LENGTH, scale=0.1)
-        _write_whisper_block(writer, "a.blk.0")
+        for name in ("attn_q", "attn_v", "attn_out"):
+            writer.add_linear(f"a.blk.0.{name}", EMBEDDING_LENGTH, EMBEDDING_LENGTH)
+        writer.add_matrix(
+            "a.blk.0.attn_k.weight", EMBEDDING_LENGTH, EMBEDDING_LENGTH
+        )  # mtmd requires keys without bias
+        writer.add_linear("a.blk.0.ffn_up", FEED_FORWARD_LENGTH, EMBEDDING_LENGTH)
+        writer.add_linear("a.blk.0.ffn_down", EMBEDDING_LENGTH, FEED_FORWARD_LENGTH)
+        writer.add_norm("a.blk.0.ln1", EMBEDDING_LENGTH)
+        writer.add_norm("a.blk.0.ln2", EMBEDDING_LENGTH)
         writer.add_norm("a.post_ln", EMBEDDING_LENGTH)
         writer.add_constant("mm.a.norm_pre.weight", 1.0, EMBEDDING_LENGTH * STACK_FACTOR)
         writer.add_matrix("mm.a.mlp.1.weight", 2 * FEED_FORWARD_LENGTH, EMBEDDING_LENGTH * STACK_FACTOR)
         writer.add_constant("mm.a.norm_mid.weight", 1.0, FEED_FORWARD_LENGTH)
         writer.add_matrix("mm.a.mlp.2.weight", TEXT_EMBEDDING_LENGTH, FEED_FORWARD_LENGTH)
-
-
-def _write_whisper_block(writer: ModelWriter, block: str) -> None:
-    for name in ("attn_q", "attn_v", "attn_out"):
-        writer.add_linear(f"{block}.{name}", EMBEDDING_LENGTH, EMBEDDING_LENGTH)
-    writer.add_matrix(f"{block}.attn_k.weight", EMBEDDING_LENGTH, EMBEDDING_LENGTH)  # mtmd requires keys without bias
-    writer.add_linear(f"{block}.ffn_up", FEED_FORWARD_LENGTH, EMBEDDING_LENGTH)
-    writer.add_linear(f"{block}.ffn_down", EMBEDDING_LENGTH, FEED_FORWARD_LENGTH)
-    writer.add_norm(f"{block}.ln1", EMBEDDING_LENGTH)
-    writer.add_norm(f"{block}.ln2", EMBEDDING_LENGTH)
-
-
-def write_random_gemma4ua(path: Path) -> None:
-    """Write a projector of random weights: each row depends on the whole frame."""
-    write_gemma4ua(path, seed=12)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "projector-wave": write_random_gemma4ua,
-    "projector-ultravox": write_ultravox,
-    "projector-both": write_vision_and_audio,
-}

@@ -7,18 +7,13 @@ nothing to the residual stream, so the logits depend on the last token only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from afterglow.testing.models import vocabulary
-from afterglow.testing.models.attention import Gemma3, Llama
 from afterglow.testing.models.decoder import Decoder, open_text_model_writer
-from afterglow.testing.models.hybrid import MTPHead, Qwen35
-from afterglow.testing.models.mtp_heads import HyV3, Step35
-from afterglow.testing.models.recurrent import Mamba
+from afterglow.testing.models.hybrid import MTPHead
 from afterglow.testing.models.writer import FloatArray, draw_noise
 
 CYCLE = b"abcdefghijklmnopqrstuvwxyz ."
@@ -76,11 +71,9 @@ def _build_output() -> FloatArray:
     return table
 
 
-def _build_mtp_head(misdrafted: frozenset[int]) -> MTPHead:
+def build_mtp_head(misdrafted: frozenset[int] = frozenset()) -> MTPHead:
     """Return a head that ignores the hidden state and drafts from the token, as the model does."""
-    fusion = np.concatenate([np.eye(EMBEDDING_LENGTH), np.zeros((EMBEDDING_LENGTH, EMBEDDING_LENGTH))], axis=1).astype(
-        np.float32
-    )
+    fusion = np.eye(EMBEDDING_LENGTH, 2 * EMBEDDING_LENGTH, dtype=np.float32)
     table = _build_token_embedding()
     for token in misdrafted:
         table[token] = table[get_successor(token)]
@@ -95,25 +88,3 @@ def write_successor_model(path: Path, decoder: Decoder) -> None:
         writer.add_constant("output_norm.weight", 1.0, EMBEDDING_LENGTH)
         writer.add_tensor("output.weight", _build_output())
         decoder.write_blocks(writer, gain=0.0)
-
-
-def _build_accurate_mtp_head() -> MTPHead:
-    return _build_mtp_head(frozenset())
-
-
-def _build_misdrafting_mtp_head() -> MTPHead:
-    return _build_mtp_head(MISDRAFTED_TOKENS)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "successor-attention": partial(write_successor_model, decoder=Llama()),
-    "successor-window": partial(write_successor_model, decoder=Gemma3()),
-    "successor-recurrent": partial(write_successor_model, decoder=Mamba()),
-    "successor-hybrid": partial(write_successor_model, decoder=Qwen35()),
-    "successor-mtp": lambda path: write_successor_model(path, Qwen35(mtp_head=_build_accurate_mtp_head())),
-    "successor-mtp-75": lambda path: write_successor_model(path, Qwen35(mtp_head=_build_misdrafting_mtp_head())),
-    "successor-headed": lambda path: write_successor_model(path, HyV3(mtp_heads=(_build_misdrafting_mtp_head(),))),
-    "successor-chained": lambda path: write_successor_model(
-        path, Step35(mtp_heads=(_build_accurate_mtp_head(), _build_misdrafting_mtp_head()))
-    ),
-}

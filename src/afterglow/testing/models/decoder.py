@@ -1,7 +1,4 @@
-"""Common part of all tiny text models: vocabulary, token embedding, output matrix.
-
-Contains the tensors outside the blocks; an architecture (`Decoder`) writes the blocks.
-"""
+"""Common part of all tiny text models: vocabulary, token embedding, output matrix. A `Decoder` writes the blocks."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from gguf import PoolingType, TokenType
@@ -62,9 +60,9 @@ def _write_metadata(writer: ModelWriter) -> None:
     )
 
 
-def write_embedding_model(path: Path, *, seed: int) -> None:
+def write_embedding_model(path: Path) -> None:
     """Write a random encoder; texts with common words have closer embeddings than texts without."""
-    with ModelWriter(path, "bert", seed=seed) as writer:
+    with ModelWriter(path, "bert", seed=7) as writer:
         _write_metadata(writer)
         writer.add_noise("token_embd.weight", len(TOKENS), EMBEDDING_LENGTH, scale=1.0, half=True)
         writer.add_noise("token_types.weight", 2, EMBEDDING_LENGTH, scale=0.1)
@@ -79,6 +77,3 @@ def write_embedding_model(path: Path, *, seed: int) -> None:
             writer.add_linear(f"{block}.ffn_down", EMBEDDING_LENGTH, FEED_FORWARD_LENGTH, gain=BLOCK_GAIN)
             writer.add_norm(f"{block}.attn_output_norm", EMBEDDING_LENGTH)
             writer.add_norm(f"{block}.layer_output_norm", EMBEDDING_LENGTH)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"embedding": partial(write_embedding_model, seed=7)}

@@ -1,13 +1,9 @@
-"""Hybrid model: qwen35, with alternating gated delta nets and attention, and its MTP head.
-
-Contains the metadata and tensors of the architecture, not the weights that determine the output.
-"""
+"""Hybrid model: qwen35, with alternating gated delta nets and attention, and its MTP head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -120,9 +116,3 @@ def write_hybrid(path: Path, *, mtp: bool) -> None:
     seed, width = 5, Qwen35().embedding_length
     head = MTPHead(draw_noise(seed, "fusion", width, 2 * width, scale=(2 * width) ** -0.5)) if mtp else None
     write_random_model(path, Qwen35(mtp_head=head), seed=seed)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "hybrid": partial(write_hybrid, mtp=False),
-    "hybrid-mtp": partial(write_hybrid, mtp=True),
-}

@@ -1,13 +1,9 @@
-"""Models with an MTP head on full attention (hy_v3), and with a chain of several on a sliding window (step35).
-
-Contains the metadata and tensors of the architectures, not the weights that determine the output.
-"""
+"""Models with an MTP head on full attention (hy_v3), and with a chain of several on a sliding window (step35)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -90,10 +86,3 @@ def write_mtp_model(path: Path, decoder: HyV3, *, heads: int) -> None:
         MTPHead(draw_noise(seed, f"fusion {n}", width, 2 * width, scale=(2 * width) ** -0.5)) for n in range(heads)
     ]
     write_random_model(path, replace(decoder, mtp_heads=tuple(mtp_heads)), seed=seed)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "attention-mtp": partial(write_mtp_model, decoder=HyV3(), heads=1),
-    "window-chained": partial(write_mtp_model, decoder=Step35(), heads=2),
-    "window-chained-short": partial(write_mtp_model, decoder=Step35(mtp_heads_windowed=True), heads=2),
-}

@@ -8,47 +8,31 @@ other tensors are present and contribute nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from afterglow.testing.models import vocabulary
-from afterglow.testing.models.answer_head import write_answer_head
+from afterglow.testing.models.answer_head import (
+    ANSWER_LOGIT,
+    EMBEDDING_LENGTH,
+    build_output,
+    build_token_embedding,
+    write_answer_block,
+)
 from afterglow.testing.models.attention import Llama
 from afterglow.testing.models.audio_projector import FRAME_SAMPLES, write_gemma4ua
 from afterglow.testing.models.decoder import open_text_model_writer
-from afterglow.testing.models.writer import FloatArray, ModelWriter, draw_noise
+from afterglow.testing.models.writer import ModelWriter
 
 LETTERS = b"CDEFGAB"
 PITCHES_HZ = (261.63, 293.66, 329.63, 349.23, 392.0, 440.0, 493.88)  # of the letters, from middle C on
-NO_AUDIO_LETTER = b"N"
 SAMPLE_RATE = 16_000
-EMBEDDING_LENGTH = 64
 NOTE_COUNT = len(LETTERS)
 # Axes of the residual stream.
 WAVE_AXIS, LOUDNESS_AXIS, ANSWERED_AXIS, TEXT_AXIS = 0, 2 * NOTE_COUNT, 3 * NOTE_COUNT, 3 * NOTE_COUNT + 1
 PURE_TONE_LOUDNESS = 8.0  # value of a pure tone on the axis of its note: the length of a normalized row
-ANSWER_LOGIT = 20.0
-
-
-def _build_token_embedding() -> FloatArray:
-    """Return a row per token: the text flag, its identity, and whether it is an answer."""
-    table = draw_noise(15, "tokens", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.2)
-    table[:, : TEXT_AXIS + 1] = 0.0
-    table[:, TEXT_AXIS] = 2.0
-    table[[vocabulary.get_byte_token(letter) for letter in LETTERS + NO_AUDIO_LETTER], ANSWERED_AXIS] = 8.0
-    return table
-
-
-def _build_output() -> FloatArray:
-    """Return a row per token: letters respond to notes, N to text alone, and the end of a turn to an answer."""
-    table = draw_noise(15, "output", vocabulary.VOCABULARY_SIZE, EMBEDDING_LENGTH, scale=0.02)
-    for number, letter in enumerate(LETTERS):
-        table[vocabulary.get_byte_token(letter), LOUDNESS_AXIS + number] = ANSWER_LOGIT / 8
-    table[vocabulary.get_byte_token(NO_AUDIO_LETTER[0]), TEXT_AXIS] = ANSWER_LOGIT / 24
-    table[vocabulary.TURN_END_TOKEN, ANSWERED_AXIS] = ANSWER_LOGIT
-    return table
+SEED = 15
 
 
 def _write_squaring_feed_forward(writer: ModelWriter, block: str, inner: int) -> None:
@@ -64,29 +48,25 @@ def _write_squaring_feed_forward(writer: ModelWriter, block: str, inner: int) ->
 def write_model(path: Path) -> None:
     """Write the text model."""
     model = Llama(layers=2)
-    with open_text_model_writer(path, model, seed=15) as writer:
-        writer.add_tensor("token_embd.weight", _build_token_embedding())
+    embedding = build_token_embedding(
+        SEED, LETTERS, axes=TEXT_AXIS + 1, text_axis=TEXT_AXIS, answered_axis=ANSWERED_AXIS
+    )
+    output = build_output(SEED, text_axis=TEXT_AXIS, answered_axis=ANSWERED_AXIS)
+    for number, letter in enumerate(LETTERS):
+        output[vocabulary.get_byte_token(letter), LOUDNESS_AXIS + number] = ANSWER_LOGIT / 8
+    with open_text_model_writer(path, model, seed=SEED) as writer:
+        writer.add_tensor("token_embd.weight", embedding)
         writer.add_constant("output_norm.weight", 1.0, EMBEDDING_LENGTH)
-        writer.add_tensor("output.weight", _build_output())
+        writer.add_tensor("output.weight", output)
         for block in ("blk.0", "blk.1"):
             writer.add_constant(f"{block}.attn_norm.weight", 1.0, EMBEDDING_LENGTH)
             writer.add_constant(f"{block}.ffn_norm.weight", 1.0, EMBEDDING_LENGTH)
-        _write_zero_attention(writer, "blk.0", model)
+        keys = model.kv_heads * model.head_size
+        for name, rows in (("q", EMBEDDING_LENGTH), ("k", keys), ("v", keys), ("output", EMBEDDING_LENGTH)):
+            writer.add_constant(f"blk.0.attn_{name}.weight", 0.0, rows, EMBEDDING_LENGTH)
         _write_squaring_feed_forward(writer, "blk.0", model.feed_forward_length)
         note_axes = range(LOUDNESS_AXIS, LOUDNESS_AXIS + NOTE_COUNT)
-        write_answer_head(writer, "blk.1", model, query_axis=TEXT_AXIS, key_axes=note_axes, value_axes=note_axes)
-        for name, rows, columns in (
-            ("gate", 128, EMBEDDING_LENGTH),
-            ("up", 128, EMBEDDING_LENGTH),
-            ("down", EMBEDDING_LENGTH, 128),
-        ):
-            writer.add_constant(f"blk.1.ffn_{name}.weight", 0.0, rows, columns)
-
-
-def _write_zero_attention(writer: ModelWriter, block: str, model: Llama) -> None:
-    keys = model.kv_heads * model.head_size
-    for name, rows in (("q", EMBEDDING_LENGTH), ("k", keys), ("v", keys), ("output", EMBEDDING_LENGTH)):
-        writer.add_constant(f"{block}.attn_{name}.weight", 0.0, rows, EMBEDDING_LENGTH)
+        write_answer_block(writer, "blk.1", model, query_axis=TEXT_AXIS, key_axes=note_axes, value_axes=note_axes)
 
 
 def write_projector(path: Path) -> None:
@@ -96,7 +76,4 @@ def write_projector(path: Path) -> None:
         phase = 2 * np.pi * pitch * np.arange(FRAME_SAMPLES) / SAMPLE_RATE
         weights[WAVE_AXIS + 2 * number] = np.sin(phase) * 2 / FRAME_SAMPLES
         weights[WAVE_AXIS + 2 * number + 1] = np.cos(phase) * 2 / FRAME_SAMPLES
-    write_gemma4ua(path, seed=15, weights=weights)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"notes": write_model, "projector-notes": write_projector}
+    write_gemma4ua(path, seed=SEED, weights=weights)

@@ -5,7 +5,7 @@ Contains the metadata and tensors that mtmd reads: a small image encoder and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,10 +130,3 @@ def write_qwen(path: Path, size: ProjectorSize = DEFAULT_SIZE, max_pixels: int =
         writer.add_constant("v.patch_embd.bias", 0.0, size.embedding_length)
         writer.add_linear("mm.0", merged, merged)
         writer.add_linear("mm.2", size.text_embedding_length, merged)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
-    "projector-llava": write_llava,
-    "projector-gemma3": write_gemma3,
-    "projector-qwen": write_qwen,
-}

@@ -1,19 +1,13 @@
-"""Recurrent model: mamba, with one state per layer and no cells.
-
-Contains the metadata and tensors of the architecture, not the weights that determine the output.
-"""
+"""Recurrent model: mamba, with one state per layer and no cells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from afterglow.testing.models.decoder import write_random_model
 from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
 
@@ -65,6 +59,3 @@ class Mamba:
             writer.add_tensor(f"{block}.ssm_a", decay)
             writer.add_constant(f"{block}.ssm_d", 1.0, self.inner_size)
             writer.add_matrix(f"{block}.ssm_out.weight", self.embedding_length, self.inner_size, gain=gain)
-
-
-MODEL_WRITERS: dict[str, Callable[[Path], None]] = {"recurrent": partial(write_random_model, decoder=Mamba(), seed=4)}

@@ -50,9 +50,15 @@ def check_dimensions(metadata: MetadataReader) -> None:
         if not metadata.has_key(metadata.build_key(name)):
             metadata.fail(f"{metadata.build_key(name)} is missing")
     for name, (low, high) in KEY_BOUNDS.items():
-        _check_bounds(metadata, metadata.build_key(name), low, high, per_layer=name in PER_LAYER_KEYS)
+        key = metadata.build_key(name)
+        for number in metadata.get_integers(key) if name in PER_LAYER_KEYS else [metadata.get_uint32(key, default=low)]:
+            if not low <= number <= high:
+                metadata.fail(f"{key} is {number:,}, it must be from {low:,} to {high:,}")
     _check_unlisted_numbers(metadata)
-    _check_enumerations(metadata)
+    for name, allowed in (("rope.scaling.type", ROPE_SCALING_TYPES), ("classifier.activation", ACTIVATIONS)):
+        text = metadata.get_string(metadata.build_key(name))
+        if text is not None and text not in allowed:
+            metadata.fail(f"{metadata.build_key(name)} is {text[:32]!r}, it must be one of {', '.join(allowed)}")
     _check_experts(metadata)
     _check_rope(metadata)
     _check_recurrent_state(metadata)
@@ -60,12 +66,6 @@ def check_dimensions(metadata: MetadataReader) -> None:
     mtp_layers = metadata.get_uint32(metadata.build_key("nextn_predict_layers"))
     if mtp_layers > layers:
         metadata.fail(f"{metadata.build_key('nextn_predict_layers')} is {mtp_layers:,}, block_count only {layers:,}")
-
-
-def _check_bounds(metadata: MetadataReader, key: str, low: int, high: int, per_layer: bool) -> None:
-    for value in metadata.get_integers(key) if per_layer else [metadata.get_uint32(key, default=low)]:
-        if not low <= value <= high:
-            metadata.fail(f"{key} is {value:,}, it must be from {low:,} to {high:,}")
 
 
 def _check_unlisted_numbers(metadata: MetadataReader) -> None:
@@ -78,13 +78,6 @@ def _check_unlisted_numbers(metadata: MetadataReader) -> None:
             metadata.fail(f"{key} is {value:,}, over the limit of {MAX_INT32:,}")
         if isinstance(value, float) and key.endswith("epsilon") and not 0 <= value < math.inf:
             metadata.fail(f"{key} is {value}, it must be zero or more")
-
-
-def _check_enumerations(metadata: MetadataReader) -> None:
-    for name, allowed in (("rope.scaling.type", ROPE_SCALING_TYPES), ("classifier.activation", ACTIVATIONS)):
-        value = metadata.get_string(metadata.build_key(name))
-        if value is not None and value not in allowed:
-            metadata.fail(f"{metadata.build_key(name)} is {value[:32]!r}, it must be one of {', '.join(allowed)}")
 
 
 def _check_experts(metadata: MetadataReader) -> None:
@@ -106,18 +99,14 @@ def _check_rope(metadata: MetadataReader) -> None:
     heads = metadata.get_integers(metadata.build_key("attention.head_count"))
     if not heads or heads[0] == 0:
         return
-    width = metadata.get_uint32(
-        metadata.build_key("attention.key_length"),
-        metadata.get_uint32(metadata.build_key("embedding_length")) // heads[0],
-    )
+    default = metadata.get_uint32(metadata.build_key("embedding_length")) // heads[0]
+    width = metadata.get_uint32(metadata.build_key("attention.key_length"), default)
     swa_width = metadata.get_uint32(metadata.build_key("attention.key_length_swa"), width)
     for name, head_size in (("rope.dimension_count", width), ("rope.dimension_count_swa", swa_width)):
         rotated = metadata.get_uint32(metadata.build_key(name))
         if rotated % 2 or rotated > head_size:
-            metadata.fail(
-                f"{metadata.build_key(name)} is {rotated:,}, "
-                f"it must be even and the heads have {head_size:,} dimensions"
-            )
+            rule = f"it must be even and the heads have {head_size:,} dimensions"
+            metadata.fail(f"{metadata.build_key(name)} is {rotated:,}, {rule}")
     sections = metadata.get_integers(metadata.build_key("rope.dimension_sections"))
     if sections and (len(sections) > 4 or min(sections) < 0 or not 0 < sum(sections) <= width):
         key = metadata.build_key("rope.dimension_sections")
@@ -132,11 +121,9 @@ def _check_recurrent_state(metadata: MetadataReader) -> None:
     kernel = metadata.get_uint32(metadata.build_key("ssm.conv_kernel"))
     elements = max(inner * state, kernel * (inner + 2 * groups * state))
     if elements > MAX_STATE_ELEMENTS:
-        metadata.fail(
-            f"the recurrent state of one layer would have {elements:,} elements, the limit is {MAX_STATE_ELEMENTS:,}"
-        )
+        limit = f"the limit is {MAX_STATE_ELEMENTS:,}"
+        metadata.fail(f"the recurrent state of one layer would have {elements:,} elements, {limit}")
     heads = metadata.get_uint32(metadata.build_key("ssm.time_step_rank"))
     if metadata.architecture in DELTA_NET_ARCHITECTURES and (inner != heads * state or not groups or heads % groups):
-        metadata.fail(
-            f"{heads:,} heads in {groups:,} groups with states of {state:,} do not make an inner size of {inner:,}"
-        )
+        states = f"{heads:,} heads in {groups:,} groups with states of {state:,}"
+        metadata.fail(f"{states} do not make an inner size of {inner:,}")
