@@ -273,10 +273,9 @@ class Engine:
             return schedule_on_grid(ready, self.settings.grid)
         cells = compute_max_batch(self.backend.capabilities, cost_model.latest_seconds_per_entry)
         decoding, prefilling, media_jobs = partition_jobs(ready)
-        backlogs = [running.backlog for running in prefilling]
         entries = compute_prefill_budget(
             len(decoding),
-            backlogs,
+            [running.backlog for running in prefilling],
             self.settings.max_token_gap,
             cost_model.seconds_per_step,
             cost_model.seconds_per_entry,
@@ -334,24 +333,18 @@ class Engine:
                 self._events.append(
                     PrefillProgress(running.job.request.id, len(running.sequence), len(running.job.prompt))
                 )
-                self._checkpoint_if_due(running)
-        decoding_jobs = len(spans) if rows - draft_tokens - recomputed == len(spans) else 0
-        self._record_timing(rows, decoding_jobs, tokens, time.perf_counter() - started_at)
-
-    def _record_timing(self, rows: int, decoding_jobs: int, tokens: int, seconds: float) -> None:
-        """Record the duration of a decode; `decoding_jobs` is 0 if it contained prefill."""
+                is_due = len(running.sequence) in running.job.checkpoint_positions
+                if is_due and self.backend.capabilities.has_partial_state:
+                    self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
-        if decoding_jobs:
+        seconds = time.perf_counter() - started_at
+        if rows - draft_tokens - recomputed == len(spans):  # no prefill
             self.prefix_cache.cost_model.record_decode_step(seconds)
-            self.speculator.record_decode(rows, decoding_jobs, tokens, seconds)
+            self.speculator.record_decode(rows, len(spans), tokens, seconds)
         else:
             self.counters.prompt_entries += rows
             self.speculator.loss_budget.elapsed_seconds += seconds
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
-
-    def _checkpoint_if_due(self, running: RunningJob) -> None:
-        if len(running.sequence) in running.job.checkpoint_positions and self.backend.capabilities.has_partial_state:
-            self.prefix_cache.take_checkpoint(running.sequence)
 
     def _sample(self, running: RunningJob, span: int, row: int) -> int:
         """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""

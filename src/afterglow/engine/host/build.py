@@ -134,14 +134,11 @@ def find_projector(path: Path) -> Path | None:
 
 def _build_mtp_backend(context: LlamaContext, projector: Projector | None) -> MtpBackend:
     heads = LlamaContext(context.model, replace(context.settings, recurrent_snapshots=0), mtp_target=context)
-    snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else MAX_DRAFT_TOKENS
-    try:  # without snapshots, rejected draft tokens are undone by replay, which has no limit
-        return MtpBackend(
-            context,
-            heads,
-            n_draft_max=min(MAX_DRAFT_TOKENS, snapshots or MAX_DRAFT_TOKENS),
-            projector=projector,
-        )
+    # Without snapshots, rejected draft tokens are undone by replay, which has no limit.
+    snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else 0
+    n_draft_max = min(MAX_DRAFT_TOKENS, snapshots or MAX_DRAFT_TOKENS)
+    try:
+        return MtpBackend(context, heads, n_draft_max=n_draft_max, projector=projector)
     except BaseException:
         heads.close()
         raise

@@ -92,7 +92,9 @@ class ChildHost:
         except BaseException as error:
             self._send("failed", content=to_portable_error(error))
             return True
-        self._send("ready", content=pack_restart_factory(factory, engine))
+        # A restart skips what this start has found out. None: the same factory.
+        restart_spec = factory.build_restart_spec(engine) if isinstance(factory, EngineSpec) else None
+        self._send("ready", content=None if restart_spec is None else pack("factory", restart_spec))
         try:
             self._loop.run(engine)
         except BaseException as error:
@@ -147,11 +149,6 @@ def unpack(name: str, content: bytes) -> Any:
         return pickle.loads(content)
     except Exception as error:
         raise InvalidArgument(name, f"cannot be sent to another process: {describe_error(error)}") from error
-
-
-def pack_restart_factory(factory: object, engine: Engine) -> bytes | None:
-    """Return the factory for a restart, which skips what this start has found out; None: the same factory."""
-    return pack("factory", factory.build_restart_spec(engine)) if isinstance(factory, EngineSpec) else None
 
 
 def to_portable_error(error: BaseException) -> BaseException:

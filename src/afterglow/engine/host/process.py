@@ -33,8 +33,6 @@ MAX_FAILED_STARTS = 3  # consecutive restarts that do not become ready
 MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that fail or crash early
 EARLY_CRASH_SECONDS = 2.0  # after a child became ready
 HEARTBEAT_SECONDS = 1.0
-
-
 MessageKey: TypeAlias = str | int | tuple[str, ...]
 
 

@@ -93,20 +93,12 @@ def build_paths(directory: Path, rows: Sequence[IndexRow]) -> list[StoredPath]:
             if not path[0].start:
                 paths.append(StoredPath(tuple(path), np.concatenate([block.entries for block in path])))
     models_with_blocks = {row.model for row in blocks.values()}
-    checkpoint_paths = [
-        checkpoint_path
-        for row in rows
-        if row.model not in models_with_blocks
-        and (checkpoint_path := _read_checkpoint_path(directory, row)) is not None
-    ]
+    checkpoint_paths = []
+    for row in [row for row in rows if row.model not in models_with_blocks]:
+        with contextlib.suppress(InvalidState, OSError):  # the index has only its last entries, the file has all
+            file, _ = disk_files.read_header(directory / row.model / row.name)
+            checkpoint_paths.append(StoredPath((row,), file.entries))
     return paths + _merge_prefixes(checkpoint_paths)
-
-
-def _read_checkpoint_path(directory: Path, row: IndexRow) -> StoredPath | None:
-    """Return a checkpoint as its own path. The index has only its last entries, the file has all of them."""
-    with contextlib.suppress(InvalidState, OSError):
-        return StoredPath((row,), disk_files.read_header(directory / row.model / row.name)[0].entries)
-    return None
 
 
 def _merge_prefixes(paths: list[StoredPath]) -> list[StoredPath]:

@@ -15,7 +15,8 @@ from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHashe
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
-from afterglow.engine.kvcache.disk.tier import open_disk_tier
+from afterglow.engine.kvcache.disk.tier import DiskTier
+from afterglow.engine.kvcache.disk.writer import logger
 from afterglow.engine.kvcache.pins import PinManager
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
@@ -54,10 +55,20 @@ class TieredStore:
         self.checkpoints = CheckpointStore(settings.checkpoints, cost_model, budget)
         cells_suffice = not backend.capabilities.has_partial_state
         self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
-        self.disk_tier = open_disk_tier(settings, backend, interner, cost_model, self.tree, self.ram)
+        self.disk_tier = self._open_disk_tier(settings)
         self.tiers: list[Tier] = [self.ram] if self.disk_tier is None else [self.ram, self.disk_tier]
         self._tiers_by_name = {tier.name: tier for tier in self.tiers}
         self.pin_manager = PinManager(self.tree, self.ram, self.tiers)
+
+    def _open_disk_tier(self, settings: EngineSettings) -> DiskTier | None:
+        """Return the disk tier; None if it is disabled or the directory cannot be used."""
+        if settings.disk_cache_directory is None or not settings.disk_cache_bytes:
+            return None
+        try:
+            return DiskTier(settings, self._backend, self._interner, self._cost_model, self.tree, self.ram)
+        except OSError as error:
+            logger.warning("disk cache disabled: %s cannot be used: %s", settings.disk_cache_directory, error)
+            return None
 
     # --- lookup
 
@@ -131,17 +142,13 @@ class TieredStore:
         if not self.ram.evict_until_free(int(needed), protected):
             self.ram.counters.rejected_saves += 1
             return False
-        cells = self._save_cells(sequence, partial)
-        if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
-            return False
-        return self._store_blocks(cells, entries, sequence, stored_prefix)
-
-    def _save_cells(self, sequence: Sequence, partial: BackendState | None) -> BackendCells | None:
         started = time.perf_counter()
         state = self._backend.save(sequence.seq_id, "full")
         cells = self._backend.extract_cells(state, partial)
         self._cost_model.record_transfer(state.nbytes, time.perf_counter() - started, len(sequence))
-        return cells
+        if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
+            return False
+        return self._store_blocks(cells, entries, sequence, stored_prefix)
 
     def _store_blocks(
         self, cells: BackendCells, entries: Entries, sequence: Sequence, stored_prefix: StoredPrefix
@@ -171,7 +178,11 @@ class TieredStore:
         for chunk_start, chunk, count in zip(starts, chunks, cell_counts, strict=True):
             rows = cells.copy_rows(first_cell, first_cell + count)
             block = self._build_block(parent, chunk_start, chunk, rows, cells.layout, sequence)
-            self._add_block(block)
+            redundant_blocks = self.tree.add(block)
+            for tier in self.tiers:
+                tier.put(block)
+                for redundant in redundant_blocks:
+                    tier.delete(redundant)
             path.append(block)
             parent, first_cell = block.key, first_cell + count
         self.ram.touch(path)
@@ -183,12 +194,11 @@ class TieredStore:
     def _build_block(
         self, parent: bytes, start: int, entries: Entries, rows: NDArray[np.uint8], layout: bytes, sequence: Sequence
     ) -> Block:
-        portable = self._interner.to_portable_entries(entries).copy()
         return Block(
             key=self.hasher.hash_block(parent, entries),
             parent=parent,
             start=start,
-            entries=portable,
+            entries=self._interner.to_portable_entries(entries).copy(),
             aligned=min(max(sequence.aligned - start, 0), len(entries)),
             cells=len(rows),
             nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
@@ -196,13 +206,6 @@ class TieredStore:
             rows=rows,
             pinned=self.is_pinned(sequence.entries, sequence.namespace, start),
         )
-
-    def _add_block(self, block: Block) -> None:
-        redundant_blocks = self.tree.add(block)
-        for tier in self.tiers:
-            tier.put(block)
-            for redundant in redundant_blocks:
-                tier.delete(redundant)
 
     def write_back(self, data: Iterable[Block | Checkpoint]) -> None:
         """Copy blocks and checkpoints in RAM to the tiers that do not hold them."""
@@ -246,7 +249,13 @@ class TieredStore:
             if length >= len(entries):
                 break
             tiers.add(tier := self._find_tier(block))
-            rows = self._load_rows(block, tier)
+            try:
+                rows = tier.load_rows(block)
+            except InvalidState:
+                self.tree.remove(block)
+                raise
+            if tier is not self.ram:
+                self.ram.promote(block, rows)
             count = min(len(block.entries), len(entries) - length)
             row_arrays.append(rows[: self._interner.count_cells(entries[length : length + count])])
             used.append(block)
@@ -259,16 +268,6 @@ class TieredStore:
         seconds, nbytes = time.perf_counter() - started, sum(rows.nbytes for rows in row_arrays)
         self._cost_model.record_transfer(nbytes, seconds, 0)
         self.count_hit(len(entries), nbytes, seconds, checkpoint, used, tiers)
-
-    def _load_rows(self, block: Block, tier: Tier) -> NDArray[np.uint8]:
-        try:
-            rows = tier.load_rows(block)
-        except InvalidState:
-            self.tree.remove(block)
-            raise
-        if tier is not self.ram:
-            self.ram.promote(block, rows)
-        return rows
 
     def load_checkpoint_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return the partial state of a checkpoint. One that is read from a slower tier is also added to RAM."""

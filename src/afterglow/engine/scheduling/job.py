@@ -204,7 +204,3 @@ class RunningJob:
             self.on_grid_length = length
             if round_down_to_grid(length, self.job.prompt, grid) == length:
                 self.sequence.aligned = length
-
-    @property
-    def is_next_media(self) -> bool:
-        return len(self.sequence) in self.job.media_indices

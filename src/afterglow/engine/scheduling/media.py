@@ -54,13 +54,11 @@ class MediaScheduler:
     def prepare_next(self, running: RunningJob) -> bool:
         """Request encoding of the job's next media. Return False if the next entry is not encoded yet, or failed."""
         job, length = running.job, len(running.sequence)
-        for index in [index for index in job.media_indices if index >= length and index in job.media_parts][
-            :MAX_MEDIA_ENCODED_AHEAD
-        ]:
+        upcoming = [index for index in job.media_indices if index >= length and index in job.media_parts]
+        for index in upcoming[:MAX_MEDIA_ENCODED_AHEAD]:
             if index not in job.encode_tasks:
-                job.encode_tasks[index] = self.encoder_cache.request_encoding(
-                    job.media_parts[index], job.request.id, job.request.salt
-                )
+                part, request = job.media_parts[index], job.request
+                job.encode_tasks[index] = self.encoder_cache.request_encoding(part, request.id, request.salt)
         task = job.encode_tasks.get(length)
         return task is None or task.embeddings is not None
 

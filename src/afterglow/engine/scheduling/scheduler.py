@@ -63,7 +63,7 @@ def partition_jobs(jobs: Iterable[RunningJob]) -> tuple[list[RunningJob], list[R
     prefilling: list[RunningJob] = []
     media: list[RunningJob] = []
     for running in jobs:
-        is_media = running.job.media_indices and running.is_next_media
+        is_media = running.job.media_indices and len(running.sequence) in running.job.media_indices
         (media if is_media else decoding if running.is_decoding else prefilling).append(running)
     return decoding, prefilling, media
 

@@ -30,7 +30,10 @@ def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_
             for _ in range(DECODES_PER_ROW_COUNT):
                 if position + rows > capabilities.cells_per_sequence:
                     return
-                step_costs.record(rows, _time_decode(backend, rows, position))
+                started = time.perf_counter()
+                backend.decode([DecodeSpan(0, [0] * rows, position, rows)])
+                backend.get_logits(0, rows - 1)
+                step_costs.record(rows, time.perf_counter() - started)
                 position += rows
                 if deadline is None:
                     deadline = time.perf_counter() + max_seconds
@@ -40,10 +43,3 @@ def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_
         return  # calibration is optional
     finally:
         backend.clear(0)
-
-
-def _time_decode(backend: Backend, rows: int, position: int) -> float:
-    started = time.perf_counter()
-    backend.decode([DecodeSpan(0, [0] * rows, position, rows)])
-    backend.get_logits(0, rows - 1)
-    return time.perf_counter() - started

@@ -102,13 +102,12 @@ class DraftModel:
         try:
             ready = [index for index, running in enumerate(jobs) if self._catch_up(running.job, jobs)]
             self._draft_tokens(draft_requests, ready, drafts)
+            return drafts
         except KVCacheFull:
             self._free_cells(jobs)
-            return [[] for _ in draft_requests]
         except AfterglowError:  # a failing draft model must not fail requests: start over
             self._clear_mirrors()
-            return [[] for _ in draft_requests]
-        return drafts
+        return [[] for _ in draft_requests]
 
     def _free_cells(self, jobs: Sequence[RunningJob]) -> None:
         """Evict an idle sequence or, if there is none, draft no more for the youngest job."""
@@ -189,9 +188,8 @@ class DraftModel:
         if plan is None:
             return None
         slot, _ = self.prefix_cache.acquire(plan, salt)
-        mirror = self._mirrors[job] = MirrorSequence(
-            slot, self.prefix_cache.checkpoint_positions(slot, job.prompt, job.request.boundaries)
-        )
+        positions = self.prefix_cache.checkpoint_positions(slot, job.prompt, job.request.boundaries)
+        mirror = self._mirrors[job] = MirrorSequence(slot, positions)
         return mirror
 
     def _draft_tokens(self, draft_requests: Sequence[DraftRequest], ready: list[int], drafts: list[list[int]]) -> None:

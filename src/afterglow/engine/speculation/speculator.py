@@ -382,22 +382,16 @@ class Speculator:
         if self._measured_decodes % RECHOOSE_AFTER_DECODES == 0 or rows > jobs:
             self._length_cache.clear()
         if rows == jobs:
-            self._record_plain_decode(rows, seconds - restore_seconds)
+            # The first one after a decode of another shape takes up to a tenth longer, which would make drafting look
+            # better than it is, so it is not measured.
+            if self._last_plain_decode == (self._decode_count - 1, rows):
+                self._cost_model.step_costs.record(rows, seconds - restore_seconds)
+                self._decodes_with_drafts = 0
+            self._last_plain_decode = self._decode_count, rows
             self.loss_budget.record_plain_decode(seconds)
         else:
             self._record_draft_decode(rows, jobs, tokens, seconds, restore_seconds)
         self._verified_jobs = []
-
-    def _record_plain_decode(self, rows: int, seconds: float) -> None:
-        """Record a decode without draft tokens.
-
-        The first one after a decode of another shape takes up to a tenth longer, which would make drafting look better
-        than it is, so it is not measured.
-        """
-        if self._last_plain_decode == (self._decode_count - 1, rows):
-            self._cost_model.step_costs.record(rows, seconds)
-            self._decodes_with_drafts = 0
-        self._last_plain_decode = self._decode_count, rows
 
     def _record_draft_decode(self, rows: int, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
         """Record a decode with draft tokens: the cost of its rows, and the time it saved or lost."""

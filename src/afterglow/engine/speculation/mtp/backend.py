@@ -39,10 +39,9 @@ class MtpState(llama_state.SavedState):
 
     @property
     def nbytes(self) -> int:
-        head_bytes = (0 if self.head_state is None else self.head_state.nbytes) + (
-            0 if self.hidden_state is None else self.hidden_state.nbytes
-        )
-        return self.data.nbytes + head_bytes
+        head_bytes = 0 if self.head_state is None else self.head_state.nbytes
+        hidden_bytes = 0 if self.hidden_state is None else self.hidden_state.nbytes
+        return self.data.nbytes + head_bytes + hidden_bytes
 
     def to_bytes(self) -> bytes:
         return _strip_head_state(self).to_bytes()
@@ -139,18 +138,14 @@ class MtpBackend(LlamaBackend):
         if state.scope == "full":
             self.session.begin(sequence)
             self._load_heads(sequence, head_state)
-        else:
-            self._rewind_heads(sequence, end, head_state)
+        else:  # the heads' cells are still present; `head_state` restores a sliding window
+            if head_state is not None:
+                catch_up(self.session, [sequence])
+                position_range = self.head_context.memory.get_position_range(sequence)
+                if position_range is not None and position_range[1] + 1 >= end:
+                    self._load_heads(sequence, head_state)
+            self.session.truncate(sequence, end)
         self.session.set_hidden_state(sequence, end, hidden_state)
-
-    def _rewind_heads(self, sequence: int, end: int, head_state: llama_state.SavedState | None) -> None:
-        """Return the heads to `end`. Their cells are still present; `head_state` restores a sliding window."""
-        if head_state is not None:
-            catch_up(self.session, [sequence])
-            position_range = self.head_context.memory.get_position_range(sequence)
-            if position_range is not None and position_range[1] + 1 >= end:
-                self._load_heads(sequence, head_state)
-        self.session.truncate(sequence, end)
 
     def _load_heads(self, sequence: int, head_state: llama_state.SavedState | None) -> None:
         try:
@@ -176,19 +171,15 @@ class MtpBackend(LlamaBackend):
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
         assert isinstance(state, MtpState)
         assert partial is None or isinstance(partial, llama_state.SavedState)
-        model_cells = llama_layout.parse_cells(
-            state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER_BYTES
-        )
-        has_head_cells = state.head_state is not None and state.head_state.positions is not None
-        window, _ = _get_head_state(partial)
-        window_bytes = 0 if window is None else len(window.data) - llama_layout.HEADER_BYTES
-        head_cells = (
-            llama_layout.parse_cells(state.head_state.data, window_bytes)
-            if state.head_state is not None and has_head_cells
-            else None
-        )
-        if self._head_layout is None and has_head_cells:
-            self._head_layout = b"" if head_cells is None else head_cells.layout
+        partial_bytes = 0 if partial is None else len(partial.data) - llama_layout.HEADER_BYTES
+        model_cells = llama_layout.parse_cells(state.data, partial_bytes)
+        head_cells = None
+        if state.head_state is not None and state.head_state.positions is not None:
+            window, _ = _get_head_state(partial)
+            window_bytes = 0 if window is None else len(window.data) - llama_layout.HEADER_BYTES
+            head_cells = llama_layout.parse_cells(state.head_state.data, window_bytes)
+            if self._head_layout is None:
+                self._head_layout = b"" if head_cells is None else head_cells.layout
         if model_cells is None or self._head_layout is None:
             return None
         return PairedCells(model_cells, head_cells, self._head_layout)
@@ -198,16 +189,14 @@ class MtpBackend(LlamaBackend):
     ) -> BackendState:
         assert partial is None or isinstance(partial, llama_state.SavedState)
         model_layout, model_rows, head_layout, head_rows = split_cells(layout, blocks)
-        state = super().assemble_state(
-            model_layout, model_rows, None if partial is None else _strip_head_state(partial), position
-        )
+        model_partial = None if partial is None else _strip_head_state(partial)
+        state = super().assemble_state(model_layout, model_rows, model_partial, position)
         assert isinstance(state, llama_state.SavedState)
         window, hidden_state = _get_head_state(partial)
         head_state = None
         if head_rows and (window is not None or not self._heads_have_window):
-            data = llama_layout.join_cells(
-                llama_layout.KVLayout.unpack(head_layout), head_rows, None if window is None else window.data
-            )
+            window_data = None if window is None else window.data
+            data = llama_layout.join_cells(llama_layout.KVLayout.unpack(head_layout), head_rows, window_data)
             positions = read_first_position(head_rows[0]), position - 1
             head_state = llama_state.SavedState(
                 key=self.head_context.state.key, scope="full", positions=positions, data=data
