@@ -90,10 +90,7 @@ class Engine:
         return any(running.job.last_decoded_at for running in self._running)
 
     def submit(self, request: Request, token_constraint: TokenConstraint | None = None) -> None:
-        """Accept a request; its events come from `step`. A request that can never be served raises at once.
-
-        `token_constraint` is the result of `constraint_factory` if it was built beforehand.
-        """
+        """Accept a request, with its `token_constraint` if built beforehand. Raises if it can never be served."""
         entries = self.interner.intern(request.entries)
         check_servable(request, entries, self.interner, self.backend)
         if request.id in self._jobs:
@@ -192,10 +189,7 @@ class Engine:
                 break  # the next job would not get a slot either
 
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
-        """Plan the prefix and give the job a sequence. Return False if there is no slot for it now.
-
-        A job that waits for a leader or for the disk stays in the queue and does not block the next one.
-        """
+        """Give the job a sequence from its planned prefix, or let it wait in the queue. False: there is no slot now."""
         job, request = waiting.job, waiting.job.request
         plan = self.prefix_cache.plan(
             job.known_entries if job.generated else job.prompt,

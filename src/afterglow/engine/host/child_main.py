@@ -82,10 +82,7 @@ class ChildHost:
                 self._loop.close()
 
     def run_engine(self) -> bool:
-        """Build the engine and run it until closed.
-
-        Return False if it crashed. A crashed engine is not closed, because its native state is unknown.
-        """
+        """Build and run the engine until closed. False: it crashed and is not closed, as its state is unknown."""
         try:
             factory = unpack("factory", self._factory.get())
             engine: Engine = factory(self._report_progress) if isinstance(factory, EngineSpec) else factory()
@@ -176,18 +173,14 @@ def exit_immediately() -> NoReturn:
     os._exit(1)
 
 
-def exit_with_parent(parent_pid: int) -> None:
-    """Leave no orphan: on Linux the kernel kills this process with its parent; elsewhere the closed pipe ends it."""
+def main() -> None:
+    """Run the child. Arguments: the file descriptor of the pipe and the process id of the parent."""
+    descriptor, parent_pid = map(int, sys.argv[1:])
+    # Leave no orphan: on Linux the kernel kills this process with its parent; elsewhere the closed pipe ends it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the prctl call
         exit_immediately()
-
-
-def main() -> None:
-    """Run the child. Arguments: the file descriptor of the pipe and the process id of the parent."""
-    descriptor, parent_pid = map(int, sys.argv[1:])
-    exit_with_parent(parent_pid)
     os.set_inheritable(descriptor, False)
     host = ChildHost(MessagePipe(socket.socket(fileno=descriptor)))
     threading.Thread(target=host.read_messages, name="afterglow-reader", daemon=True).start()

@@ -252,10 +252,7 @@ class EngineProcess(Closeable):
         return child.start_error or crash, uptime
 
     def _repeat_work(self) -> tuple[set[str], set[int]]:
-        """Queue the requests without a token and the calls of a dead child for the next one.
-
-        Each is repeated once, because it may be what crashed the child. Returns the ids and call numbers.
-        """
+        """Queue the requests without a token and the calls of a dead child once more; return ids and numbers."""
         requests, self._repeatable_requests = self._repeatable_requests, {}
         calls, self._repeatable_calls = self._repeatable_calls, {}
         for submission in dict.fromkeys(requests.values()):
@@ -280,7 +277,7 @@ class EngineProcess(Closeable):
         """
         missed = 0
         while missed * self._heartbeat_seconds < self._silence_timeout:
-            if child.is_overdue:
+            if child.deadline is not None and time.monotonic() > child.deadline:
                 child.kill()
                 return "process timed out"
             try:

@@ -226,10 +226,7 @@ def run_scoring(
 
 
 def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.float32]:
-    """Return the embedding of a text, normalized to length 1. Uses a separate context, created on first use.
-
-    The whole text is one decode, because pooling over several would keep only the last.
-    """
+    """Return the embedding of a text, normalized to length 1. It is one decode: pooling would keep only the last."""
     target = _get_llama_context(engine)
     context = target.get_companion("embedding", lambda: _create_embedding_context(target, limit))
     if len(tokens) > (max_tokens := min(context.cells_per_sequence, context.batch.capacity)):

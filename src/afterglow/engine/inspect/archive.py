@@ -16,10 +16,7 @@ from afterglow.errors import InvalidArgument, InvalidState
 
 
 def export_archive(directory: Path, target: Path, models: Collection[str] | None = None) -> int:
-    """Write the blocks and checkpoints of all or some models to a new file; return their number.
-
-    Only the owner can read the file. Damaged blocks and checkpoints are left out.
-    """
+    """Write the intact blocks and checkpoints of all or some models to a new private file; return their number."""
     with open_index(directory) as index:
         rows = [row for row in index.list_rows() if models is None or row.model in models]
     if target.exists():

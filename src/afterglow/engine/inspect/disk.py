@@ -78,10 +78,7 @@ def list_conversations(directory: Path) -> list[StoredConversation]:
 
 
 def build_paths(directory: Path, rows: Sequence[IndexRow]) -> list[StoredPath]:
-    """Build the conversations that the rows form: one per leaf block.
-
-    For a model without blocks, one per checkpoint that no other checkpoint continues.
-    """
+    """Build the conversations of the rows: one per leaf block; of a model without blocks, per last checkpoint."""
     blocks = {row.key: row for row in rows if row.kind == "cells"}
     parents = {row.parent for row in blocks.values()}
     paths = []

@@ -51,15 +51,13 @@ class Pins(list[Pin]):
         return [len(pin.entries) for pin in pins if common_prefix_length(pin.entries, entries) == len(pin.entries)]
 
     def find_lru(self, *, system_only: bool = False) -> Pin | None:
-        """Return the pin to remove first: the least recently used system pin; if there is none and `system_only` is
-        False, the least recently used of the others."""
+        """Return the pin to remove first: the least recently used system pin, else, unless `system_only`, any."""
         candidates = [pin for pin in self if pin.is_system or not system_only]
         return min(candidates, key=lambda pin: (not pin.is_system, pin.last_used), default=None)
 
 
 class PinManager:
-    """Owns the pins, keeps the `pinned` flags of blocks and checkpoints in all tiers in agreement with them, and bounds
-    their bytes in RAM."""
+    """Owns the pins, keeps the `pinned` flags in all tiers in agreement with them, and bounds their bytes in RAM."""
 
     def __init__(self, tree: BlockTree, ram: RamTier, tiers: Sequence[Tier]) -> None:
         self.pins = Pins()

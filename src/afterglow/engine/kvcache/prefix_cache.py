@@ -452,10 +452,7 @@ class PrefixCache:
     # --- orphaned checkpoints
 
     def _drop_orphaned_checkpoints(self, *, include_standalone: bool = False) -> None:
-        """Drop the checkpoints whose cells are gone, because they cannot be restored any more.
-
-        With `include_standalone`, also check those that need no cells.
-        """
+        """Drop the checkpoints whose cells are gone. `include_standalone`: also check those that need no cells."""
         loss_count = sum([slot.loss_count for slot in self.slots]) + self.store.tree.loss_count
         if include_standalone or (
             loss_count != self._last_loss_count and self._backend.capabilities.checkpoints_need_cells

@@ -26,10 +26,7 @@ class SavedSequence:
 
 
 class Sequence:
-    """One sequence (slot) of the KV cache.
-
-    Invariant: `entries` are exactly what the KV cache holds, entry for entry.
-    """
+    """One sequence (slot) of the KV cache. Invariant: `entries` are what the KV cache holds, entry for entry."""
 
     def __init__(self, seq_id: int, backend: Backend, interner: EntryInterner) -> None:
         self.seq_id = seq_id
@@ -96,10 +93,7 @@ class Sequence:
         self.clear()
 
     def truncate(self, length: int) -> None:
-        """Drop everything after the first `length` entries. Allowed only if `can_resume_at` is true.
-
-        `UnsupportedOperation`: the KV cache refused and nothing was changed.
-        """
+        """Drop all after the first `length` entries, if `can_resume_at`. `UnsupportedOperation`: nothing changed."""
         if length < len(self):
             self._backend.truncate(self.seq_id, self.position_at(length))
             self._set_length(length)

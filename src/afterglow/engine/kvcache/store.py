@@ -123,10 +123,7 @@ class TieredStore:
     # --- storing
 
     def store_sequence(self, sequence: Sequence, partial: BackendState | None) -> bool:
-        """Store the cells of a sequence; `partial` is its partial state.
-
-        Return False if there is no space or the cells cannot be extracted.
-        """
+        """Store the cells of a sequence; return False if there is no space or the cells cannot be extracted."""
         length = sequence.aligned if self._deterministic else len(sequence)
         entries = sequence.entries[:length].copy()
         stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
@@ -237,10 +234,7 @@ class TieredStore:
     def load(
         self, sequence: Sequence, entries: Entries, stored_prefix: StoredPrefix, checkpoint: Checkpoint | None
     ) -> None:
-        """Load `entries` into a sequence from a stored prefix of at least that length.
-
-        Raise `InvalidState` if blocks are missing or damaged.
-        """
+        """Load `entries` from a stored prefix at least as long; `InvalidState`: blocks are missing or damaged."""
         started = time.perf_counter()
         tiers: set[Tier] = {self.ram}
         partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)

@@ -77,10 +77,7 @@ class MediaScheduler:
                 job.encoded_media += 1
 
     def is_media_turn(self, media_jobs: list[RunningJob], *, has_other_work: bool) -> bool:
-        """Return whether the next decode is for media.
-
-        Media has a decode of its own, and at most every second one if there is other work.
-        """
+        """Return whether the next decode is for media: at most every second one if there is other work."""
         self._was_media_last = bool(media_jobs) and not (has_other_work and self._was_media_last)
         return self._was_media_last
 
@@ -98,10 +95,7 @@ class MediaScheduler:
 
 
 def open_encoder_cache(projector: MediaEncoder | None, settings: EngineSettings) -> EncoderCache:
-    """Create the encoder cache of an engine, with files if a disk cache is configured.
-
-    If the directory cannot be used, a warning is logged and the cache stays in RAM only.
-    """
+    """Create the encoder cache, with files if a disk cache is configured and its directory can be used."""
     files = None
     if projector is not None and settings.disk_cache_directory is not None:
         try:

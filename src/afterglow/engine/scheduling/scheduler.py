@@ -74,10 +74,7 @@ def pick_first(jobs: Sequence[RunningJob], now: float) -> RunningJob:
 
 
 def compute_max_batch(capabilities: Capabilities, seconds_per_entry: float) -> int:
-    """Return the rows that one decode may hold.
-
-    A GPU is faster with large batches but cannot be interrupted, so its batches are bounded by `MAX_DECODE_SECONDS`.
-    """
+    """Return the rows of one decode. A GPU cannot be interrupted: `MAX_DECODE_SECONDS` bounds its large batches."""
     if capabilities.interruptible:
         return capabilities.batch_cells
     return min(capabilities.batch_cells, max(capabilities.ubatch_cells, int(MAX_DECODE_SECONDS / seconds_per_entry)))

@@ -17,10 +17,7 @@ ROW_COUNTS = (1, 2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
 
 
 def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_CALIBRATION_SECONDS) -> None:
-    """Time decodes with increasing row counts in sequence 0, which must be empty and is cleared afterwards.
-
-    At least the smallest row count is measured, however long that takes.
-    """
+    """Time decodes of increasing row counts, at least the smallest, in the empty sequence 0, and clear it."""
     deadline = None
     capabilities = backend.capabilities
     max_rows = min(capabilities.max_outputs, capabilities.batch_cells, capabilities.cells_per_sequence // 8)

@@ -48,10 +48,7 @@ class Rollback:
         return seconds
 
     def restore(self, running: RunningJob) -> bool:
-        """Restore the state before the draft tokens and mark the accepted ones for recomputation.
-
-        Return False if no state was saved.
-        """
+        """Restore the state before the draft and mark accepted tokens for recomputation; False: none was saved."""
         saved = self._saved_states.pop(running, None)
         if saved is None:
             return False

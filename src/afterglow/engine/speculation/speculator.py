@@ -50,19 +50,13 @@ class Drafter(Protocol):
         """Return the prior acceptance rate of its next draft token for such a job."""
 
     def estimate_catch_up_entries(self, running: RunningJob) -> float:
-        """Return what it has to compute before it can draft for this job, 0 if that is negligible.
-
-        The unit is prompt entries of the target model that take the same time.
-        """
+        """Return what it must compute before it can draft, as target prompt entries of the same time; 0: negligible."""
 
     def catch_up(self, jobs: Sequence[RunningJob]) -> None:
         """Compute what is missing. `draft` does so, too, but would count the time as cost of its draft tokens."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return the draft tokens of each job, at most as many as requested.
-
-        The target's KV cache lacks the newest token only.
-        """
+        """Return the draft tokens of each job, at most as requested. The KV cache lacks only the newest token."""
 
     def release(self, job: Job) -> None:
         """Release what it holds for a job that has ended."""
@@ -75,10 +69,7 @@ class Drafter(Protocol):
 
 
 def choose_drafters(available: Sequence[Drafter], settings: EngineSettings) -> list[Drafter]:
-    """Return all drafters, or those that the settings name, in that order.
-
-    Raise `UnsupportedOption` if a named one is not available.
-    """
+    """Return all drafters, or those the settings name, in that order. `UnsupportedOption`: one is not available."""
     if settings.drafters is None:
         return list(available)
     by_name = {drafter.name: drafter for drafter in available}
@@ -266,10 +257,7 @@ class Speculator:
         return round(sum(rates) / len(rates), 2)
 
     def _should_catch_up(self, running: RunningJob, drafter: Drafter, rows: int, speedup: float) -> bool:
-        """Return whether a drafter may catch up on a job.
-
-        Not if that would hardly pay off before the completion ends, and not beyond the loss budget.
-        """
+        """Return whether catching up on a job would pay off before its completion ends, within the loss budget."""
         catch_up_seconds = drafter.estimate_catch_up_entries(running) * self._cost_model.seconds_per_entry
         if not catch_up_seconds:
             return True

@@ -259,10 +259,7 @@ class DiskIndex:
         )
 
     def evict(self, row: IndexRow) -> list[IndexRow]:
-        """Delete a file and its dependents, except pinned ones; return what was deleted.
-
-        Dependents are deleted first: a process that is killed meanwhile leaves no file without those before it.
-        """
+        """Delete a file, but first its unpinned dependents, in case this process is killed; return what was deleted."""
         with self.transaction():
             victims, pending = [row], self.find_dependents(row)
             while pending:
@@ -344,10 +341,7 @@ class DiskIndex:
 
 @contextlib.contextmanager
 def open_index(directory: Path) -> Iterator[DiskIndex]:
-    """Open the index of a directory without an engine.
-
-    Raise `InvalidArgument` if the directory does not exist or other users could read or change it.
-    """
+    """Open the index of a directory without an engine; `InvalidArgument` if it does not exist or is not private."""
     if not directory.is_dir():
         raise InvalidArgument("directory", f"{directory} does not exist")
     disk_files.prepare_directory(directory)

@@ -253,10 +253,7 @@ class DiskWriter:
         return self._index
 
     def _open_index(self) -> None:
-        """Open the index and report its files.
-
-        If it cannot be opened, e.g. because the disk is full, it stays as it is, and the files are listed instead.
-        """
+        """Open the index and report its files. If that fails, e.g. on a full disk, list the files instead."""
         try:
             disk_files.prepare_directory(self.directory)
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -388,12 +385,10 @@ class DiskWriter:
         return True
 
     def _evict_until_free(self, index: DiskIndex, nbytes: int) -> bool:
-        """Evict files by lowest value until `nbytes` fit within the limit; return False if that is not possible.
-
-        Pinned files that exceed their share of the limit are unpinned first, least recently used first.
-        """
+        """Evict files by lowest value until `nbytes` fit within the limit; return False if that is not possible."""
         if nbytes > self.limit:
             return False
+        # Unpin the least recently used files while pinned files exceed their share of the limit.
         while index.count_bytes(pinned_only=True) > self.limit * MAX_PINNED_FRACTION:
             index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], pinned=False)
         while (excess := index.count_bytes() + nbytes - self.limit) > 0:

@@ -121,14 +121,7 @@ class MtpBackend(LlamaBackend):
         if scope == "full" or self._heads_have_window:
             catch_up(self.session, [sequence])
             head_state = self.head_context.state.save(sequence, scope, long_lived=long_lived)
-        return MtpState(
-            key=state.key,
-            scope=state.scope,
-            positions=state.positions,
-            data=state.data,
-            head_state=head_state,
-            hidden_state=self.session.get_hidden_state(sequence, end),
-        )
+        return _add_head_state(state, state.key, head_state, self.session.get_hidden_state(sequence, end))
 
     def load(self, sequence: int, state: BackendState) -> None:
         assert isinstance(state, llama_state.SavedState)
@@ -191,7 +184,6 @@ class MtpBackend(LlamaBackend):
         model_layout, model_rows, head_layout, head_rows = split_cells(layout, blocks)
         model_partial = None if partial is None else _strip_head_state(partial)
         state = super().assemble_state(model_layout, model_rows, model_partial, position)
-        assert isinstance(state, llama_state.SavedState)
         window, hidden_state = _get_head_state(partial)
         head_state = None
         if head_rows and (window is not None or not self._heads_have_window):
@@ -201,14 +193,7 @@ class MtpBackend(LlamaBackend):
             head_state = llama_state.SavedState(
                 key=self.head_context.state.key, scope="full", positions=positions, data=data
             )
-        return MtpState(
-            key=self.context.state.key,
-            scope=state.scope,
-            positions=state.positions,
-            data=state.data,
-            head_state=head_state,
-            hidden_state=hidden_state,
-        )
+        return _add_head_state(state, self.context.state.key, head_state, hidden_state)
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.SavedState)
@@ -231,17 +216,12 @@ class MtpBackend(LlamaBackend):
             raise InvalidState("a partial state is truncated")
         state = super().deserialize_state(data[end + window_bytes :])
         head_state = super().deserialize_state(data[end : end + window_bytes]) if window_bytes else None
-        assert isinstance(state, llama_state.SavedState)
         assert isinstance(head_state, llama_state.SavedState | None)
+        if head_state is not None:
+            head_state = replace(head_state, key=self.head_context.state.key)
         hidden = data[HEAD_STATE_HEADER.size : end]
-        return MtpState(
-            key=self.context.state.key,
-            scope="partial",
-            positions=state.positions,
-            data=state.data,
-            head_state=None if head_state is None else replace(head_state, key=self.head_context.state.key),
-            hidden_state=np.frombuffer(hidden, dtype=np.float32).copy() if hidden_bytes else None,
-        )
+        hidden_state = np.frombuffer(hidden, dtype=np.float32).copy() if hidden_bytes else None
+        return _add_head_state(state, self.context.state.key, head_state, hidden_state)
 
     def clear(self, sequence: int) -> None:
         super().clear(sequence)
@@ -249,10 +229,7 @@ class MtpBackend(LlamaBackend):
 
 
 def catch_up(session: MtpSession, sequences: Sequence[int]) -> bool:
-    """Let the heads compute what they have not yet. Return False if they could not, e.g. because no cells are free.
-
-    They start again then: heads must not fail requests.
-    """
+    """Let the heads compute what they have not yet. If they cannot, they start again: return False."""
     try:
         session.catch_up(sequences)
         return True
@@ -260,6 +237,23 @@ def catch_up(session: MtpSession, sequences: Sequence[int]) -> bool:
         for sequence in sequences:
             session.begin(sequence)
         return False
+
+
+def _add_head_state(
+    state: BackendState,
+    key: bytes,
+    head_state: llama_state.SavedState | None,
+    hidden_state: NDArray[np.float32] | None,
+) -> MtpState:
+    assert isinstance(state, llama_state.SavedState)
+    return MtpState(
+        key=key,
+        scope=state.scope,
+        positions=state.positions,
+        data=state.data,
+        head_state=head_state,
+        hidden_state=hidden_state,
+    )
 
 
 def _strip_head_state(state: llama_state.SavedState) -> llama_state.SavedState:

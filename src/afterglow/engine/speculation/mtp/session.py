@@ -216,10 +216,7 @@ class MtpSession:
         }
 
     def expect_recompute(self, sequence: int, position: int) -> None:
-        """Note that the target recomputes its last entry, at `position`.
-
-        The heads have a cell for it already and only need the hidden state after it.
-        """
+        """Note that the target recomputes the entry at `position`, of which the heads lack only the hidden state."""
         self._recomputed_positions[sequence] = position
 
     def get_hidden_state(self, sequence: int, position: int) -> HiddenState | None:
@@ -330,10 +327,7 @@ class MtpSession:
         drafts: dict[int, list[int]],
         step: int,
     ) -> None:
-        """Fill the batch for one draft step.
-
-        A single head continues from its own state; in a chain, the next head reads all draft tokens again.
-        """
+        """Fill the batch for one draft step. In a chain, the next head reads all draft tokens again."""
         batch = self.draft_context.batch
         batch.clear()
         assert batch.hidden_states is not None
