@@ -227,9 +227,8 @@ class Engine:
         job, max_cells = waiting.job, self.backend.capabilities.cells_per_sequence
         job.admitted_at = job.admitted_at or time.monotonic()
         self._waiting.remove(waiting)
-        self._running.append(
-            RunningJob(job=job, sequence=sequence, max_cells=max_cells, on_grid_length=sequence.aligned)
-        )
+        running = RunningJob(job=job, sequence=sequence, max_cells=max_cells, on_grid_length=sequence.aligned)
+        self._running.append(running)
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
@@ -324,11 +323,9 @@ class Engine:
             if span.outputs:
                 tokens += self._sample(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
-                self._events.append(
-                    PrefillProgress(running.job.request.id, len(running.sequence), len(running.job.prompt))
-                )
-                is_due = len(running.sequence) in running.job.checkpoint_positions
-                if is_due and self.backend.capabilities.has_partial_state:
+                job, length = running.job, len(running.sequence)
+                self._events.append(PrefillProgress(job.request.id, length, len(job.prompt)))
+                if length in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
                     self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
         seconds = time.perf_counter() - started_at

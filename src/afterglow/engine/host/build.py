@@ -93,7 +93,10 @@ def build_engine(
     else:
         backend = LlamaBackend(context, projector=projector)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
-            settings, draft_settings = _split_ram_budget(settings, draft)
+            total = settings.ram_cache_limit  # the engine and its draft model share it
+            share = int(total * DRAFT_RAM_SHARE)
+            draft_settings = replace(settings, ram_cache_bytes=share, disk_cache_label=str(draft))
+            settings = replace(settings, ram_cache_bytes=total - share)
             drafters.append(_load_draft_model(draft, context, draft_settings, trust))
     backend.owns_model = owns_model
     try:
@@ -142,16 +145,6 @@ def _build_mtp_backend(context: LlamaContext, projector: Projector | None) -> Mt
     except BaseException:
         heads.close()
         raise
-
-
-def _split_ram_budget(settings: EngineSettings, draft: Path) -> tuple[EngineSettings, EngineSettings]:
-    """Return the settings of the engine and of its draft model; the two share the RAM tier budget."""
-    total = settings.ram_cache_limit
-    share = int(total * DRAFT_RAM_SHARE)
-    return (
-        replace(settings, ram_cache_bytes=total - share),
-        replace(settings, ram_cache_bytes=share, disk_cache_label=str(draft)),
-    )
 
 
 def _load_draft_model(path: Path, target: LlamaContext, settings: EngineSettings, trust: bool) -> DraftModel:

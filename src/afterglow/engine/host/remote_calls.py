@@ -159,21 +159,15 @@ def get_counters(engine: Engine) -> dict[str, int]:
 
 def get_engine_stats(engine: Engine) -> EngineStats:
     """Return the counters of the engine, the usage of its tiers, and the results of speculation."""
-    return EngineStats(
-        counters=get_counters(engine), tiers=get_tier_usage(engine), speculation=get_speculation_stats(engine)
-    )
-
-
-def get_speculation_stats(engine: Engine) -> SpeculationStats:
-    """Return the results of speculative decoding."""
     counters = engine.counters
-    return SpeculationStats(
+    speculation = SpeculationStats(
         draft_tokens=counters.draft_tokens,
         accepted_tokens=counters.accepted_tokens,
         mean_draft_length=counters.draft_tokens / counters.draft_steps if counters.draft_steps else 0.0,
         seconds_saved=engine.speculator.loss_budget.saved_seconds,
         drafters=engine.speculator.drafter_names,
     )
+    return EngineStats(counters=get_counters(engine), tiers=get_tier_usage(engine), speculation=speculation)
 
 
 def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:

@@ -195,9 +195,8 @@ def find_nearest(directory: Path, models: Collection[str], entries: Entries) -> 
     positions = [position for row in checkpoints if (position := row.start + len(row.entries)) <= limit]
     reused = max(positions, default=0) if checkpoints else shared
     following = tuple(map(int, nearest.entries[shared : shared + MAX_SHOWN_ENTRIES]))
-    return NearestPrefix(
-        explanation=_build_explanation(entries, reused, shared, next(iter(following), None)), cached_entries=following
-    )
+    explanation = _build_explanation(entries, reused, shared, next(iter(following), None))
+    return NearestPrefix(explanation=explanation, cached_entries=following)
 
 
 def build_miss(entries: Entries) -> NearestPrefix:

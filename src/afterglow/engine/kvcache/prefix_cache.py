@@ -307,9 +307,8 @@ class PrefixCache:
         """Add a checkpoint at the current end of a sequence, within the limits."""
         if sequence.mixes_adapters or self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
             return
-        if self.store.ram.can_add_checkpoint(
-            sequence.entries, self._backend.get_state_size(sequence.seq_id, "partial")
-        ):
+        state_bytes = self._backend.get_state_size(sequence.seq_id, "partial")
+        if self.store.ram.can_add_checkpoint(sequence.entries, state_bytes):
             self._add_checkpoint(sequence, self._save_partial_state(sequence))
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells
 
@@ -367,9 +366,8 @@ class PrefixCache:
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
         recompute = lost * self.cost_model.seconds_per_entry
-        return estimate_eviction_cost(recompute, idle_seconds, transfer) < estimate_eviction_cost(
-            recompute, idle_seconds
-        )
+        cost_if_stored = estimate_eviction_cost(recompute, idle_seconds, transfer)
+        return cost_if_stored < estimate_eviction_cost(recompute, idle_seconds)
 
     def _count_recoverable(self, slot: Sequence) -> int:
         """Return how many leading entries of a sequence could be loaded again from the RAM and disk tiers."""

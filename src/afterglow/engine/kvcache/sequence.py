@@ -58,9 +58,8 @@ class Sequence:
     def can_resume_at(self, length: int) -> bool:
         """Return whether the sequence can continue after its first `length` entries."""
         # At its end it always can. The backend may not know the end: the last position of an image may have no cell.
-        return (length == len(self) and not self.partial_media_rows) or self._backend.can_resume_at(
-            self.seq_id, self.position_at(length)
-        )
+        is_end = length == len(self) and not self.partial_media_rows
+        return is_end or self._backend.can_resume_at(self.seq_id, self.position_at(length))
 
     def append_decoded(self, entries: Entries | list[int]) -> None:
         """Record entries that the backend has decoded. A list contains only tokens: one cell and one position each."""

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHasher, BlockTree, StoredPrefix
 from afterglow.engine.kvcache.budget import ByteBudget
@@ -35,13 +33,7 @@ class TieredStore:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        interner: EntryInterner,
-        cost_model: CostModel,
-        settings: EngineSettings,
-        *,
-        grid: int,
+        self, backend: Backend, interner: EntryInterner, cost_model: CostModel, settings: EngineSettings, *, grid: int
     ) -> None:
         # This text is an input of the keys of stored files: changing it invalidates them.
         model = blake3(backend.state_key + f" grid {grid} segment {settings.block_size}".encode()).digest()
@@ -174,7 +166,18 @@ class TieredStore:
         first_cell = self._interner.count_cells(entries[:start])
         for chunk_start, chunk, count in zip(starts, chunks, cell_counts, strict=True):
             rows = cells.copy_rows(first_cell, first_cell + count)
-            block = self._build_block(parent, chunk_start, chunk, rows, cells.layout, sequence)
+            block = Block(
+                key=self.hasher.hash_block(parent, chunk),
+                parent=parent,
+                start=chunk_start,
+                entries=self._interner.to_portable_entries(chunk).copy(),
+                aligned=min(max(sequence.aligned - chunk_start, 0), len(chunk)),
+                cells=len(rows),
+                nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
+                layout=cells.layout,
+                rows=rows,
+                pinned=self.is_pinned(sequence.entries, sequence.namespace, chunk_start),
+            )
             redundant_blocks = self.tree.add(block)
             for tier in self.tiers:
                 tier.put(block)
@@ -187,22 +190,6 @@ class TieredStore:
         self.ram.counters.saved_bytes += needed
         self.pin_manager.enforce_limit()
         return True
-
-    def _build_block(
-        self, parent: bytes, start: int, entries: Entries, rows: NDArray[np.uint8], layout: bytes, sequence: Sequence
-    ) -> Block:
-        return Block(
-            key=self.hasher.hash_block(parent, entries),
-            parent=parent,
-            start=start,
-            entries=self._interner.to_portable_entries(entries).copy(),
-            aligned=min(max(sequence.aligned - start, 0), len(entries)),
-            cells=len(rows),
-            nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
-            layout=layout,
-            rows=rows,
-            pinned=self.is_pinned(sequence.entries, sequence.namespace, start),
-        )
 
     def write_back(self, data: Iterable[Block | Checkpoint]) -> None:
         """Copy blocks and checkpoints in RAM to the tiers that do not hold them."""

@@ -99,9 +99,8 @@ def compute_prefill_budget(
     shared_gap = max_token_gap * len(backlogs) / decoding_jobs
     if shared_gap > max_token_gap and seconds_per_step + seconds_per_entry * sum(backlogs) <= shared_gap:
         return max_entries
-    return max(
-        MIN_CHUNK_ENTRIES, min(max_entries, int((max_token_gap - seconds_per_step) / max(seconds_per_entry, 1e-9)))
-    )
+    entries = int((max_token_gap - seconds_per_step) / max(seconds_per_entry, 1e-9))
+    return max(MIN_CHUNK_ENTRIES, min(max_entries, entries))
 
 
 def schedule_on_grid(jobs: Sequence[RunningJob], grid: int) -> list[tuple[RunningJob, int]]:

@@ -72,9 +72,8 @@ class NgramIndex:
     def nbytes(self) -> int:
         """Bytes of the log and of the table. It is the same until an entry is added."""
         log_bytes = (getsizeof(0) + 2 * self._current.entries.itemsize) * len(self._entries)
-        return (
-            log_bytes + getsizeof(self._entries) + getsizeof(self._positions) + BYTES_PER_NGRAM * len(self._positions)
-        )
+        table_bytes = getsizeof(self._positions) + BYTES_PER_NGRAM * len(self._positions)
+        return log_bytes + getsizeof(self._entries) + table_bytes
 
     def match_prefix(self, prompt: Entries) -> int:
         """Return the length of the common prefix with the current prompt and completion."""

@@ -66,6 +66,5 @@ class Rollback:
         return self._restore_seconds
 
     def _record_seconds(self, seconds: float) -> None:
-        self.seconds_per_state += (
-            NEW_MEASUREMENT_WEIGHT * (seconds - self.seconds_per_state) if self.seconds_per_state else seconds
-        )
+        weight = NEW_MEASUREMENT_WEIGHT if self.seconds_per_state else 1.0
+        self.seconds_per_state += weight * (seconds - self.seconds_per_state)

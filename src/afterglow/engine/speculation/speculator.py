@@ -225,9 +225,8 @@ class Speculator:
         for running in limits:
             running.job.draft_stats.last_decode = running.job.draft_stats.last_decode or self._decode_count
         drafting_jobs = len(limits) if self._splits_uneven_batches else None
-        choice = self._find_best_length(
-            drafter.name, self._estimate_acceptance(limits, drafter), max(limits.values()), rows, drafting_jobs
-        )
+        acceptance_rate, max_length = self._estimate_acceptance(limits, drafter), max(limits.values())
+        choice = self._find_best_length(drafter.name, acceptance_rate, max_length, rows, drafting_jobs)
         jobs = list(limits)
         if choice.length:
             self._retry_intervals.update((drafter.get_draft_kind(running), INITIAL_RETRY_DECODES) for running in jobs)
@@ -296,9 +295,8 @@ class Speculator:
         seconds_per_row = min(self._cost_model.seconds_per_entry, self._cost_model.seconds_per_step)
         if self._is_single_pass(rows, jobs, drafting_jobs):
             return step_costs.estimate_seconds(rows, seconds_per_row)
-        return step_costs.estimate_seconds(jobs, seconds_per_row) + step_costs.estimate_seconds(
-            rows - jobs, seconds_per_row
-        )
+        first_pass_seconds = step_costs.estimate_seconds(jobs, seconds_per_row)
+        return first_pass_seconds + step_costs.estimate_seconds(rows - jobs, seconds_per_row)
 
     def _is_single_pass(self, rows: int, jobs: int, drafting_jobs: int | None) -> bool:
         return not self._splits_uneven_batches or jobs in (1, rows, drafting_jobs)

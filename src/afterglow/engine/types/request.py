@@ -31,9 +31,7 @@ class Request:
     entries: Sequence[Entry] | NDArray[np.int64]  # prompt: token ids, and one `Media` entry per image or audio clip
     media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # content of the media entries, by digest
     boundaries: frozenset[int] = frozenset()  # ends of messages: later prompts may diverge there; checkpoint positions
-    system_length: int = (
-        0  # leading entries that are system messages and tools, which other requests are likely to share
-    )
+    system_length: int = 0  # leading entries of system messages and tools, which other requests are likely to share
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None  # to generate. None: until the model ends the text or its sequence is full
     stop: tuple[bytes, ...] = ()  # texts that end the generation; they may start or end inside a token

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind
@@ -171,8 +172,6 @@ class DiskIndex:
     def add(self, cache_file: CacheFile, nbytes: int) -> None:
         """Add a file that was written."""
         entries = cache_file.entries if cache_file.kind == "cells" else cache_file.entries[cache_file.start :]
-        # Rounded: small differences of measured times do not change the order of eviction.
-        value = round(compute_log_value(cache_file.value, 1))
         row = {
             "name": cache_file.name,
             "model": cache_file.model.hex(),
@@ -185,7 +184,8 @@ class DiskIndex:
             "cells": cache_file.cells,
             "nbytes": nbytes,
             "seconds": cache_file.seconds,
-            "value": value,
+            # Rounded: small differences of measured times do not change the order of eviction.
+            "value": round(compute_log_value(cache_file.value, 1)),
             "last_used": time.time(),
             "pinned": int(cache_file.pinned),
         }
@@ -208,9 +208,8 @@ class DiskIndex:
     def touch(self, names: Iterable[str]) -> None:
         """Record the use of files."""
         now = time.time()
-        self._execute_many(
-            "UPDATE items SET last_used = ?, hits = hits + 1 WHERE name = ?", [(now, name) for name in names]
-        )
+        statement = "UPDATE items SET last_used = ?, hits = hits + 1 WHERE name = ?"
+        self._execute_many(statement, [(now, name) for name in names])
 
     def pin(self, names: Iterable[str], *, pinned: bool) -> None:
         """Pin or unpin files, by their mode and in the index."""
@@ -377,13 +376,5 @@ def _remove_stale_temporary(path: Path) -> None:
     """Remove a temporary file whose writer has ended."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(path.name.split(".")[-3])
-        if not _is_alive(pid) or time.time() - path.stat().st_mtime > STALE_AFTER_SECONDS:
+        if not psutil.pid_exists(pid) or time.time() - path.stat().st_mtime > STALE_AFTER_SECONDS:
             path.unlink()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True

@@ -234,8 +234,7 @@ class DiskTier:
 
     def _build_block_file(self, key: bytes) -> CacheFile | None:
         block = self._ram.get(key)
-        rows = None if block is None else block.rows
-        if block is None or rows is None:
+        if block is None or (rows := block.rows) is None:
             return None
         return CacheFile(
             kind="cells",

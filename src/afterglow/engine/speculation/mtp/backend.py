@@ -51,12 +51,7 @@ class MtpBackend(LlamaBackend):
     """A llama.cpp backend whose MTP heads see everything it computes."""
 
     def __init__(
-        self,
-        context: LlamaContext,
-        head_context: LlamaContext,
-        *,
-        n_draft_max: int,
-        projector: Projector | None = None,
+        self, context: LlamaContext, head_context: LlamaContext, *, n_draft_max: int, projector: Projector | None = None
     ) -> None:
         super().__init__(context, projector=projector)
         self.head_context = head_context
@@ -92,9 +87,8 @@ class MtpBackend(LlamaBackend):
         The first of the heads' cells after a hit needs the hidden state before it, which is not kept for every entry.
         The heads keep their cell of the recomputed entry.
         """
-        if self.session.get_hidden_state(sequence, position) is not None or not self.can_resume_at(
-            sequence, position - 1
-        ):
+        is_known = self.session.get_hidden_state(sequence, position) is not None
+        if is_known or not self.can_resume_at(sequence, position - 1):
             return False
         super().truncate(sequence, position - 1)
         self.session.expect_recompute(sequence, position - 1)
@@ -240,10 +234,7 @@ def catch_up(session: MtpSession, sequences: Sequence[int]) -> bool:
 
 
 def _add_head_state(
-    state: BackendState,
-    key: bytes,
-    head_state: llama_state.SavedState | None,
-    hidden_state: NDArray[np.float32] | None,
+    state: BackendState, key: bytes, head_state: llama_state.SavedState | None, hidden_state: NDArray[np.float32] | None
 ) -> MtpState:
     assert isinstance(state, llama_state.SavedState)
     return MtpState(

@@ -154,9 +154,8 @@ class MtpSession:
         self._processed_decodes = self.target.decode_count
         for sequence, start, stop in runs:
             first, known_states = int(batch.positions[start]), self._hidden_states[sequence]
-            skipped = max(
-                stop - start - MAX_BACKLOG_ENTRIES, int(self._recomputed_positions.pop(sequence, -1) == first), 0
-            )
+            is_recomputed = self._recomputed_positions.pop(sequence, -1) == first
+            skipped = max(stop - start - MAX_BACKLOG_ENTRIES, int(is_recomputed), 0)
             states = list(hidden[start + max(skipped - 1, 0) : stop - 1].copy())
             states_before = states if skipped else [known_states.get(first, self._zero_state), *states]
             self._backlogs[sequence].add(first + skipped, batch.tokens[start + skipped : stop].tolist(), states_before)
