@@ -189,7 +189,7 @@ class Engine:
                 break  # the next job would not get a slot either
 
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
-        """Give the job a sequence from its planned prefix, or let it wait in the queue. False: there is no slot now."""
+        """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
         plan = self.prefix_cache.plan(
             job.known_entries if job.generated else job.prompt,

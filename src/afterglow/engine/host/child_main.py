@@ -82,7 +82,7 @@ class ChildHost:
                 self._loop.close()
 
     def run_engine(self) -> bool:
-        """Build and run the engine until closed. False: it crashed and is not closed, as its state is unknown."""
+        """Run the engine until closed. Return False if it crashed: it stays open, as its native state is unknown."""
         try:
             factory = unpack("factory", self._factory.get())
             engine: Engine = factory(self._report_progress) if isinstance(factory, EngineSpec) else factory()

@@ -48,7 +48,7 @@ class Rollback:
         return seconds
 
     def restore(self, running: RunningJob) -> bool:
-        """Restore the state before the draft and mark accepted tokens for recomputation; False: none was saved."""
+        """Return to the state before the draft; accepted tokens are recomputed. Return False if none was saved."""
         saved = self._saved_states.pop(running, None)
         if saved is None:
             return False

@@ -332,8 +332,8 @@ class DiskIndex:
         except InvalidState:
             with contextlib.suppress(OSError):
                 path.unlink()
-        except OSError:  # evicted by another process, or the disk fails, which does not mean that the file is damaged
-            return
+        except OSError:
+            pass  # evicted by another process, or the disk fails, which does not mean that the file is damaged
         else:
             self.add(file, size)
 
