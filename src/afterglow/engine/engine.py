@@ -90,10 +90,7 @@ class Engine:
         return any(running.job.last_decoded_at for running in self._running)
 
     def submit(self, request: Request, token_constraint: TokenConstraint | None = None) -> None:
-        """Accept a request; its events come from `step`. A request that can never be served raises at once.
-
-        `token_constraint` is the result of `constraint_factory` if it was built beforehand.
-        """
+        """Accept a request, with its `token_constraint` if built beforehand. Raises if it can never be served."""
         entries = self.interner.intern(request.entries)
         check_servable(request, entries, self.interner, self.backend)
         if request.id in self._jobs:
@@ -192,10 +189,7 @@ class Engine:
                 break  # the next job would not get a slot either
 
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
-        """Plan the prefix and give the job a sequence. Return False if there is no slot for it now.
-
-        A job that waits for a leader or for the disk stays in the queue and does not block the next one.
-        """
+        """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
         plan = self.prefix_cache.plan(
             job.known_entries if job.generated else job.prompt,
@@ -233,9 +227,8 @@ class Engine:
         job, max_cells = waiting.job, self.backend.capabilities.cells_per_sequence
         job.admitted_at = job.admitted_at or time.monotonic()
         self._waiting.remove(waiting)
-        self._running.append(
-            RunningJob(job=job, sequence=sequence, max_cells=max_cells, on_grid_length=sequence.aligned)
-        )
+        running = RunningJob(job=job, sequence=sequence, max_cells=max_cells, on_grid_length=sequence.aligned)
+        self._running.append(running)
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
@@ -273,10 +266,9 @@ class Engine:
             return schedule_on_grid(ready, self.settings.grid)
         cells = compute_max_batch(self.backend.capabilities, cost_model.latest_seconds_per_entry)
         decoding, prefilling, media_jobs = partition_jobs(ready)
-        backlogs = [running.backlog for running in prefilling]
         entries = compute_prefill_budget(
             len(decoding),
-            backlogs,
+            [running.backlog for running in prefilling],
             self.settings.max_token_gap,
             cost_model.seconds_per_step,
             cost_model.seconds_per_entry,
@@ -331,27 +323,19 @@ class Engine:
             if span.outputs:
                 tokens += self._sample(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
-                self._events.append(
-                    PrefillProgress(running.job.request.id, len(running.sequence), len(running.job.prompt))
-                )
-                self._checkpoint_if_due(running)
-        decoding_jobs = len(spans) if rows - draft_tokens - recomputed == len(spans) else 0
-        self._record_timing(rows, decoding_jobs, tokens, time.perf_counter() - started_at)
-
-    def _record_timing(self, rows: int, decoding_jobs: int, tokens: int, seconds: float) -> None:
-        """Record the duration of a decode; `decoding_jobs` is 0 if it contained prefill."""
+                job, length = running.job, len(running.sequence)
+                self._events.append(PrefillProgress(job.request.id, length, len(job.prompt)))
+                if length in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
+                    self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
-        if decoding_jobs:
+        seconds = time.perf_counter() - started_at
+        if rows - draft_tokens - recomputed == len(spans):  # no prefill
             self.prefix_cache.cost_model.record_decode_step(seconds)
-            self.speculator.record_decode(rows, decoding_jobs, tokens, seconds)
+            self.speculator.record_decode(rows, len(spans), tokens, seconds)
         else:
             self.counters.prompt_entries += rows
             self.speculator.loss_budget.elapsed_seconds += seconds
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
-
-    def _checkpoint_if_due(self, running: RunningJob) -> None:
-        if len(running.sequence) in running.job.checkpoint_positions and self.backend.capabilities.has_partial_state:
-            self.prefix_cache.take_checkpoint(running.sequence)
 
     def _sample(self, running: RunningJob, span: int, row: int) -> int:
         """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""

@@ -12,7 +12,7 @@ from afterglow.engine.sampling.logprobs import find_top_logprobs, log_softmax
 from afterglow.engine.scheduling.job import RunningJob
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Backend
-from afterglow.engine.types.request import EngineEvent, FinishReason, Request, Token
+from afterglow.engine.types.request import EngineEvent, FinishReason, Token
 from afterglow.errors import AfterglowError, UnsupportedOperation
 
 FinishCause: TypeAlias = tuple[FinishReason, bytes | int | None]
@@ -32,9 +32,12 @@ def sample_and_verify(
         logits = backend.get_logits(span, row)
         token = sample_token(running, logits)
         job.generated.append(token)
-        events.append(
-            Token(request.id, token) if request.logprobs is None else _build_scored_token(request, token, logits)
-        )
+        if request.logprobs is None:
+            events.append(Token(request.id, token))
+        else:
+            logprobs = log_softmax(logits)
+            top_logprobs = find_top_logprobs(logprobs, request.logprobs)
+            events.append(Token(request.id, token, float(logprobs[token]), top_logprobs))
         job.accepted_token_count += token == draft_token
         finish_cause = _find_finish_cause(running, backend, token)
         if finish_cause is not None or token != draft_token:
@@ -66,16 +69,9 @@ def drop_rejected(running: RunningJob, rollback: Rollback | None = None) -> bool
 def sample_token(running: RunningJob, logits: NDArray[np.float32]) -> int:
     """Sample the next token under the job's token constraint. Advances the sampler and the constraint."""
     job = running.job
-    return (
-        job.sampler.sample_and_accept(logits)
-        if job.token_constraint is None
-        else job.token_constraint.sample(job.sampler, logits)
-    )
-
-
-def _build_scored_token(request: Request, token: int, logits: NDArray[np.float32]) -> Token:
-    logprobs = log_softmax(logits)
-    return Token(request.id, token, float(logprobs[token]), find_top_logprobs(logprobs, request.logprobs or 0))
+    if job.token_constraint is None:
+        return job.sampler.sample_and_accept(logits)
+    return job.token_constraint.sample(job.sampler, logits)
 
 
 def _find_finish_cause(running: RunningJob, backend: Backend, token: int) -> FinishCause | None:
@@ -86,8 +82,6 @@ def _find_finish_cause(running: RunningJob, backend: Backend, token: int) -> Fin
         return "stop", stop
     if job.token_constraint is not None and job.token_constraint.is_finished:
         return "stop", None
-    if len(job.generated) == request.max_tokens:
-        return "length", None
-    if running.is_full:  # there is no cell for the token
+    if len(job.generated) == request.max_tokens or running.is_full:  # full: there is no cell for the token
         return "length", None
     return None

@@ -205,7 +205,7 @@ def test_idle_indexes_are_part_of_the_ram_budget():
     for seed in range(8):
         job = build_job(prompt(30, seed))
         drafter.draft([(job, 1)])
-        drafter.release(job)
+        drafter.release(job.job)
         idle_bytes = sum(index.nbytes for _, index in drafter._idle_indexes)
         assert 0 < idle_bytes == ram.budget.get("ngrams") <= 25_000
     assert 1 < len(drafter._idle_indexes) < 8
@@ -217,6 +217,6 @@ def test_without_a_ram_budget_no_index_is_kept():
     ram = fake("attention", EngineSettings(ram_cache_bytes=0)).prefix_cache.store.ram
     drafter, job = NgramDrafter(ram), build_job(prompt(30, 1))
     drafter.draft([(job, 1)])
-    drafter.release(job)
+    drafter.release(job.job)
     assert not drafter._idle_indexes
     assert ram.budget.used_bytes == 0

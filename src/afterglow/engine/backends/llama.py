@@ -66,45 +66,33 @@ class LlamaBackend:
         if spans[0].embedding is not None:
             assert len(spans) == 1, "a media entry has a decode of its own"
             return self._decode_embedding(spans[0], spans[0].embedding)
-        self.context.batch.clear()
+        batch = self.context.batch
+        batch.clear()
         # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
         # GPU, 8 streams in another order took 4 times as long.
         order = sorted(range(len(spans)), key=lambda index: spans[index].sequence)
+        self._first_rows = [0] * len(spans)
         if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all([len(span.entries) == 1 for span in spans]):
-            self._add_single_tokens(spans, order)
+            ordered = [spans[index] for index in order]
+            batch.add_rows(
+                [int(span.entries[0]) for span in ordered],
+                positions=[span.position for span in ordered],
+                sequences=[span.sequence for span in ordered],
+                outputs=[span.outputs for span in ordered],
+            )
+            for row, index in enumerate(order):
+                self._first_rows[index] = row
         else:
-            self._add_spans(spans, order)
+            for index in order:
+                span = spans[index]
+                self._first_rows[index] = batch.count
+                if len(span.entries) == 1:
+                    token, output = int(span.entries[0]), bool(span.outputs)
+                    batch.add_row(token, position=span.position, sequence=span.sequence, output=output)
+                else:
+                    tokens = np.asarray(span.entries, dtype=np.int32)
+                    batch.add(tokens, position=span.position, sequence=span.sequence, outputs=span.outputs)
         self.context.decode()
-
-    def _add_spans(self, spans: Sequence[DecodeSpan], order: list[int]) -> None:
-        batch = self.context.batch
-        self._first_rows = [0] * len(spans)
-        for index in order:
-            span = spans[index]
-            self._first_rows[index] = batch.count
-            if len(span.entries) == 1:
-                batch.add_row(
-                    int(span.entries[0]), position=span.position, sequence=span.sequence, output=bool(span.outputs)
-                )
-            else:
-                batch.add(
-                    np.asarray(span.entries, dtype=np.int32),
-                    position=span.position,
-                    sequence=span.sequence,
-                    outputs=span.outputs,
-                )
-
-    def _add_single_tokens(self, spans: Sequence[DecodeSpan], order: list[int]) -> None:
-        ordered = [spans[index] for index in order]
-        self.context.batch.add_rows(
-            [int(span.entries[0]) for span in ordered],
-            positions=[span.position for span in ordered],
-            sequences=[span.sequence for span in ordered],
-            outputs=[span.outputs for span in ordered],
-        )
-        self._first_rows = [0] * len(spans)
-        for row, index in enumerate(order):
-            self._first_rows[index] = row
 
     def _decode_embedding(self, span: DecodeSpan, embedding: MediaEmbedding) -> None:
         """Decode rows of a media entry."""
@@ -163,17 +151,15 @@ class LlamaBackend:
 
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
         assert isinstance(state, llama_state.SavedState)
-        return llama_layout.parse_cells(
-            state.data, 0 if partial is None else partial.nbytes - llama_layout.HEADER_BYTES
-        )
+        partial_bytes = 0 if partial is None else partial.nbytes - llama_layout.HEADER_BYTES
+        return llama_layout.parse_cells(state.data, partial_bytes)
 
     def assemble_state(
         self, layout: bytes, blocks: Sequence[NDArray[np.uint8]], partial: BackendState | None, position: int
     ) -> BackendState:
         assert partial is None or isinstance(partial, llama_state.SavedState)
-        data = llama_layout.join_cells(
-            llama_layout.KVLayout.unpack(layout), blocks, None if partial is None else partial.data
-        )
+        partial_data = None if partial is None else partial.data
+        data = llama_layout.join_cells(llama_layout.KVLayout.unpack(layout), blocks, partial_data)
         return llama_state.SavedState(key=self.state_key, scope="full", positions=(0, position - 1), data=data)
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:

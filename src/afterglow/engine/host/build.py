@@ -93,7 +93,10 @@ def build_engine(
     else:
         backend = LlamaBackend(context, projector=projector)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
-            settings, draft_settings = _split_ram_budget(settings, draft)
+            total = settings.ram_cache_limit  # the engine and its draft model share it
+            share = int(total * DRAFT_RAM_SHARE)
+            draft_settings = replace(settings, ram_cache_bytes=share, disk_cache_label=str(draft))
+            settings = replace(settings, ram_cache_bytes=total - share)
             drafters.append(_load_draft_model(draft, context, draft_settings, trust))
     backend.owns_model = owns_model
     try:
@@ -134,27 +137,14 @@ def find_projector(path: Path) -> Path | None:
 
 def _build_mtp_backend(context: LlamaContext, projector: Projector | None) -> MtpBackend:
     heads = LlamaContext(context.model, replace(context.settings, recurrent_snapshots=0), mtp_target=context)
-    snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else MAX_DRAFT_TOKENS
-    try:  # without snapshots, rejected draft tokens are undone by replay, which has no limit
-        return MtpBackend(
-            context,
-            heads,
-            n_draft_max=min(MAX_DRAFT_TOKENS, snapshots or MAX_DRAFT_TOKENS),
-            projector=projector,
-        )
+    # Without snapshots, rejected draft tokens are undone by replay, which has no limit.
+    snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else 0
+    n_draft_max = min(MAX_DRAFT_TOKENS, snapshots or MAX_DRAFT_TOKENS)
+    try:
+        return MtpBackend(context, heads, n_draft_max=n_draft_max, projector=projector)
     except BaseException:
         heads.close()
         raise
-
-
-def _split_ram_budget(settings: EngineSettings, draft: Path) -> tuple[EngineSettings, EngineSettings]:
-    """Return the settings of the engine and of its draft model; the two share the RAM tier budget."""
-    total = settings.ram_cache_limit
-    share = int(total * DRAFT_RAM_SHARE)
-    return (
-        replace(settings, ram_cache_bytes=total - share),
-        replace(settings, ram_cache_bytes=share, disk_cache_label=str(draft)),
-    )
 
 
 def _load_draft_model(path: Path, target: LlamaContext, settings: EngineSettings, trust: bool) -> DraftModel:

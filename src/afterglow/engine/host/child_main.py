@@ -82,17 +82,16 @@ class ChildHost:
                 self._loop.close()
 
     def run_engine(self) -> bool:
-        """Build the engine and run it until closed.
-
-        Return False if it crashed. A crashed engine is not closed, because its native state is unknown.
-        """
+        """Run the engine until closed. Return False if it crashed: it stays open, as its native state is unknown."""
         try:
             factory = unpack("factory", self._factory.get())
             engine: Engine = factory(self._report_progress) if isinstance(factory, EngineSpec) else factory()
         except BaseException as error:
             self._send("failed", content=to_portable_error(error))
             return True
-        self._send("ready", content=pack_restart_factory(factory, engine))
+        # A restart skips what this start has found out. None: the same factory.
+        restart_spec = factory.build_restart_spec(engine) if isinstance(factory, EngineSpec) else None
+        self._send("ready", content=None if restart_spec is None else pack("factory", restart_spec))
         try:
             self._loop.run(engine)
         except BaseException as error:
@@ -149,11 +148,6 @@ def unpack(name: str, content: bytes) -> Any:
         raise InvalidArgument(name, f"cannot be sent to another process: {describe_error(error)}") from error
 
 
-def pack_restart_factory(factory: object, engine: Engine) -> bytes | None:
-    """Return the factory for a restart, which skips what this start has found out; None: the same factory."""
-    return pack("factory", factory.build_restart_spec(engine)) if isinstance(factory, EngineSpec) else None
-
-
 def to_portable_error(error: BaseException) -> BaseException:
     """Return the error itself if it can be pickled, otherwise an `EngineError` with its text."""
     try:
@@ -179,18 +173,14 @@ def exit_immediately() -> NoReturn:
     os._exit(1)
 
 
-def exit_with_parent(parent_pid: int) -> None:
-    """Leave no orphan: on Linux the kernel kills this process with its parent; elsewhere the closed pipe ends it."""
+def main() -> None:
+    """Run the child. Arguments: the file descriptor of the pipe and the process id of the parent."""
+    descriptor, parent_pid = map(int, sys.argv[1:])
+    # Leave no orphan: on Linux the kernel kills this process with its parent; elsewhere the closed pipe ends it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the prctl call
         exit_immediately()
-
-
-def main() -> None:
-    """Run the child. Arguments: the file descriptor of the pipe and the process id of the parent."""
-    descriptor, parent_pid = map(int, sys.argv[1:])
-    exit_with_parent(parent_pid)
     os.set_inheritable(descriptor, False)
     host = ChildHost(MessagePipe(socket.socket(fileno=descriptor)))
     threading.Thread(target=host.read_messages, name="afterglow-reader", daemon=True).start()

@@ -48,10 +48,6 @@ class ChildProcess:
         """Whether its engine is built."""
         return self.ready_since is not None
 
-    @property
-    def is_overdue(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
-
     def send(self, kind: str, key: str | int | tuple[str, ...] | None = None, content: bytes | None = None) -> None:
         """Queue a message. It is dropped if the child is gone, which the listener detects."""
         self._outbox.put((kind, key, content))

@@ -33,8 +33,6 @@ MAX_FAILED_STARTS = 3  # consecutive restarts that do not become ready
 MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that fail or crash early
 EARLY_CRASH_SECONDS = 2.0  # after a child became ready
 HEARTBEAT_SECONDS = 1.0
-
-
 MessageKey: TypeAlias = str | int | tuple[str, ...]
 
 
@@ -254,10 +252,7 @@ class EngineProcess(Closeable):
         return child.start_error or crash, uptime
 
     def _repeat_work(self) -> tuple[set[str], set[int]]:
-        """Queue the requests without a token and the calls of a dead child for the next one.
-
-        Each is repeated once, because it may be what crashed the child. Returns the ids and call numbers.
-        """
+        """Queue the requests without a token and the calls of a dead child once more; return ids and numbers."""
         requests, self._repeatable_requests = self._repeatable_requests, {}
         calls, self._repeatable_calls = self._repeatable_calls, {}
         for submission in dict.fromkeys(requests.values()):
@@ -282,7 +277,7 @@ class EngineProcess(Closeable):
         """
         missed = 0
         while missed * self._heartbeat_seconds < self._silence_timeout:
-            if child.is_overdue:
+            if child.deadline is not None and time.monotonic() > child.deadline:
                 child.kill()
                 return "process timed out"
             try:

@@ -159,21 +159,15 @@ def get_counters(engine: Engine) -> dict[str, int]:
 
 def get_engine_stats(engine: Engine) -> EngineStats:
     """Return the counters of the engine, the usage of its tiers, and the results of speculation."""
-    return EngineStats(
-        counters=get_counters(engine), tiers=get_tier_usage(engine), speculation=get_speculation_stats(engine)
-    )
-
-
-def get_speculation_stats(engine: Engine) -> SpeculationStats:
-    """Return the results of speculative decoding."""
     counters = engine.counters
-    return SpeculationStats(
+    speculation = SpeculationStats(
         draft_tokens=counters.draft_tokens,
         accepted_tokens=counters.accepted_tokens,
         mean_draft_length=counters.draft_tokens / counters.draft_steps if counters.draft_steps else 0.0,
         seconds_saved=engine.speculator.loss_budget.saved_seconds,
         drafters=engine.speculator.drafter_names,
     )
+    return EngineStats(counters=get_counters(engine), tiers=get_tier_usage(engine), speculation=speculation)
 
 
 def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
@@ -226,10 +220,7 @@ def run_scoring(
 
 
 def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.float32]:
-    """Return the embedding of a text, normalized to length 1. Uses a separate context, created on first use.
-
-    The whole text is one decode, because pooling over several would keep only the last.
-    """
+    """Return the embedding of a text, normalized to length 1. It is one decode: pooling would keep only the last."""
     target = _get_llama_context(engine)
     context = target.get_companion("embedding", lambda: _create_embedding_context(target, limit))
     if len(tokens) > (max_tokens := min(context.cells_per_sequence, context.batch.capacity)):

@@ -49,7 +49,10 @@ class EventStream:
     def put(self, event: EngineEvent) -> asyncio.AbstractEventLoop | None:
         """Add an event, from the thread of the host. Return the event loop of an asyncio reader that must be woken."""
         if isinstance(event, Finished | Failed):
-            self._queue.put(self._explain_overflow(event))
+            if self._is_overfull and isinstance(event, Failed):
+                reason = f"the client read too slowly: more than {self._max_buffered_events} tokens were waiting"
+                event = replace(event, error=Cancelled(reason))
+            self._queue.put(event)
             self._has_ended = True
             self._run_end_callbacks()
         else:
@@ -74,13 +77,6 @@ class EventStream:
         while self._end_callbacks:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 self._end_callbacks.pop()()
-
-    def _explain_overflow(self, event: EndEvent) -> EndEvent:
-        """Replace the error of a request that was cancelled because its reader is too slow."""
-        if not self._is_overfull or not isinstance(event, Failed):
-            return event
-        reason = f"the client read too slowly: more than {self._max_buffered_events} tokens were waiting"
-        return replace(event, error=Cancelled(reason))
 
     def wake_reader(self) -> None:
         """Wake the asyncio reader. Must be called in its event loop."""

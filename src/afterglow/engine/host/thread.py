@@ -67,10 +67,7 @@ class EngineThread(Closeable):
         self._loop.cancel(id)
 
     def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
-        """Run a function on the engine thread, between two steps, and return its result.
-
-        If it returns a future, the engine continues and the caller waits for the result of the future.
-        """
+        """Run a function on the engine thread, between two steps; return its result, or that of its future."""
         if threading.current_thread() is self._thread:  # a call inside a call: waiting would deadlock
             assert self._engine is not None
             return _resolve(function(self._engine))

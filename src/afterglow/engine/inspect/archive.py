@@ -7,6 +7,7 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from afterglow.engine.kvcache.disk import files as disk_files
@@ -15,30 +16,25 @@ from afterglow.errors import InvalidArgument, InvalidState
 
 
 def export_archive(directory: Path, target: Path, models: Collection[str] | None = None) -> int:
-    """Write the blocks and checkpoints of all or some models to a new file; return their number.
-
-    Only the owner can read the file. Damaged blocks and checkpoints are left out.
-    """
+    """Write the intact blocks and checkpoints of all or some models to a new private file; return their number."""
     with open_index(directory) as index:
         rows = [row for row in index.list_rows() if models is None or row.model in models]
     if target.exists():
         raise InvalidArgument("file", f"{target} already exists")
     count = 0
     try:
-        with open(target, "xb", opener=_open_private) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
             for row in rows:
-                path = directory / row.model / row.name
+                name = f"{row.model}/{row.name}"
                 with contextlib.suppress(FileNotFoundError, InvalidState):
-                    disk_files.load_file(path)
-                    archive.add(path, f"{row.model}/{row.name}", recursive=False)
+                    disk_files.load_file(directory / name)
+                    archive.add(directory / name, name, recursive=False)
                     count += 1
             for model in sorted({row.model for row in rows}):
+                name = f"{model}/{disk_files.LABEL_FILE_NAME}"
                 with contextlib.suppress(FileNotFoundError):
-                    archive.add(
-                        directory / model / disk_files.LABEL_FILE_NAME,
-                        f"{model}/{disk_files.LABEL_FILE_NAME}",
-                        recursive=False,
-                    )
+                    archive.add(directory / name, name, recursive=False)
     except OSError as error:
         raise InvalidArgument("file", f"{target} cannot be written: {error.strerror}") from None
     return count
@@ -77,10 +73,6 @@ def _import_member(archive: tarfile.TarFile, member: tarfile.TarInfo, directory:
         if loaded.file.model.hex() != model:
             raise InvalidState(f"{name} belongs to another model")
         folder.mkdir(mode=0o700, exist_ok=True)
-        item = disk_files.attach_payload(loaded)
+        item = replace(loaded.file, payload=[loaded.payload])
         index.add(item, disk_files.write_file(folder, item))
     return 1
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

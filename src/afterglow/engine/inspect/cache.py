@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.kvcache.blocks import Block, BlockTree
+from afterglow.engine.kvcache.blocks import BlockTree
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.index import IndexRow, open_index
 from afterglow.engine.types.counters import TierCounters
@@ -139,24 +139,20 @@ def _list_conversations(tree: BlockTree, now: float, seconds_per_entry: float) -
             path.insert(0, parent)
         uncounted = [block for block in path if block.key not in counted]
         counted.update(block.key for block in uncounted)
-        conversations.append(_build_conversation(path, uncounted, now, seconds_per_entry))
+        conversations.append(
+            CachedPrefix(
+                tier="ram" if all(block.rows is not None for block in path) else "disk",
+                kind="conversation",
+                entries=leaf.end,
+                nbytes=sum(block.nbytes for block in uncounted),
+                idle_seconds=now - leaf.last_used,
+                hits=max(block.hits for block in path),
+                compute_seconds=leaf.end * seconds_per_entry,
+                pinned=any(block.pinned for block in path),
+                first_entries=_get_first_entries(np.concatenate([block.entries for block in path])),
+            )
+        )
     return conversations
-
-
-def _build_conversation(
-    blocks: list[Block], uncounted_blocks: list[Block], now: float, seconds_per_entry: float
-) -> CachedPrefix:
-    return CachedPrefix(
-        tier="ram" if all(block.rows is not None for block in blocks) else "disk",
-        kind="conversation",
-        entries=blocks[-1].end,
-        nbytes=sum(block.nbytes for block in uncounted_blocks),
-        idle_seconds=now - blocks[-1].last_used,
-        hits=max(block.hits for block in blocks),
-        compute_seconds=blocks[-1].end * seconds_per_entry,
-        pinned=any(block.pinned for block in blocks),
-        first_entries=_get_first_entries(np.concatenate([block.entries for block in blocks])),
-    )
 
 
 def _get_first_entries(entries: Entries) -> tuple[int, ...]:

@@ -78,10 +78,7 @@ def list_conversations(directory: Path) -> list[StoredConversation]:
 
 
 def build_paths(directory: Path, rows: Sequence[IndexRow]) -> list[StoredPath]:
-    """Build the conversations that the rows form: one per leaf block.
-
-    For a model without blocks, one per checkpoint that no other checkpoint continues.
-    """
+    """Build the conversations of the rows: one per leaf block; of a model without blocks, per last checkpoint."""
     blocks = {row.key: row for row in rows if row.kind == "cells"}
     parents = {row.parent for row in blocks.values()}
     paths = []
@@ -93,20 +90,12 @@ def build_paths(directory: Path, rows: Sequence[IndexRow]) -> list[StoredPath]:
             if not path[0].start:
                 paths.append(StoredPath(tuple(path), np.concatenate([block.entries for block in path])))
     models_with_blocks = {row.model for row in blocks.values()}
-    checkpoint_paths = [
-        checkpoint_path
-        for row in rows
-        if row.model not in models_with_blocks
-        and (checkpoint_path := _read_checkpoint_path(directory, row)) is not None
-    ]
+    checkpoint_paths = []
+    for row in [row for row in rows if row.model not in models_with_blocks]:
+        with contextlib.suppress(InvalidState, OSError):  # the index has only its last entries, the file has all
+            file, _ = disk_files.read_header(directory / row.model / row.name)
+            checkpoint_paths.append(StoredPath((row,), file.entries))
     return paths + _merge_prefixes(checkpoint_paths)
-
-
-def _read_checkpoint_path(directory: Path, row: IndexRow) -> StoredPath | None:
-    """Return a checkpoint as its own path. The index has only its last entries, the file has all of them."""
-    with contextlib.suppress(InvalidState, OSError):
-        return StoredPath((row,), disk_files.read_header(directory / row.model / row.name)[0].entries)
-    return None
 
 
 def _merge_prefixes(paths: list[StoredPath]) -> list[StoredPath]:
@@ -206,9 +195,8 @@ def find_nearest(directory: Path, models: Collection[str], entries: Entries) -> 
     positions = [position for row in checkpoints if (position := row.start + len(row.entries)) <= limit]
     reused = max(positions, default=0) if checkpoints else shared
     following = tuple(map(int, nearest.entries[shared : shared + MAX_SHOWN_ENTRIES]))
-    return NearestPrefix(
-        explanation=_build_explanation(entries, reused, shared, next(iter(following), None)), cached_entries=following
-    )
+    explanation = _build_explanation(entries, reused, shared, next(iter(following), None))
+    return NearestPrefix(explanation=explanation, cached_entries=following)
 
 
 def build_miss(entries: Entries) -> NearestPrefix:

@@ -167,12 +167,10 @@ class BlockTree:
 
     def has_path(self, parent: bytes, rest: Entries) -> bool:
         """Return whether everything up to the entries `rest` after `parent` is stored."""
-        if parent not in self._by_key and not self._is_root_key(parent):
+        is_root_key = any(block.start == 0 for block in self.get_children(parent))
+        if parent not in self._by_key and not is_root_key:
             return False
         return not len(rest) or self._find_best_child(parent, rest)[1] == len(rest)
-
-    def _is_root_key(self, parent: bytes) -> bool:
-        return any(block.start == 0 for block in self.get_children(parent))
 
     def add(self, block: Block) -> list[Block]:
         """Add a block; remove and return the shorter blocks that it makes redundant. It replaces one with its key."""

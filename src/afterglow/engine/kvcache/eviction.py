@@ -49,11 +49,7 @@ def compute_rank(log_value: float, last_used: float) -> float:
 def estimate_eviction_cost(
     recompute_seconds: float, idle_seconds: float, transfer_seconds: float | None = None
 ) -> float:
-    """Return the expected seconds that evicting data costs later.
-
-    That is the time to compute it again or, if it can be stored in `transfer_seconds`, the time to store it and to load
-    it again, whichever is less.
-    """
+    """Return the expected seconds that evicting costs later: to compute again or, if less, to store and load again."""
     probability = REUSE_PROBABILITY * math.pow(0.5, idle_seconds / HALF_LIFE_SECONDS)
     recompute = probability * recompute_seconds
     return recompute if transfer_seconds is None else min(recompute, transfer_seconds + probability * transfer_seconds)

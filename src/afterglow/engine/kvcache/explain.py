@@ -35,9 +35,8 @@ class Explanation:
     @property
     def lost_entries(self) -> int:
         """Entries that have to be computed again because of `cause`."""
-        return max(
-            0, min(max(self.shared_entries, self.evicted_entries), self.prompt_entries - 1) - self.reused_entries
-        )
+        cached = min(max(self.shared_entries, self.evicted_entries), self.prompt_entries - 1)
+        return max(0, cached - self.reused_entries)
 
 
 class EvictionHistory:
@@ -50,11 +49,9 @@ class EvictionHistory:
         """Record the entries of an evicted sequence."""
         if len(entries):
             self._evicted.append((salt, entries.copy()))
-            while len(self._evicted) > 1 and self._count_bytes() > MAX_EVICTED_PREFIX_BYTES:
-                self._evicted.popleft()
-
-    def _count_bytes(self) -> int:
-        return sum(entries.nbytes for _, entries in self._evicted)
+            nbytes = sum(recorded.nbytes for _, recorded in self._evicted)
+            while len(self._evicted) > 1 and nbytes > MAX_EVICTED_PREFIX_BYTES:
+                nbytes -= self._evicted.popleft()[1].nbytes
 
     def find_by_salt(self, salt: str) -> list[Entries]:
         """Return the entries of evicted sequences with this salt, the latest first."""

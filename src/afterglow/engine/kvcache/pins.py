@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,52 +30,34 @@ class Pin:
     last_used: float = field(default_factory=time.monotonic)
 
 
-class Pins:
+class Pins(list[Pin]):
     """All pins of an engine, as plain values."""
-
-    def __init__(self) -> None:
-        self._pins: list[Pin] = []
-
-    def __iter__(self) -> Iterator[Pin]:
-        return iter(list(self._pins))
 
     def count_entries(self, *, explicit_only: bool = False) -> int:
         """Return the total length of all pins; with `explicit_only`, of those that are not system pins."""
-        return sum(len(pin.entries) for pin in self._pins if not (explicit_only and pin.is_system))
-
-    def add(self, entries: Entries, salt: str, *, is_system: bool = False) -> None:
-        self._pins.append(Pin(salt, entries.copy(), is_system))
+        return sum(len(pin.entries) for pin in self if not (explicit_only and pin.is_system))
 
     def find(self, entries: Entries, salt: str) -> Pin | None:
         """Return the pin on exactly these entries."""
-        return next((pin for pin in self._pins if pin.salt == salt and np.array_equal(pin.entries, entries)), None)
-
-    def remove(self, entries: Entries, salt: str) -> bool:
-        """Remove the pin on exactly these entries; return False if there is none."""
-        pin = self.find(entries, salt)
-        if pin is not None:
-            self._pins.remove(pin)
-        return pin is not None
+        return next((pin for pin in self if pin.salt == salt and np.array_equal(pin.entries, entries)), None)
 
     def is_pinned(self, entries: Entries, salt: str, index: int) -> bool:
         """Return whether the entry at this index is part of a pinned prefix."""
-        return any(pin.salt == salt and common_prefix_length(pin.entries, entries) > index for pin in self._pins)
+        return any(pin.salt == salt and common_prefix_length(pin.entries, entries) > index for pin in self)
 
     def find_positions(self, entries: Entries, salt: str) -> list[int]:
         """Return the positions at which pinned prefixes of these entries end."""
-        pins = [pin for pin in self._pins if pin.salt == salt]
+        pins = [pin for pin in self if pin.salt == salt]
         return [len(pin.entries) for pin in pins if common_prefix_length(pin.entries, entries) == len(pin.entries)]
 
     def find_lru(self, *, system_only: bool = False) -> Pin | None:
-        """Return the pin to remove first: the least recently used system pin; if there is none and `system_only` is
-        False, the least recently used of the others."""
-        candidates = [pin for pin in self._pins if pin.is_system or not system_only]
+        """Return the pin to remove first: the least recently used system pin, else, unless `system_only`, any."""
+        candidates = [pin for pin in self if pin.is_system or not system_only]
         return min(candidates, key=lambda pin: (not pin.is_system, pin.last_used), default=None)
 
 
 class PinManager:
-    """Owns the pins, keeps the `pinned` flags of blocks and checkpoints in all tiers in agreement with them, and bounds
-    their bytes in RAM."""
+    """Owns the pins, keeps the `pinned` flags in all tiers in agreement with them, and bounds their bytes in RAM."""
 
     def __init__(self, tree: BlockTree, ram: RamTier, tiers: Sequence[Tier]) -> None:
         self.pins = Pins()
@@ -117,14 +99,16 @@ class PinManager:
             oldest = self.pins.find_lru(system_only=True)
             assert oldest is not None, "explicit pins fit"
             self.unpin(oldest.entries, oldest.salt)
-        self.pins.add(entries, salt, is_system=is_system)
+        self.pins.append(Pin(salt, entries.copy(), is_system))
         self._sync_block_pins(entries, salt)
         self.enforce_limit()
 
     def unpin(self, entries: Entries, salt: str) -> bool:
         """Remove the pin on exactly these entries; return False if there is none."""
-        removed = self.pins.remove(entries, salt)
-        return self._sync_block_pins(entries, salt) or removed
+        pin = self.pins.find(entries, salt)
+        if pin is not None:
+            self.pins.remove(pin)
+        return self._sync_block_pins(entries, salt) or pin is not None
 
     def enforce_limit(self) -> None:
         """Remove the oldest pins while their actual bytes exceed the limit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -141,8 +141,7 @@ def _find_checkpoint(inputs: PlanInputs, length: int) -> Checkpoint | None:
     return None
 
 
-def _list_continue_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
-    options: list[tuple[float, PrefixPlan]] = []
+def _list_continue_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPlan]]:
     for candidate in inputs.candidates:
         slot = candidate.slot
         if slot.busy:
@@ -152,12 +151,10 @@ def _list_continue_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]
             transfer = inputs.estimate_store_seconds and inputs.estimate_store_seconds(len(slot))
             recompute = (len(slot) - length) * inputs.cost_model.seconds_per_entry
             cost = estimate_eviction_cost(recompute, candidate.idle_seconds, transfer)
-            options.append((cost, Continue(slot, length, checkpoint)))
-    return options
+            yield cost, Continue(slot, length, checkpoint)
 
 
-def _list_fork_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
-    options: list[tuple[float, PrefixPlan]] = []
+def _list_fork_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPlan]]:
     for candidate in inputs.candidates:
         target = inputs.target
         if target is None or target is candidate.slot:
@@ -165,31 +162,28 @@ def _list_fork_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
         length, checkpoint = _find_reusable_length(inputs, candidate, is_copy=True)
         if length:
             transfer = inputs.cost_model.estimate_copy_seconds(len(candidate.slot)) if inputs.has_copy_cost else 0.0
-            options.append((inputs.target_eviction_cost + transfer, Fork(candidate.slot, length, target, checkpoint)))
-    return options
+            yield inputs.target_eviction_cost + transfer, Fork(candidate.slot, length, target, checkpoint)
 
 
-def _list_restore_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
+def _list_restore_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPlan]]:
     if inputs.checkpoints_need_cells or inputs.target is None:
-        return []
+        return
     checkpoint = _find_checkpoint(inputs, inputs.max_reuse_length)
-    if checkpoint is None:
-        return []
-    cost = inputs.target_eviction_cost + inputs.estimate_checkpoint_seconds(checkpoint)
-    return [(cost, Restore(checkpoint, checkpoint.position, inputs.target))]
+    if checkpoint is not None:
+        cost = inputs.target_eviction_cost + inputs.estimate_checkpoint_seconds(checkpoint)
+        yield cost, Restore(checkpoint, checkpoint.position, inputs.target)
 
 
-def _list_load_options(inputs: PlanInputs) -> list[tuple[float, PrefixPlan]]:
+def _list_load_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPlan]]:
     stored_prefix, target = inputs.stored_prefix, inputs.target
     if target is None or not stored_prefix.length:
-        return []
+        return
     length = inputs.round_down(min(stored_prefix.length, inputs.max_reuse_length))
     checkpoint = None
     if not inputs.cells_suffice:
         checkpoint = _find_checkpoint(inputs, length)
         length = checkpoint.position if checkpoint else 0
-    if not length:
-        return []
-    transfer = inputs.estimate_load_seconds(stored_prefix, length)
-    transfer += inputs.estimate_checkpoint_seconds(checkpoint) if checkpoint else 0.0
-    return [(inputs.target_eviction_cost + transfer, LoadStored(stored_prefix, length, target, checkpoint))]
+    if length:
+        transfer = inputs.estimate_load_seconds(stored_prefix, length)
+        transfer += inputs.estimate_checkpoint_seconds(checkpoint) if checkpoint else 0.0
+        yield inputs.target_eviction_cost + transfer, LoadStored(stored_prefix, length, target, checkpoint)

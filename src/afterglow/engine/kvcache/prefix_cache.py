@@ -173,22 +173,22 @@ class PrefixCache:
                 else:
                     self._restore_checkpoint(slot, checkpoint)
             case Fork(source, reuse_length, target, checkpoint):
-                self._copy_prefix(source, target, reuse_length if checkpoint is None else len(source))
+                started = time.perf_counter()
+                nbytes = target.copy_from(source, reuse_length if checkpoint is None else len(source))
+                self.cost_model.record_transfer(nbytes, time.perf_counter() - started, len(source))
                 if checkpoint is not None:
                     self._restore_checkpoint(target, checkpoint)
             case Restore(checkpoint, _, target):
-                self._load_checkpoint(target, checkpoint)
+                started = time.perf_counter()
+                target.clear()
+                target.load(checkpoint.entries, self.store.load_checkpoint_state(checkpoint), checkpoint.aligned)
+                seconds = time.perf_counter() - started
+                self.store.count_hit(checkpoint.position, checkpoint.nbytes, seconds, checkpoint)
             case LoadStored():
                 self._load_stored(plan)
             case Fresh(target):
                 target.clear()
                 self.store.count_miss()
-
-    def _load_checkpoint(self, target: Sequence, checkpoint: Checkpoint) -> None:
-        started = time.perf_counter()
-        target.clear()
-        target.load(checkpoint.entries, self.store.load_checkpoint_state(checkpoint), checkpoint.aligned)
-        self.store.count_hit(checkpoint.position, checkpoint.nbytes, time.perf_counter() - started, checkpoint)
 
     def _load_stored(self, plan: LoadStored) -> None:
         """Load stored cells. If sequences share the cells, idle ones are evicted until they fit."""
@@ -204,11 +204,6 @@ class PrefixCache:
 
     def _restore_checkpoint(self, slot: Sequence, checkpoint: Checkpoint) -> None:
         slot.restore(checkpoint.position, self.store.load_checkpoint_state(checkpoint), checkpoint.aligned)
-
-    def _copy_prefix(self, source: Sequence, target: Sequence, length: int) -> None:
-        started = time.perf_counter()
-        nbytes = target.copy_from(source, length)
-        self.cost_model.record_transfer(nbytes, time.perf_counter() - started, len(source))
 
     def release(self, sequence: Sequence) -> None:
         """Make a sequence idle, so that later prompts can reuse it."""
@@ -312,9 +307,8 @@ class PrefixCache:
         """Add a checkpoint at the current end of a sequence, within the limits."""
         if sequence.mixes_adapters or self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
             return
-        if self.store.ram.can_add_checkpoint(
-            sequence.entries, self._backend.get_state_size(sequence.seq_id, "partial")
-        ):
+        state_bytes = self._backend.get_state_size(sequence.seq_id, "partial")
+        if self.store.ram.can_add_checkpoint(sequence.entries, state_bytes):
             self._add_checkpoint(sequence, self._save_partial_state(sequence))
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells
 
@@ -343,27 +337,26 @@ class PrefixCache:
     def _store_if_valuable(self, slot: Sequence, remaining: int = 0) -> None:
         """Store a sequence in RAM, and on disk if there is one, if that is worth its cost."""
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
-            if self._can_store and self.is_current(slot) and self._is_worth_storing(slot, remaining):
-                if self._backend.capabilities.has_partial_state:
-                    self._store_with_checkpoint(slot)
-                else:
-                    self.store.store_sequence(slot, None)
+            if not (self._can_store and self.is_current(slot) and self._is_worth_storing(slot, remaining)):
+                return
+            capabilities = self._backend.capabilities
+            if not capabilities.has_partial_state:
+                self.store.store_sequence(slot, None)
+                return
+            if not self._checkpoint_settings.max_checkpoints:
+                return  # without a checkpoint, the cells would be of no use
+            state = self._save_partial_state(slot)
+            if capabilities.has_attention_cells and not self.store.store_sequence(slot, state):
+                return
+            resumable = not self._grid or slot.aligned == len(slot)
+            if resumable and not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
+                self._add_checkpoint(slot, state)
+            self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
 
     def _write_to_disk(self, slot: Sequence) -> None:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
         self._store_if_valuable(slot)
         self.store.write_back_prompt(slot.entries, slot.namespace)
-
-    def _store_with_checkpoint(self, slot: Sequence) -> None:
-        if not self._checkpoint_settings.max_checkpoints:
-            return  # without a checkpoint, the cells would be of no use
-        state = self._save_partial_state(slot)
-        if self._backend.capabilities.has_attention_cells and not self.store.store_sequence(slot, state):
-            return
-        resumable = not self._grid or slot.aligned == len(slot)
-        if resumable and not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
-            self._add_checkpoint(slot, state)
-        self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
 
     def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:
         """Return whether storing a sequence costs less than recomputing what would be lost is expected to cost."""
@@ -373,9 +366,8 @@ class PrefixCache:
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
         recompute = lost * self.cost_model.seconds_per_entry
-        return estimate_eviction_cost(recompute, idle_seconds, transfer) < estimate_eviction_cost(
-            recompute, idle_seconds
-        )
+        cost_if_stored = estimate_eviction_cost(recompute, idle_seconds, transfer)
+        return cost_if_stored < estimate_eviction_cost(recompute, idle_seconds)
 
     def _count_recoverable(self, slot: Sequence) -> int:
         """Return how many leading entries of a sequence could be loaded again from the RAM and disk tiers."""
@@ -458,10 +450,7 @@ class PrefixCache:
     # --- orphaned checkpoints
 
     def _drop_orphaned_checkpoints(self, *, include_standalone: bool = False) -> None:
-        """Drop the checkpoints whose cells are gone, because they cannot be restored any more.
-
-        With `include_standalone`, also check those that need no cells.
-        """
+        """Drop the checkpoints whose cells are gone. `include_standalone`: also check those that need no cells."""
         loss_count = sum([slot.loss_count for slot in self.slots]) + self.store.tree.loss_count
         if include_standalone or (
             loss_count != self._last_loss_count and self._backend.capabilities.checkpoints_need_cells
@@ -474,9 +463,9 @@ class PrefixCache:
     def _has_cells_for(self, checkpoint: Checkpoint) -> bool:
         """Return whether all cells before a checkpoint are on the device or stored."""
         entries, salt = checkpoint.entries, checkpoint.salt
-        if self._idle_tree.match(entries, salt).length == checkpoint.position:
-            return True
         busy = [slot for slot in self.slots if slot.busy and slot.namespace == salt and not slot.mixes_adapters]
-        if any(common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy):
-            return True
-        return self.store.has_cells_for(checkpoint)
+        return (
+            self._idle_tree.match(entries, salt).length == checkpoint.position
+            or any(common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy)
+            or self.store.has_cells_for(checkpoint)
+        )

@@ -107,10 +107,7 @@ class RamTier:
         return sum(block.nbytes + block.table_bytes for block in pinned) + self.checkpoints.pinned_bytes
 
     def evict_until_free(self, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
-        """Evict by lowest rank until `nbytes` of the budget are free; return False if that is not possible.
-
-        Blocks with a key in `protected` are not evicted.
-        """
+        """Evict by lowest rank, but no `protected` key, until `nbytes` are free; return False if that is impossible."""
         if self.budget.free_bytes >= nbytes:
             return True
         if nbytes > self.budget.limit - self.pinned_bytes:

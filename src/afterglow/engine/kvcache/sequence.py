@@ -26,10 +26,7 @@ class SavedSequence:
 
 
 class Sequence:
-    """One sequence (slot) of the KV cache.
-
-    Invariant: `entries` are exactly what the KV cache holds, entry for entry.
-    """
+    """One sequence (slot) of the KV cache. Invariant: `entries` are what the KV cache holds, entry for entry."""
 
     def __init__(self, seq_id: int, backend: Backend, interner: EntryInterner) -> None:
         self.seq_id = seq_id
@@ -61,9 +58,8 @@ class Sequence:
     def can_resume_at(self, length: int) -> bool:
         """Return whether the sequence can continue after its first `length` entries."""
         # At its end it always can. The backend may not know the end: the last position of an image may have no cell.
-        return (length == len(self) and not self.partial_media_rows) or self._backend.can_resume_at(
-            self.seq_id, self.position_at(length)
-        )
+        is_end = length == len(self) and not self.partial_media_rows
+        return is_end or self._backend.can_resume_at(self.seq_id, self.position_at(length))
 
     def append_decoded(self, entries: Entries | list[int]) -> None:
         """Record entries that the backend has decoded. A list contains only tokens: one cell and one position each."""
@@ -96,10 +92,7 @@ class Sequence:
         self.clear()
 
     def truncate(self, length: int) -> None:
-        """Drop everything after the first `length` entries. Allowed only if `can_resume_at` is true.
-
-        `UnsupportedOperation`: the KV cache refused and nothing was changed.
-        """
+        """Drop all after the first `length` entries, if `can_resume_at`. `UnsupportedOperation`: nothing changed."""
         if length < len(self):
             self._backend.truncate(self.seq_id, self.position_at(length))
             self._set_length(length)

@@ -7,15 +7,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHasher, BlockTree, StoredPrefix
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
-from afterglow.engine.kvcache.disk.tier import open_disk_tier
+from afterglow.engine.kvcache.disk.tier import DiskTier
+from afterglow.engine.kvcache.disk.writer import logger
 from afterglow.engine.kvcache.pins import PinManager
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
@@ -34,13 +33,7 @@ class TieredStore:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        interner: EntryInterner,
-        cost_model: CostModel,
-        settings: EngineSettings,
-        *,
-        grid: int,
+        self, backend: Backend, interner: EntryInterner, cost_model: CostModel, settings: EngineSettings, *, grid: int
     ) -> None:
         # This text is an input of the keys of stored files: changing it invalidates them.
         model = blake3(backend.state_key + f" grid {grid} segment {settings.block_size}".encode()).digest()
@@ -54,10 +47,20 @@ class TieredStore:
         self.checkpoints = CheckpointStore(settings.checkpoints, cost_model, budget)
         cells_suffice = not backend.capabilities.has_partial_state
         self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
-        self.disk_tier = open_disk_tier(settings, backend, interner, cost_model, self.tree, self.ram)
+        self.disk_tier = self._open_disk_tier(settings)
         self.tiers: list[Tier] = [self.ram] if self.disk_tier is None else [self.ram, self.disk_tier]
         self._tiers_by_name = {tier.name: tier for tier in self.tiers}
         self.pin_manager = PinManager(self.tree, self.ram, self.tiers)
+
+    def _open_disk_tier(self, settings: EngineSettings) -> DiskTier | None:
+        """Return the disk tier; None if it is disabled or the directory cannot be used."""
+        if settings.disk_cache_directory is None or not settings.disk_cache_bytes:
+            return None
+        try:
+            return DiskTier(settings, self._backend, self._interner, self._cost_model, self.tree, self.ram)
+        except OSError as error:
+            logger.warning("disk cache disabled: %s cannot be used: %s", settings.disk_cache_directory, error)
+            return None
 
     # --- lookup
 
@@ -112,10 +115,7 @@ class TieredStore:
     # --- storing
 
     def store_sequence(self, sequence: Sequence, partial: BackendState | None) -> bool:
-        """Store the cells of a sequence; `partial` is its partial state.
-
-        Return False if there is no space or the cells cannot be extracted.
-        """
+        """Store the cells of a sequence; return False if there is no space or the cells cannot be extracted."""
         length = sequence.aligned if self._deterministic else len(sequence)
         entries = sequence.entries[:length].copy()
         stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
@@ -131,17 +131,13 @@ class TieredStore:
         if not self.ram.evict_until_free(int(needed), protected):
             self.ram.counters.rejected_saves += 1
             return False
-        cells = self._save_cells(sequence, partial)
-        if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
-            return False
-        return self._store_blocks(cells, entries, sequence, stored_prefix)
-
-    def _save_cells(self, sequence: Sequence, partial: BackendState | None) -> BackendCells | None:
         started = time.perf_counter()
         state = self._backend.save(sequence.seq_id, "full")
         cells = self._backend.extract_cells(state, partial)
         self._cost_model.record_transfer(state.nbytes, time.perf_counter() - started, len(sequence))
-        return cells
+        if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
+            return False
+        return self._store_blocks(cells, entries, sequence, stored_prefix)
 
     def _store_blocks(
         self, cells: BackendCells, entries: Entries, sequence: Sequence, stored_prefix: StoredPrefix
@@ -170,8 +166,23 @@ class TieredStore:
         first_cell = self._interner.count_cells(entries[:start])
         for chunk_start, chunk, count in zip(starts, chunks, cell_counts, strict=True):
             rows = cells.copy_rows(first_cell, first_cell + count)
-            block = self._build_block(parent, chunk_start, chunk, rows, cells.layout, sequence)
-            self._add_block(block)
+            block = Block(
+                key=self.hasher.hash_block(parent, chunk),
+                parent=parent,
+                start=chunk_start,
+                entries=self._interner.to_portable_entries(chunk).copy(),
+                aligned=min(max(sequence.aligned - chunk_start, 0), len(chunk)),
+                cells=len(rows),
+                nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
+                layout=cells.layout,
+                rows=rows,
+                pinned=self.is_pinned(sequence.entries, sequence.namespace, chunk_start),
+            )
+            redundant_blocks = self.tree.add(block)
+            for tier in self.tiers:
+                tier.put(block)
+                for redundant in redundant_blocks:
+                    tier.delete(redundant)
             path.append(block)
             parent, first_cell = block.key, first_cell + count
         self.ram.touch(path)
@@ -179,30 +190,6 @@ class TieredStore:
         self.ram.counters.saved_bytes += needed
         self.pin_manager.enforce_limit()
         return True
-
-    def _build_block(
-        self, parent: bytes, start: int, entries: Entries, rows: NDArray[np.uint8], layout: bytes, sequence: Sequence
-    ) -> Block:
-        portable = self._interner.to_portable_entries(entries).copy()
-        return Block(
-            key=self.hasher.hash_block(parent, entries),
-            parent=parent,
-            start=start,
-            entries=portable,
-            aligned=min(max(sequence.aligned - start, 0), len(entries)),
-            cells=len(rows),
-            nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
-            layout=layout,
-            rows=rows,
-            pinned=self.is_pinned(sequence.entries, sequence.namespace, start),
-        )
-
-    def _add_block(self, block: Block) -> None:
-        redundant_blocks = self.tree.add(block)
-        for tier in self.tiers:
-            tier.put(block)
-            for redundant in redundant_blocks:
-                tier.delete(redundant)
 
     def write_back(self, data: Iterable[Block | Checkpoint]) -> None:
         """Copy blocks and checkpoints in RAM to the tiers that do not hold them."""
@@ -234,10 +221,7 @@ class TieredStore:
     def load(
         self, sequence: Sequence, entries: Entries, stored_prefix: StoredPrefix, checkpoint: Checkpoint | None
     ) -> None:
-        """Load `entries` into a sequence from a stored prefix of at least that length.
-
-        Raise `InvalidState` if blocks are missing or damaged.
-        """
+        """Load `entries` from a stored prefix at least as long; `InvalidState`: blocks are missing or damaged."""
         started = time.perf_counter()
         tiers: set[Tier] = {self.ram}
         partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)
@@ -246,7 +230,13 @@ class TieredStore:
             if length >= len(entries):
                 break
             tiers.add(tier := self._find_tier(block))
-            rows = self._load_rows(block, tier)
+            try:
+                rows = tier.load_rows(block)
+            except InvalidState:
+                self.tree.remove(block)
+                raise
+            if tier is not self.ram:
+                self.ram.promote(block, rows)
             count = min(len(block.entries), len(entries) - length)
             row_arrays.append(rows[: self._interner.count_cells(entries[length : length + count])])
             used.append(block)
@@ -259,16 +249,6 @@ class TieredStore:
         seconds, nbytes = time.perf_counter() - started, sum(rows.nbytes for rows in row_arrays)
         self._cost_model.record_transfer(nbytes, seconds, 0)
         self.count_hit(len(entries), nbytes, seconds, checkpoint, used, tiers)
-
-    def _load_rows(self, block: Block, tier: Tier) -> NDArray[np.uint8]:
-        try:
-            rows = tier.load_rows(block)
-        except InvalidState:
-            self.tree.remove(block)
-            raise
-        if tier is not self.ram:
-            self.ram.promote(block, rows)
-        return rows
 
     def load_checkpoint_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return the partial state of a checkpoint. One that is read from a slower tier is also added to RAM."""

@@ -60,10 +60,7 @@ class Tier(Protocol):
         """Return the partial state of a checkpoint of this tier; raise `InvalidState` if it is missing or damaged."""
 
     def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
-        """Start reading what only this tier has; return whether it is not complete yet.
-
-        Blocks with a key in `protected` are not evicted to make space for it.
-        """
+        """Start reading what only this tier has, evicting no `protected` block; return whether it is incomplete."""
 
     def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
         """Record the use of the blocks of a path, in their order, and of a checkpoint."""

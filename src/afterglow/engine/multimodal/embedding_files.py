@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,18 +61,11 @@ class EmbeddingFiles:
             return
         self._evict(len(data))
         path = self._path(source_key)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        temporary, _ = disk_files.write_temporary(path, [data])
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        finally:
+            disk_files.delete_file(temporary)
 
     def clear(self) -> None:
         """Remove all files."""
@@ -114,10 +106,8 @@ def pack_embeddings(embeddings: Sequence[MediaEmbedding], source_key: bytes) -> 
     """Return the content of an embedding file."""
     parts = [HEADER_STRUCT.pack(source_key, len(embeddings))]
     for piece in embeddings:
-        parts += [
-            PIECE_STRUCT.pack(*piece.rows.shape, piece.non_causal),
-            piece.position_offsets.astype("<i4").tobytes(),
-        ]
+        parts.append(PIECE_STRUCT.pack(*piece.rows.shape, piece.non_causal))
+        parts.append(piece.position_offsets.astype("<i4").tobytes())
         parts.append(piece.rows.astype("<f4").tobytes())
     body = b"".join(parts)
     return MAGIC + blake3(body).digest() + body

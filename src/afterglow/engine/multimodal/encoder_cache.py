@@ -51,10 +51,6 @@ class EncodeTask:
     was_encoded: bool = False  # False if it came from the cache or a file
     request_ids: set[str] = field(default_factory=set)  # requests that wait for it
 
-    @property
-    def is_done(self) -> bool:
-        return self.embeddings is not None or self.error is not None
-
 
 class EncoderCache:
     """Owns the cached embeddings, at most `max_bytes`, and the encoder thread."""
@@ -71,11 +67,6 @@ class EncoderCache:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_encoding(self) -> bool:
-        """Whether a task is queued or running."""
-        return bool(self._tasks)
-
     def request_encoding(self, part: MediaPart, request_id: str, salt: str = "") -> EncodeTask:
         """Return the task for the content of a part. Requests with the same salt and content share one task."""
         assert self.projector is not None
@@ -88,7 +79,9 @@ class EncoderCache:
             if task is None:
                 task = self._tasks[source_key] = EncodeTask()
                 self._queue[source_key] = part
-                self._start_thread()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run_encoder, name="afterglow-encoder", daemon=True)
+                    self._thread.start()
             task.request_ids.add(request_id)
             return task
 
@@ -125,11 +118,6 @@ class EncoderCache:
 
     # --- the encoder thread. It exits when the queue is empty: OpenMP keeps counting threads that once computed, and if
     # there are more of them than processors, the threads that decode sleep at every barrier.
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_encoder, name="afterglow-encoder", daemon=True)
-            self._thread.start()
 
     def _run_encoder(self) -> None:
         while batch := self._take_batch():
@@ -169,9 +157,7 @@ class EncoderCache:
         for source_key, embeddings in zip(batch, results, strict=True):
             self._complete(source_key, embeddings, was_encoded=True)
             if self._files is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # if the disk is full or gone, the content is encoded again next time
+                with contextlib.suppress(OSError):  # a full or missing disk: the content is encoded again next time
                     self._files.write(source_key, embeddings)
 
     def _complete(self, source_key: bytes, embeddings: list[MediaEmbedding], *, was_encoded: bool) -> None:

@@ -42,7 +42,11 @@ class GrammarCompiler:
         """Return a new matcher. Raise `InvalidGrammar` with the position and cause if a grammar does not compile."""
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer, self._piece_index = self._build_tokenizer(), PieceIndex(self._token_bytes)
+                eog_tokens = sorted(self._token_bytes.eog_tokens)
+                if not eog_tokens:
+                    raise InvalidGrammar("the model has no end-of-generation token")
+                self._tokenizer = llguidance.LLTokenizer(_TokenizerAdapter(self._token_bytes), eos_token=eog_tokens)
+                self._piece_index = PieceIndex(self._token_bytes)
         triggers = constraint.triggers or ((b"", constraint.grammar),)
         grammars = {trigger: self._compile_grammar(grammar) for trigger, grammar in triggers}
         return GrammarMatcher(constraint, grammars, self._tokenizer, self._token_bytes)
@@ -60,12 +64,6 @@ class GrammarCompiler:
             if len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled
-
-    def _build_tokenizer(self) -> llguidance.LLTokenizer:
-        token_bytes = self._token_bytes
-        if not token_bytes.eog_tokens:
-            raise InvalidGrammar("the model has no end-of-generation token")
-        return llguidance.LLTokenizer(_TokenizerAdapter(token_bytes), eos_token=sorted(token_bytes.eog_tokens))
 
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):

@@ -208,10 +208,7 @@ def _freeze(value: Any) -> Any:
 
 
 class UniqueItemLimiter:
-    """Keeps the items of arrays with `uniqueItems` different from each other.
-
-    A second matcher, of the probe grammar, tells which arrays these are.
-    """
+    """Keeps the items of `uniqueItems` arrays different. A second matcher, of the probe grammar, finds these arrays."""
 
     def __init__(self, index: PieceIndex, tokenizer: llguidance.LLTokenizer, probe: llguidance.LLMatcher) -> None:
         self._index, self._tokenizer, self._probe = index, tokenizer, probe

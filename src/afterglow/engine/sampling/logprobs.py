@@ -26,10 +26,7 @@ class ScoringWindow:
 
 
 def plan_windows(token_count: int, window_size: int) -> list[ScoringWindow]:
-    """Return the windows that score tokens 1 to `token_count - 1`, each once.
-
-    Windows overlap by half, so that every token after the first window has at least half a window before it.
-    """
+    """Return windows that score the tokens from 1 on, each once. They overlap by half, so each token has context."""
     windows = [ScoringWindow(0, 1, min(token_count, window_size))]
     while windows[-1].stop < token_count:
         score_start = windows[-1].stop
@@ -39,10 +36,7 @@ def plan_windows(token_count: int, window_size: int) -> list[ScoringWindow]:
 
 
 def get_scoring_context(target: LlamaContext, token_count: int) -> LlamaContext:
-    """Return the context that scores texts of `token_count` tokens beside `target`.
-
-    It has one sequence, and cells for the text only; it is replaced when a text is longer.
-    """
+    """Return the context, with one sequence, that scores texts of `token_count` tokens; a longer text replaces it."""
     return target.get_companion("scoring", lambda: _create_scoring_context(target, token_count), min_cells=token_count)
 
 

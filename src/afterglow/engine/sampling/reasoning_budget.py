@@ -18,16 +18,13 @@ class ReasoningLimiter:
 
     def get_forced_token(self) -> int | None:
         """Return the token that must come next if the budget is used up, else None."""
-        return (
-            self._pending_tokens[0]
-            if self._is_reasoning and self._remaining_tokens <= 0 and self._pending_tokens
-            else None
-        )
+        is_used_up = self._is_reasoning and self._remaining_tokens <= 0
+        return self._pending_tokens[0] if is_used_up and self._pending_tokens else None
 
     def accept(self, token: int, piece: bytes) -> None:
         """Advance by a token of the completion."""
         has_marker = self._marker_matcher.feed(piece) is not None
-        if self._is_reasoning and self._remaining_tokens <= 0 and self._pending_tokens:
+        if self.get_forced_token() is not None:
             self._pending_tokens.pop(0)  # all closing tokens are forced, also those after the end marker
             if not self._pending_tokens:
                 self._set_reasoning(is_reasoning=False)

@@ -32,13 +32,15 @@ class TokenConstraint:
         """Return the forced token, or sample from the allowed ones. Advances the sampler and the constraint."""
         token = None if self.reasoning_limiter is None else self.reasoning_limiter.get_forced_token()
         if token is None:
-            token = sampler.sample_and_accept(
-                logits, None if self.matcher is None else self.matcher.get_allowed_tokens()
-            )
+            allowed = None if self.matcher is None else self.matcher.get_allowed_tokens()
+            token = sampler.sample_and_accept(logits, allowed)
             token = token if self.matcher is None else self.matcher.replace_other_text(token)
         else:
             sampler.accept(token)
-        self._accept(token)
+        if self.reasoning_limiter is not None:
+            self.reasoning_limiter.accept(token, self.pieces[token])
+        if self.matcher is not None:
+            self.matcher.accept(token)
         return token
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
@@ -46,12 +48,6 @@ class TokenConstraint:
         if self.reasoning_limiter is not None and self.reasoning_limiter.get_forced_token() is not None:
             return 0
         return len(tokens) if self.matcher is None else self.matcher.count_allowed(tokens)
-
-    def _accept(self, token: int) -> None:
-        if self.reasoning_limiter is not None:
-            self.reasoning_limiter.accept(token, self.pieces[token])
-        if self.matcher is not None:
-            self.matcher.accept(token)
 
 
 class TokenConstraintFactory:

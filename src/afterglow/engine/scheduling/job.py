@@ -20,10 +20,7 @@ from afterglow.engine.types.request import Request, Usage
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Job:
-    """One request and its progress, from submission to the end. It keeps all of this if it is preempted.
-
-    Known entries are the prompt and the generated tokens.
-    """
+    """One request and its progress, also while preempted. Known entries are the prompt and the generated tokens."""
 
     request: Request
     prompt: Entries
@@ -182,10 +179,7 @@ class RunningJob:
         return recomputed
 
     def get_chunk_limit(self) -> int:
-        """Return how many entries the next chunk may hold: up to the next checkpoint position or media entry.
-
-        A media entry is a chunk of its own.
-        """
+        """Return the entries of the next chunk: up to the next checkpoint position or media entry, itself one chunk."""
         length = len(self.sequence)
         end = self.job.known_length if length >= len(self.job.prompt) else len(self.job.prompt)
         stop = min([position for position in self.job.checkpoint_positions if position > length], default=end)
@@ -204,7 +198,3 @@ class RunningJob:
             self.on_grid_length = length
             if round_down_to_grid(length, self.job.prompt, grid) == length:
                 self.sequence.aligned = length
-
-    @property
-    def is_next_media(self) -> bool:
-        return len(self.sequence) in self.job.media_indices

@@ -54,13 +54,11 @@ class MediaScheduler:
     def prepare_next(self, running: RunningJob) -> bool:
         """Request encoding of the job's next media. Return False if the next entry is not encoded yet, or failed."""
         job, length = running.job, len(running.sequence)
-        for index in [index for index in job.media_indices if index >= length and index in job.media_parts][
-            :MAX_MEDIA_ENCODED_AHEAD
-        ]:
+        upcoming = [index for index in job.media_indices if index >= length and index in job.media_parts]
+        for index in upcoming[:MAX_MEDIA_ENCODED_AHEAD]:
             if index not in job.encode_tasks:
-                job.encode_tasks[index] = self.encoder_cache.request_encoding(
-                    job.media_parts[index], job.request.id, job.request.salt
-                )
+                part, request = job.media_parts[index], job.request
+                job.encode_tasks[index] = self.encoder_cache.request_encoding(part, request.id, request.salt)
         task = job.encode_tasks.get(length)
         return task is None or task.embeddings is not None
 
@@ -79,10 +77,7 @@ class MediaScheduler:
                 job.encoded_media += 1
 
     def is_media_turn(self, media_jobs: list[RunningJob], *, has_other_work: bool) -> bool:
-        """Return whether the next decode is for media.
-
-        Media has a decode of its own, and at most every second one if there is other work.
-        """
+        """Return whether the next decode is for media: at most every second one if there is other work."""
         self._was_media_last = bool(media_jobs) and not (has_other_work and self._was_media_last)
         return self._was_media_last
 
@@ -100,10 +95,7 @@ class MediaScheduler:
 
 
 def open_encoder_cache(projector: MediaEncoder | None, settings: EngineSettings) -> EncoderCache:
-    """Create the encoder cache of an engine, with files if a disk cache is configured.
-
-    If the directory cannot be used, a warning is logged and the cache stays in RAM only.
-    """
+    """Create the encoder cache, with files if a disk cache is configured and its directory can be used."""
     files = None
     if projector is not None and settings.disk_cache_directory is not None:
         try:

@@ -63,7 +63,7 @@ def partition_jobs(jobs: Iterable[RunningJob]) -> tuple[list[RunningJob], list[R
     prefilling: list[RunningJob] = []
     media: list[RunningJob] = []
     for running in jobs:
-        is_media = running.job.media_indices and running.is_next_media
+        is_media = running.job.media_indices and len(running.sequence) in running.job.media_indices
         (media if is_media else decoding if running.is_decoding else prefilling).append(running)
     return decoding, prefilling, media
 
@@ -74,10 +74,7 @@ def pick_first(jobs: Sequence[RunningJob], now: float) -> RunningJob:
 
 
 def compute_max_batch(capabilities: Capabilities, seconds_per_entry: float) -> int:
-    """Return the rows that one decode may hold.
-
-    A GPU is faster with large batches but cannot be interrupted, so its batches are bounded by `MAX_DECODE_SECONDS`.
-    """
+    """Return the rows of one decode. A GPU cannot be interrupted: `MAX_DECODE_SECONDS` bounds its large batches."""
     if capabilities.interruptible:
         return capabilities.batch_cells
     return min(capabilities.batch_cells, max(capabilities.ubatch_cells, int(MAX_DECODE_SECONDS / seconds_per_entry)))
@@ -102,9 +99,8 @@ def compute_prefill_budget(
     shared_gap = max_token_gap * len(backlogs) / decoding_jobs
     if shared_gap > max_token_gap and seconds_per_step + seconds_per_entry * sum(backlogs) <= shared_gap:
         return max_entries
-    return max(
-        MIN_CHUNK_ENTRIES, min(max_entries, int((max_token_gap - seconds_per_step) / max(seconds_per_entry, 1e-9)))
-    )
+    entries = int((max_token_gap - seconds_per_step) / max(seconds_per_entry, 1e-9))
+    return max(MIN_CHUNK_ENTRIES, min(max_entries, entries))
 
 
 def schedule_on_grid(jobs: Sequence[RunningJob], grid: int) -> list[tuple[RunningJob, int]]:

@@ -17,10 +17,7 @@ ROW_COUNTS = (1, 2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
 
 
 def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_CALIBRATION_SECONDS) -> None:
-    """Time decodes with increasing row counts in sequence 0, which must be empty and is cleared afterwards.
-
-    At least the smallest row count is measured, however long that takes.
-    """
+    """Time decodes of increasing row counts, at least the smallest, in the empty sequence 0, and clear it."""
     deadline = None
     capabilities = backend.capabilities
     max_rows = min(capabilities.max_outputs, capabilities.batch_cells, capabilities.cells_per_sequence // 8)
@@ -30,7 +27,10 @@ def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_
             for _ in range(DECODES_PER_ROW_COUNT):
                 if position + rows > capabilities.cells_per_sequence:
                     return
-                step_costs.record(rows, _time_decode(backend, rows, position))
+                started = time.perf_counter()
+                backend.decode([DecodeSpan(0, [0] * rows, position, rows)])
+                backend.get_logits(0, rows - 1)
+                step_costs.record(rows, time.perf_counter() - started)
                 position += rows
                 if deadline is None:
                     deadline = time.perf_counter() + max_seconds
@@ -40,10 +40,3 @@ def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_
         return  # calibration is optional
     finally:
         backend.clear(0)
-
-
-def _time_decode(backend: Backend, rows: int, position: int) -> float:
-    started = time.perf_counter()
-    backend.decode([DecodeSpan(0, [0] * rows, position, rows)])
-    backend.get_logits(0, rows - 1)
-    return time.perf_counter() - started

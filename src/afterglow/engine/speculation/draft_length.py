@@ -106,9 +106,8 @@ class LossBudget:
         self.elapsed_seconds += seconds
         if self.credit_seconds is None:
             self.credit_seconds = self.INITIAL_CREDIT_DECODES * seconds
-        self.credit_seconds = min(
-            self.credit_seconds + self.MAX_LOSS_SHARE * seconds, self.MAX_CREDIT_DECODES * seconds
-        )
+        credit = self.credit_seconds + self.MAX_LOSS_SHARE * seconds
+        self.credit_seconds = min(credit, self.MAX_CREDIT_DECODES * seconds)
 
     def record_draft_decode(
         self, spent_seconds: float, plain_equivalent_seconds: float, plain_decode_seconds: float

@@ -102,13 +102,12 @@ class DraftModel:
         try:
             ready = [index for index, running in enumerate(jobs) if self._catch_up(running.job, jobs)]
             self._draft_tokens(draft_requests, ready, drafts)
+            return drafts
         except KVCacheFull:
             self._free_cells(jobs)
-            return [[] for _ in draft_requests]
         except AfterglowError:  # a failing draft model must not fail requests: start over
             self._clear_mirrors()
-            return [[] for _ in draft_requests]
-        return drafts
+        return [[] for _ in draft_requests]
 
     def _free_cells(self, jobs: Sequence[RunningJob]) -> None:
         """Evict an idle sequence or, if there is none, draft no more for the youngest job."""
@@ -189,14 +188,16 @@ class DraftModel:
         if plan is None:
             return None
         slot, _ = self.prefix_cache.acquire(plan, salt)
-        mirror = self._mirrors[job] = MirrorSequence(
-            slot, self.prefix_cache.checkpoint_positions(slot, job.prompt, job.request.boundaries)
-        )
+        positions = self.prefix_cache.checkpoint_positions(slot, job.prompt, job.request.boundaries)
+        mirror = self._mirrors[job] = MirrorSequence(slot, positions)
         return mirror
 
     def _draft_tokens(self, draft_requests: Sequence[DraftRequest], ready: list[int], drafts: list[list[int]]) -> None:
         """Fill `drafts`: each decode adds one draft token to every ready job."""
-        saved = self._save_states([self._get_slot(draft_requests[index][0]) for index in ready])
+        saved: list[tuple[Slot, int, BackendState]] = []
+        if self._backend.capabilities.memory_kind in ("recurrent", "hybrid"):  # it cannot drop draft tokens
+            for slot in [self._get_slot(draft_requests[index][0]) for index in ready]:
+                saved.append((slot, len(slot), self._backend.save(slot.seq_id, "partial")))
         for step in range(max([draft_requests[index][1] for index in ready], default=0)):
             active = [index for index in ready if self._can_extend_draft(draft_requests[index], step)]
             if not active:
@@ -216,9 +217,3 @@ class DraftModel:
     def _can_extend_draft(self, draft_request: DraftRequest, step: int) -> bool:
         running, limit = draft_request
         return step < limit and self._get_slot(running).cell_count < self._backend.capabilities.cells_per_sequence
-
-    def _save_states(self, slots: list[Slot]) -> list[tuple[Slot, int, BackendState]]:
-        """Save the states to restore after drafting, if the KV cache cannot drop draft tokens."""
-        if self._backend.capabilities.memory_kind in ("attention", "window"):
-            return []
-        return [(slot, len(slot), self._backend.save(slot.seq_id, "partial")) for slot in slots]

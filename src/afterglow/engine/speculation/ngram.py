@@ -72,9 +72,8 @@ class NgramIndex:
     def nbytes(self) -> int:
         """Bytes of the log and of the table. It is the same until an entry is added."""
         log_bytes = (getsizeof(0) + 2 * self._current.entries.itemsize) * len(self._entries)
-        return (
-            log_bytes + getsizeof(self._entries) + getsizeof(self._positions) + BYTES_PER_NGRAM * len(self._positions)
-        )
+        table_bytes = getsizeof(self._positions) + BYTES_PER_NGRAM * len(self._positions)
+        return log_bytes + getsizeof(self._entries) + table_bytes
 
     def match_prefix(self, prompt: Entries) -> int:
         """Return the length of the common prefix with the current prompt and completion."""
@@ -96,18 +95,15 @@ class NgramIndex:
         self._entries += prompt[start:].tolist()
         self._synced_entries = len(self._entries)
         self.generated_tokens = 0
-        self._index_ngrams(max(log_start - NGRAM_TOKENS + 1, 0))
-
-    def _index_ngrams(self, start: int) -> None:
-        """Index the entries from `start` on. The last three are looked up before they are indexed."""
-        log = np.array(self._entries[start:], dtype=np.int64) & TOKEN_MASK
+        # Index the n-grams of the new entries. The last three are looked up before they are indexed.
+        first = max(log_start - NGRAM_TOKENS + 1, 0)
+        log = np.array(self._entries[first:], dtype=np.int64) & TOKEN_MASK
         self._match_position, self.matched_tokens = None, 0
-        if len(log) < NGRAM_TOKENS:
-            return
-        keys = (log[:-2] << 2 * BITS_PER_TOKEN | log[1:-1] << BITS_PER_TOKEN | log[2:]).tolist()
-        self._positions.update(zip(keys[:-1], range(start + NGRAM_TOKENS, len(self._entries)), strict=True))
-        self._match_position = self._positions.get(keys[-1])
-        self._positions[keys[-1]] = len(self._entries)
+        if len(log) >= NGRAM_TOKENS:
+            keys = (log[:-2] << 2 * BITS_PER_TOKEN | log[1:-1] << BITS_PER_TOKEN | log[2:]).tolist()
+            self._positions.update(zip(keys[:-1], range(first + NGRAM_TOKENS, len(self._entries)), strict=True))
+            self._match_position = self._positions.get(keys[-1])
+            self._positions[keys[-1]] = len(self._entries)
 
     def add_token(self, token: int) -> bool | None:
         """Append a generated token. Return whether it equals the matched text, None if there was no match."""

@@ -48,10 +48,7 @@ class Rollback:
         return seconds
 
     def restore(self, running: RunningJob) -> bool:
-        """Restore the state before the draft tokens and mark the accepted ones for recomputation.
-
-        Return False if no state was saved.
-        """
+        """Return to the state before the draft; accepted tokens are recomputed. Return False if none was saved."""
         saved = self._saved_states.pop(running, None)
         if saved is None:
             return False
@@ -69,6 +66,5 @@ class Rollback:
         return self._restore_seconds
 
     def _record_seconds(self, seconds: float) -> None:
-        self.seconds_per_state += (
-            NEW_MEASUREMENT_WEIGHT * (seconds - self.seconds_per_state) if self.seconds_per_state else seconds
-        )
+        weight = NEW_MEASUREMENT_WEIGHT if self.seconds_per_state else 1.0
+        self.seconds_per_state += weight * (seconds - self.seconds_per_state)

@@ -50,19 +50,13 @@ class Drafter(Protocol):
         """Return the prior acceptance rate of its next draft token for such a job."""
 
     def estimate_catch_up_entries(self, running: RunningJob) -> float:
-        """Return what it has to compute before it can draft for this job, 0 if that is negligible.
-
-        The unit is prompt entries of the target model that take the same time.
-        """
+        """Return what it must compute before it can draft, as target prompt entries of the same time; 0: negligible."""
 
     def catch_up(self, jobs: Sequence[RunningJob]) -> None:
         """Compute what is missing. `draft` does so, too, but would count the time as cost of its draft tokens."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return the draft tokens of each job, at most as many as requested.
-
-        The target's KV cache lacks the newest token only.
-        """
+        """Return the draft tokens of each job, at most as requested. The KV cache lacks only the newest token."""
 
     def release(self, job: Job) -> None:
         """Release what it holds for a job that has ended."""
@@ -75,10 +69,7 @@ class Drafter(Protocol):
 
 
 def choose_drafters(available: Sequence[Drafter], settings: EngineSettings) -> list[Drafter]:
-    """Return all drafters, or those that the settings name, in that order.
-
-    Raise `UnsupportedOption` if a named one is not available.
-    """
+    """Return all drafters, or those the settings name, in that order. `UnsupportedOption`: one is not available."""
     if settings.drafters is None:
         return list(available)
     by_name = {drafter.name: drafter for drafter in available}
@@ -234,9 +225,8 @@ class Speculator:
         for running in limits:
             running.job.draft_stats.last_decode = running.job.draft_stats.last_decode or self._decode_count
         drafting_jobs = len(limits) if self._splits_uneven_batches else None
-        choice = self._find_best_length(
-            drafter.name, self._estimate_acceptance(limits, drafter), max(limits.values()), rows, drafting_jobs
-        )
+        acceptance_rate, max_length = self._estimate_acceptance(limits, drafter), max(limits.values())
+        choice = self._find_best_length(drafter.name, acceptance_rate, max_length, rows, drafting_jobs)
         jobs = list(limits)
         if choice.length:
             self._retry_intervals.update((drafter.get_draft_kind(running), INITIAL_RETRY_DECODES) for running in jobs)
@@ -266,10 +256,7 @@ class Speculator:
         return round(sum(rates) / len(rates), 2)
 
     def _should_catch_up(self, running: RunningJob, drafter: Drafter, rows: int, speedup: float) -> bool:
-        """Return whether a drafter may catch up on a job.
-
-        Not if that would hardly pay off before the completion ends, and not beyond the loss budget.
-        """
+        """Return whether catching up on a job would pay off before its completion ends, within the loss budget."""
         catch_up_seconds = drafter.estimate_catch_up_entries(running) * self._cost_model.seconds_per_entry
         if not catch_up_seconds:
             return True
@@ -308,9 +295,8 @@ class Speculator:
         seconds_per_row = min(self._cost_model.seconds_per_entry, self._cost_model.seconds_per_step)
         if self._is_single_pass(rows, jobs, drafting_jobs):
             return step_costs.estimate_seconds(rows, seconds_per_row)
-        return step_costs.estimate_seconds(jobs, seconds_per_row) + step_costs.estimate_seconds(
-            rows - jobs, seconds_per_row
-        )
+        first_pass_seconds = step_costs.estimate_seconds(jobs, seconds_per_row)
+        return first_pass_seconds + step_costs.estimate_seconds(rows - jobs, seconds_per_row)
 
     def _is_single_pass(self, rows: int, jobs: int, drafting_jobs: int | None) -> bool:
         return not self._splits_uneven_batches or jobs in (1, rows, drafting_jobs)
@@ -382,22 +368,16 @@ class Speculator:
         if self._measured_decodes % RECHOOSE_AFTER_DECODES == 0 or rows > jobs:
             self._length_cache.clear()
         if rows == jobs:
-            self._record_plain_decode(rows, seconds - restore_seconds)
+            # The first one after a decode of another shape takes up to a tenth longer, which would make drafting look
+            # better than it is, so it is not measured.
+            if self._last_plain_decode == (self._decode_count - 1, rows):
+                self._cost_model.step_costs.record(rows, seconds - restore_seconds)
+                self._decodes_with_drafts = 0
+            self._last_plain_decode = self._decode_count, rows
             self.loss_budget.record_plain_decode(seconds)
         else:
             self._record_draft_decode(rows, jobs, tokens, seconds, restore_seconds)
         self._verified_jobs = []
-
-    def _record_plain_decode(self, rows: int, seconds: float) -> None:
-        """Record a decode without draft tokens.
-
-        The first one after a decode of another shape takes up to a tenth longer, which would make drafting look better
-        than it is, so it is not measured.
-        """
-        if self._last_plain_decode == (self._decode_count - 1, rows):
-            self._cost_model.step_costs.record(rows, seconds)
-            self._decodes_with_drafts = 0
-        self._last_plain_decode = self._decode_count, rows
 
     def _record_draft_decode(self, rows: int, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
         """Record a decode with draft tokens: the cost of its rows, and the time it saved or lost."""

@@ -26,28 +26,18 @@ class Capabilities:
     to attempt; nothing is discovered by trying an operation and failing.
     """
 
+    # KV cells only, with a sliding window, recurrent state only, or both KV cells and recurrent state.
     memory_kind: Literal["attention", "window", "recurrent", "hybrid"]
-    """KV cells only, with a sliding window, recurrent state only, or both KV cells and recurrent state."""
-    sequences: int
-    """Number of sequences (slots)."""
-    cells_per_sequence: int
-    """KV cells available to one sequence."""
-    batch_cells: int
-    """Maximum rows of one decode."""
-    ubatch_cells: int
-    """Rows that are computed at once; a decode is split into pieces of this size."""
-    max_outputs: int
-    """Maximum rows of one decode that return logits."""
-    kv_unified: bool
-    """Sequences share one set of cells, so that copying a prefix is free. Otherwise each has its own stream."""
-    interruptible: bool
-    """A running decode can be stopped."""
-    media: frozenset[Modality] = frozenset()
-    """Modalities that prompts may contain in addition to tokens."""
-    max_rollback: int = 0
-    """Number of newest entries that a sequence can drop right after a decode, e.g. rejected draft tokens."""
-    can_replay: bool = False
-    """A sequence can return to a partial state that was saved before a decode."""
+    sequences: int  # slots
+    cells_per_sequence: int  # KV cells available to one sequence
+    batch_cells: int  # maximum rows of one decode
+    ubatch_cells: int  # rows that are computed at once; a decode is split into pieces of this size
+    max_outputs: int  # maximum rows of one decode that return logits
+    kv_unified: bool  # sequences share one set of cells, so that copying a prefix is free; else each has its own stream
+    interruptible: bool  # a running decode can be stopped
+    media: frozenset[Modality] = frozenset()  # modalities that prompts may contain in addition to tokens
+    max_rollback: int = 0  # newest entries that a sequence can drop right after a decode, e.g. rejected draft tokens
+    can_replay: bool = False  # a sequence can return to a partial state that was saved before a decode
 
     @property
     def has_partial_state(self) -> bool:

@@ -18,10 +18,7 @@ class AcceptanceEstimator:
     drafted: float = 0.0
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Add a step of which the first `accepted` of `drafted` tokens were accepted.
-
-        Tokens after the first rejected one carry no information and are not counted.
-        """
+        """Count the `accepted` of `drafted` tokens, and the first rejected one: those after it carry no information."""
         self.accepted = self.decay * self.accepted + accepted
         self.drafted = self.decay * self.drafted + min(drafted, accepted + 1)
 

@@ -93,11 +93,9 @@ class EntryInterner:
 class EntryBuffer:
     """Growing array of entries with amortized constant-time append."""
 
-    def __init__(self, entries: Entries | None = None) -> None:
-        self.length = 0 if entries is None else len(entries)
-        self._buffer: Entries = np.zeros(max(64, 2 * self.length), dtype=np.int64)
-        if entries is not None:
-            self._buffer[: self.length] = entries
+    def __init__(self) -> None:
+        self.length = 0
+        self._buffer: Entries = np.zeros(64, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.length

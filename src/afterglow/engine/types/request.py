@@ -27,40 +27,24 @@ class Request:
     True
     """
 
-    id: str
-    """Identifies the request in events. Must be unique among the requests of an engine that have not ended."""
-    entries: Sequence[Entry] | NDArray[np.int64]
-    """Prompt: token ids, and one `Media` entry per image or audio clip."""
-    media: Mapping[bytes, MediaPart] = field(default_factory=dict)
-    """Content of the media entries, by digest."""
-    boundaries: frozenset[int] = frozenset()
-    """Positions at which a later prompt may diverge, i.e. the ends of messages. Checkpoints are taken there."""
-    system_length: int = 0
-    """Number of leading entries that are system messages and tools, which other requests are likely to share."""
+    id: str  # identifies the request in events; unique among the requests of an engine that have not ended
+    entries: Sequence[Entry] | NDArray[np.int64]  # prompt: token ids, and one `Media` entry per image or audio clip
+    media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # content of the media entries, by digest
+    boundaries: frozenset[int] = frozenset()  # ends of messages: later prompts may diverge there; checkpoint positions
+    system_length: int = 0  # leading entries of system messages and tools, which other requests are likely to share
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None
-    """Maximum generated tokens. None: until the model ends the text or its sequence is full."""
-    stop: tuple[bytes, ...] = ()
-    """Texts that end the generation. They may start or end inside a token."""
+    max_tokens: int | None = None  # to generate. None: until the model ends the text or its sequence is full
+    stop: tuple[bytes, ...] = ()  # texts that end the generation; they may start or end inside a token
     stop_tokens: frozenset[int] = frozenset()
-    constraint: GrammarConstraint | None = None
-    """Grammar that the generated text must match."""
-    reasoning_budget: ReasoningBudget | None = None
-    """Limit on the number of reasoning tokens."""
-    ignore_eos: bool = False
-    """Continue after the model's end-of-generation tokens."""
-    logprobs: int | None = None
-    """Number of alternatives returned with each token. None: no log-probabilities at all."""
-    priority: int = 0
-    """Requests with a higher priority are scheduled first."""
-    deadline: float | None = None
-    """Seconds after submission at which the request finishes with the tokens generated so far."""
-    use_prefix_cache: bool = True
-    """Reuse the computed prefixes of other requests. False: compute the whole prompt."""
-    sequence: int | None = None
-    """Number of the sequence (slot) to use. None: the planner chooses."""
-    salt: str = ""
-    """Cache salt of the tenant. Cached state is never shared between, nor visible to, requests of different salts."""
+    constraint: GrammarConstraint | None = None  # grammar that the generated text must match
+    reasoning_budget: ReasoningBudget | None = None  # limit on the number of reasoning tokens
+    ignore_eos: bool = False  # continue after the model's end-of-generation tokens
+    logprobs: int | None = None  # number of alternatives returned with each token. None: no log-probabilities at all
+    priority: int = 0  # requests with a higher priority are scheduled first
+    deadline: float | None = None  # seconds after submission at which it finishes with the tokens generated so far
+    use_prefix_cache: bool = True  # reuse the computed prefixes of other requests. False: compute the whole prompt
+    sequence: int | None = None  # number of the sequence (slot) to use. None: the planner chooses
+    salt: str = ""  # of the tenant: cached state is never shared between, nor visible to, requests of different salts
 
     @property
     def is_constrained(self) -> bool:
@@ -94,27 +78,17 @@ class Usage:
     until the request gets a sequence, `prefill_seconds` until its first token, `decode_seconds` until its end.
     """
 
-    prompt_tokens: int = 0
-    """Prompt length, including media."""
-    cached_tokens: int = 0
-    """Prompt tokens that were a prefix hit and not computed, including media."""
-    media_tokens: int = 0
-    """Prompt tokens that are images or audio."""
-    audio_tokens: int = 0
-    """Media tokens that are audio."""
-    cached_media_tokens: int = 0
-    """Media tokens that were a prefix hit."""
-    encoded_media: int = 0
-    """Images and audio clips that had to be encoded."""
+    prompt_tokens: int = 0  # including media
+    cached_tokens: int = 0  # prompt tokens that were a prefix hit and not computed, including media
+    media_tokens: int = 0  # prompt tokens that are images or audio
+    audio_tokens: int = 0  # media tokens that are audio
+    cached_media_tokens: int = 0  # media tokens that were a prefix hit
+    encoded_media: int = 0  # images and audio clips that had to be encoded
     generated_tokens: int = 0
-    draft_tokens: int = 0
-    """Draft tokens that were decoded for verification."""
-    accepted_tokens: int = 0
-    """Draft tokens that were accepted. Each one saved a decode."""
-    draft_steps: int = 0
-    """Decodes that contained draft tokens."""
-    speculation_seconds_saved: float = 0.0
-    """Measured time that speculative decoding saved; negative if it cost time."""
+    draft_tokens: int = 0  # draft tokens that were decoded for verification
+    accepted_tokens: int = 0  # draft tokens that were accepted; each one saved a decode
+    draft_steps: int = 0  # decodes that contained draft tokens
+    speculation_seconds_saved: float = 0.0  # measured; negative if speculative decoding cost time
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -63,6 +63,10 @@ class CacheFile:
         """Name of the file of the block before it, without which it is of no use; None if it needs none."""
         return build_file_name("cells", self.parent) if self.start and self.needs_cells else None
 
+    @property
+    def mode(self) -> int:
+        return PINNED_MODE if self.pinned else UNPINNED_MODE
+
     def to_buffers(self) -> list[Buffer]:
         """Return the contents of the file."""
         payload_bytes = sum(len(part) for part in self.payload)
@@ -104,15 +108,14 @@ def parse_file_name(name: str) -> tuple[FileKind, bytes] | None:
     return None
 
 
-def write_temporary(folder: Path, cache_file: CacheFile) -> tuple[Path, int]:
-    """Write a temporary file and flush it to disk; return its path and size. The caller renames it."""
-    temporary = folder / f"{cache_file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    mode = PINNED_MODE if cache_file.pinned else UNPINNED_MODE
+def write_temporary(path: Path, parts: Iterable[Buffer], mode: int = UNPINNED_MODE) -> tuple[Path, int]:
+    """Write a temporary file and flush it to disk; return its path and size. The caller renames it to `path`."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, mode)
     size = 0
     try:
         with os.fdopen(descriptor, "wb") as file:
-            for part in cache_file.to_buffers():
+            for part in parts:
                 size += file.write(part)
             file.flush()
             os.fsync(file.fileno())
@@ -125,13 +128,12 @@ def write_temporary(folder: Path, cache_file: CacheFile) -> tuple[Path, int]:
 
 def write_file(folder: Path, cache_file: CacheFile) -> int:
     """Write a file atomically; return the number of bytes written."""
-    temporary, size = write_temporary(folder, cache_file)
+    path = folder / cache_file.name
+    temporary, size = write_temporary(path, cache_file.to_buffers(), cache_file.mode)
     try:
-        os.replace(temporary, folder / cache_file.name)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        os.replace(temporary, path)
+    finally:
+        delete_file(temporary)
     return size
 
 
@@ -250,11 +252,6 @@ def prepare_directory(directory: Path) -> None:
         raise InvalidArgument(
             "disk_cache_directory", f"{directory} is accessible to other users (mode {mode:03o}): run `chmod 700` on it"
         )
-
-
-def attach_payload(loaded: LoadedFile) -> CacheFile:
-    """Return a file that can be written again, e.g. to another directory."""
-    return replace(loaded.file, payload=[loaded.payload])
 
 
 def write_label(folder: Path, label: str) -> None:

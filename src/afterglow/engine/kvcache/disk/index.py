@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind
@@ -148,15 +149,17 @@ class DiskIndex:
 
     def find_lru_pinned(self, count: int) -> list[IndexRow]:
         """Return the least recently used pinned files; of equal age, those deepest in a prompt first."""
-        query = f"SELECT {COLUMNS} FROM items WHERE pinned = 1 ORDER BY last_used ASC, start DESC LIMIT ?"
-        return [_build_row(*values) for values in self._connection.execute(query, (count,))]
+        return self._select("WHERE pinned = 1 ORDER BY last_used ASC, start DESC LIMIT ?", count)
 
     def list_rows(self, model: str | None = None, after_number: int = 0) -> list[IndexRow]:
         """Return the files of one model, or of all, with a number above `after_number`, prefixes first."""
         condition = "number > ?" + ("" if model is None else " AND model = ?")
         parameters = (after_number,) if model is None else (after_number, model)
-        query = f"SELECT {COLUMNS} FROM items WHERE {condition} ORDER BY start, number"
-        return [_build_row(*values) for values in self._connection.execute(query, parameters)]
+        return self._select(f"WHERE {condition} ORDER BY start, number", *parameters)
+
+    def _select(self, clauses: str, *parameters: object) -> list[IndexRow]:
+        rows = self._connection.execute(f"SELECT {COLUMNS} FROM items {clauses}", parameters)
+        return [_build_row(*values) for values in rows]
 
     def list_names(self, model: str) -> set[str]:
         """Return the names of the files of one model."""
@@ -164,14 +167,11 @@ class DiskIndex:
 
     def find_row(self, name: str) -> IndexRow | None:
         """Return the row of a file; None if it is not in the index."""
-        values = self._connection.execute(f"SELECT {COLUMNS} FROM items WHERE name = ?", (name,)).fetchone()
-        return None if values is None else _build_row(*values)
+        return next(iter(self._select("WHERE name = ?", name)), None)
 
     def add(self, cache_file: CacheFile, nbytes: int) -> None:
         """Add a file that was written."""
         entries = cache_file.entries if cache_file.kind == "cells" else cache_file.entries[cache_file.start :]
-        # Rounded: small differences of measured times do not change the order of eviction.
-        value = round(compute_log_value(cache_file.value, 1))
         row = {
             "name": cache_file.name,
             "model": cache_file.model.hex(),
@@ -184,7 +184,8 @@ class DiskIndex:
             "cells": cache_file.cells,
             "nbytes": nbytes,
             "seconds": cache_file.seconds,
-            "value": value,
+            # Rounded: small differences of measured times do not change the order of eviction.
+            "value": round(compute_log_value(cache_file.value, 1)),
             "last_used": time.time(),
             "pinned": int(cache_file.pinned),
         }
@@ -207,9 +208,8 @@ class DiskIndex:
     def touch(self, names: Iterable[str]) -> None:
         """Record the use of files."""
         now = time.time()
-        self._execute_many(
-            "UPDATE items SET last_used = ?, hits = hits + 1 WHERE name = ?", [(now, name) for name in names]
-        )
+        statement = "UPDATE items SET last_used = ?, hits = hits + 1 WHERE name = ?"
+        self._execute_many(statement, [(now, name) for name in names])
 
     def pin(self, names: Iterable[str], *, pinned: bool) -> None:
         """Pin or unpin files, by their mode and in the index."""
@@ -230,26 +230,19 @@ class DiskIndex:
         """
         now = time.time()
         self._connection.execute("UPDATE items SET last_used = ? WHERE last_used > ?", (now, now))
-        rows = self._connection.execute(
-            f"SELECT {COLUMNS} FROM items WHERE pinned = 0 ORDER BY value + last_used / ? ASC, start DESC LIMIT ?",
-            (HALF_LIFE_SECONDS, count),
-        )
-        return [_build_row(*values) for values in rows]
+        order = "ORDER BY value + last_used / ? ASC, start DESC LIMIT ?"
+        return self._select(f"WHERE pinned = 0 {order}", HALF_LIFE_SECONDS, count)
 
     def find_dependents(self, row: IndexRow) -> list[IndexRow]:
         """Return the files that are useless without this one: its children, and the checkpoints inside it."""
         if row.kind == "state":
             return []
-        return self._find_children(row.key) + [
+        return self._select("WHERE parent = ?", row.key) + [
             sibling
-            for sibling in self._find_children(row.parent)
+            for sibling in self._select("WHERE parent = ?", row.parent)
             if sibling.kind == "state"
             and 0 < len(sibling.entries) == common_prefix_length(sibling.entries, row.entries)
         ]
-
-    def _find_children(self, parent: bytes) -> list[IndexRow]:
-        query = f"SELECT {COLUMNS} FROM items WHERE parent = ?"
-        return [_build_row(*values) for values in self._connection.execute(query, (parent,))]
 
     def has_cells_for(self, cache_file: CacheFile) -> bool:
         """Return whether the cells before a file are on disk, as far as it needs them."""
@@ -261,14 +254,11 @@ class DiskIndex:
         rest = cache_file.entries[cache_file.start :]
         return not len(rest) or any(
             row.kind == "cells" and common_prefix_length(row.entries, rest) == len(rest)
-            for row in self._find_children(cache_file.parent)
+            for row in self._select("WHERE parent = ?", cache_file.parent)
         )
 
     def evict(self, row: IndexRow) -> list[IndexRow]:
-        """Delete a file and its dependents, except pinned ones; return what was deleted.
-
-        Dependents are deleted first: a process that is killed meanwhile leaves no file without those before it.
-        """
+        """Delete a file, but first its unpinned dependents, in case this process is killed; return what was deleted."""
         with self.transaction():
             victims, pending = [row], self.find_dependents(row)
             while pending:
@@ -333,8 +323,8 @@ class DiskIndex:
     def _list_folders(self) -> list[Path]:
         return [path for path in self._directory.iterdir() if path.is_dir() and len(path.name) == 64]
 
-    def adopt(self, path: Path) -> bool:
-        """Add an unlisted file to the index, or delete it if it is damaged; return whether it was added."""
+    def adopt(self, path: Path) -> None:
+        """Add an unlisted file to the index, or delete it if it is damaged."""
         try:
             file, size = disk_files.read_header(path)
             if file.model.hex() != path.parent.name:
@@ -342,19 +332,15 @@ class DiskIndex:
         except InvalidState:
             with contextlib.suppress(OSError):
                 path.unlink()
-            return False
-        except OSError:  # evicted by another process, or the disk fails, which does not mean that the file is damaged
-            return False
-        self.add(file, size)
-        return True
+        except OSError:
+            pass  # evicted by another process, or the disk fails, which does not mean that the file is damaged
+        else:
+            self.add(file, size)
 
 
 @contextlib.contextmanager
 def open_index(directory: Path) -> Iterator[DiskIndex]:
-    """Open the index of a directory without an engine.
-
-    Raise `InvalidArgument` if the directory does not exist or other users could read or change it.
-    """
+    """Open the index of a directory without an engine; `InvalidArgument` if it does not exist or is not private."""
     if not directory.is_dir():
         raise InvalidArgument("directory", f"{directory} does not exist")
     disk_files.prepare_directory(directory)
@@ -390,15 +376,5 @@ def _remove_stale_temporary(path: Path) -> None:
     """Remove a temporary file whose writer has ended."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(path.name.split(".")[-3])
-        if not _is_alive(pid) or time.time() - path.stat().st_mtime > STALE_AFTER_SECONDS:
+        if not psutil.pid_exists(pid) or time.time() - path.stat().st_mtime > STALE_AFTER_SECONDS:
             path.unlink()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -42,10 +42,7 @@ class Prefetcher:
         self._pending: dict[FileKey, _PendingFile] = {}
 
     def submit(self, sizes: Mapping[FileKey, int], protected: AbstractSet[bytes] = frozenset()) -> bool:
-        """Start reading the files that are not being read yet; return whether some are not complete.
-
-        `sizes` has their sizes in bytes. Blocks in RAM with a key in `protected` are not evicted for them.
-        """
+        """Start reading files, with their sizes, evicting no `protected` block; return whether some are incomplete."""
         now = time.monotonic()
         for file_key, nbytes in sizes.items():
             pending = self._pending.get(file_key)

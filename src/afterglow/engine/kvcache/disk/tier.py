@@ -17,7 +17,7 @@ from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name
 from afterglow.engine.kvcache.disk.index import IndexRow
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
-from afterglow.engine.kvcache.disk.writer import DiskWriter, FileAdded, FileRemoved, logger
+from afterglow.engine.kvcache.disk.writer import DiskWriter, FileAdded, FileRemoved
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.counters import TierCounters
@@ -106,9 +106,7 @@ class DiskTier:
                 case FileAdded(row) if row.kind == "cells":
                     self._add_block(row)
                 case FileAdded(row):
-                    self._add_checkpoint(
-                        DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.aligned, row.nbytes)
-                    )
+                    self._add_checkpoint(row)
                 case FileRemoved("cells", key):
                     if (block := self._tree.get(key)) is not None:
                         self.forget(block)
@@ -156,7 +154,8 @@ class DiskTier:
             self.forget(block)
             self.writer.remove("cells", block.key)
 
-    def _add_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
+    def _add_checkpoint(self, row: IndexRow) -> None:
+        checkpoint = DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.aligned, row.nbytes)
         siblings = self._checkpoints.setdefault(checkpoint.parent, {})
         if checkpoint.key not in siblings and checkpoint.table_bytes <= self._ram.budget.free_bytes:
             siblings[checkpoint.key] = checkpoint
@@ -235,8 +234,7 @@ class DiskTier:
 
     def _build_block_file(self, key: bytes) -> CacheFile | None:
         block = self._ram.get(key)
-        rows = None if block is None else block.rows
-        if block is None or rows is None:
+        if block is None or (rows := block.rows) is None:
             return None
         return CacheFile(
             kind="cells",
@@ -319,31 +317,12 @@ class DiskTier:
             if not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(checkpoint.entries)):
                 self.writer.remove("state", checkpoint.key)
                 raise InvalidState("a file contains other entries than expected")
-            state = self._backend.deserialize_state(loaded.payload)
+            return self._backend.deserialize_state(loaded.payload)
         except InvalidState:
             self._remove_checkpoint(checkpoint.key)
             raise
-        return state
 
 
 def get_kind(data: Block | Checkpoint) -> FileKind:
     """Return the kind of the file of a block or a checkpoint."""
     return "cells" if isinstance(data, Block) else "state"
-
-
-def open_disk_tier(
-    settings: EngineSettings,
-    backend: Backend,
-    interner: EntryInterner,
-    cost_model: CostModel,
-    tree: BlockTree,
-    ram: RamTier,
-) -> DiskTier | None:
-    """Return the disk tier; None if it is disabled or the directory cannot be used."""
-    if settings.disk_cache_directory is None or not settings.disk_cache_bytes:
-        return None
-    try:
-        return DiskTier(settings, backend, interner, cost_model, tree, ram)
-    except OSError as error:
-        logger.warning("disk cache disabled: %s cannot be used: %s", settings.disk_cache_directory, error)
-        return None

@@ -153,10 +153,9 @@ class DiskWriter:
             if (loaded.file.kind, loaded.file.key, loaded.file.model) != (kind, key, self._model):
                 raise InvalidState("it belongs to another model")
         except (InvalidState, OSError, ValueError, MemoryError) as error:
-            is_gone = isinstance(error, FileNotFoundError)
             is_damaged = isinstance(error, InvalidState | ValueError) or getattr(error, "errno", 0) in DAMAGE_ERRNOS
             self.counters.corrupt_files += is_damaged
-            if is_gone:
+            if isinstance(error, FileNotFoundError):
                 self._submit(functools.partial(self._forget_file, path.name))
             elif is_damaged:
                 self.remove(kind, key)
@@ -171,10 +170,9 @@ class DiskWriter:
 
         def reply() -> None:
             try:
-                if self._index is not None:
-                    future.set_result(query(self._index))
-                    return
-                future.set_exception(Closed("disk tier"))
+                if self._index is None:
+                    raise Closed("disk tier")
+                future.set_result(query(self._index))
             except Exception as error:
                 future.set_exception(error)
 
@@ -247,7 +245,7 @@ class DiskWriter:
 
     def _get_index(self) -> DiskIndex | None:
         """Return the index, and open it if that is necessary; None for `RETRY_AFTER_SECONDS` after an I/O error."""
-        if self._is_backing_off:
+        if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_AFTER_SECONDS:
             return None
         if self._index is None or self._index.in_memory or not self._index.is_current:
             self._open_index()
@@ -255,10 +253,7 @@ class DiskWriter:
         return self._index
 
     def _open_index(self) -> None:
-        """Open the index and report its files.
-
-        If it cannot be opened, e.g. because the disk is full, it stays as it is, and the files are listed instead.
-        """
+        """Open the index and report its files. If that fails, e.g. on a full disk, list the files instead."""
         try:
             disk_files.prepare_directory(self.directory)
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -325,11 +320,6 @@ class DiskWriter:
             self._report_removed_files(index)
         self._version = version
 
-    @property
-    def _is_backing_off(self) -> bool:
-        """Whether an I/O error was less than `RETRY_AFTER_SECONDS` ago."""
-        return self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_AFTER_SECONDS
-
     def _with_index(self, task: Callable[[DiskIndex], None]) -> None:
         index = self._get_index()
         if index is not None:
@@ -372,19 +362,20 @@ class DiskWriter:
         if not self._evict_until_free(index, max_bytes) or not index.has_cells_for(file):
             self.counters.dropped_writes += 1
             return False
-        temporary, nbytes = disk_files.write_temporary(self._folder, file)
+        path = self._folder / file.name
+        temporary, nbytes = disk_files.write_temporary(path, file.to_buffers(), file.mode)
         is_placed = False
         try:
             with index.transaction():
                 if not index.has_cells_for(file):  # removed by another process meanwhile
                     self.counters.dropped_writes += 1
                     return False
-                os.replace(temporary, self._folder / file.name)
+                os.replace(temporary, path)
                 is_placed = True
                 index.add(file, nbytes)
         except BaseException:
             if is_placed:  # a file without a row would be in no budget
-                disk_files.delete_file(self._folder / file.name)
+                disk_files.delete_file(path)
             raise
         finally:
             disk_files.delete_file(temporary)
@@ -397,25 +388,18 @@ class DiskWriter:
         """Evict files by lowest value until `nbytes` fit within the limit; return False if that is not possible."""
         if nbytes > self.limit:
             return False
-        self._enforce_pin_limit(index)
+        # Unpin the least recently used files while pinned files exceed their share of the limit.
+        while index.count_bytes(pinned_only=True) > self.limit * MAX_PINNED_FRACTION:
+            index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], pinned=False)
         while (excess := index.count_bytes() + nbytes - self.limit) > 0:
             candidates = index.find_eviction_candidates(EVICTION_BATCH_FILES)
             if not candidates:
                 return False
             for row in choose_victims([(row, row.nbytes) for row in candidates], excess):
-                self._evict_file(index, row)
+                victims = index.evict(row)
+                self.counters.evictions += len(victims)
+                self._report_removed(victim.name for victim in victims if victim.model == self._model.hex())
         return True
-
-    def _enforce_pin_limit(self, index: DiskIndex) -> None:
-        """Unpin the least recently used files while pinned files exceed their share of the limit."""
-        while index.count_bytes(pinned_only=True) > self.limit * MAX_PINNED_FRACTION:
-            index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], pinned=False)
-
-    def _evict_file(self, index: DiskIndex, row: IndexRow) -> None:
-        """Delete a file and its dependents, except pinned ones."""
-        victims = index.evict(row)
-        self.counters.evictions += len(victims)
-        self._report_removed(victim.name for victim in victims if victim.model == self._model.hex())
 
     def _delete_all(self) -> None:
         """Delete every file of this model, even if the disk has just failed."""

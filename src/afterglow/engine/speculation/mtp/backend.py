@@ -39,10 +39,9 @@ class MtpState(llama_state.SavedState):
 
     @property
     def nbytes(self) -> int:
-        head_bytes = (0 if self.head_state is None else self.head_state.nbytes) + (
-            0 if self.hidden_state is None else self.hidden_state.nbytes
-        )
-        return self.data.nbytes + head_bytes
+        head_bytes = 0 if self.head_state is None else self.head_state.nbytes
+        hidden_bytes = 0 if self.hidden_state is None else self.hidden_state.nbytes
+        return self.data.nbytes + head_bytes + hidden_bytes
 
     def to_bytes(self) -> bytes:
         return _strip_head_state(self).to_bytes()
@@ -52,12 +51,7 @@ class MtpBackend(LlamaBackend):
     """A llama.cpp backend whose MTP heads see everything it computes."""
 
     def __init__(
-        self,
-        context: LlamaContext,
-        head_context: LlamaContext,
-        *,
-        n_draft_max: int,
-        projector: Projector | None = None,
+        self, context: LlamaContext, head_context: LlamaContext, *, n_draft_max: int, projector: Projector | None = None
     ) -> None:
         super().__init__(context, projector=projector)
         self.head_context = head_context
@@ -93,9 +87,8 @@ class MtpBackend(LlamaBackend):
         The first of the heads' cells after a hit needs the hidden state before it, which is not kept for every entry.
         The heads keep their cell of the recomputed entry.
         """
-        if self.session.get_hidden_state(sequence, position) is not None or not self.can_resume_at(
-            sequence, position - 1
-        ):
+        is_known = self.session.get_hidden_state(sequence, position) is not None
+        if is_known or not self.can_resume_at(sequence, position - 1):
             return False
         super().truncate(sequence, position - 1)
         self.session.expect_recompute(sequence, position - 1)
@@ -122,14 +115,7 @@ class MtpBackend(LlamaBackend):
         if scope == "full" or self._heads_have_window:
             catch_up(self.session, [sequence])
             head_state = self.head_context.state.save(sequence, scope, long_lived=long_lived)
-        return MtpState(
-            key=state.key,
-            scope=state.scope,
-            positions=state.positions,
-            data=state.data,
-            head_state=head_state,
-            hidden_state=self.session.get_hidden_state(sequence, end),
-        )
+        return _add_head_state(state, state.key, head_state, self.session.get_hidden_state(sequence, end))
 
     def load(self, sequence: int, state: BackendState) -> None:
         assert isinstance(state, llama_state.SavedState)
@@ -139,18 +125,14 @@ class MtpBackend(LlamaBackend):
         if state.scope == "full":
             self.session.begin(sequence)
             self._load_heads(sequence, head_state)
-        else:
-            self._rewind_heads(sequence, end, head_state)
+        else:  # the heads' cells are still present; `head_state` restores a sliding window
+            if head_state is not None:
+                catch_up(self.session, [sequence])
+                position_range = self.head_context.memory.get_position_range(sequence)
+                if position_range is not None and position_range[1] + 1 >= end:
+                    self._load_heads(sequence, head_state)
+            self.session.truncate(sequence, end)
         self.session.set_hidden_state(sequence, end, hidden_state)
-
-    def _rewind_heads(self, sequence: int, end: int, head_state: llama_state.SavedState | None) -> None:
-        """Return the heads to `end`. Their cells are still present; `head_state` restores a sliding window."""
-        if head_state is not None:
-            catch_up(self.session, [sequence])
-            position_range = self.head_context.memory.get_position_range(sequence)
-            if position_range is not None and position_range[1] + 1 >= end:
-                self._load_heads(sequence, head_state)
-        self.session.truncate(sequence, end)
 
     def _load_heads(self, sequence: int, head_state: llama_state.SavedState | None) -> None:
         try:
@@ -176,19 +158,15 @@ class MtpBackend(LlamaBackend):
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
         assert isinstance(state, MtpState)
         assert partial is None or isinstance(partial, llama_state.SavedState)
-        model_cells = llama_layout.parse_cells(
-            state.data, 0 if partial is None else len(partial.data) - llama_layout.HEADER_BYTES
-        )
-        has_head_cells = state.head_state is not None and state.head_state.positions is not None
-        window, _ = _get_head_state(partial)
-        window_bytes = 0 if window is None else len(window.data) - llama_layout.HEADER_BYTES
-        head_cells = (
-            llama_layout.parse_cells(state.head_state.data, window_bytes)
-            if state.head_state is not None and has_head_cells
-            else None
-        )
-        if self._head_layout is None and has_head_cells:
-            self._head_layout = b"" if head_cells is None else head_cells.layout
+        partial_bytes = 0 if partial is None else len(partial.data) - llama_layout.HEADER_BYTES
+        model_cells = llama_layout.parse_cells(state.data, partial_bytes)
+        head_cells = None
+        if state.head_state is not None and state.head_state.positions is not None:
+            window, _ = _get_head_state(partial)
+            window_bytes = 0 if window is None else len(window.data) - llama_layout.HEADER_BYTES
+            head_cells = llama_layout.parse_cells(state.head_state.data, window_bytes)
+            if self._head_layout is None:
+                self._head_layout = b"" if head_cells is None else head_cells.layout
         if model_cells is None or self._head_layout is None:
             return None
         return PairedCells(model_cells, head_cells, self._head_layout)
@@ -198,28 +176,18 @@ class MtpBackend(LlamaBackend):
     ) -> BackendState:
         assert partial is None or isinstance(partial, llama_state.SavedState)
         model_layout, model_rows, head_layout, head_rows = split_cells(layout, blocks)
-        state = super().assemble_state(
-            model_layout, model_rows, None if partial is None else _strip_head_state(partial), position
-        )
-        assert isinstance(state, llama_state.SavedState)
+        model_partial = None if partial is None else _strip_head_state(partial)
+        state = super().assemble_state(model_layout, model_rows, model_partial, position)
         window, hidden_state = _get_head_state(partial)
         head_state = None
         if head_rows and (window is not None or not self._heads_have_window):
-            data = llama_layout.join_cells(
-                llama_layout.KVLayout.unpack(head_layout), head_rows, None if window is None else window.data
-            )
+            window_data = None if window is None else window.data
+            data = llama_layout.join_cells(llama_layout.KVLayout.unpack(head_layout), head_rows, window_data)
             positions = read_first_position(head_rows[0]), position - 1
             head_state = llama_state.SavedState(
                 key=self.head_context.state.key, scope="full", positions=positions, data=data
             )
-        return MtpState(
-            key=self.context.state.key,
-            scope=state.scope,
-            positions=state.positions,
-            data=state.data,
-            head_state=head_state,
-            hidden_state=hidden_state,
-        )
+        return _add_head_state(state, self.context.state.key, head_state, hidden_state)
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.SavedState)
@@ -242,17 +210,12 @@ class MtpBackend(LlamaBackend):
             raise InvalidState("a partial state is truncated")
         state = super().deserialize_state(data[end + window_bytes :])
         head_state = super().deserialize_state(data[end : end + window_bytes]) if window_bytes else None
-        assert isinstance(state, llama_state.SavedState)
         assert isinstance(head_state, llama_state.SavedState | None)
+        if head_state is not None:
+            head_state = replace(head_state, key=self.head_context.state.key)
         hidden = data[HEAD_STATE_HEADER.size : end]
-        return MtpState(
-            key=self.context.state.key,
-            scope="partial",
-            positions=state.positions,
-            data=state.data,
-            head_state=None if head_state is None else replace(head_state, key=self.head_context.state.key),
-            hidden_state=np.frombuffer(hidden, dtype=np.float32).copy() if hidden_bytes else None,
-        )
+        hidden_state = np.frombuffer(hidden, dtype=np.float32).copy() if hidden_bytes else None
+        return _add_head_state(state, self.context.state.key, head_state, hidden_state)
 
     def clear(self, sequence: int) -> None:
         super().clear(sequence)
@@ -260,10 +223,7 @@ class MtpBackend(LlamaBackend):
 
 
 def catch_up(session: MtpSession, sequences: Sequence[int]) -> bool:
-    """Let the heads compute what they have not yet. Return False if they could not, e.g. because no cells are free.
-
-    They start again then: heads must not fail requests.
-    """
+    """Let the heads compute what they have not yet. If they cannot, they start again: return False."""
     try:
         session.catch_up(sequences)
         return True
@@ -271,6 +231,20 @@ def catch_up(session: MtpSession, sequences: Sequence[int]) -> bool:
         for sequence in sequences:
             session.begin(sequence)
         return False
+
+
+def _add_head_state(
+    state: BackendState, key: bytes, head_state: llama_state.SavedState | None, hidden_state: NDArray[np.float32] | None
+) -> MtpState:
+    assert isinstance(state, llama_state.SavedState)
+    return MtpState(
+        key=key,
+        scope=state.scope,
+        positions=state.positions,
+        data=state.data,
+        head_state=head_state,
+        hidden_state=hidden_state,
+    )
 
 
 def _strip_head_state(state: llama_state.SavedState) -> llama_state.SavedState:

@@ -46,9 +46,8 @@ class PairedCells:
             first = max(start, uncovered)
             if first < stop:
                 rows[first - start :, model_bytes] = 1
-                rows[first - start :, model_bytes + 1 :] = self._head_cells.copy_rows(
-                    first - uncovered, stop - uncovered
-                )
+                head_rows = self._head_cells.copy_rows(first - uncovered, stop - uncovered)
+                rows[first - start :, model_bytes + 1 :] = head_rows
         return rows
 
 

@@ -114,13 +114,17 @@ class MtpSession:
         """`restores_states`: the caller removes rejected draft tokens by restoring a saved state, not with `accept`."""
         self.settings = MtpSettings(sequences=sequences, n_draft_max=n_draft_max, n_min=n_min, p_min=p_min)
         _check_contexts(target, draft, self.settings)
-        if not restores_states:
-            _check_rollback(target, n_draft_max)
+        has_recurrent_state = target.memory.kind in ("recurrent", "hybrid")
+        if not restores_states and has_recurrent_state and target.max_rollback < n_draft_max:
+            raise InvalidArgument(
+                "n_draft_max",
+                f"must be at most {target.max_rollback}, the target's `recurrent_snapshots`: "
+                "its KV cache could not drop rejected draft tokens",
+            )
         self.target, self.draft_context = target, draft  # kept alive as long as the session
         self.stats = MtpStats()
         self._head_count = draft.model.info.mtp_layer_count
-        width = target.model.embedding_width
-        self._zero_state: HiddenState = np.zeros(width, dtype=np.float32)
+        self._zero_state: HiddenState = np.zeros(target.model.embedding_width, dtype=np.float32)
         # Per sequence: position of the next entry → hidden state before it.
         self._hidden_states: list[dict[int, HiddenState]] = [{} for _ in range(sequences)]
         self._backlogs = [HeadBacklog() for _ in range(sequences)]
@@ -150,16 +154,13 @@ class MtpSession:
         self._processed_decodes = self.target.decode_count
         for sequence, start, stop in runs:
             first, known_states = int(batch.positions[start]), self._hidden_states[sequence]
-            skipped = max(
-                stop - start - MAX_BACKLOG_ENTRIES, int(self._recomputed_positions.pop(sequence, -1) == first), 0
-            )
+            is_recomputed = self._recomputed_positions.pop(sequence, -1) == first
+            skipped = max(stop - start - MAX_BACKLOG_ENTRIES, int(is_recomputed), 0)
             states = list(hidden[start + max(skipped - 1, 0) : stop - 1].copy())
             states_before = states if skipped else [known_states.get(first, self._zero_state), *states]
             self._backlogs[sequence].add(first + skipped, batch.tokens[start + skipped : stop].tolist(), states_before)
             for back in range(min(stop - start, self.settings.n_draft_max + 1)):
-                known_states[first + stop - start - back] = hidden[
-                    stop - 1 - back
-                ].copy()  # a view would keep all alive
+                known_states[first + stop - start - back] = hidden[stop - 1 - back].copy()  # a view keeps all alive
             while len(known_states) > MAX_HIDDEN_STATES:
                 del known_states[next(iter(known_states))]
 
@@ -214,10 +215,7 @@ class MtpSession:
         }
 
     def expect_recompute(self, sequence: int, position: int) -> None:
-        """Note that the target recomputes its last entry, at `position`.
-
-        The heads have a cell for it already and only need the hidden state after it.
-        """
+        """Note that the target recomputes the entry at `position`, of which the heads lack only the hidden state."""
         self._recomputed_positions[sequence] = position
 
     def get_hidden_state(self, sequence: int, position: int) -> HiddenState | None:
@@ -275,8 +273,7 @@ class MtpSession:
 
     def _align_head_cache(self, sequence: int, position: int) -> None:
         """Make the heads' KV cache end right before `position`, or be empty: a sequence may start anywhere."""
-        memory = self.draft_context.memory
-        position_range = memory.get_position_range(sequence)
+        position_range = self.draft_context.memory.get_position_range(sequence)
         if position_range is not None and position_range[1] + 1 != position:
             self._truncate_heads(sequence, position if position_range[1] >= position else 0)
 
@@ -314,10 +311,9 @@ class MtpSession:
             for sequence in active:
                 row += 1 + (step if is_chain else 0)
                 token = self._pick_token(row)
-                if token is None:
-                    continue
-                drafts[sequence].append(token)
-                hidden_states[sequence].append(context.get_hidden_state(row).copy())
+                if token is not None:
+                    drafts[sequence].append(token)
+                    hidden_states[sequence].append(context.get_hidden_state(row).copy())
         for sequence, end in ends.items():
             self._truncate_heads(sequence, end)
 
@@ -330,10 +326,7 @@ class MtpSession:
         drafts: dict[int, list[int]],
         step: int,
     ) -> None:
-        """Fill the batch for one draft step.
-
-        A single head continues from its own state; in a chain, the next head reads all draft tokens again.
-        """
+        """Fill the batch for one draft step. In a chain, the next head reads all draft tokens again."""
         batch = self.draft_context.batch
         batch.clear()
         assert batch.hidden_states is not None
@@ -384,12 +377,3 @@ def _check_contexts(target: LlamaContext, draft: LlamaContext, settings: MtpSett
         raise InvalidArgument("draft", f"must take batches of {target.batch.capacity} rows, as the target does")
     if draft.max_outputs < settings.sequences:
         raise InvalidArgument("draft", f"must have an output for each of {settings.sequences} sequences")
-
-
-def _check_rollback(target: LlamaContext, n_draft_max: int) -> None:
-    if target.memory.kind in ("recurrent", "hybrid") and target.max_rollback < n_draft_max:
-        raise InvalidArgument(
-            "n_draft_max",
-            f"must be at most {target.max_rollback}, the target's `recurrent_snapshots`: "
-            "its KV cache could not drop rejected draft tokens",
-        )
