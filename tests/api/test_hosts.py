@@ -166,6 +166,13 @@ def test_a_model_can_have_another_name() -> None:
         assert model.name == "small"
 
 
+def test_an_embedding_model_has_statistics_and_a_cache() -> None:
+    with load("thread", "embedding") as model:
+        assert model.get_stats().counters["decodes"] == 0
+        assert all(not sequence.tokens for sequence in model.get_cache_contents().sequences)
+        model.clear_cache()
+
+
 def test_an_unknown_host_is_an_error() -> None:
     with pytest.raises(InvalidArgument, match="thread or process, not 'fiber'"):
         load("fiber")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import openai
 import pytest
-from afterglow.api.served_model import ServedModel, ServedSettings
 from starlette.testclient import TestClient
 
+import afterglow
 from afterglow.server.app import build_application
 from afterglow.server.models import ModelRegistry
 from afterglow.server.settings import ServerSettings
@@ -188,15 +188,16 @@ def test_draft_selects_the_drafter_of_each_model() -> None:
 
 def test_pinning_tokenizes_the_prompt_once(caches_of_our_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    tokenize = ServedModel.tokenize
+    tokenize = afterglow.Model.tokenize
 
-    def count(model: ServedModel, text: str, **options: bool) -> list[int]:
+    def count(model: afterglow.Model, text: str, **options: bool) -> list[int]:
         texts.append(text)
         return tokenize(model, text, **options)
 
-    monkeypatch.setattr(ServedModel, "tokenize", count)
-    settings = ServedSettings(context=256, sequences=1, threads=1, disk_cache=False)
-    registry = ModelRegistry({"tiny": models.get_path("successor-attention")}, settings)
+    monkeypatch.setattr(afterglow.Model, "tokenize", count)
+    path = models.get_path("successor-attention")
+    options: afterglow.LoadOptions = {"context": 256, "sequences": 1, "threads": 1, "disk_cache": False}
+    registry = ModelRegistry({"tiny": lambda: afterglow.load(path, host="process", name="tiny", **options)})
     with (
         ServerState(registry, ServerSettings()) as state,
         TestClient(build_application(state)[0], "http://localhost") as client,

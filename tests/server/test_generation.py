@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from afterglow.api.served_model import ServedSettings
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.testclient import TestClient
 
+import afterglow
 from afterglow.chat.messages import Message
 from afterglow.chat.response import Delta
 from afterglow.server.app import ERROR_FORMATS, build_routed_app
@@ -64,7 +64,7 @@ def build_second_router(state: ServerState) -> APIRouter:
     async def chat(body: SecondBody, request: Request) -> Response:
         conversation = ConversationRequest(
             messages=[Message(role="user", content=body.question)],
-            chat_options={},
+            prompt_options={},
             sampling_fields=SamplingFields(temperature=0),
             max_tokens=body.max_tokens,
             salt=get_tenant_salt(request),
@@ -88,8 +88,9 @@ def build_second_router(state: ServerState) -> APIRouter:
 @pytest.fixture(scope="module")
 def client(caches_of_our_own: None) -> Iterator[TestClient]:
     """A server with the OpenAI API and a second one."""
-    settings = ServedSettings(context=4096, sequences=4, threads=1, disk_cache=False)
-    registry = ModelRegistry({"tiny": models.get_path("successor-attention")}, settings)
+    path = models.get_path("successor-attention")
+    options: afterglow.LoadOptions = {"context": 4096, "sequences": 4, "threads": 1, "disk_cache": False}
+    registry = ModelRegistry({"tiny": lambda: afterglow.load(path, host="process", name="tiny", **options)})
     formats = ErrorFormats(ERROR_FORMATS.default, {"/second/": build_second_error})
     with ServerState(registry, ServerSettings(api_keys=("key",), max_body_bytes=10_000)) as state:
         app: FastAPI = build_routed_app(state)

@@ -645,7 +645,7 @@ class Model(Closeable):
         >>> model.complete("The rain in Spain", max_tokens=1).usage.cached_tokens
         0
         """
-        self._get_host().call(functools.partial(snapshots.clear, sequence=sequence))
+        self._lifecycle.get_host().call(functools.partial(snapshots.clear, sequence=sequence))
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
@@ -654,7 +654,7 @@ class Model(Closeable):
         >>> max(sequence.tokens for sequence in model.get_cache_contents().sequences) >= 4
         True
         """
-        return self._get_host().call(functools.partial(remote_calls.get_cache_contents, salt=salt))
+        return self._lifecycle.get_host().call(functools.partial(remote_calls.get_cache_contents, salt=salt))
 
     def get_stats(self) -> EngineStats:
         """Return counters, tier usage and speculation results of the engine since its start.
@@ -662,7 +662,7 @@ class Model(Closeable):
         >>> model.get_stats().counters["decodes"] > 0
         True
         """
-        return self._get_host().call(remote_calls.get_engine_stats)
+        return self._lifecycle.get_host().call(remote_calls.get_engine_stats)
 
     def explain_miss(self, prompt: PromptInput, *, salt: str = "") -> PrefixMiss:
         """Like `explain`, with the entries of both sides after the divergence."""

@@ -111,8 +111,9 @@ def test_none_generates_no_call(model):
 def test_auto_enforces_a_call_once_it_begins(model):
     plan = model.plan_chat("Hello", tools=TOOLS)
     family = detect_family(model.chat_template)
-    if family.triggers:
-        assert {trigger.decode() for trigger, _ in plan.constraint.triggers} == set(family.triggers)
+    named = {family.tool_trigger.format(tool["function"]["name"]) for tool in TOOLS} - {""}
+    if triggers := {*family.triggers} | named:
+        assert {trigger.decode() for trigger, _ in plan.constraint.triggers} == triggers
         assert not plan.constraint.stop_after_first
         assert model.plan_chat("Hello", tools=TOOLS, parallel_tool_calls=False).constraint.stop_after_first
     else:
