@@ -61,7 +61,7 @@ class EmbeddingFiles:
             return
         self._evict(len(data))
         path = self._path(source_key)
-        temporary, _ = disk_files.write_temporary(path, [data])
+        temporary, _ = disk_files.write_beside(path, [data])
         try:
             os.replace(temporary, path)
         finally:

@@ -63,10 +63,6 @@ class CacheFile:
         """Name of the file of the block before it, without which it is of no use; None if it needs none."""
         return build_file_name("cells", self.parent) if self.start and self.needs_cells else None
 
-    @property
-    def mode(self) -> int:
-        return PINNED_MODE if self.pinned else UNPINNED_MODE
-
     def to_buffers(self) -> list[Buffer]:
         """Return the contents of the file."""
         payload_bytes = sum(len(part) for part in self.payload)
@@ -108,8 +104,14 @@ def parse_file_name(name: str) -> tuple[FileKind, bytes] | None:
     return None
 
 
-def write_temporary(path: Path, parts: Iterable[Buffer], mode: int = UNPINNED_MODE) -> tuple[Path, int]:
-    """Write a temporary file and flush it to disk; return its path and size. The caller renames it to `path`."""
+def write_temporary(folder: Path, cache_file: CacheFile) -> tuple[Path, int]:
+    """Write a temporary file and flush it to disk; return its path and size. The caller renames it."""
+    mode = PINNED_MODE if cache_file.pinned else UNPINNED_MODE
+    return write_beside(folder / cache_file.name, cache_file.to_buffers(), mode)
+
+
+def write_beside(path: Path, parts: Iterable[Buffer], mode: int = UNPINNED_MODE) -> tuple[Path, int]:
+    """Write a temporary file beside `path` and flush it to disk; return its path and size."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, mode)
     size = 0
@@ -128,10 +130,9 @@ def write_temporary(path: Path, parts: Iterable[Buffer], mode: int = UNPINNED_MO
 
 def write_file(folder: Path, cache_file: CacheFile) -> int:
     """Write a file atomically; return the number of bytes written."""
-    path = folder / cache_file.name
-    temporary, size = write_temporary(path, cache_file.to_buffers(), cache_file.mode)
+    temporary, size = write_temporary(folder, cache_file)
     try:
-        os.replace(temporary, path)
+        os.replace(temporary, folder / cache_file.name)
     finally:
         delete_file(temporary)
     return size

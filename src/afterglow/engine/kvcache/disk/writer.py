@@ -363,7 +363,7 @@ class DiskWriter:
             self.counters.dropped_writes += 1
             return False
         path = self._folder / file.name
-        temporary, nbytes = disk_files.write_temporary(path, file.to_buffers(), file.mode)
+        temporary, nbytes = disk_files.write_temporary(self._folder, file)
         is_placed = False
         try:
             with index.transaction():
