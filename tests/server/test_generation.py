@@ -134,6 +134,6 @@ def test_a_second_api_formats_the_error_that_ends_a_stream(client: TestClient) -
             text += chunk
             if not killed:
                 killed = True
-                os.kill(model._process.pid, signal.SIGKILL)
+                os.kill(model._lifecycle.get_host().pid, signal.SIGKILL)
     assert text.startswith(CYCLE[:1])
     assert text.endswith("!engine_crashed")
