@@ -65,7 +65,6 @@ ORDERS = {
         tools
         chat
         truncation
-        response
         miss_reasons
     """,
     "server": """

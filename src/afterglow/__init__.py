@@ -17,7 +17,7 @@ from afterglow.api.options import ChatGenerationOptions, GenerationOptions, Load
 from afterglow.api.outputs import Choice, Completion, Score
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
-from afterglow.chat.response import ChatResponse, ChatStream
+from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import Tool
 from afterglow.engine.host.lifecycle import LoadState
 from afterglow.engine.types.settings import EngineSettings

@@ -11,7 +11,7 @@ import pytest
 import afterglow
 from afterglow import ChatResponse, Conversation, TextDelta, ToolCall
 from afterglow.api.conversation import MAX_TOOL_ROUNDS
-from afterglow.chat.response import Delta
+from afterglow.chat.output.response import Delta
 from afterglow.engine.types.request import Usage
 from afterglow.errors import PromptTooLong
 from afterglow.testing import models

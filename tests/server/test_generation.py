@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import afterglow
 from afterglow.chat.messages import Message
-from afterglow.chat.response import Delta
+from afterglow.chat.output.response import Delta
 from afterglow.server.app import ERROR_FORMATS, build_routed_app
 from afterglow.server.auth import AuthMiddleware, get_tenant_salt
 from afterglow.server.errors import APIError, ErrorFormats, install_error_handlers

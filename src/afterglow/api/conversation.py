@@ -15,7 +15,7 @@ from afterglow.api.options import ChatGenerationOptions
 from afterglow.chat.content import AttachmentSource, build_attachments
 from afterglow.chat.messages import Message, MessageLike, ToolCall, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
-from afterglow.chat.response import ChatResponse, ChatStream, Delta
+from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.errors import InvalidArgument
 

@@ -38,8 +38,8 @@ from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
 from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
+from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
-from afterglow.chat.response import ChatResponse, ChatStream
 from afterglow.chat.tools.tool import ToolLike
 from afterglow.chat.truncation import count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from afterglow.chat.output.response import ChatResponse
 from afterglow.chat.prompt import Truncation
-from afterglow.chat.response import ChatResponse
 from afterglow.engine.types.request import FinishReason, Usage
 
 

@@ -12,8 +12,8 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
+from afterglow.chat.output.response import ChatResponse, Delta
 from afterglow.chat.prompt import Truncation
-from afterglow.chat.response import ChatResponse, Delta
 
 
 class Display(Protocol):

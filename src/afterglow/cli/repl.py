@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from afterglow.api.conversation import Conversation
-from afterglow.chat.response import Delta
+from afterglow.chat.output.response import Delta
 from afterglow.cli.display import choose_display, format_statistics, format_truncation, show_response
 from afterglow.cli.media import MediaFile, describe_media, extract_media_files, unquote_word
 from afterglow.cli.settings import Settings

@@ -22,8 +22,8 @@ from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
+from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.prompt import Truncation, TruncationPolicy
-from afterglow.chat.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.request import Request, Token

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from afterglow.api.options import PromptOptions
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
-from afterglow.chat.response import ChatResponse, Delta
+from afterglow.chat.output.response import ChatResponse, Delta
 from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error

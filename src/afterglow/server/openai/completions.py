@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from afterglow.api.model import Model
 from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.output.parts import TextDelta
-from afterglow.chat.response import ChatResponse, Delta
+from afterglow.chat.output.response import ChatResponse, Delta
 from afterglow.engine.sampling.logprobs import TokenLogprob
 from afterglow.engine.types.request import Token
 from afterglow.server import limits

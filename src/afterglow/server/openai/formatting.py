@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from afterglow.api.model import Model
-from afterglow.chat.response import ChatResponse
+from afterglow.chat.output.response import ChatResponse
 from afterglow.engine.types.request import Token, Usage
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from afterglow.api.options import PromptOptions
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import TextDelta
-from afterglow.chat.response import Delta
+from afterglow.chat.output.response import Delta
 from afterglow.chat.tools.tool import build_tool
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
