@@ -55,7 +55,7 @@ def test_a_sequence_that_was_forked_is_truncated_or_recomputed_and_changes_no_to
         play(engine, request("first", entries, max_tokens=1, **OPTIONS))
         for number in range(2):  # the first continues the sequence, the second forks it
             engine.submit(request(str(number), [*entries, 70 + number], max_tokens=4, **OPTIONS))
-        engine.admit()
+        engine._admit_waiting()
         engine.cancel("0")
         edited, answers = [*entries[:-2], 80, 81], dict[str, Answer]()
         engine.submit(request("edited", edited, max_tokens=4, **OPTIONS))  # before either was decoded

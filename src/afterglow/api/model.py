@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import os
@@ -822,21 +821,6 @@ class Model(Closeable):
         """Start `n` choices of a request and return their event streams."""
         requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
         return self._get_host().submit_together(requests)
-
-    def announce_request(self) -> Callable[[], None]:
-        """Announce a request that is being prepared, so that others wait for it briefly and are batched with it.
-
-        Call the returned function when the request is submitted or abandoned. Only the first call has an effect.
-        """
-        host = self._get_host()
-        host.expect_requests(1)
-        changes = [-1]
-
-        def withdraw() -> None:
-            with contextlib.suppress(IndexError):
-                host.expect_requests(changes.pop())
-
-        return withdraw
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read the events of a child process in this event loop, which wakes one thread less per token."""

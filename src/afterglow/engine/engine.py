@@ -84,11 +84,6 @@ class Engine:
     def is_busy(self) -> bool:
         return bool(self._jobs)
 
-    @property
-    def has_started_decoding(self) -> bool:
-        """Whether any running job was part of a decode."""
-        return any(running.job.last_decoded_at for running in self._running)
-
     def submit(self, request: Request, token_constraint: TokenConstraint | None = None) -> None:
         """Accept a request, with its `token_constraint` if built beforehand. Raises if it can never be served."""
         entries = self.interner.intern(request.entries)
@@ -135,12 +130,6 @@ class Engine:
         self._is_consistent = True
         events, self._events = self._events, []
         return events
-
-    def admit(self) -> None:
-        """Admit waiting jobs as far as there are free slots. `step` does so, too; a host calls this if it has time."""
-        self._is_consistent = False
-        self._admit_waiting()
-        self._is_consistent = True
 
     def explain(self, request: Request) -> Explanation:
         """Explain which prefix of this request's prompt is cached now, and why not more of it."""

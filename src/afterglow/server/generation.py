@@ -273,14 +273,9 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     prompts: list[PlannedPrompt] = []
     try:
         loaded_request = await request.load_media(state, model, resources)
-        withdraw_announcement = model.announce_request()
-        resources.callback(withdraw_announcement)
 
         def submit() -> list[ChatStream]:
-            try:
-                prompts.extend(loaded_request.plan(model, loaded_request.build_options(state, model)))
-            finally:
-                withdraw_announcement()
+            prompts.extend(loaded_request.plan(model, loaded_request.build_options(state, model)))
             return [
                 ChatStream(stream, prompt.output_format, request.stop)
                 for prompt in prompts

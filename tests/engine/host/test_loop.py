@@ -1,4 +1,4 @@
-"""Engine loop: waiting for expected requests, and idle tasks."""
+"""Engine loop: idle tasks."""
 
 from __future__ import annotations
 
@@ -54,67 +54,6 @@ def running() -> Iterator[RunningLoop]:
     running.start()
     yield running
     running.close()
-
-
-def test_a_prompt_waits_for_expected_requests(running, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
-    running.loop.expect_requests(1)
-    running.loop.expect_requests(1)
-    running.loop.expect_requests(-1)
-    running.submit("first")
-    time.sleep(0.05)
-    assert not running.backend.decode_history
-    running.loop.expect_requests(-1)
-    running.submit("second")
-    running.wait_for("first", "second")
-    assert len(running.backend.decode_history[0]) == 2
-
-
-def test_a_waiting_prompt_is_admitted(running, monkeypatch):
-    """Admission may store evicted state, which takes a while."""
-    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
-    running.loop.expect_requests(1)
-    running.submit("first")
-    running.loop.expect_requests(1)
-    deadline = time.monotonic() + 5
-    while not any(slot.busy for slot in running.engine.prefix_cache.slots):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert not running.backend.decode_history
-    running.loop.expect_requests(-2)
-    running.wait_for("first")
-
-
-def test_a_withdrawn_request_is_not_waited_for(running, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
-    running.loop.expect_requests(1)
-    running.submit("first")
-    running.loop.expect_requests(-1)
-    running.wait_for("first")
-
-
-def test_the_coalesce_wait_is_short(running):
-    running.loop.expect_requests(1)
-    running.submit("first")
-    running.wait_for("first", seconds=2.0)
-
-
-def test_nothing_waits_while_a_request_decodes(running, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
-    running.submit("long", 1000)
-    while not running.backend.decode_history:
-        time.sleep(0.001)
-    running.loop.expect_requests(1)
-    running.submit("short")
-    running.wait_for("long", "short")
-
-
-def test_the_expected_requests_never_fall_below_zero(running, monkeypatch):
-    """A restarted engine does not know the requests announced to its predecessor."""
-    monkeypatch.setattr(loop, "MAX_COALESCE_WAIT_SECONDS", 60.0)
-    running.loop.expect_requests(-1)
-    running.submit("first")
-    running.wait_for("first")
 
 
 @pytest.mark.parametrize(("idle_seconds", "runs"), [(60.0, False), (0.0, True)])

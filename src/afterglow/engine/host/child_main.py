@@ -72,8 +72,6 @@ class ChildHost:
                 self._factory.put(content)
             case "submit":
                 self._submit(key, content)
-            case "expect":
-                self._loop.expect_requests(key)
             case "cancel":
                 self._loop.cancel(key)
             case "call":

@@ -23,7 +23,6 @@ Command: TypeAlias = Callable[[Engine], None]
 CallResult: TypeAlias = tuple[Any, BaseException | None]
 """Value or error of a call."""
 IDLE_AFTER_SECONDS = 0.25  # idle tasks start after this time without work: the next turn of an agent comes sooner
-MAX_COALESCE_WAIT_SECONDS = 0.02  # new prompts wait at most this long for expected requests, to be computed together
 logger = logging.getLogger("afterglow.engine")
 
 
@@ -35,7 +34,6 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._last_step = 0.0
-        self._expected_requests = 0  # announced requests that have not arrived; only the engine thread uses this
         self._active_ids: set[str] = set()  # requests inside the engine
         self._compiling_ids: set[str] = set()  # requests whose grammar compiles; only the engine thread uses this
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-grammar")  # starts threads on demand
@@ -60,14 +58,6 @@ class EngineLoop:
         if (engine := self._engine) is not None:
             cancel_active(engine)
         self._commands.put(cancel_active_or_compiling)
-
-    def expect_requests(self, change: int) -> None:
-        """Change the number of requests that are about to be submitted; `change` may be negative."""
-
-        def update(engine: Engine) -> None:
-            self._expected_requests = max(0, self._expected_requests + change)
-
-        self._commands.put(update)
 
     def enqueue(self, command: Command) -> None:
         """Run a command between two steps. An exception in it crashes the engine."""
@@ -97,27 +87,14 @@ class EngineLoop:
 
     def _run_commands(self, engine: Engine) -> bool:
         """Run the commands that arrived since the last step; block if the engine is idle. Return False to stop."""
-        started = time.monotonic()
         while True:
             try:
-                if engine.is_busy:
-                    command = self._commands.get(timeout=self._get_coalesce_wait(engine, started))
-                else:
-                    command = self._wait_for_command(engine)
-                    started = time.monotonic()
+                command = self._commands.get_nowait() if engine.is_busy else self._wait_for_command(engine)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(engine)
-
-    def _get_coalesce_wait(self, engine: Engine, started: float) -> float:
-        """Return how many seconds new prompts wait for expected requests: 0 while any request decodes."""
-        return (
-            max(0.0, started + MAX_COALESCE_WAIT_SECONDS - time.monotonic())
-            if self._expected_requests and not engine.has_started_decoding
-            else 0.0
-        )
 
     def _wait_for_command(self, engine: Engine) -> Command | None:
         """Return the next command. After an idle period, run idle tasks while waiting."""
@@ -160,7 +137,6 @@ class EngineLoop:
                 self._fail_request(request.id, error)
             else:
                 self._active_ids.add(request.id)
-        engine.admit()  # while waiting for expected requests: storing evicted state takes a few milliseconds
 
     def _fail_request(self, id: str, error: BaseException) -> None:
         if not isinstance(error, AfterglowError):

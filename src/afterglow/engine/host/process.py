@@ -133,12 +133,6 @@ class EngineProcess(Closeable):
             self._post("submit", tuple(request.id for request in requests), content)
         return streams
 
-    def expect_requests(self, change: int) -> None:
-        """Change the number of requests about to be submitted. New prompts wait briefly for them, to be batched."""
-        with self._pending.lock:
-            if self._child is not None and self._child.is_ready:
-                self._child.send("expect", change)
-
     def cancel(self, id: str) -> None:
         """Cancel a request, even during a decode. An unknown id is ignored."""
         with self._pending.lock:

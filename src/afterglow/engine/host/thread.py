@@ -55,10 +55,6 @@ class EngineThread(Closeable):
         self._loop.submit(*requests)
         return streams
 
-    def expect_requests(self, change: int) -> None:
-        """Change the number of requests about to be submitted. New prompts wait briefly for them, to be batched."""
-        self._loop.expect_requests(change)
-
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has no effect: events reach an event loop directly from the engine thread."""
 
