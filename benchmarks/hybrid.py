@@ -47,7 +47,7 @@ def build_tokens() -> tuple[list[str], list[int]]:
     """Return the texts of all tokens, and the tokens that the model may generate."""
     texts = [
         *vocabulary.CONTROL_TOKENS,
-        *vocabulary._build_byte_alphabet(),
+        *vocabulary.build_byte_alphabet(),
         *(merge.replace(" ", "") for merge in build_merges()),
     ]
     texts += [f"<|unused_{number}|>" for number in range(-len(texts) % 32)]

@@ -644,7 +644,7 @@ class Model(Closeable):
         >>> model.complete("The rain in Spain", max_tokens=1).usage.cached_tokens
         0
         """
-        self._lifecycle.get_host().call(functools.partial(snapshots.clear, sequence=sequence))
+        self._get_host().call(functools.partial(snapshots.clear, sequence=sequence))
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.

@@ -39,12 +39,15 @@ def get_byte_token(byte: int) -> int:
     return len(CONTROL_TOKENS) + byte
 
 
-def _build_tokens() -> tuple[str, ...]:
-    # GPT-2's spelling of the 256 bytes: printable ones as they are, the others as characters from 256 on.
+def build_byte_alphabet() -> list[str]:
+    """Return GPT-2's spelling of the 256 bytes: printable ones as they are, the others as characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = count(256)
-    byte_alphabet = [chr(byte if byte in printable else next(spare)) for byte in range(256)]
-    tokens = [*CONTROL_TOKENS, *byte_alphabet, *(merge.replace(" ", "") for merge in MERGES)]
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _build_tokens() -> tuple[str, ...]:
+    tokens = [*CONTROL_TOKENS, *build_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     unused = -len(tokens) % 32  # matrix kernels and quantized blocks need multiples of 32 rows
     return (*tokens, *(f"<|unused_{number}|>" for number in range(unused)))
 
