@@ -12,13 +12,13 @@ from PIL import Image
 
 from afterglow.errors import InvalidMedia
 from afterglow.media import images
-from afterglow.media.budget import DECODE_BUDGET, ByteBudget
+from afterglow.media.budget import DECODE_BUDGET, MediaBudget
 from afterglow.media.images import DECODE_BYTES_PER_PIXEL, decode_image
 from afterglow.media.policy import MediaPolicy
 
 
 def test_threads_wait_until_their_bytes_fit():
-    budget, lock, used, peak = ByteBudget(), threading.Lock(), 0, 0
+    budget, lock, used, peak = MediaBudget(), threading.Lock(), 0, 0
 
     def use(nbytes: int) -> None:
         nonlocal used, peak
@@ -37,7 +37,7 @@ def test_threads_wait_until_their_bytes_fit():
 
 
 def test_more_than_the_limit_is_used_alone():
-    budget = ByteBudget()
+    budget = MediaBudget()
     with budget.reserve(500, limit=100):
         assert budget.used_bytes == 500
     assert budget.used_bytes == 0

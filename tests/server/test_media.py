@@ -28,7 +28,7 @@ from afterglow.cli import serve
 from afterglow.cli.main import app
 from afterglow.cli.settings import Settings, load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
-from afterglow.media.budget import ByteBudget
+from afterglow.media.budget import MediaBudget
 from afterglow.media.policy import MediaPolicy
 from afterglow.media.types import ImageData
 from afterglow.server.admission import MediaReservation
@@ -393,7 +393,7 @@ def test_images_are_decoded_in_the_engine_process_and_released(vision_server: Se
 
 
 def test_the_media_files_of_all_requests_share_one_budget() -> None:
-    budget = ByteBudget()
+    budget = MediaBudget()
     first, second = MediaReservation(budget, max_bytes=100), MediaReservation(budget, max_bytes=100)
     first.resize(60)
     second.resize(40)

@@ -38,7 +38,7 @@ from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream
-from afterglow.chat.prompt import ChatPrompt, TruncationPolicy
+from afterglow.chat.prompt import ChatPrompt, Truncation, TruncationPolicy
 from afterglow.chat.tools.tool import ToolLike
 from afterglow.chat.truncation import count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable
@@ -52,7 +52,6 @@ from afterglow.engine.host.remote_calls import (
     EngineInfo,
     EngineStats,
 )
-from afterglow.engine.host.stream import EventStream
 from afterglow.engine.inspect import cache, difference, snapshots
 from afterglow.engine.inspect.difference import PrefixMiss
 from afterglow.engine.kvcache.explain import Explanation
@@ -353,12 +352,7 @@ class Model(Closeable):
         streams = self.submit_chat(messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options)
         if stream:
             return streams[0]
-        try:
-            first, *others = [chat_stream.result() for chat_stream in streams]
-        except BaseException:
-            for chat_stream in streams:
-                chat_stream.cancel()
-            raise
+        first, *others = collect_responses(streams)
         return replace(first, alternatives=tuple(others))
 
     async def chat_async(
@@ -402,27 +396,8 @@ class Model(Closeable):
         plan = self._plan_fitted_chat(messages, tools, checked["overflow"], checked["max_tokens"], prompt_options)
         generation_options = select_options(GenerationOptions, options)
         generation_options["overflow"] = "refuse"  # the plan fits
-        return self.submit_plan(plan, n=n, on_token=on_token, cancel=cancel, **generation_options)
-
-    def submit_plan(
-        self,
-        plan: ChatPlan,
-        *,
-        n: int = 1,
-        on_token: Callable[[int], None] | None = None,
-        cancel: threading.Event | None = None,
-        **options: Unpack[GenerationOptions],
-    ) -> list[ChatStream]:
-        """Start `n` responses to a chat plan and return their streams. `max_tokens` has no limit by default."""
-        options.setdefault("max_tokens", None)
-        request = plan.apply_to(self.build_request(plan.prompt, **options))
-        streams = self.submit(request, n)
-        return [
-            ChatStream(
-                stream, plan.output_format, options.get("stop", ()), on_token=None if index else on_token, cancel=cancel
-            )
-            for index, stream in enumerate(streams)
-        ]
+        request = plan.apply_to(self.build_request(plan.prompt, **generation_options))
+        return self.start(request, plan.output_format, checked["stop"], n=n, on_token=on_token, cancel=cancel)
 
     @document_options(PromptOptions)
     def plan_chat(
@@ -435,10 +410,9 @@ class Model(Closeable):
             tools: As for `chat`.
             options: See `PromptOptions`.
         """
-        parsed: Sequence[MessageLike] = [("user", messages)] if isinstance(messages, str) else messages
         checked = check_options(PromptOptions, options, others=("tools",))
         return self._get_chat().plan(
-            parsed,
+            to_messages(messages),
             ChatOptions(
                 tools=tools,
                 tool_choice=checked["tool_choice"],
@@ -461,7 +435,7 @@ class Model(Closeable):
         if overflow == "refuse":
             return self.plan_chat(messages, tools=tools, **options)
         return fit_plan(
-            self.load_media([("user", messages)] if isinstance(messages, str) else messages),
+            self.load_media(to_messages(messages)),
             lambda remaining: self.plan_chat(remaining, tools=tools, **options),
             overflow,
             context=self.context_length,
@@ -512,13 +486,7 @@ class Model(Closeable):
         >>> [len(choice.tokens) for choice in completion.choices]
         [5, 5]
         """
-        streams = self._submit_prompt(prompt, options, n=n, on_token=on_token, cancel=cancel)
-        try:
-            responses = [stream.result() for stream in streams]
-        except BaseException:
-            for stream in streams:
-                stream.cancel()
-            raise
+        responses = collect_responses(self._submit_prompt(prompt, options, n=n, on_token=on_token, cancel=cancel))
         return Completion(
             choices=tuple(map(Choice.from_response, responses)),
             usages=tuple(response.usage for response in responses),
@@ -560,11 +528,8 @@ class Model(Closeable):
         if checked["overflow"] != "refuse":  # otherwise the engine rejects a prompt too long
             prompt = self.fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
             truncation, checked["overflow"] = prompt.truncation, "refuse"
-        output_format = OutputFormat(self._token_to_piece, truncation=truncation)
-        return [
-            ChatStream(stream, output_format, checked["stop"], on_token=None if index else on_token, cancel=cancel)
-            for index, stream in enumerate(self.submit(self.build_request(prompt, **checked), n))
-        ]
+        request, output_format = self.build_request(prompt, **checked), self.build_text_format(truncation)
+        return self.start(request, output_format, checked["stop"], n=n, on_token=on_token, cancel=cancel)
 
     def build_request(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> Request:
         """Build the engine request for a prompt. Prompt and options as for `complete`."""
@@ -817,10 +782,26 @@ class Model(Closeable):
 
     # --- requests
 
-    def submit(self, request: Request, n: int = 1) -> list[EventStream]:
-        """Start `n` choices of a request and return their event streams."""
+    def start(
+        self,
+        request: Request,
+        output_format: OutputFormat,
+        stop: Sequence[str] = (),
+        *,
+        n: int = 1,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[ChatStream]:
+        """Start `n` choices of a request, which share one prefill, and return their streams."""
         requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
-        return self._get_host().submit_together(requests)
+        return [
+            ChatStream(stream, output_format, stop, on_token=None if index else on_token, cancel=cancel)
+            for index, stream in enumerate(self._get_host().submit_together(requests))
+        ]
+
+    def build_text_format(self, truncation: Truncation | None) -> OutputFormat:
+        """Return the output format of a completion: everything is text."""
+        return OutputFormat(functools.partial(self.vocabulary.token_to_piece, special=False), truncation=truncation)
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read the events of a child process in this event loop, which wakes one thread less per token."""
@@ -838,9 +819,6 @@ class Model(Closeable):
     def _check_length(tokens: Sequence[int], limit: int) -> None:
         if len(tokens) > limit:
             raise PromptTooLong(len(tokens), limit)
-
-    def _token_to_piece(self, token: int) -> bytes:
-        return self.vocabulary.token_to_piece(token, special=False)
 
     def fit_prompt(
         self,
@@ -975,6 +953,21 @@ class Model(Closeable):
         if name not in self._snapshots:
             raise InvalidArgument("name", f"there is no snapshot called {name!r}")
         return self._snapshots[name]
+
+
+def to_messages(messages: ChatInput) -> Sequence[MessageLike]:
+    """Return the messages of a conversation; a text is one message of the user."""
+    return [("user", messages)] if isinstance(messages, str) else messages
+
+
+def collect_responses(streams: Sequence[ChatStream]) -> list[ChatResponse]:
+    """Wait for all choices and return them. If one fails, the others are cancelled."""
+    try:
+        return [stream.result() for stream in streams]
+    except BaseException:
+        for stream in streams:
+            stream.cancel()
+        raise
 
 
 def resolve_sampling(sampling: Sampling | None, temperature: float | None, seed: int | None) -> Sampling:

@@ -1,4 +1,4 @@
-"""Byte budget that several threads share."""
+"""Byte budget of media files and their decoders, shared by threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def release_free_memory() -> None:
         _malloc_trim(0)
 
 
-class ByteBudget:
+class MediaBudget:
     """Counts the bytes that are in use. More fit if they do not exceed a limit, or if they are the only ones.
 
-    >>> budget = ByteBudget()
+    >>> budget = MediaBudget()
     >>> with budget.reserve(60, limit=100):
     ...     budget.used_bytes, budget.try_reserve(60, limit=100)
     (60, False)
@@ -61,4 +61,4 @@ class ByteBudget:
         return not self.used_bytes or self.used_bytes + nbytes <= limit
 
 
-DECODE_BUDGET = ByteBudget()  # working memory of all decoders of this process
+DECODE_BUDGET = MediaBudget()  # working memory of all decoders of this process

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 
-from afterglow.media.budget import ByteBudget
+from afterglow.media.budget import MediaBudget
 from afterglow.server.errors import APIError
 
 DURATION_SMOOTHING = 0.2  # weight of the newest duration in the moving average
@@ -89,12 +89,12 @@ class AdmissionQueue:
 class MediaReservation:
     """Bytes of the media files that one request keeps in this process, out of the budget of all requests.
 
-    >>> reservation = MediaReservation(ByteBudget(), max_bytes=100)
+    >>> reservation = MediaReservation(MediaBudget(), max_bytes=100)
     >>> reservation.resize(60)
     >>> reservation.release()
     """
 
-    def __init__(self, budget: ByteBudget, max_bytes: int) -> None:
+    def __init__(self, budget: MediaBudget, max_bytes: int) -> None:
         self._budget = budget
         self._max_bytes = max_bytes
         self._nbytes = 0

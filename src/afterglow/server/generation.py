@@ -7,7 +7,6 @@ the `Generation` with a formatter of its own.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -135,13 +134,9 @@ class PromptRequest(GenerationRequest):
 
     def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
         """Build the engine requests."""
-        token_to_piece = functools.partial(model.vocabulary.token_to_piece, special=False)
         options["ignore_eos"] = self.ignore_eos
         return [
-            PlannedPrompt(
-                model.build_request(prompt, **options),
-                OutputFormat(token_to_piece, truncation=prompt.truncation),
-            )
+            PlannedPrompt(model.build_request(prompt, **options), model.build_text_format(prompt.truncation))
             for prompt in self.prompts
         ]
 
@@ -277,9 +272,9 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
         def submit() -> list[ChatStream]:
             prompts.extend(loaded_request.plan(model, loaded_request.build_options(state, model)))
             return [
-                ChatStream(stream, prompt.output_format, request.stop)
+                stream
                 for prompt in prompts
-                for stream in model.submit(prompt.request, request.n)
+                for stream in model.start(prompt.request, prompt.output_format, request.stop, n=request.n)
             ]
 
         streams = list(await state.start_streams(submit))

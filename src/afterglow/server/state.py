@@ -13,7 +13,7 @@ from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.engine.host.remote_calls import EngineStats
 from afterglow.errors import Cancelled, RequestError
-from afterglow.media.budget import ByteBudget
+from afterglow.media.budget import MediaBudget
 from afterglow.server.admission import AdmissionQueue
 from afterglow.server.errors import invalid_request_error, to_api_error
 from afterglow.server.metrics import Metrics
@@ -42,7 +42,7 @@ class ServerState(Closeable):
         self.models = models
         self.settings = settings
         self.metrics = Metrics()
-        self.media_budget = ByteBudget()  # of the media files of all requests
+        self.media_budget = MediaBudget()  # of the media files of all requests
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")

@@ -63,13 +63,16 @@ class Lifecycle(Closeable, ABC):
         self._closed = False
         self._model: LlamaModel | None = None
         self._info: EngineInfo | None = None
+        self._host: EngineHost | None = None  # one that has given up stays until its successor runs
+        self._earlier_restarts = 0  # of and after hosts that have given up
 
     # --- properties
 
     @property
     def state(self) -> LoadState:
         """Current state. Takes no lock, so any thread can read it during a transition."""
-        return LoadState.CRASHED if self._state is LoadState.ACTIVE and self._has_crashed else self._state
+        has_crashed = (host := self._host) is not None and not host.is_ready
+        return LoadState.CRASHED if self._state is LoadState.ACTIVE and has_crashed else self._state
 
     @property
     def model(self) -> LlamaModel:
@@ -91,29 +94,20 @@ class Lifecycle(Closeable, ABC):
         """Facts about the model."""
 
     @property
-    @abstractmethod
     def restarts(self) -> int:
         """Number of engines started after a crash."""
+        return self._earlier_restarts + (0 if (host := self._host) is None else host.restarts)
 
     @property
-    @abstractmethod
     def needs_restart(self) -> bool:
-        """Whether the engine crashed and does not restart by itself."""
-
-    @property
-    @abstractmethod
-    def _has_crashed(self) -> bool:
-        """Whether the engine crashed and no new one is ready."""
-
-    @property
-    @abstractmethod
-    def _current_host(self) -> EngineHost | None: ...
+        """Whether the engine crashed and does not restart by itself: a thread, or a child that failed several times."""
+        return (host := self._host) is not None and host.has_given_up
 
     def get_host(self) -> EngineHost:
         """Return the host of the engine; start a new engine if the last one crashed. Raises unless ACTIVE."""
         if self.needs_restart:
             self.restart()
-        if (host := self._current_host) is None:
+        if (host := self._host) is None:
             raise self._build_unavailable_error("computing", LoadState.ACTIVE)
         return host
 
@@ -139,8 +133,10 @@ class Lifecycle(Closeable, ABC):
     def restart(self) -> None:
         """Start a new engine unless another thread did. If that fails, the state stays CRASHED."""
         with self._lock:
-            if self.needs_restart:
-                self._restart()
+            if self._host is not None and self._host.has_given_up:
+                earlier_restarts = self.restarts
+                self._restart(self._host)
+                self._earlier_restarts = earlier_restarts + 1
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: stop the engine and release the device; the weights stay in RAM."""
@@ -191,7 +187,7 @@ class Lifecycle(Closeable, ABC):
     def _activate(self, progress: ProgressCallback | None) -> None: ...
 
     @abstractmethod
-    def _restart(self) -> None: ...
+    def _restart(self, crashed: EngineHost) -> None: ...
 
     @abstractmethod
     def _deactivate(self) -> None: ...
@@ -211,8 +207,6 @@ class ThreadLifecycle(Lifecycle):
 
     def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
         super().__init__(spec, hooks)
-        self._restarts = 0
-        self._host: EngineThread | None = None  # a crashed one stays until its successor runs
         self._engine_resources = contextlib.ExitStack()  # projector, context and engine
         self._context: LlamaContext | None = None
 
@@ -227,24 +221,6 @@ class ThreadLifecycle(Lifecycle):
     def model_info(self) -> ModelInfo:
         """Facts about the model. Raises `WrongState` while COLD."""
         return self.model.info
-
-    @property
-    def restarts(self) -> int:
-        """Number of engines started after a crash."""
-        return self._restarts
-
-    @property
-    def needs_restart(self) -> bool:
-        """Whether the engine crashed."""
-        return (host := self._host) is not None and host.has_crashed
-
-    @property
-    def _has_crashed(self) -> bool:
-        return self.needs_restart
-
-    @property
-    def _current_host(self) -> EngineThread | None:
-        return self._host
 
     def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel:
         return LlamaModel.load(self.spec.path, replace(self.spec.model_settings, gpu_layers=0), progress=progress)
@@ -281,11 +257,10 @@ class ThreadLifecycle(Lifecycle):
             self._info = host.call(remote_calls.get_engine_info)
             self._context, self._host, self._engine_resources = context, host, stack.pop_all()
 
-    def _restart(self) -> None:
+    def _restart(self, crashed: EngineHost) -> None:
         """Replace the crashed engine and its context: the state of the old context is unknown."""
         self._engine_resources.close()
         self._start_engine(self.model)
-        self._restarts += 1
 
     def _deactivate(self) -> None:
         old = self.model
@@ -318,33 +293,10 @@ class ProcessLifecycle(Lifecycle):
     <LoadState.ACTIVE: 'active'>
     """
 
-    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
-        super().__init__(spec, hooks)
-        self._host: EngineProcess | None = None
-        self._earlier_restarts = 0  # of hosts that could not restart their child
-
     @property
     def model_info(self) -> ModelInfo:
         """Facts about the model. Raises `WrongState` unless the model is or was ACTIVE since it was loaded."""
         return self.info.model
-
-    @property
-    def restarts(self) -> int:
-        """Number of child processes started after a crash."""
-        return self._earlier_restarts + (0 if (host := self._host) is None else host.restarts)
-
-    @property
-    def needs_restart(self) -> bool:
-        """Whether the child could not be restarted several times, so that it is not tried any more."""
-        return (host := self._host) is not None and host.has_given_up
-
-    @property
-    def _has_crashed(self) -> bool:
-        return (host := self._host) is not None and not host.is_ready
-
-    @property
-    def _current_host(self) -> EngineProcess | None:
-        return self._host
 
     def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel:
         model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), progress=progress)
@@ -364,13 +316,10 @@ class ProcessLifecycle(Lifecycle):
             stack.pop_all()
         self._model, self._host = model, host
 
-    def _restart(self) -> None:
+    def _restart(self, crashed: EngineHost) -> None:
         """Start a new host. The vocabulary stays open: other threads may be using it."""
-        assert self._host is not None
-        host = EngineProcess(self.spec)
-        self._earlier_restarts += self._host.restarts + 1
-        self._host.close()
-        self._host = host
+        self._host = EngineProcess(self.spec)
+        crashed.close()
 
     def _deactivate(self) -> None:
         self._stop_engine()

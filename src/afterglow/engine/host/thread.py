@@ -30,7 +30,7 @@ class EngineThread(Closeable):
         """Start the thread and wait until `factory` has built the engine. Raises what `factory` raises."""
         self._pending = PendingRequests(self.cancel)
         self._loop = EngineLoop(self._pending.deliver)
-        self.has_crashed = False  # if true, every request and call raises `EngineCrashed`
+        self.has_crashed = False
         self._engine: Engine | None = None
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(factory,), name="afterglow-engine", daemon=True)
@@ -41,6 +41,18 @@ class EngineThread(Closeable):
             self._loop.close()
             raise
         atexit.register(self.close)  # the library must not be unloaded while the thread is inside it
+
+    restarts = 0  # a crashed thread is not restarted
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine runs."""
+        return not self.has_crashed
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the engine crashed, so that every request and call raises `EngineCrashed`."""
+        return self.has_crashed
 
     def submit(self, request: Request) -> EventStream:
         """Submit a request. An invalid request gets its error as its only event."""

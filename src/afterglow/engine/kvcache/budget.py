@@ -8,7 +8,7 @@ ByteKind: TypeAlias = Literal["blocks", "checkpoints", "swapped", "prefetch", "t
 
 
 class ByteBudget:
-    """Owns the numbers of one cache. Whoever holds the bytes adds and removes them here. For use by one thread.
+    """Limit and used bytes of one cache. The holders of the bytes add and remove them. For use by one thread.
 
     >>> budget = ByteBudget(100)
     >>> budget.add("blocks", 60)
