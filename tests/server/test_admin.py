@@ -68,7 +68,7 @@ def test_the_metrics_count_requests_tokens_and_decodes(server: ServerProcess) ->
     after = read_metrics()
     requests, tokens, first_tokens, gaps, decodes = (new - old for new, old in zip(after, before, strict=True))
     assert (requests, tokens, first_tokens, gaps) == (1, 5, 1, 4)
-    assert decodes >= 5
+    assert decodes >= 1  # one decode can accept several draft tokens
 
 
 def test_cache_lists_sequences_tiers_and_checkpoints(server: ServerProcess) -> None:
