@@ -60,6 +60,8 @@ ORDERS = {
         control_tokens
         prompt
         output
+        replay
+        replay_disk
         tools.tool tools.function_schema
         constraints
         tools

@@ -46,6 +46,7 @@ PLAN = {
     "response_format": "test_a_format_allows_exactly_its_texts",
     "reasoning": "test_reasoning_ends_at_its_budget_and_the_answer_follows",
     "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",
+    "replay": "test_replay_can_be_turned_off_on_load_and_per_request",
 }
 REQUEST = {
     "prompt": "test_a_completion_is_the_expected_one",
@@ -172,6 +173,7 @@ LOAD = {
     "projector": "test_c18_a_projector_is_loaded_by_name_or_from_the_directory_of_the_model",
     "projector_settings": "test_the_projector_settings_of_load_are_applied",
     "media_policy": "test_the_media_policy_of_load_is_applied",
+    "replay": "test_replay_can_be_turned_off_on_load_and_per_request",
     "strip_media": "test_c18_unsupported_media_is_stripped_if_configured",
     "engine": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",
     "options": "test_a_misspelled_keyword_of_load_is_rejected_before_the_model_is_looked_up",

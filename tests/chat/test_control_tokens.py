@@ -117,12 +117,12 @@ def test_no_client_text_becomes_a_control_token_in_a_published_template(name):
 
         def find_control_tokens(conversation: str, text: str) -> list[str]:
             messages, uses_tools = CONVERSATIONS[conversation]
-            prompt = builder.build(
+            rendered = builder.render(
                 parse_messages(replace_client_text(messages, text)),
                 tools=[build_tool(text)] if uses_tools else (),
                 chat_template_kwargs={**TEMPLATE_KWARGS, "date_string": text, "datetime": text, "functions": text},
             )
-            return vocabulary.get_control_tokens(prompt.tokens)
+            return vocabulary.get_control_tokens(builder.build(rendered).tokens)
 
         for conversation in ("several turns", "two calls and then a turn", "reasoning before a call"):
             try:
@@ -144,9 +144,9 @@ def test_separators_that_a_template_spells_are_not_in_the_prompt(expression):
     vocabulary = TemplateVocabulary(source)
     tool = build_tool("end")
     with ChatTemplate(source, SPECIAL_TOKENS) as template:
-        prompt = PromptBuilder(vocabulary, template, boundaries=False).build(
-            parse_messages([("user", "x")]), tools=[tool]
-        )
+        builder = PromptBuilder(vocabulary, template, boundaries=False)
+        rendered = builder.render(parse_messages([("user", "x")]), tools=[tool])
+        prompt = builder.build(rendered)
     plain = vocabulary.tokenize(prompt.text.removesuffix("<|im_end|>"))
     assert ControlTokenEscaper(vocabulary.control_tokens_by_text, source).escape("end", SEPARATOR) != "end"
     assert "ue000" not in prompt.text
@@ -170,20 +170,24 @@ def test_escaped_names_keep_their_order_and_are_found(source, expected):
     escaper = ControlTokenEscaper(TemplateVocabulary(source).control_tokens_by_text, "")
     assert escaper.escape("im", SEPARATOR) != "im"
     with ChatTemplate(source.replace("'im'", "'i' + 'm'"), SPECIAL_TOKENS) as template:
-        prompt = PromptBuilder(TemplateVocabulary(source), template, boundaries=False).build(
+        builder = PromptBuilder(TemplateVocabulary(source), template, boundaries=False)
+        rendered = builder.render(
             parse_messages([("user", "x")]), tools=[{"p": {"zoo": 1, "im": 2, "Ab": 3}, "ref": "#/$defs/im"}]
         )
+        prompt = builder.build(rendered)
     assert prompt.text == expected
 
 
 def test_a_continued_message_keeps_private_use_characters():
     source = "{{ messages[0].content }}<|im_end|>"
     with ChatTemplate(source, SPECIAL_TOKENS) as template:
-        prompt = PromptBuilder(TemplateVocabulary(source), template, boundaries=False).build(
+        builder = PromptBuilder(TemplateVocabulary(source), template, boundaries=False)
+        rendered = builder.render(
             parse_messages([("user", "x")]),
             prefill=Message(role="assistant", content="a\ue000b"),
             continuation=lambda text, escape: escape("a\ue000b"),
         )
+        prompt = builder.build(rendered)
     assert prompt.text == "x<|im_end|>a\ue000b"
 
 

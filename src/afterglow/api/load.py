@@ -110,6 +110,7 @@ def load(
             chat_template=chat_template,
             media_policy=media_policy,
             strip_media=checked["strip_media"],
+            replay=checked["replay"],
         )
     except BaseException:
         lifecycle.close()

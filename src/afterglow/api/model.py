@@ -39,6 +39,8 @@ from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.prompt import ChatPrompt, Truncation, TruncationPolicy
+from afterglow.chat.replay import ReplayStore
+from afterglow.chat.replay_disk import SqliteReplays
 from afterglow.chat.tools.tool import ToolLike
 from afterglow.chat.truncation import count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable
@@ -120,12 +122,15 @@ class Model(Closeable):
         chat_template: str | None = None,
         media_policy: MediaPolicy = INLINE_ONLY,
         strip_media: bool = False,
+        replay: bool = True,
     ) -> None:
         self.name = name
         self._lifecycle = lifecycle
         self._chat_template = chat_template
         self._media_policy = media_policy
         self._strip_media = strip_media
+        self._replays = replay
+        self._replay_store: ReplayStore | None = None  # created with the chat
         self._request_ids = itertools.count()
         self._media_measurer = MediaMeasurer(lambda measure: self._get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
@@ -393,7 +398,7 @@ class Model(Closeable):
         options.setdefault("max_tokens", None)
         checked = check_options(ChatGenerationOptions, options, others=("tools", "stream", "n", "on_token", "cancel"))
         prompt_options = select_options(PromptOptions, checked)
-        plan = self._plan_fitted_chat(messages, tools, checked["overflow"], checked["max_tokens"], prompt_options)
+        plan = self._plan_fitted_chat(messages, tools, checked, prompt_options)
         generation_options = select_options(GenerationOptions, options)
         generation_options["overflow"] = "refuse"  # the plan fits
         request = plan.apply_to(self.build_request(plan.prompt, **generation_options))
@@ -401,16 +406,17 @@ class Model(Closeable):
 
     @document_options(PromptOptions)
     def plan_chat(
-        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), **options: Unpack[PromptOptions]
+        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), salt: str = "", **options: Unpack[PromptOptions]
     ) -> ChatPlan:
         """Render a conversation with the chat template of the model, and prepare its token constraints.
 
         Args:
             messages: As for `chat`.
             tools: As for `chat`.
+            salt: That of the request: only messages that were generated with it are replayed.
             options: See `PromptOptions`.
         """
-        checked = check_options(PromptOptions, options, others=("tools",))
+        checked = check_options(PromptOptions, options, others=("tools", "salt"))
         return self._get_chat().plan(
             to_messages(messages),
             ChatOptions(
@@ -420,6 +426,8 @@ class Model(Closeable):
                 response_format=checked["response_format"],
                 reasoning=checked["reasoning"],
                 chat_template_kwargs=checked["chat_template_kwargs"] or {},
+                replay=checked["replay"],
+                salt=salt,
             ),
         )
 
@@ -427,19 +435,19 @@ class Model(Closeable):
         self,
         messages: ChatInput,
         tools: Sequence[ToolLike],
-        overflow: TruncationPolicy,
-        max_tokens: int | None,
+        generation_options: GenerationOptions,
         options: PromptOptions,
     ) -> ChatPlan:
         """Plan a chat and drop turns by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
+        salt, overflow = generation_options["salt"], generation_options["overflow"]
         if overflow == "refuse":
-            return self.plan_chat(messages, tools=tools, **options)
+            return self.plan_chat(messages, tools=tools, salt=salt, **options)
         return fit_plan(
             self.load_media(to_messages(messages)),
-            lambda remaining: self.plan_chat(remaining, tools=tools, **options),
+            lambda remaining: self.plan_chat(remaining, tools=tools, salt=salt, **options),
             overflow,
             context=self.context_length,
-            max_tokens=max_tokens,
+            max_tokens=generation_options["max_tokens"],
         )
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
@@ -448,7 +456,7 @@ class Model(Closeable):
 
     @document_options(PromptOptions)
     def apply_chat_template(
-        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), **options: Unpack[PromptOptions]
+        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), salt: str = "", **options: Unpack[PromptOptions]
     ) -> ChatPrompt:
         """Render a conversation with the chat template of the model, as a prompt for `complete` or `stream`.
 
@@ -458,7 +466,7 @@ class Model(Closeable):
         >>> model.complete(prompt, max_tokens=20).text
         'The answer to this classic math problem is 4.'
         """
-        return self.plan_chat(messages, tools=tools, **options).prompt
+        return self.plan_chat(messages, tools=tools, salt=salt, **options).prompt
 
     # --- completion
 
@@ -610,6 +618,8 @@ class Model(Closeable):
         0
         """
         self._get_host().call(functools.partial(snapshots.clear, sequence=sequence))
+        if sequence is None and self._replay_store is not None:
+            self._replay_store.clear()
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
@@ -779,6 +789,8 @@ class Model(Closeable):
         """Release everything permanently. Running requests end with `Closed`. May be called twice."""
         self._lifecycle.close()
         self._close_chat()
+        if self._replay_store is not None:
+            self._replay_store.close()
 
     # --- requests
 
@@ -888,15 +900,26 @@ class Model(Closeable):
                 self._chat[1].close()
                 self._chat = None
             if self._chat is None:
+                if self._replays and self._replay_store is None:
+                    self._replay_store = self._open_replay_store(model.fingerprint)
                 chat = Chat(
                     model.vocabulary,
                     self.chat_template,
                     self._media_policy,
                     self._get_media_support,
                     boundaries=self._needs_boundaries,
+                    replay_store=self._replay_store,
                 )
                 self._chat = model, chat
             return self._chat[1]
+
+    def _open_replay_store(self, fingerprint: str) -> ReplayStore | None:
+        """Return the store of generated messages, beside the disk tier if there is one. None without a cache."""
+        settings = self._lifecycle.spec.engine_settings
+        if settings.ram_cache_bytes == 0:
+            return None
+        directory = settings.disk_cache_directory
+        return ReplayStore(fingerprint, disk=None if directory is None else SqliteReplays(directory, fingerprint))
 
     def _close_chat(self) -> None:
         with self._chat_lock:

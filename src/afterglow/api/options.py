@@ -229,6 +229,14 @@ class LoadOptions(ContextOptions, total=False):
             "the only `*mmproj*.gguf` in the directory of the model.",
         ),
     ]
+    replay: Annotated[
+        bool,
+        _option(
+            True,
+            "Keep the sampled tokens of responses, in RAM and beside the disk cache, so that later turns of a "
+            "conversation contain exactly these tokens and are prefix hits.",
+        ),
+    ]
     strip_media: Annotated[
         bool,
         _option(False, "Drop images and audio that the model does not accept, with a warning, instead of an error."),
@@ -349,6 +357,14 @@ class PromptOptions(TypedDict, total=False):
         ),
     ]
     chat_template_kwargs: Annotated[Mapping[str, Any] | None, _option(None, "Additional variables for the template.")]
+    replay: Annotated[
+        bool,
+        _option(
+            True,
+            "Use the tokens that the model sampled for its earlier messages, if the conversation contains them "
+            "unchanged, and keep those of the response for later turns.",
+        ),
+    ]
 
 
 class ChatGenerationOptions(GenerationOptions, PromptOptions, total=False):

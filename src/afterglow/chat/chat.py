@@ -15,7 +15,7 @@ from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_too
 from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Message, MessageLike, parse_messages
 from afterglow.chat.multimodal import TEXT_ONLY, MediaSupport, extract_media, filter_media
-from afterglow.chat.output.parts import OutputFormat, OutputParser, PlainTextParser
+from afterglow.chat.output.parts import OutputFormat, OutputParser, OutputPart, PlainTextParser, join_parts
 from afterglow.chat.output.reasoning import (
     HARMONY_REASONING,
     OutputPosition,
@@ -23,7 +23,17 @@ from afterglow.chat.output.reasoning import (
     detect_reasoning_format,
     find_overlap,
 )
-from afterglow.chat.prompt import ChatPrompt, PromptBuilder, Truncation
+from afterglow.chat.prompt import ChatPrompt, PromptBuilder, RenderedConversation, Truncation
+from afterglow.chat.replay import (
+    GeneratedMessage,
+    Place,
+    Replayer,
+    ReplayPlan,
+    ReplayStore,
+    compute_meaning,
+    compute_outline,
+)
+from afterglow.chat.template.adapter import adapt_messages
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.chat.tools.detection import detect_family
 from afterglow.chat.tools.families.harmony import HARMONY
@@ -33,7 +43,7 @@ from afterglow.chat.tools.text_tools import add_tool_instructions, render_tools_
 from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
-from afterglow.engine.types.request import Request
+from afterglow.engine.types.request import Finished, Request
 from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
@@ -49,6 +59,8 @@ class ChatOptions:
     response_format: Any = None
     reasoning: bool | int | str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    replay: bool = True  # use the sampled tokens of generated messages
+    salt: str = ""  # of the tenant whose generated messages may be replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,7 @@ class ChatPlan:
     constraint: GrammarConstraint | None
     reasoning_budget: ReasoningBudget | None
     parse: Callable[[str], Any] | None  # parses the text of a complete answer
+    place: Place | None = None  # of the answer, if it can be replayed later
     truncation: Truncation | None = None  # what was dropped from the conversation
 
     def apply_to(self, request: Request) -> Request:
@@ -78,31 +91,19 @@ class ChatPlan:
     @property
     def output_format(self) -> OutputFormat:
         """How tokens become a response."""
-        return OutputFormat(self.chat.piece, self.create_parser, self.parse, self.truncation)
+        return OutputFormat(
+            self.chat.piece,
+            self.create_parser,
+            self.parse,
+            self.truncation,
+            self.prompt.replay,
+            None if self.place is None else functools.partial(self.chat.record_answer, self.place),
+        )
 
     def create_parser(self) -> OutputParser:
         """Create the parser that splits one answer into text, reasoning and tool calls."""
-        chat = self.chat
         tools = () if self.tool_choice.mode == "none" else self.tools
-        reasoning_format, family = chat.reasoning_format, chat.tool_family
-        if reasoning_format is HARMONY_REASONING:
-            parser = HARMONY.create_parser(tools)
-            if self.starts_in == "reasoning":
-                parser.feed(reasoning_format.start_tag)  # of which the rest follows
-            elif self.starts_in == "answer":
-                parser.feed(reasoning_format.text_start)
-            return parser
-        parses_calls = tools or family.text_start
-        create_parser = functools.partial(family.create_parser, tools) if parses_calls else PlainTextParser
-        if reasoning_format is None:
-            return create_parser()
-        return ReasoningParser(
-            create_parser,
-            reasoning_format,
-            starts_in=self.starts_in,
-            is_continued=self.prefill is not None,
-            call_starts=(*family.triggers, *family.other_starts) if tools else (),
-        )
+        return self.chat.create_parser(tools, self.starts_in, is_continued=self.prefill is not None)
 
 
 class Chat(Closeable):
@@ -122,8 +123,13 @@ class Chat(Closeable):
         media_support: Callable[[], MediaSupport] = lambda: TEXT_ONLY,
         *,
         boundaries: bool = True,
+        replay_store: ReplayStore | None = None,
     ) -> None:
-        """`boundaries`: whether prompts get boundaries at the ends of messages (see `PromptBuilder`)."""
+        """`boundaries`: whether prompts get boundaries at the ends of messages (see `PromptBuilder`).
+
+        `replay_store` keeps generated messages. Without one, nothing is replayed.
+        """
+        self._replay_store = replay_store
         self.media_policy = media_policy
         self._media_support = media_support
         self.reasoning_format = detect_reasoning_format(template)
@@ -145,12 +151,13 @@ class Chat(Closeable):
             parse_messages(messages), self._media_support(), self.media_policy, definitions, chat_template_kwargs
         )
         parsed, prefill = split_prefill(parsed)
+        client_messages = parsed
         uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in parsed)
         if uses_tools and self.tool_family is GENERIC:
             parsed, definitions = render_tools_as_text(parsed, tools), []
         elif tools and not self._renders_tools:
             parsed, definitions = add_tool_instructions(parsed, tools, self.tool_family.instructions), []
-        prompt = self._prompt_builder.build(
+        rendered = self._prompt_builder.render(
             parsed,
             tools=definitions,
             chat_template_kwargs=chat_template_kwargs,
@@ -158,7 +165,10 @@ class Chat(Closeable):
             prefill=prefill,
             continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
         )
-        starts_in = self._find_output_position(prompt, prefill)
+        replay_plan = self._plan_replay(rendered, client_messages, tools, options)
+        prompt = self._prompt_builder.build(rendered, () if replay_plan is None else replay_plan.spans)
+        prompt = prompt if replay_plan is None else replace(prompt, replay=replay_plan.report)
+        starts_in = self._find_output_position(prompt.text, prefill)
         return ChatPlan(
             chat=self,
             prompt=prompt,
@@ -171,6 +181,82 @@ class Chat(Closeable):
             ),
             reasoning_budget=self._build_reasoning_budget(reasoning, starts_in),
             parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
+            place=None if replay_plan is None or prefill is not None else replay_plan.place,
+        )
+
+    def create_parser(
+        self, tools: Sequence[Tool], starts_in: OutputPosition, *, is_continued: bool = False
+    ) -> OutputParser:
+        """Create the parser of one answer. `is_continued`: whether the prompt contains its beginning."""
+        reasoning_format, family = self.reasoning_format, self.tool_family
+        if reasoning_format is HARMONY_REASONING:
+            parser = HARMONY.create_parser(tools)
+            if starts_in == "reasoning":
+                parser.feed(reasoning_format.start_tag)  # of which the rest follows
+            elif starts_in == "answer":
+                parser.feed(reasoning_format.text_start)
+            return parser
+        parses_calls = tools or family.text_start
+        create_parser = functools.partial(family.create_parser, tools) if parses_calls else PlainTextParser
+        if reasoning_format is None:
+            return create_parser()
+        return ReasoningParser(
+            create_parser,
+            reasoning_format,
+            starts_in=starts_in,
+            is_continued=is_continued,
+            call_starts=(*family.triggers, *family.other_starts) if tools else (),
+        )
+
+    # --- replay
+
+    def _plan_replay(
+        self,
+        rendered: RenderedConversation,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: ChatOptions,
+    ) -> ReplayPlan | None:
+        if self._replay_store is None or not options.replay:
+            return None
+        names = {tool.name for tool in tools}
+        called = {call.name for message in messages for call in message.tool_calls} - names
+        known_tools = [*tools, *(Tool(name=name) for name in sorted(called))]
+
+        def parse(before: str, text: str) -> list[OutputPart]:
+            parser = self.create_parser(known_tools, self._find_output_position(before, None))
+            return parser.feed(text) + parser.finish()
+
+        def write_as_text(message: Message) -> str | None:
+            adapted = adapt_messages([message], self._template.get_capabilities())
+            return None if len(adapted) > 1 or adapted[0].tool_calls else adapted[0].content.strip()
+
+        return Replayer(self._replay_store, options.salt, messages, parse, write_as_text).plan(rendered)
+
+    def record_answer(self, place: Place, tokens: Sequence[int], parts: Sequence[OutputPart], finish: Finished) -> None:
+        """Keep an answer for replay, if later prompts can contain its tokens as they are."""
+        assert self._replay_store is not None
+        end_tokens = self._vocabulary.eog_tokens | self.stop_tokens
+        ends_turn = bool(tokens) and tokens[-1] in end_tokens
+        sampled = tuple(tokens[:-1] if ends_turn else tokens)
+        output = join_parts(parts)
+        is_complete = ends_turn or (bool(output.text) and not output.tool_calls)  # else ends inside reasoning or a call
+        hidden = self._vocabulary.control_tokens - self._visible_control_tokens
+        if not sampled or not is_complete or isinstance(finish.stop_reason, bytes) or not hidden.isdisjoint(sampled):
+            return
+        try:
+            text = b"".join(map(self.piece, sampled)).decode()
+        except UnicodeDecodeError:  # ends inside a character
+            return
+        self._replay_store.add(
+            GeneratedMessage(
+                place,
+                compute_meaning(output.text, output.reasoning, output.tool_calls),
+                compute_outline(parts),
+                tuple(call.id for call in output.tool_calls),
+                tuple(call.id for call in output.tool_calls if call.id in text),
+                sampled,
+            )
         )
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
@@ -231,10 +317,10 @@ class Chat(Closeable):
             return text and self.tool_family.text_start + text
         return self.reasoning_format.write_continuation(prompt, reasoning, text)
 
-    def _find_output_position(self, prompt: ChatPrompt, prefill: Message | None) -> OutputPosition:
+    def _find_output_position(self, prompt_text: str, prefill: Message | None) -> OutputPosition:
         if prefill is not None and prefill.content:
             return "answer"
-        is_open = self.reasoning_format is not None and self.reasoning_format.is_open(prompt.text)
+        is_open = self.reasoning_format is not None and self.reasoning_format.is_open(prompt_text)
         return "reasoning" if is_open or (prefill is not None and prefill.reasoning) else "turn"
 
     # --- output constraints

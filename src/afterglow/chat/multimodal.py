@@ -58,6 +58,10 @@ class MediaPlaceholders:
         for index, piece in enumerate(re.split(f"{self.delimiter}(\\d+){self.delimiter}", text)):
             yield -1 - int(piece) if index % 2 else piece
 
+    def describe(self, number: int) -> str:
+        """Return a text that identifies the content of placeholder `number`."""
+        return "".join(e.digest.hex() if isinstance(e, Media) else f" {e}" for e, _ in self.media[number])
+
     def replace_with_labels(self, text: str) -> str:
         """Replace placeholders by labels for display."""
         return re.sub(f"{self.delimiter}(\\d+){self.delimiter}", self._get_label, text) if self.media else text

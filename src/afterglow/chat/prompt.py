@@ -26,6 +26,20 @@ TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle"]
 BOUNDARY_MESSAGES = 3  # the ends of the last messages are boundaries; earlier prompts had those of older messages
 
 
+ReplayMiss: TypeAlias = Literal[
+    "not generated here", "message edited", "arguments changed", "reasoning changed", "changed by the template"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """Which assistant messages of a prompt have their sampled tokens, and why the others have not, by their index."""
+
+    replayed_tokens: int = 0
+    replayed_messages: tuple[int, ...] = ()
+    misses: Mapping[int, ReplayMiss] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Prompt entries, and the lengths at which a later prompt of the same conversation may diverge."""
@@ -35,6 +49,7 @@ class ChatPrompt:
     text: str
     system_length: int = 0  # entries of the system messages and tools
     media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # media parts by digest
+    replay: ReplayReport = field(default_factory=ReplayReport)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -50,6 +65,28 @@ class ChatPrompt:
 def count_cells(entries: Sequence[Entry]) -> int:
     """Return the number of KV cache cells of entries."""
     return sum(entry.cells if isinstance(entry, Media) else 1 for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedSpan:
+    """Part of a rendered text that the prompt replaces by tokens that the model sampled for it."""
+
+    start: int
+    end: int
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedConversation:
+    """A rendered conversation before it is tokenized. `separator` is the character that escapes client text in it."""
+
+    text: str
+    separator: str
+    placeholders: MediaPlaceholders
+    control_pattern: re.Pattern[str]
+    messages: Sequence[Message]
+    has_tools: bool
+    render_other: Callable[[Sequence[Message]], str]  # renders other messages with the same options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +107,8 @@ class PromptBuilder:
     """Renders and tokenizes the conversations of one model.
 
     >>> with ChatTemplate("{{ messages[0].content }}!", {}) as chat_template:
-    ...     prompt = PromptBuilder(vocabulary, chat_template).build([Message(role="user", content="Hello")])
+    ...     builder = PromptBuilder(vocabulary, chat_template)
+    ...     prompt = builder.build(builder.render([Message(role="user", content="Hello")]))
     >>> prompt.text
     'Hello!'
     """
@@ -88,7 +126,7 @@ class PromptBuilder:
         self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
         self._tokenize_cached = functools.lru_cache(MAX_CACHED_SPANS)(lambda text: vocabulary.tokenize(text))
 
-    def build(
+    def render(
         self,
         messages: Sequence[Message],
         *,
@@ -97,8 +135,8 @@ class PromptBuilder:
         placeholders: MediaPlaceholders = NO_MEDIA,
         prefill: Message | None = None,
         continuation: Callable[[str, Callable[[str], str]], str] | None = None,
-    ) -> ChatPrompt:
-        """Build the prompt for the next assistant message. `placeholders` are the media of the messages.
+    ) -> RenderedConversation:
+        """Render the prompt for the next assistant message. `placeholders` are the media of the messages.
 
         `prefill` is the beginning of that message, and `continuation` writes it: it gets the rendered text and a
         function that escapes client text.
@@ -110,20 +148,44 @@ class PromptBuilder:
         text = self._render(messages, separator, **options)
         if continuation is not None:
             text += continuation(text, escape)
-        tokens = self.tokenize(text, separator, placeholders)
+        return RenderedConversation(
+            text=text,
+            separator=separator,
+            placeholders=placeholders,
+            control_pattern=self._control_pattern,
+            messages=messages,
+            has_tools=bool(tools),
+            render_other=lambda others: self._render(others, separator, add_generation_prompt=False, **options),
+        )
+
+    def build(self, rendered: RenderedConversation, replays: Sequence[ReplayedSpan] = ()) -> ChatPrompt:
+        """Tokenize a rendered conversation. `replays` are in order and do not overlap."""
+        text, separator, placeholders = rendered.text, rendered.separator, rendered.placeholders
+        spans = self._tokenize_spans(rendered, replays)
+        tokens = [token for span in spans for token in span.tokens]
         boundaries, system_length = set[int](), 0
 
         def count_shared_tokens(other_messages: Sequence[Message]) -> int:
             """Count the tokens that the prompt shares with the rendering of these messages."""
             try:
-                rendered = self._render(other_messages, separator, add_generation_prompt=False, **options)
+                common = len(find_common_prefix(rendered.render_other(other_messages), text))
             except InvalidTemplate:
                 return 0  # some templates render only complete conversations
-            common_text = find_common_prefix(rendered, text)
-            return count_common_prefix(self.tokenize(common_text, separator, placeholders), tokens)
+            count = 0
+            for span in spans:
+                if span.end > common:  # diverges inside
+                    if span not in replays:
+                        shared = text[span.start : common]
+                        shared_tokens = self.tokenize(shared, separator, placeholders, add_bos=not span.start)
+                        count += count_common_prefix(shared_tokens, span.tokens)
+                    break
+                count += len(span.tokens)
+            return count
 
         if self._has_boundaries:
-            boundaries, system_length = self._find_boundaries(messages, separator, count_shared_tokens, bool(tools))
+            boundaries, system_length = self._find_boundaries(
+                rendered.messages, separator, count_shared_tokens, rendered.has_tools
+            )
         entries, positions, media = expand_placeholders(tokens, placeholders)
         return ChatPrompt(
             entries=entries,
@@ -132,6 +194,17 @@ class PromptBuilder:
             system_length=positions[system_length],
             media=media,
         )
+
+    def _tokenize_spans(self, rendered: RenderedConversation, replays: Sequence[ReplayedSpan]) -> list[ReplayedSpan]:
+        """Return the spans of the text in order, with their tokens: sampled ones for replays."""
+        spans: list[ReplayedSpan] = []
+        ends = [*(replay.start for replay in replays), len(rendered.text)]
+        for start, end, replay in zip([0, *(replay.end for replay in replays)], ends, [*replays, None], strict=True):
+            text = rendered.text[start:end]
+            tokens = self.tokenize(text, rendered.separator, rendered.placeholders, add_bos=not start)
+            spans.append(ReplayedSpan(start, end, tokens))
+            spans += [] if replay is None else [replay]
+        return spans
 
     def _find_boundaries(
         self,
@@ -167,14 +240,16 @@ class PromptBuilder:
             text = text.replace(spelling, separator)
         return text
 
-    def tokenize(self, text: str, separator: str = "", placeholders: MediaPlaceholders = NO_MEDIA) -> list[int]:
-        """Tokenize rendered text, with a negative number for each placeholder. Adds the BOS token if the model requires
-        it and the template did not."""
+    def tokenize(
+        self, text: str, separator: str = "", placeholders: MediaPlaceholders = NO_MEDIA, *, add_bos: bool = True
+    ) -> list[int]:
+        """Tokenize rendered text, with a negative number for each placeholder. With `add_bos`, add the BOS token if the
+        model requires it and the template did not."""
         tokens: list[int] = []
         for piece in placeholders.split(text):
             tokens += [piece] if isinstance(piece, int) else self._tokenize_text(piece, separator)
         bos = self._vocabulary.special_tokens.get("bos")
-        if self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
+        if add_bos and self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
             tokens.insert(0, bos)
         return tokens
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from afterglow import registry
 from afterglow.chat.miss_reasons import find_first_user_text
+from afterglow.chat.replay_disk import remove_replays
 from afterglow.closeable import Closeable
 from afterglow.engine.inspect import cache as inspect_cache
 from afterglow.engine.inspect import disk
@@ -72,12 +73,16 @@ def clear(
     model: ModelNameArgument = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete the cache of one model or of all models, including pinned conversations."""
+    """Delete the cache of one model or of all models, including pinned conversations.
+
+    The sampled tokens of responses are deleted for all models.
+    """
     digests = find_digests(context.obj, model)
     nbytes = sum(stored.nbytes for stored in list_stored_models(context.obj) if stored.model in digests)
     if not yes and nbytes:
         typer.confirm(f"Delete {decimal(nbytes)}?", abort=True, err=True)
     freed = disk.clear(context.obj, digests) if digests else 0
+    remove_replays(context.obj)
     typer.echo(f"deleted {decimal(freed)}", err=True)
 
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from afterglow.api.model import Model, PromptInput
 from afterglow.chat.miss_reasons import explain_miss
 from afterglow.chat.multimodal import get_media_label
-from afterglow.chat.prompt import ChatPrompt
+from afterglow.chat.prompt import ChatPrompt, ReplayReport
 from afterglow.engine.host.remote_calls import CachedSequence
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.server.auth import get_tenant_salt
@@ -23,6 +23,7 @@ from afterglow.server.media import load_media
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot
 from afterglow.server.openai.chat import build_prompt_options
+from afterglow.server.openai.formatting import format_replay_misses
 from afterglow.server.openai.schema.chat import ChatFields, build_message, build_tools
 from afterglow.server.schema.admin import (
     ApplyTemplateRequest,
@@ -102,10 +103,10 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
         return DetokenizeResponse(content=content)
 
     @router.post("/apply-template", summary="Render a conversation with the chat template of the model")
-    async def apply_template(body: ApplyTemplateRequest) -> ApplyTemplateResponse:
+    async def apply_template(body: ApplyTemplateRequest, request: Request) -> ApplyTemplateResponse:
         model = await state.get_model(body.model)
         with contextlib.ExitStack() as resources:
-            prompt = await build_prompt(state, model, body, resources)
+            prompt = await build_prompt(state, model, body, resources, get_tenant_salt(request))
             return ApplyTemplateResponse(prompt=prompt.text, tokens=prompt.cells)
 
 
@@ -119,13 +120,13 @@ def format_piece(model: Model, token: int) -> str | list[int]:
 
 
 async def build_prompt(
-    state: ServerState, model: Model, body: ChatFields, resources: contextlib.ExitStack
+    state: ServerState, model: Model, body: ChatFields, resources: contextlib.ExitStack, salt: str
 ) -> ChatPrompt:
     """Render the prompt of a conversation. Its media are released with `resources`."""
     messages = [build_message(message) for message in body.messages]
     tools, options = build_tools(body.tools), build_prompt_options(body)
     loaded = await load_media(state, model, messages, resources)
-    return await state.run_text_work(lambda: model.apply_chat_template(loaded, tools=tools, **options))
+    return await state.run_text_work(lambda: model.apply_chat_template(loaded, tools=tools, salt=salt, **options))
 
 
 def _add_state_routes(router: APIRouter, state: ServerState) -> None:
@@ -172,7 +173,7 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
     ) -> ResultT:
         model, salt = await state.get_model(body.model), get_tenant_salt(request)
         with contextlib.ExitStack() as resources:
-            prompt = await build_prompt_input(state, model, body, resources)
+            prompt = await build_prompt_input(state, model, body, resources, salt)
             return await state.run_engine_call(lambda: work(model, prompt, salt))
 
     @router.post("/cache/explain", summary="Explain how much of a prompt is cached and why not more")
@@ -195,12 +196,12 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
 
 
 async def build_prompt_input(
-    state: ServerState, model: Model, body: ExplainRequest, resources: contextlib.ExitStack
+    state: ServerState, model: Model, body: ExplainRequest, resources: contextlib.ExitStack, salt: str
 ) -> PromptInput:
     """Return the prompt of a body with either `messages` or `prompt`. Its media are released with `resources`."""
     if (body.messages is None) == (body.prompt is None):
         raise invalid_request_error("prompt", "set either `messages` or `prompt`")
-    return await build_prompt(state, model, body, resources) if body.prompt is None else body.prompt
+    return await build_prompt(state, model, body, resources, salt) if body.prompt is None else body.prompt
 
 
 def pin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:
@@ -276,4 +277,14 @@ def explain_prompt(model: Model, prompt: PromptInput, salt: str) -> dict[str, An
         "cached_text": format_entries(model, cached_entries[:DIFFERENCE_CONTEXT_TOKENS]),
         "reason": report.reason,
         "message": report.message,
+        **({"replay": format_replay(prompt.replay)} if isinstance(prompt, ChatPrompt) else {}),
+    }
+
+
+def format_replay(report: ReplayReport) -> dict[str, Any]:
+    """Format which messages of the assistant have the tokens that the model sampled."""
+    return {
+        "replayed_tokens": report.replayed_tokens,
+        "replayed_messages": list(report.replayed_messages),
+        "misses": format_replay_misses(report.misses.items()),
     }

@@ -112,7 +112,7 @@ class ConversationRequest(GenerationRequest):
         """Render the conversation to a prompt that fits the context. Blocking."""
         plan = fit_plan(
             self.messages,
-            lambda messages: model.plan_chat(messages, tools=self.tools, **self.prompt_options),
+            lambda messages: model.plan_chat(messages, tools=self.tools, salt=self.salt, **self.prompt_options),
             self.overflow,
             context=model.context_length,
             max_tokens=self.max_tokens,

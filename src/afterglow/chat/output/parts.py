@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from afterglow.chat.messages import ToolCall
-from afterglow.chat.prompt import Truncation
+from afterglow.chat.prompt import ReplayReport, Truncation
+from afterglow.engine.types.request import Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ class OutputFormat:
     create_parser: Callable[[], OutputParser] = PlainTextParser
     parse: Callable[[str], Any] | None = None  # parses the text of a complete response
     truncation: Truncation | None = None  # what was dropped from the prompt
+    replay: ReplayReport = field(default_factory=ReplayReport)  # of the prompt
+    record: Callable[[Sequence[int], Sequence[OutputPart], Finished], None] | None = None  # called at the end
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.messages import Message, ToolCall
@@ -165,6 +165,8 @@ class ChatStream:
         is_complete = finished.finish_reason == "stop"
         parts = self._parser.feed(rest) + self._parser.finish(truncated=not is_complete)
         delta, output = Delta(self._record_parts(parts)), join_parts(self._parts)
+        if self._format.record is not None:
+            self._format.record([token.token for token in self._tokens], self._parts, finished)
         parse = self._format.parse if is_complete and not output.tool_calls else None
         self._response = ChatResponse(
             text=output.text,
@@ -173,7 +175,11 @@ class ChatStream:
             finish_reason="tool_calls" if output.tool_calls and is_complete else finished.finish_reason,
             stop_reason=stop,
             tokens=tuple(self._tokens),
-            usage=finished.usage,
+            usage=replace(
+                finished.usage,
+                replayed_tokens=self._format.replay.replayed_tokens,
+                replay_misses=tuple(self._format.replay.misses.items()),
+            ),
             parsed=None if parse is None else parse(output.text),
             truncation=self._format.truncation,
         )

@@ -92,6 +92,7 @@ def build_prompt_options(body: ChatFields) -> PromptOptions:
         "response_format": dump_fields(body.response_format),
         "reasoning": reasoning,
         "chat_template_kwargs": body.chat_template_kwargs,
+        "replay": body.replay is not False,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from afterglow.api.model import Model
@@ -36,13 +36,18 @@ def build_usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def build_prompt_details(usages_by_prompt: list[list[Usage]]) -> dict[str, int]:
-    """Build `prompt_tokens_details`: cached tokens and, for prompts with media, media tokens and encoder runs."""
+def build_prompt_details(usages_by_prompt: list[list[Usage]]) -> dict[str, Any]:
+    """Build `prompt_tokens_details`: cached tokens, replay of earlier messages if there are any, and for prompts with
+    media their tokens and encoder runs."""
 
     def sum_min(name: str) -> int:
         return sum(min(getattr(usage, name) for usage in usages) for usages in usages_by_prompt)
 
-    cached = {"cached_tokens": sum_min("cached_tokens")}
+    cached: dict[str, Any] = {"cached_tokens": sum_min("cached_tokens")}
+    if replayed_tokens := sum_min("replayed_tokens"):
+        cached["replayed_tokens"] = replayed_tokens
+    if misses := usages_by_prompt[0][0].replay_misses:
+        cached["replay_misses"] = format_replay_misses(misses)
     if not (media_tokens := sum_min("media_tokens")):
         return cached
     audio_tokens = sum_min("audio_tokens")
@@ -52,6 +57,15 @@ def build_prompt_details(usages_by_prompt: list[list[Usage]]) -> dict[str, int]:
         "cached_media_tokens": sum_min("cached_media_tokens"),
         "encoded_media": sum(usage.encoded_media for usages in usages_by_prompt for usage in usages),
     }
+
+
+def format_replay_misses(misses: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
+    """Format why messages of the assistant were not replayed.
+
+    >>> format_replay_misses([(1, "message edited")])
+    [{'message': 1, 'reason': 'message edited'}]
+    """
+    return [{"message": index, "reason": reason} for index, reason in misses]
 
 
 def build_prediction_details(usages: list[Usage]) -> dict[str, float]:

@@ -114,6 +114,7 @@ def build_prompt_options(body: ResponseRequest) -> PromptOptions:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "response_format": build_response_format(body),
         "reasoning": None if body.reasoning is None else body.reasoning.effort,
+        "replay": body.replay is not False,
     }
 
 

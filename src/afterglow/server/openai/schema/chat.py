@@ -205,6 +205,9 @@ class ChatFields(SamplingFields):
     reasoning_effort: ReasoningEffort | None = None
     reasoning_budget: int | None = pydantic.Field(None, ge=0, le=2**31 - 1, description="Maximum reasoning tokens.")
     chat_template_kwargs: JsonObject | None = pydantic.Field(None, description="Variables of the chat template.")
+    replay: bool | None = pydantic.Field(
+        None, description="Use the sampled tokens of the model's earlier messages. Default: true."
+    )
 
 
 class ChatRequest(ChatFields):

@@ -180,6 +180,9 @@ class ResponseRequest(SamplingFields):
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     include: list[Literal["message.output_text.logprobs"]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    replay: bool | None = pydantic.Field(
+        None, description="Use the sampled tokens of the model's earlier messages. Default: true."
+    )
 
     user: Label = None
     safety_identifier: Label = None

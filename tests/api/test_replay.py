@@ -1,0 +1,58 @@
+"""Replay in Python: a conversation that is sent back costs only its new tokens, on every kind of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import afterglow
+from afterglow.api.model import Model
+from afterglow.testing import models
+
+pytestmark = pytest.mark.native
+
+LETTERS = {"type": "regex", "pattern": "[a-z ]{20,40}"}  # random bytes are no text
+QUESTION = {"role": "user", "content": "one two three"}
+
+
+@pytest.fixture(params=["attention", "window", "recurrent", "hybrid"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with afterglow.load(models.get_path(request.param), context=1024, sequences=2) as loaded:
+        yield loaded
+
+
+def test_the_next_turn_computes_only_the_new_tokens(model: Model) -> None:
+    messages, computed = [QUESTION], 0
+    for turn in range(4):
+        response = model.chat(messages, max_tokens=24, temperature=1.0, seed=turn, response_format=LETTERS)
+        assert response.usage.cached_tokens == computed
+        assert response.usage.replay_misses == ()
+        computed = response.usage.prompt_tokens + response.usage.generated_tokens - 1
+        messages += [{"role": "assistant", "content": response.text}, QUESTION]
+
+
+def test_replay_can_be_turned_off_on_load_and_per_request() -> None:
+    path = models.get_path("successor-attention")
+
+    def count_replayed_tokens(model: Model, **options: bool) -> int:
+        answer = model.chat([QUESTION], max_tokens=6, **options).text  # type: ignore[call-overload]
+        messages = [QUESTION, {"role": "assistant", "content": answer}, QUESTION]
+        usage = model.chat(messages, max_tokens=1, **options).usage  # type: ignore[call-overload]
+        return usage.replayed_tokens
+
+    with afterglow.load(path, context=512, replay=False) as model:
+        assert count_replayed_tokens(model) == 0
+    with afterglow.load(path, context=512) as model:
+        assert count_replayed_tokens(model, replay=False) == 0
+        assert count_replayed_tokens(model) == 6
+
+
+def test_clearing_the_cache_forgets_generated_messages() -> None:
+    with afterglow.load(models.get_path("successor-attention"), context=512) as model:
+        answer = model.chat([QUESTION], max_tokens=6).text
+        history = [QUESTION, {"role": "assistant", "content": answer}, QUESTION]
+        assert model.plan_chat(history).prompt.replay.replayed_tokens == 6
+        assert model.plan_chat(history, salt="other").prompt.replay.replayed_tokens == 0
+        model.clear_cache()
+        assert model.plan_chat(history).prompt.replay.replayed_tokens == 0
