@@ -1,7 +1,7 @@
 """Agent workloads against llama-server of the same build: same model, same threads, alternating, over HTTP.
 
-Runs the ten workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token, total
-time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
+Runs the eleven workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
+total time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
 
     python benchmarks/agents.py [--quick] [--only a,b] [--model smollm2|hybrid] [--pairs N] [--threads N]
 
@@ -26,8 +26,16 @@ from pathlib import Path
 import hybrid
 import psutil
 from measures import BARS, Result, run_alternating, summarize
-from peers import PEERS, KeepingLlamaServer, ServerSize, list_absent_peers, start_peers
-from workload_runner import PromptTokenizer, WorkloadRunner
+from peers import (
+    PEERS,
+    KeepingLlamaServer,
+    Peer,
+    RenderingAfterglow,
+    ServerSize,
+    list_absent_peers,
+    start_peers,
+)
+from workload_runner import AGENT_TEMPLATE, PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS, Workload
 
 from afterglow import registry
@@ -42,7 +50,7 @@ PAIRS_WITHOUT_TIME_BARS = 2
 # The bars of these workloads are a few per cent, so every pair has its own servers: of two equal processes one is up to
 # 5 % faster for as long as it runs, depending on the placement of its memory.
 FRESH_SERVERS_PER_PAIR = "ah"
-QUICK_SLOTS, QUICK_CONTEXT = 9, 2048  # one pair of servers for all workloads
+QUICK_SLOTS, QUICK_CONTEXT = 9, 2048  # one pair of servers for all workloads, except (k)
 TIME_MEASURES = ("total", "first_median", "first_p95", "gap_median", "gap_p95", "gap_largest")
 
 
@@ -69,7 +77,13 @@ class Bench:
                 if not result.skipped:
                     result.runs = self._compare(letter, self._get_server_size(workload, model), tokenizer, servers)
                 if letter == "d" and not self.quick:
-                    result.runs[KeepingLlamaServer.name] = [self._run_keeping(workload, model, tokenizer)]
+                    result.runs[KeepingLlamaServer.name] = [
+                        self._run_alone(KeepingLlamaServer, workload, model, tokenizer)
+                    ]
+                if letter == "k" and not self.quick:
+                    result.runs[RenderingAfterglow.name] = [
+                        self._run_alone(RenderingAfterglow, workload, model, tokenizer)
+                    ]
                 result.seconds = time.perf_counter() - started
                 yield result
 
@@ -96,13 +110,15 @@ class Bench:
         return "no projector for this model" if needs_projector else ""
 
     def _get_server_size(self, workload: Workload, model: LlamaModel) -> ServerSize:
+        has_shared_server = self.quick and workload.needs != "tools"
         return ServerSize(
             model=self.path,
             projector=self.get_projector_path() if self.get_projector_path and workload.needs == "pictures" else None,
+            template=AGENT_TEMPLATE if workload.needs == "tools" else None,
             eog_tokens=model.vocabulary.eog_tokens,
             threads=self.threads,
-            slots=QUICK_SLOTS if self.quick else workload.slots,
-            context=QUICK_CONTEXT if self.quick else workload.context,
+            slots=QUICK_SLOTS if has_shared_server else workload.slots,
+            context=QUICK_CONTEXT if has_shared_server else workload.context,
         )
 
     def _start_servers(self, size: ServerSize, tokenizer: PromptTokenizer, servers: contextlib.ExitStack) -> None:
@@ -115,9 +131,11 @@ class Bench:
         for name, runner in self._runners.items():  # warm-up: first-use costs of each process
             runner.run(WORKLOADS["i"](f"warming {name}", True))
 
-    def _run_keeping(self, workload: Workload, model: LlamaModel, tokenizer: PromptTokenizer) -> dict[str, float]:
-        """Run once for the cache bytes: by default, llama-server caches nothing in this workload."""
-        with start_peers(self._get_server_size(workload, model), (KeepingLlamaServer,)) as (peer,):
+    def _run_alone(
+        self, kind: type[Peer], workload: Workload, model: LlamaModel, tokenizer: PromptTokenizer
+    ) -> dict[str, float]:
+        """Run once on another server: llama-server caches nothing in (d) by default; (k) shows what replay saves."""
+        with start_peers(self._get_server_size(workload, model), (kind,)) as (peer,):
             return summarize(WorkloadRunner(peer, tokenizer).run(workload))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workload_runner import Reply, WorkloadRun
 
@@ -40,8 +40,10 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "h": (Bar(measure="total", limit=1.05),),
     "i": (),
     "j": (),
+    "k": (Bar(measure="total", limit=0.8),),
 }
 COMPUTED_BAR = Bar(measure="excess", limit=MAX_COMPUTED_RATIO, ratio=False, exact=True)
+COMPUTED_BARS = {"k": replace(COMPUTED_BAR, limit=1.02)}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -79,6 +81,8 @@ def summarize(run: WorkloadRun) -> dict[str, float]:
 def summarize_events(run: WorkloadRun) -> dict[str, float]:
     """Return the measures of workloads with a restart, a disconnect, or a long prompt among streams."""
     measures: dict[str, float] = {}
+    if any(reply.calls for reply in run.replies):
+        measures["generated"] = sum(reply.generated_tokens for reply in run.replies)
     if after_restart := [reply.first_token_seconds for reply in run.replies if reply.after_restart]:
         measures["first_after_restart"] = max(after_restart)
     if after_disconnect := [reply.first_token_seconds for reply in run.replies if reply.after_disconnect]:
@@ -137,7 +141,8 @@ class Result:
         """Judge all bars of this workload: counts by the worst run, times by the medians."""
         if self.skipped:
             return []
-        return [self._judge_bar(bar, quick) for bar in (COMPUTED_BAR, *BARS[self.letter]) if not (quick and bar.full)]
+        bars = (COMPUTED_BARS.get(self.letter, COMPUTED_BAR), *BARS[self.letter])
+        return [self._judge_bar(bar, quick) for bar in bars if not (quick and bar.full)]
 
     def _judge_bar(self, bar: Bar, quick: bool) -> Verdict:
         limit = bar.limit * QUICK_TOLERANCE if quick and not bar.exact else bar.limit

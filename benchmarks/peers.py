@@ -18,12 +18,13 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 
+REASONING_TOKENS = 12  # of each answer with reasoning
 ADDRESS = re.compile(r"at (http://\S+)\s")
 
 
@@ -37,6 +38,7 @@ class ServerSize:
     context: int  # tokens per slot
     eog_tokens: frozenset[int] = frozenset()  # end-of-generation tokens of the model
     projector: Path | None = None
+    template: Path | None = None  # replaces the chat template of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Chunk:
     text: str
     prompt_tokens: int = 0
     computed_tokens: int = 0  # prompt tokens that were not cached
+    generated_tokens: int = 0
+    delta: dict[str, Any] = field(default_factory=dict)  # of the message
 
 
 class Peer:
@@ -71,6 +75,10 @@ class Peer:
 
     def build_ignore_eos(self) -> dict[str, Any]:
         """Return the request fields that make an answer continue to `max_tokens`."""
+        raise NotImplementedError
+
+    def build_reasoning_budget(self) -> dict[str, Any]:
+        """Return the request fields that end reasoning after `REASONING_TOKENS`."""
         raise NotImplementedError
 
     def read_counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
@@ -156,9 +164,16 @@ class Peer:
         if "error" in chunk:
             raise SystemExit(f"{self.name}: error in the stream: {chunk['error']}")
         choices = chunk.get("choices") or [{}]
-        text = choices[0].get("delta", {}).get("content") or ""
+        delta = choices[0].get("delta", {})
         prompt_tokens, computed_tokens = self.read_counts(chunk) or (0, 0)
-        return Chunk(received_at=received_at, text=text, prompt_tokens=prompt_tokens, computed_tokens=computed_tokens)
+        return Chunk(
+            received_at=received_at,
+            text=delta.get("content") or "",
+            prompt_tokens=prompt_tokens,
+            computed_tokens=computed_tokens,
+            generated_tokens=(chunk.get("usage") or {}).get("completion_tokens", 0),
+            delta=delta,
+        )
 
 
 class Afterglow(Peer):
@@ -171,7 +186,8 @@ class Afterglow(Peer):
         sizes = ["--threads", size.threads, "--context", size.context, "--sequences", size.slots]
         serve = [sys.executable, "-m", "afterglow.cli.main", "serve", f"model={size.model}", "--port", "0"]
         projector = ["--projector", size.projector] if size.projector else []
-        return [*serve, *map(str, [*sizes, *projector])]
+        template = ["--chat-template", size.template] if size.template else []
+        return [*serve, *map(str, [*sizes, *projector, *template])]
 
     def build_environment(self) -> dict[str, str]:
         settings = self.directory / "settings.toml"  # so that the user's settings do not apply
@@ -182,6 +198,9 @@ class Afterglow(Peer):
     def build_ignore_eos(self) -> dict[str, Any]:
         return {"logit_bias": {str(token): -100 for token in self.size.eog_tokens}}
 
+    def build_reasoning_budget(self) -> dict[str, Any]:
+        return {"reasoning_budget": REASONING_TOKENS}
+
     def read_counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
         if not (usage := chunk.get("usage")):
             return None
@@ -189,6 +208,15 @@ class Afterglow(Peer):
 
     def get_cache_bytes(self) -> int:
         return int(self.get("/cache")["models"]["model"]["tiers"]["ram"]["nbytes"])
+
+
+class RenderingAfterglow(Afterglow):
+    """`afterglow serve` without replay: the history is rendered and tokenized again."""
+
+    name = "afterglow, no replay"
+
+    def build_reasoning_budget(self) -> dict[str, Any]:
+        return {"reasoning_budget": REASONING_TOKENS, "replay": False}
 
 
 class LlamaServer(Peer):
@@ -204,8 +232,10 @@ settings.fit_params, settings.warmup, settings.cont_batching = False, True, True
 settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = context * slots, slots, threads
 settings.cpuparams_batch.n_threads, settings.port = threads, 0
 settings.slot_prompt_similarity = similarity
-if len(sys.argv) > 7:
+if sys.argv[7]:
     settings.mmproj.path = sys.argv[7]
+if sys.argv[8]:
+    settings.chat_template = open(sys.argv[8]).read()
 server = xllamacpp.Server(settings)
 os.write(1, f"\\nat {server.listening_address} \\n".encode())  # one write, because the log writes, too
 sys.stdin.read()
@@ -217,11 +247,14 @@ sys.stdin.read()
     def build_command(self) -> list[str]:
         size = self.size
         numbers = [str(n) for n in (size.threads, size.context, size.slots, self.VERBOSITY, self.SIMILARITY)]
-        projector = [str(size.projector)] if size.projector else []
-        return [sys.executable, "-c", self.PROGRAM, str(size.model), *numbers, *projector]
+        files = [str(file or "") for file in (size.projector, size.template)]
+        return [sys.executable, "-c", self.PROGRAM, str(size.model), *numbers, *files]
 
     def build_ignore_eos(self) -> dict[str, Any]:
         return {"ignore_eos": True}
+
+    def build_reasoning_budget(self) -> dict[str, Any]:
+        return {"thinking_budget_tokens": REASONING_TOKENS}
 
     def read_counts(self, chunk: dict[str, Any]) -> tuple[int, int] | None:
         if not (timings := chunk.get("timings")):

@@ -5,20 +5,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ideal_cache import IdealCache
 from peers import Chunk, Peer
-from workloads import Ask, HangUp, Message, Restart, Together, Workload
+from workloads import Ask, CallTools, HangUp, Message, Restart, Together, Workload, user
 
 from afterglow.chat.chat import Chat, ChatOptions
+from afterglow.chat.prompt import find_common_prefix
 from afterglow.llama.model import LlamaModel
 
+AGENT_TEMPLATE = Path(__file__).parent / "agent_template.jinja"
+END_OF_TURN = "<|im_end|>"
 IMAGE_PLACEHOLDER = "\N{FRAME WITH PICTURE}"
 
 
@@ -28,16 +34,32 @@ class PromptTokenizer:
     def __init__(self, model: LlamaModel) -> None:
         self.vocabulary = model.vocabulary
         self._chat = Chat(model.vocabulary, model.get_chat_template())
+        self._agent_chat = Chat(model.vocabulary, AGENT_TEMPLATE.read_text())
 
     def tokenize_prompt(self, messages: Sequence[Message]) -> list[int]:
         texts = [{**message, "content": to_text(message["content"])} for message in messages]
         return list(self._chat.plan(texts, ChatOptions()).prompt.tokens)
+
+    def count_needed(self, before: Sequence[Message], messages: Sequence[Message], tools: Sequence[Any]) -> int:
+        """Count the prompt tokens that the next turn of an agent needs if all its sampled tokens are cached.
+
+        `before` is the conversation of the last turn. These are the tokens after its answer, with its end token. If the
+        template renders the text before the answer differently, they are all tokens from there on.
+        """
+        text = self._agent_chat.plan(messages, ChatOptions(tools=tools)).prompt.text
+        start = 0
+        if before:
+            last = self._agent_chat.plan(before, ChatOptions(tools=tools)).prompt.text
+            start = len(find_common_prefix(last, text))
+            start = text.index(END_OF_TURN, start) if start == len(last) else start
+        return len(self.vocabulary.tokenize(text[start:], parse_special=True))
 
     def tokenize(self, text: str) -> list[int]:
         return list(self.vocabulary.tokenize(text))
 
     def close(self) -> None:
         self._chat.close()
+        self._agent_chat.close()
 
 
 @dataclass
@@ -48,6 +70,9 @@ class Reply:
     sent_at: float
     chunk_times: list[float] = field(default_factory=list)  # of chunks with text
     text: str = ""
+    reasoning: str = ""
+    calls: dict[int, dict[str, str]] = field(default_factory=dict)  # id, name and arguments of native tool calls
+    generated_tokens: int = 0
     ended_at: float = 0.0
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -82,11 +107,13 @@ class WorkloadRunner:
     def __init__(self, peer: Peer, tokenizer: PromptTokenizer) -> None:
         self.peer, self.ideal_cache, self._tokenizer = peer, IdealCache(), tokenizer
         self._conversations: dict[str, list[Message]] = {}
+        self._last_prompts: dict[str, list[Message]] = {}  # of agents with native tools
         self._was_restarted = False
 
     def run(self, workload: Workload) -> WorkloadRun:
         """Run all steps in order."""
-        self._conversations, run, before = {}, WorkloadRun(), self.peer.get_cache_bytes()
+        self._conversations, self._last_prompts = {}, {}
+        run, before = WorkloadRun(), self.peer.get_cache_bytes()
         for step in workload.steps:
             started = time.perf_counter()
             match step:
@@ -142,6 +169,10 @@ class WorkloadRunner:
         conversation = self._conversations.setdefault(ask.talk, [])
         conversation += ask.says
         body: dict[str, Any] = {"messages": list(conversation), "max_tokens": ask.answer}
+        if isinstance(ask, CallTools):
+            sampling = {"temperature": 0.7, "seed": ask.seed}
+            tools = {"tools": ask.tools, "tool_choice": "required", "parallel_tool_calls": False}
+            return body | sampling | tools | self.peer.build_reasoning_budget()
         if ask.schema is None:
             return body | self.peer.build_ignore_eos()
         schema = {"name": "answer", "schema": ask.schema, "strict": True}
@@ -150,6 +181,9 @@ class WorkloadRunner:
     def _record(self, reply: Reply) -> None:
         """Count the tokens that the ideal cache computes, and append the answer to its conversation."""
         conversation = self._conversations[reply.ask.talk]
+        if isinstance(reply.ask, CallTools):
+            self._record_calls(reply, reply.ask, conversation)
+            return
         tokens = self._tokenizer.tokenize_prompt(conversation)
         reply.needed_tokens = self.ideal_cache.add_prompt(tokens)
         if any(isinstance(message["content"], list) for message in reply.ask.says):
@@ -157,6 +191,32 @@ class WorkloadRunner:
         self.ideal_cache.add_completion(tokens, self._tokenizer.tokenize(reply.text))
         conversation.append({"role": "assistant", "content": reply.text})
         reply.after_restart, self._was_restarted = self._was_restarted, False
+
+    def _record_calls(self, reply: Reply, ask: CallTools, conversation: list[Message]) -> None:
+        """Append the calls and their results to the conversation, as a client that parses the arguments does."""
+        before = self._last_prompts.get(ask.talk, [])
+        reply.needed_tokens = self._tokenizer.count_needed(before, conversation, ask.tools)
+        self._last_prompts[ask.talk] = list(conversation)
+        calls = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+            for call in reply.calls.values()
+            for arguments in [reserialize(call["arguments"])]
+        ]
+        message = {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
+        conversation.append(message | ({"tool_calls": calls} if calls else {}))
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": ask.result} for call in calls]
+        conversation += results or [user(ask.result)]  # a server may fail to enforce a call
+
+
+def reserialize(arguments: str) -> str:
+    """Parse arguments and write them with another order of keys. Broken ones stay as they are.
+
+    >>> reserialize('{"a":1,"b":2}')
+    '{"b": 2, "a": 1}'
+    """
+    with contextlib.suppress(ValueError, AttributeError):
+        return json.dumps(dict(reversed(json.loads(arguments).items())))
+    return arguments
 
 
 class Progress:
@@ -197,7 +257,14 @@ def receive(
     reply.sent_at = time.perf_counter()
     chunk: Chunk
     for chunk in chat(body):
-        if chunk.text:
+        for call in chunk.delta.get("tool_calls") or ():
+            known = reply.calls.setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
+            known["id"] = call.get("id") or known["id"]
+            for name in ("name", "arguments"):
+                known[name] += call.get("function", {}).get(name) or ""
+        reply.reasoning += chunk.delta.get("reasoning_content") or ""
+        reply.generated_tokens = chunk.generated_tokens or reply.generated_tokens
+        if chunk.text or chunk.delta.get("reasoning_content") or chunk.delta.get("tool_calls"):
             reply.chunk_times.append(chunk.received_at)
             reply.text += chunk.text
             notify()

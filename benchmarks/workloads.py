@@ -1,8 +1,9 @@
-"""Ten seeded workloads of agents and assistants on a local machine, (a) to (j), as data.
+"""Eleven seeded workloads of agents and assistants on a local machine, (a) to (k), as data.
 
 A workload is a list of steps; `workload_runner.py` runs it against a server. Prompts and answers have fixed sizes.
-Later turns contain the model's own answers, because caching those is part of the work. Tools are text in the system
-prompt: templates of small models do not support tools, and each server would format them differently.
+Later turns contain the model's own answers, because caching those is part of the work. In (a) to (j) tools are text in
+the system prompt: templates of small models do not support tools. (k) has native tool calls and reasoning, with the
+template `agent_template.jinja` for both servers; its answers have the length that the model gives them.
 
 A digest of all workloads is pinned in `tests/benchmarks/test_workloads.py`. Texts, sizes, seeds and the names of
 dataclass fields are part of it: old results are only comparable as long as it does not change.
@@ -30,6 +31,16 @@ class Ask:
     of: tuple[str, int] | None = None  # the conversation starts as a copy of the first n messages of another one
     after: int = 0  # sent when all other requests of its group have this many tokens
     schema: dict[str, Any] | None = None  # JSON schema of the answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTools(Ask):
+    """One request of an agent that must be answered by native tool calls. The client parses their arguments and writes
+    them back with another order of keys; each gets `result` in the next request."""
+
+    tools: tuple[dict[str, Any], ...]
+    result: str
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -222,6 +233,36 @@ def build_image(seed: str, quick: bool) -> Workload:
     return Workload("j", "a conversation with a picture", tuple(steps), needs="pictures")
 
 
+def build_tool_calls(seed: str, quick: bool) -> Workload:
+    """(k) An agent with native tools and reasoning: ten turns of calls, with a second question after the fifth."""
+    words, opening, result, answer = (6, 8, 6, 250) if quick else (40, 30, 40, 300)
+    properties = {
+        "path": {"type": "string", "pattern": "^[a-z]{1,8}(/[a-z]{1,8}){0,2}$"},
+        "limit": {"type": "integer", "minimum": 0, "maximum": 999},
+        "recursive": {"type": "boolean"},
+    }
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    tools = tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{number}",
+                "description": random_text(f"{seed} tool {number}", words).strip(),
+                "parameters": parameters,
+            },
+        }
+        for number in range(6)
+    )
+    steps = []
+    for turn in range(10):
+        question = (user(random_text(f"{seed} question {turn}", 12).strip()),) if turn in (0, 5) else ()
+        says = (system(random_text(seed, opening).strip()), *question) if not turn else question
+        text = random_text(f"{seed} result {turn}", result).strip()
+        steps.append(CallTools(talk="agent", says=says, answer=answer, tools=tools, result=text, seed=turn))
+    name = "native tool calls and reasoning, 10 turns"
+    return Workload("k", name, tuple(steps), slots=2, context=8192, needs="tools")
+
+
 WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "a": build_agent,
     "b": build_branches,
@@ -233,4 +274,5 @@ WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "h": build_document,
     "i": build_structured,
     "j": build_image,
+    "k": build_tool_calls,
 }

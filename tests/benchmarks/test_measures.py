@@ -105,6 +105,7 @@ def test_the_bars_have_the_agreed_limits():
     limits = {letter: [bar.limit for bar in bars] for letter, bars in BARS.items() if bars}
     assert limits == {
         "a": [1.05], "b": [0.6], "c": [0.4], "d": [1.05, 0.4], "e": [0.05], "f": [0.25, 1.3], "g": [1.0], "h": [1.05],
+        "k": [0.8],
     }  # fmt: skip
     assert BARS.keys() == WORKLOADS.keys()
     assert BARS["g"] == (Bar(measure="free", limit=1.0, ratio=False),)

@@ -8,7 +8,7 @@ import hybrid
 import pytest
 from agents import Bench
 from peers import Afterglow, LlamaServer, ServerSize, start_peers
-from workload_runner import PromptTokenizer, WorkloadRunner
+from workload_runner import AGENT_TEMPLATE, PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS
 
 from afterglow.llama.model import LlamaModel, ModelSettings
@@ -50,6 +50,15 @@ def test_hardly_any_token_is_computed_twice(runner, letter):
         assert reply.chunk_times
         if reply.ask.schema is None:
             assert len(reply.text.split()) == reply.ask.answer  # each token is a word
+
+
+def test_native_calls_and_reasoning_are_computed_once(path, tokenizer):
+    size = ServerSize(model=path, threads=1, slots=2, context=8192, template=AGENT_TEMPLATE)
+    with start_peers(size, (Afterglow,)) as (peer,):
+        run = WorkloadRunner(peer, tokenizer).run(WORKLOADS["k"]("test k", True))
+    assert all(reply.calls and reply.reasoning for reply in run.replies)
+    computed = sum(reply.computed_tokens for reply in run.replies)
+    assert computed <= 1.02 * sum(reply.needed_tokens for reply in run.replies)
 
 
 def test_prompts_are_as_long_as_the_server_reports(runner, tokenizer):

@@ -98,7 +98,10 @@ class Conversation:
     def plan(self, messages: Sequence[Message], **options: Any) -> ChatPlan:
         return self.chat.plan(messages, ChatOptions(tools=TOOLS, **options))
 
-    def generate(self, messages: Sequence[Message], output: str, *, finish: str = "stop", **options: Any) -> Answer:
+    def generate(
+        self, messages: Sequence[Message], output: str, *, finish: str = "stop", ends: bool = True, **options: Any
+    ) -> Answer:
+        """Play one answer. `ends`: whether the model generates its end token."""
         plan = self.plan(messages, **options)
         if plan.starts_in == "reasoning":
             assert self.chat.reasoning_format is not None
@@ -110,7 +113,7 @@ class Conversation:
         parts += parser.finish(truncated=finish != "stop")
         record = plan.output_format.record
         assert record is not None
-        end = [self.vocabulary.end_token] if finish == "stop" else []
+        end = [self.vocabulary.end_token] if finish == "stop" and ends else []
         record([*tokens, *end], parts, Finished("1", finish, Usage()))  # type: ignore[arg-type]
         joined = join_parts(parts)
         message = Message(
@@ -308,6 +311,13 @@ def test_an_answer_that_ends_at_the_token_limit_inside_text_is_replayed() -> Non
     with open_conversation(CHATML) as conversation:
         answer = conversation.generate([QUESTION], "A long answer that e", finish="length")
         plan = conversation.plan([QUESTION, answer.message, QUESTION])
+        assert plan.prompt.replay.replayed_tokens == len(answer.tokens)
+
+
+def test_a_call_that_a_grammar_ends_without_an_end_token_is_replayed() -> None:
+    with open_conversation(CHATML) as conversation:
+        answer = conversation.generate([QUESTION], OUTPUT, ends=False)
+        plan = conversation.plan([QUESTION, answer.message, *continue_after(answer)])
         assert plan.prompt.replay.replayed_tokens == len(answer.tokens)
 
 

@@ -237,10 +237,10 @@ class Chat(Closeable):
         """Keep an answer for replay, if later prompts can contain its tokens as they are."""
         assert self._replay_store is not None
         end_tokens = self._vocabulary.eog_tokens | self.stop_tokens
-        ends_turn = bool(tokens) and tokens[-1] in end_tokens
-        sampled = tuple(tokens[:-1] if ends_turn else tokens)
+        sampled = tuple(tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens)
         output = join_parts(parts)
-        is_complete = ends_turn or (bool(output.text) and not output.tool_calls)  # else ends inside reasoning or a call
+        # At a limit, an answer may end inside reasoning or a call.
+        is_complete = finish.finish_reason == "stop" or (bool(output.text) and not output.tool_calls)
         hidden = self._vocabulary.control_tokens - self._visible_control_tokens
         if not sampled or not is_complete or isinstance(finish.stop_reason, bytes) or not hidden.isdisjoint(sampled):
             return

@@ -20,7 +20,10 @@ from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 GrammarSpec: TypeAlias = dict[str, Any]
 LiteralFormatter: TypeAlias = Callable[[str], str]  # formats a text as grammar literals; control tokens by number
 JSON_GRAMMAR_OPTIONS = {
-    "whitespace_pattern": r"[ \n\t]{0,20}",  # allows indentation; without a bound, models generate endless whitespace
+    # The white space that templates write (`tojson`), and compact JSON. More would only cost tokens.
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
     "json_allowed_escapes": 'nrbtf\\"',  # with \u, a property name could be spelled so that its schema does not match
 }
 RESPONSE_FORMAT_FIELDS = {

@@ -20,7 +20,7 @@ class LarkGrammar:
 
     >>> grammar = LarkGrammar(json.dumps)
     >>> grammar.to_lark(grammar.literal("yes"))
-    'start: "yes"\\nSPACE: /[ \\\\t\\\\n]{1,4}/\\n'
+    'start: "yes"\\nSPACE: /[ \\\\n]/\\n'
     """
 
     def __init__(self, write_literal: LiteralFormatter) -> None:
@@ -101,7 +101,7 @@ class LarkGrammar:
 
     def to_lark(self, start: str) -> str:
         """Return the complete grammar."""
-        return "\n".join([f"start: {start}", *self._rules, "SPACE: /[ \\t\\n]{1,4}/", ""])
+        return "\n".join([f"start: {start}", *self._rules, "SPACE: /[ \\n]/", ""])
 
 
 def join_alternatives(expressions: Iterable[str]) -> str:
