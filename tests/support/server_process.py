@@ -56,7 +56,7 @@ class ServerProcess:
 
     def _read_url(self) -> str:
         assert self.process.stderr is not None
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             if select.select([self.process.stderr], [], [], 1)[0]:
                 data = os.read(self.process.stderr.fileno(), 65_536).decode()
