@@ -134,7 +134,18 @@ def damage_rows(path: Path) -> None:
 
 def damage_schema(path: Path) -> None:
     with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE items RENAME COLUMN aligned TO crooked")
+        connection.execute("ALTER TABLE items RENAME COLUMN cells TO rows")
+    connection.close()
+
+
+def add_column(path: Path) -> None:
+    """Replace the table by one of version 0.1, which has a further column."""
+    older = disk_index.SCHEMA.replace("cells INTEGER NOT NULL", "aligned INTEGER NOT NULL, cells INTEGER NOT NULL")
+    with sqlite3.connect(path) as connection:
+        columns = ", ".join(row[1] for row in connection.execute("PRAGMA table_info(items)"))
+        connection.executescript("DROP INDEX items_by_parent; ALTER TABLE items RENAME TO newer;" + older)
+        connection.execute(f"INSERT INTO items ({columns}, aligned) SELECT {columns}, 0 FROM newer")
+        connection.execute("DROP TABLE newer")
     connection.close()
 
 
@@ -142,7 +153,7 @@ def delete(path: Path) -> None:
     path.unlink()
 
 
-DAMAGES = [damage_first_page, damage_last_page, damage_rows, damage_schema, delete]
+DAMAGES = [damage_first_page, damage_last_page, damage_rows, damage_schema, add_column, delete]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
