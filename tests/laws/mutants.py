@@ -693,7 +693,11 @@ def _(put):
 
 @mutant("generated tokens count as computed on the grid", deterministic)
 def _(put):
-    put(Sequence, "prompt_length", property(len, lambda self, length: None))
+    def mark_running(original, self, waiting, sequence):
+        original(self, waiting, sequence)
+        sequence.prompt_length = self.backend.capabilities.cells_per_sequence
+
+    wrap(Engine, "_mark_running", mark_running)(put)
 
 
 @mutant(
