@@ -161,10 +161,6 @@ class DiskIndex:
         rows = self._connection.execute(f"SELECT {COLUMNS} FROM items {clauses}", parameters)
         return [_build_row(*values) for values in rows]
 
-    def list_names(self, model: str) -> set[str]:
-        """Return the names of the files of one model."""
-        return {name for (name,) in self._connection.execute("SELECT name FROM items WHERE model = ?", (model,))}
-
     def find_row(self, name: str) -> IndexRow | None:
         """Return the row of a file; None if it is not in the index."""
         return next(iter(self._select("WHERE name = ?", name)), None)
