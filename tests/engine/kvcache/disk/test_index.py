@@ -106,11 +106,11 @@ def test_a_locked_index_is_kept_and_opened_later(folder, monkeypatch):
     def work(engine: Engine) -> None:
         writer = engine.prefix_cache.store.disk_tier.writer
         assert ask(engine, [*ENTRIES, 5]).cached == 60, "the files are listed without the index"
-        assert writer.query_index(lambda index: index.in_memory)
+        assert writer._index.in_memory
         locker.execute("COMMIT")
         locker.close()
         deadline = time.monotonic() + 20
-        while writer.query_index(lambda index: index.in_memory):
+        while writer._index is None or writer._index.in_memory:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -276,8 +276,8 @@ def test_a_file_that_is_written_again_before_its_removal_is_noticed_stays(make_e
         writer._submit(task)
     writer.flush()
     assert path.exists()
-    row = writer.query_index(lambda index: index.find_row(path.name))
-    assert row is not None, "a file without a row would be in no budget"
+    with open_index(folder) as index:
+        assert index.find_row(path.name) is not None, "a file without a row would be in no budget"
 
 
 def test_deleting_a_file_excludes_other_processes(make_engine, folder, monkeypatch):
