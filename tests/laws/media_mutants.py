@@ -100,8 +100,8 @@ def _(put):
     class CountsEntries:
         count_cells = staticmethod(len)
 
-    def find_leader(job, running, reuse_length, interner, round_down):
-        return original(job, running, reuse_length, CountsEntries, round_down)
+    def find_leader(job, running, reuse_length, interner, grid):
+        return original(job, running, reuse_length, CountsEntries, grid)
 
     original = engine.find_leader
     put(engine, "find_leader", find_leader)

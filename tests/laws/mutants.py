@@ -31,6 +31,7 @@ from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.kvcache.store import TieredStore
 from afterglow.engine.sampling.stops import StopMatcher
+from afterglow.engine.scheduling import scheduler
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.types.backend import Capabilities
 from afterglow.engine.types.entries import EntryInterner
@@ -243,7 +244,7 @@ def replace_checkpoint_entries(choose: Callable[[Sequence], np.ndarray]) -> Call
         if checkpoints and checkpoints[-1].position == len(sequence):
             taken = checkpoints[-1]
             self.checkpoints.drop(taken)
-            moved = Checkpoint(entries=choose(sequence).copy(), state=taken.state, aligned=taken.aligned)
+            moved = Checkpoint(entries=choose(sequence).copy(), state=taken.state)
             checkpoints.append(moved)
             self.checkpoints.tree.insert(moved.entries, moved)
 
@@ -431,10 +432,10 @@ def _(put):
     preemption_laws.test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token,
 )
 def _(put):
-    def load(original, self, entries, state, aligned):
+    def load(original, self, entries, state):
         seq_id = self.seq_id
         self.seq_id = (seq_id + 1) % self._backend.capabilities.sequences
-        original(self, entries, state, aligned)
+        original(self, entries, state)
         self.seq_id = seq_id
 
     wrap(Sequence, "load", load)(put)
@@ -471,7 +472,7 @@ def _(put):
     sequence_laws.test_a_damaged_snapshot_is_rejected_and_leaves_the_entries_correct,
 )
 def _(put):
-    def load(original, self, entries, state, aligned):
+    def load(original, self, entries, state):
         self.entry_buffer.truncate(0)
         self.append_decoded(entries)
         self._backend.load(self.seq_id, state)
@@ -686,16 +687,26 @@ deterministic = deterministic_laws.test_cold_warm_restored_forked_and_concurrent
 
 @mutant("reuse is not rounded down to the grid", deterministic)
 def _(put):
-    put(PrefixCache, "round_down", lambda self, length, entries: length)
-    put(planner.PlanInputs, "round_down", lambda self, length: length)
+    for module in (prefix_cache, planner, scheduler):
+        put(module, "round_down_to_grid", lambda length, entries, grid: length)
 
 
 @mutant("generated tokens count as computed on the grid", deterministic)
 def _(put):
-    def record_chunk(self, count, grid):
-        self.sequence.aligned = len(self.sequence)
+    def mark_running(original, self, waiting, sequence):
+        original(self, waiting, sequence)
+        sequence.prompt_length = self.backend.capabilities.cells_per_sequence
 
-    put(RunningJob, "record_chunk", record_chunk)
+    wrap(Engine, "_mark_running", mark_running)(put)
+
+
+@mutant(
+    "a released sequence is not truncated to the grid",
+    deterministic,
+    deterministic_laws.test_an_idle_sequence_and_all_checkpoints_end_on_the_grid,
+)
+def _(put):
+    put(PrefixCache, "_truncate_to_grid", lambda self, sequence: None)
 
 
 @mutant("deterministic jobs share a decode", deterministic)
@@ -733,8 +744,8 @@ def _(put):
 
 @mutant("a stored prefix is reported longer than it is", tier_laws.test_stored_blocks_change_no_token)
 def _(put):
-    def find_stored_prefix(original, self, entries, salt, *, aligned):
-        prefix = original(self, entries, salt, aligned=aligned)
+    def find_stored_prefix(original, self, entries, salt):
+        prefix = original(self, entries, salt)
         length = min(prefix.length + 1, len(entries))
         return dataclasses.replace(prefix, length=length, entries=entries[:length]) if prefix.length % 8 else prefix
 

@@ -256,12 +256,12 @@ def test_the_kv_cache_of_heads_is_saved_with_the_sequence(engines):
     saved = slot.save()
     slot.clear()
     assert engine.backend.head_context.memory.get_position_range(slot.seq_id) is None
-    slot.load(saved.entries, saved.state, saved.aligned)
+    slot.load(saved.entries, saved.state)
     assert engine.backend.head_context.memory.get_position_range(slot.seq_id) == (0, 59)
     assert engine.backend.session.draft({slot.seq_id: 30})[slot.seq_id] == before
     assert saved.state.nbytes > saved.state.data.nbytes
     plain = type(saved.state).__mro__[1].from_bytes(saved.state.to_bytes())
-    slot.load(saved.entries, plain, saved.aligned)  # as loaded from a file: the heads start empty
+    slot.load(saved.entries, plain)  # as loaded from a file: the heads start empty
     assert engine.backend.head_context.memory.get_position_range(slot.seq_id) is None
     check(engine)
 

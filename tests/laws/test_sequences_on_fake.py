@@ -97,7 +97,7 @@ def test_a_sequence_is_restored_from_a_snapshot_and_from_a_fork(kind, kv_unified
 def test_a_damaged_snapshot_is_rejected_and_leaves_the_entries_correct(kind, kv_unified):
     engine = fake(kind, kv_unified=kv_unified, sequences=1)
     run_checked(engine, request("first", SYSTEM))
-    damaged = snapshots.SavedSequence(snapshots.save(engine, 0).entries, Damaged(), 0)
+    damaged = snapshots.SavedSequence(snapshots.save(engine, 0).entries, Damaged())
     with pytest.raises(InvalidState):
         snapshots.load(engine, damaged)
     check_all(engine)

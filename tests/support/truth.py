@@ -16,7 +16,7 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache.blocks import Block
 from afterglow.engine.kvcache.radix_tree import RadixNode, RadixTree
 from afterglow.engine.types.backend import DecodeSpan
-from afterglow.engine.types.entries import Entries, Entry, EntryInterner, common_prefix_length
+from afterglow.engine.types.entries import Entries, Entry, EntryInterner, common_prefix_length, round_down_to_grid
 from afterglow.engine.types.request import Request
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
@@ -118,7 +118,12 @@ def check_sequences(engine: Engine) -> None:
         )
         assert slot.busy or not slot.partial_media_rows, f"idle slot {slot.seq_id} holds part of a media entry"
         assert slot.cell_count == engine.interner.count_cells(slot.entries)
-        assert 0 <= slot.aligned <= len(slot)
+        assert slot.busy or is_on_grid(engine, slot.entries), f"idle slot {slot.seq_id} does not end on the grid"
+
+
+def is_on_grid(engine: Engine, entries: Entries) -> bool:
+    """Return whether entries end with a full chunk, as everything that deterministic mode reuses."""
+    return round_down_to_grid(len(entries), entries, engine.prefix_cache.grid) == len(entries)
 
 
 def compute_state(engine: Engine, entries: Entries) -> tuple[object, ...]:

@@ -180,8 +180,9 @@ class Engine:
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
         """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
+        # In deterministic mode, generated tokens are computed one by one again: a prompt has computed them in chunks.
         plan = self.prefix_cache.plan(
-            job.known_entries if job.generated else job.prompt,
+            job.known_entries if job.generated and not self.settings.deterministic else job.prompt,
             use_prefix_cache=request.use_prefix_cache,
             slot=request.sequence,
             salt=request.salt,
@@ -204,7 +205,7 @@ class Engine:
 
     def _follow_leader(self, waiting: WaitingJob, reuse_length: int) -> bool:
         """Make the job wait if a running job is computing more of its prefix than is cached. Return whether it does."""
-        leader = find_leader(waiting.job, self._running, reuse_length, self.interner, self.prefix_cache.round_down)
+        leader = find_leader(waiting.job, self._running, reuse_length, self.interner, self.prefix_cache.grid)
         if leader is None:
             return False
         waiting.leader, waiting.leader_position = leader
@@ -216,8 +217,8 @@ class Engine:
         job, max_cells = waiting.job, self.backend.capabilities.cells_per_sequence
         job.admitted_at = job.admitted_at or time.monotonic()
         self._waiting.remove(waiting)
-        running = RunningJob(job=job, sequence=sequence, max_cells=max_cells, on_grid_length=sequence.aligned)
-        self._running.append(running)
+        sequence.prompt_length = len(job.prompt)
+        self._running.append(RunningJob(job=job, sequence=sequence, max_cells=max_cells))
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
@@ -305,8 +306,6 @@ class Engine:
             recomputed += running.record_decode(span, started_at)
             if running.job.media_indices and span.completes_entry:
                 self.media_scheduler.release_decoded(running)
-            if self.settings.deterministic and span.completes_entry:
-                running.record_chunk(len(span.entries), self.settings.grid)
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
@@ -389,7 +388,7 @@ class Engine:
         self.prefix_cache.release_swapped(saved)
         sequence, _ = self.prefix_cache.acquire(plan, job.request.salt)
         try:
-            sequence.load(saved.entries, saved.state, saved.aligned)
+            sequence.load(saved.entries, saved.state)
         except AfterglowError:
             sequence.clear()
         self._mark_running(waiting, sequence)

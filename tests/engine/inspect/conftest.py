@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.inspect import cache
 from afterglow.engine.types.settings import EngineSettings
 from support.play import ask, fake, prompt
 
 BuildEngine = Callable[..., Engine]
-StoreConversation = Callable[..., cache.DiskLocation]
+StoreConversation = Callable[..., str]
 
 
 @pytest.fixture
@@ -39,14 +38,12 @@ def build_engine(folder: Path) -> Iterator[BuildEngine]:
 
 @pytest.fixture
 def store_conversation(build_engine: BuildEngine) -> StoreConversation:
-    """Returns a function that stores one conversation of 71 entries, with a checkpoint at 40, and its location."""
+    """Returns a function that stores a conversation of 71 entries, with a checkpoint at 40, and returns its model."""
 
-    def store(kind: str = "attention") -> cache.DiskLocation:
+    def store(kind: str = "attention") -> str:
         engine = build_engine(kind)
         ask(engine, prompt(60, 1), boundaries=frozenset({40}))
         engine.close()
-        location = cache.get_disk_location(engine)
-        assert location is not None
-        return location
+        return engine.prefix_cache.store.hasher.model.hex()
 
     return store

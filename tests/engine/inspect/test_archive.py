@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 
+import numpy as np
 import pytest
 
 from afterglow.engine.inspect import cache
@@ -14,14 +15,14 @@ from support.play import ask, fake, prompt, reference
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid", "recurrent"])
 def test_an_exported_archive_can_be_imported_elsewhere(build_engine, store_conversation, folder, tmp_path, kind):
-    location = store_conversation(kind)
+    model = store_conversation(kind)
     count = export_archive(folder, tmp_path / "copy.tar")
     assert count > 0
     assert (tmp_path / "copy.tar").stat().st_mode & 0o077 == 0
     elsewhere = tmp_path / "elsewhere"
     assert import_archive(elsewhere, tmp_path / "copy.tar") == count
     assert cache.list_stored_models(elsewhere)[0].name == "a fake"
-    assert cache.list_stored_models(elsewhere)[0].model == location.model
+    assert cache.list_stored_models(elsewhere)[0].model == model
     engine = build_engine(kind, elsewhere)
     entries = prompt(45, 1) + prompt(9, 9)
     answer = ask(engine, entries)
@@ -30,7 +31,7 @@ def test_an_exported_archive_can_be_imported_elsewhere(build_engine, store_conve
 
 
 def test_damaged_files_are_neither_exported_nor_imported(store_conversation, folder, tmp_path):
-    location = store_conversation()
+    model = store_conversation()
     copy = tmp_path / "copy.tar"
     count = export_archive(folder, copy)
     with pytest.raises(InvalidArgument, match="already exists"):
@@ -38,7 +39,7 @@ def test_damaged_files_are_neither_exported_nor_imported(store_conversation, fol
     copy.write_bytes(copy.read_bytes().replace(b"afterglow segment", b"afterglow nothing", 1))
     with pytest.raises(InvalidState):
         import_archive(tmp_path / "elsewhere", copy)
-    victim = min((folder / location.model).glob("*.cells"))
+    victim = min((folder / model).glob("*.cells"))
     victim.write_bytes(victim.read_bytes()[:-1])
     assert export_archive(folder, tmp_path / "rest.tar") == count - 1
     assert export_archive(folder, tmp_path / "none.tar", ["0" * 64]) == 0
@@ -63,7 +64,7 @@ def test_a_running_engine_uses_imported_files(build_engine, store_conversation, 
     engine = build_engine(directory=tmp_path / "elsewhere")
     import_archive(tmp_path / "elsewhere", tmp_path / "copy.tar")
     for _ in range(200):
-        if any(prefix.tier == "disk" and prefix.entries == 71 for prefix in cache.list_cached(engine)):
+        if engine.prefix_cache.store.find_stored_prefix(np.array(prompt(60, 1)), "").length == 60:
             break
         engine.prefix_cache.store.disk_tier.writer._closing.wait(0.05)
     assert ask(engine, prompt(60, 1)).cached == 59

@@ -1,4 +1,4 @@
-"""Contents and usage of the prefix cache: from this process, from another, and without an engine."""
+"""Usage, pins and files of the prefix cache: from this process, from another, and without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.process import EngineProcess
-from afterglow.engine.inspect import cache
+from afterglow.engine.inspect import cache, disk
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.testing import FakeBackend
@@ -27,25 +27,17 @@ def flush(engine: Engine) -> None:
     assert engine.prefix_cache.store.disk_tier.writer.flush()
 
 
-def test_cached_prefixes_are_listed_with_tier_size_and_first_entries(build_engine):
+def test_the_ram_usage_is_the_size_of_blocks_checkpoints_and_tables(build_engine):
     engine = build_engine("hybrid", sequences=1)
     ask(engine, prompt(60, 1), boundaries=frozenset({40}))
     ask(engine, prompt(50, 2))
-    cached = cache.list_cached(engine)
-    assert [(prefix.tier, prefix.kind, prefix.first_entries) for prefix in cached[:1]] == [
-        ("device", "conversation", tuple(prompt(32, 2)))
-    ]
-    (stored,) = [prefix for prefix in cached if (prefix.tier, prefix.kind) == ("ram", "conversation")]
-    assert stored.first_entries == tuple(prompt(32, 1))
-    assert stored.entries >= 60
-    assert stored.nbytes > 60 * 16
-    assert stored.compute_seconds > 0
-    assert {prefix.entries for prefix in cached if prefix.kind == "checkpoint"} >= {40}
     usage = cache.get_tier_usage(engine)["ram"]
-    kinds = usage.by_kind
-    assert usage.nbytes == sum(kinds.values())
-    assert kinds["blocks"] + kinds["checkpoints"] == sum(prefix.nbytes for prefix in cached if prefix.tier == "ram")
-    assert usage.nbytes <= usage.limit_bytes == 10**7
+    store = engine.prefix_cache.store
+    assert usage.by_kind["blocks"] == sum(block.nbytes for block in store.ram) > 60 * 16
+    assert (
+        usage.by_kind["checkpoints"] == sum(checkpoint.nbytes for checkpoint in store.checkpoints.all_checkpoints) > 0
+    )
+    assert usage.nbytes == sum(usage.by_kind.values()) <= usage.limit_bytes == 10**7
 
 
 def test_shared_bytes_are_counted_once(build_engine):
@@ -53,9 +45,10 @@ def test_shared_bytes_are_counted_once(build_engine):
     for number in range(3):
         ask(engine, prompt(80, 1) + prompt(40, 10 + number))
     ask(engine, prompt(9, 5))
-    stored = [prefix for prefix in cache.list_cached(engine) if prefix.tier == "ram"]
-    assert len(stored) == 3
-    assert sum(prefix.nbytes for prefix in stored) == cache.get_tier_usage(engine)["ram"].by_kind["blocks"]
+    blocks = list(engine.prefix_cache.store.ram)
+    assert [block.start for block in blocks].count(72) == 1, "the prefix is stored once"
+    assert [block.start for block in blocks].count(80) == 3
+    assert sum(block.nbytes for block in blocks) == cache.get_tier_usage(engine)["ram"].by_kind["blocks"]
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
@@ -80,7 +73,7 @@ def test_hits_and_saved_seconds_are_counted(build_engine):
     assert counters.loaded_bytes == 4 * 59 * 16
     assert counters.misses == 2
     assert counters.seconds_saved > 0
-    assert max(prefix.hits for prefix in cache.list_cached(engine)) == 2
+    assert max(block.hits for block in engine.prefix_cache.store.tree) == 2
 
 
 def test_clear_removes_everything_from_all_tiers(build_engine, folder):
@@ -90,20 +83,22 @@ def test_clear_removes_everything_from_all_tiers(build_engine, folder):
     flush(engine)
     cache.clear(engine)
     flush(engine)
-    assert cache.list_cached(engine) == []
+    assert not any(len(slot) for slot in engine.prefix_cache.slots)
+    by_kind = cache.get_tier_usage(engine)["ram"].by_kind
+    assert {by_kind[kind] for kind in ("blocks", "checkpoints", "tables")} == {0}
     assert cache.list_stored_models(folder) == []
     assert ask(engine, prompt(60, 1)).cached == 0
     assert ask(build_engine("hybrid"), prompt(60, 0)).cached == 0
 
 
-def test_pins_are_listed_and_removed(build_engine):
+def test_pins_are_added_and_removed(build_engine):
     engine = build_engine(sequences=1)
     cache.pin(engine, prompt(30, 1))
     ask(engine, prompt(60, 1))
     ask(engine, prompt(60, 2))
-    assert [prefix.pinned for prefix in cache.list_cached(engine) if prefix.tier == "ram"] == [True]
+    assert {block.start for block in engine.prefix_cache.store.ram if block.pinned} == {0, 8, 16, 24}
     assert cache.unpin(engine, prompt(30, 1))
-    assert [prefix.pinned for prefix in cache.list_cached(engine) if prefix.tier == "ram"] == [False]
+    assert not any(block.pinned for block in engine.prefix_cache.store.ram)
     assert not cache.unpin(engine, prompt(30, 1))
 
 
@@ -111,18 +106,18 @@ def test_pins_are_listed_and_removed(build_engine):
 
 
 def test_the_models_of_a_directory_are_listed(store_conversation, folder):
-    location = store_conversation()
+    model = store_conversation()
     (stored,) = cache.list_stored_models(folder)
-    assert (stored.model, stored.name) == (location.model, "a fake")
+    assert (stored.model, stored.name) == (model, "a fake")
     assert stored.entries == 71
     assert stored.files == 9
-    assert stored.nbytes == sum(path.stat().st_size for path in (folder / location.model).glob("*.cells"))
+    assert stored.nbytes == sum(path.stat().st_size for path in (folder / model).glob("*.cells"))
 
 
 def test_verify_finds_and_removes_damaged_files(store_conversation, folder):
-    location = store_conversation("hybrid")
+    model = store_conversation("hybrid")
     assert cache.verify_files(folder).broken == 0
-    victim = min((folder / location.model).glob("*.cells"))
+    victim = min((folder / model).glob("*.cells"))
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     result = cache.verify_files(folder)
     assert result.broken == 1
@@ -150,14 +145,10 @@ def test_the_functions_work_across_processes_and_a_restart_is_warm(folder):
         engine.call(functools.partial(cache.pin, entries=prompt(8, 1)))
         first = list(engine.submit(request("a", prompt(60, 1))))[-1]
         list(engine.submit(request("b", prompt(60, 2))))
-        cached = engine.call(cache.list_cached)
-        assert {prefix.tier for prefix in cached} == {"device", "ram"}
-        assert any(prefix.pinned for prefix in cached)
-        location = engine.call(cache.get_disk_location)
         usage = engine.call(cache.get_tier_usage)
         assert usage["ram"].counters.saves >= 1
     assert first.usage.cached_tokens == 0
-    assert location == cache.DiskLocation(directory=folder, model=location.model)
+    assert {stored.pinned for stored in disk.list_conversations(folder)} == {True, False}
     assert cache.verify_files(folder).broken == 0
     with EngineProcess(DiskEngineFactory(folder)) as engine:
         events = list(engine.submit(request("c", prompt(60, 2))))
@@ -171,13 +162,11 @@ def test_an_idle_engine_stores_its_sequences_before_it_is_killed(folder):
     """Idle tasks write sequences of the device to disk."""
     with EngineProcess(DiskEngineFactory(folder)) as engine:
         list(engine.submit(request("a", prompt(60, 1))))
-        location = engine.call(cache.get_disk_location)
-        files = folder / location.model
         for _ in range(200):
-            if sum(1 for _ in files.glob("*.cells")) == 9:
+            if sum(1 for _ in folder.rglob("*.cells")) == 9:
                 break
             engine._closing.wait(0.05)
         os.kill(engine.pid, signal.SIGKILL)
-    assert disk_files.parse_file_name(next(files.glob("*.cells")).name) is not None
+    assert disk_files.parse_file_name(next(folder.rglob("*.cells")).name) is not None
     with EngineProcess(DiskEngineFactory(folder)) as engine:
         assert list(engine.submit(request("b", [*prompt(60, 1), 5])))[-1].usage.cached_tokens == 60

@@ -79,20 +79,20 @@ def test_unpinning_keeps_blocks_pinned_by_another_conversation(build_engine, fol
 
 
 def test_a_directory_is_cleared_by_model(store_conversation, folder):
-    location = store_conversation()
+    model = store_conversation()
     store_conversation("hybrid")
-    assert disk.clear(folder, [location.model]) > 0
+    assert disk.clear(folder, [model]) > 0
     (remaining,) = cache.list_stored_models(folder)
-    assert remaining.model != location.model
+    assert remaining.model != model
     assert disk.clear(folder) == remaining.nbytes
     assert cache.list_stored_models(folder) == []
 
 
 @pytest.mark.parametrize(("kind", "reused"), [("attention", 50), ("hybrid", 40), ("recurrent", 40)])
 def test_the_nearest_prefix_is_found_without_an_engine(store_conversation, folder, kind, reused):
-    location = store_conversation(kind)
+    model = store_conversation(kind)
     entries = np.array(prompt(50, 1) + prompt(9, 9))
-    nearest = disk.find_nearest(folder, [location.model], entries)
+    nearest = disk.find_nearest(folder, [model], entries)
     assert (nearest.explanation.reused_entries, nearest.explanation.shared_entries) == (reused, 50)
     assert nearest.cached_entries[:10] == tuple(prompt(60, 1)[50:])
     assert disk.find_nearest(folder, ["0" * 64], entries).explanation.cause == "nothing in common"

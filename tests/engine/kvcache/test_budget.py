@@ -55,7 +55,7 @@ def test_the_tables_of_blocks_are_counted_to_within_a_factor_of_two():
                 entries = make_entries(64, path * 10_000 + start)
                 key = hasher._hash_block(parent, entries.tobytes())
                 sizes = {"cells": 64, "nbytes": 80_000 + start, "file_bytes": 81_000 + start}
-                tree.add(Block(key=key, parent=parent, start=start, entries=entries, aligned=0, **sizes))
+                tree.add(Block(key=key, parent=parent, start=start, entries=entries, **sizes))
                 parent = key
         return tree
 
@@ -75,7 +75,7 @@ def test_the_tables_of_checkpoints_are_counted_to_within_a_factor_of_two():
             entries = make_entries(400, path)
             for position in (100, 250, 400):
                 keys = {"key": bytes([position % 256]) * 32, "parent": bytes([path]) * 32}
-                checkpoints.add(Checkpoint(entries=entries[:position].copy(), state=State(), aligned=0, **keys))
+                checkpoints.add(Checkpoint(entries=entries[:position].copy(), state=State(), **keys))
         return checkpoints
 
     allocated = measure_bytes(fill)

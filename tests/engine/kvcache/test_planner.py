@@ -44,12 +44,12 @@ def make_slot(backend: FakeBackend, seq_id: int, length: int, *, busy: bool = Fa
 
 
 def make_checkpoint(position: int) -> Checkpoint:
-    return Checkpoint(entries=np.arange(position, dtype=np.int64), state=EmptyState(), aligned=0)
+    return Checkpoint(entries=np.arange(position, dtype=np.int64), state=EmptyState())
 
 
 def make_stored_prefix(length: int) -> StoredPrefix:
     entries = np.arange(length, dtype=np.int64)
-    block = Block(key=b"1", parent=b"0", start=0, entries=entries, aligned=0, cells=length, nbytes=length)
+    block = Block(key=b"1", parent=b"0", start=0, entries=entries, cells=length, nbytes=length)
     return StoredPrefix((block,), length, entries)
 
 

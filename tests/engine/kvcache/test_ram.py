@@ -163,7 +163,7 @@ def test_a_state_assembled_from_blocks_gives_the_logits_of_the_saved_state(make_
     assert prefix_cache.store.store_sequence(slot, partial)
     assert len(list_blocks(engine)) == 4
     assembled = prefix_cache.slots[3]
-    checkpoint = None if partial is None else prefix_cache.store.build_checkpoint(entries, "", partial, 0)
+    checkpoint = None if partial is None else prefix_cache.store.build_checkpoint(entries, "", partial)
     prefix_cache.store.load(assembled, entries, prefix_cache.store.find_stored_prefix(entries, ""), checkpoint)
     backend.load(2, saved)
     logits = []

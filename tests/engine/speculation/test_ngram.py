@@ -26,7 +26,7 @@ def build_job(entries: list[int], **options: object) -> RunningJob:
         sampler=engine.backend.create_sampler(GREEDY),
         stop_matcher=None,
     )
-    return RunningJob(job=job, sequence=engine.prefix_cache.slots[0], max_cells=1000, on_grid_length=0)
+    return RunningJob(job=job, sequence=engine.prefix_cache.slots[0], max_cells=1000)
 
 
 def test_the_draft_is_what_followed_the_last_three_tokens():

@@ -1,4 +1,4 @@
-"""Contents and usage of the prefix cache: plain values, and functions for `call` of a host.
+"""Usage, pins and files of the prefix cache: plain values, and functions for `call` of a host.
 
 Functions of an engine run between two of its steps and are fast. Functions of a directory read and write files of the
 disk tier; they need no engine and may run while other processes use the directory.
@@ -11,36 +11,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.kvcache.blocks import BlockTree
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.index import IndexRow, open_index
 from afterglow.engine.types.counters import TierCounters
-from afterglow.engine.types.entries import Entries, Entry
+from afterglow.engine.types.entries import Entry
 from afterglow.errors import InvalidState, PromptTooLong
-
-CacheTier: TypeAlias = Literal["device", "ram", "disk"]
-PREVIEW_ENTRIES = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedPrefix:
-    """One cached conversation or checkpoint. Shared bytes are counted only for the first prefix that has them."""
-
-    tier: CacheTier
-    kind: Literal["conversation", "checkpoint"]
-    entries: int
-    nbytes: int
-    idle_seconds: float
-    hits: int
-    compute_seconds: float  # estimated time to compute it again
-    pinned: bool
-    first_entries: tuple[int, ...]  # negative entries are media
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +31,6 @@ class TierUsage:
     by_kind: dict[str, int]
     limit_bytes: int
     counters: TierCounters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskLocation:
-    """Directory of a disk tier, and the key of the model in it."""
-
-    directory: Path
-    model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,79 +56,6 @@ class VerifyResult:
 
 
 # --- functions of an engine
-
-
-def list_cached(engine: Engine) -> list[CachedPrefix]:
-    """Return everything in the prefix cache, most recently used first.
-
-    >>> [(prefix.tier, prefix.entries) for prefix in list_cached(engine)]  # of an engine that is new
-    []
-    """
-    prefix_cache, now = engine.prefix_cache, time.monotonic()
-    prefix_cache.store.refresh()
-    seconds_per_entry = prefix_cache.cost_model.seconds_per_entry
-    cached = [
-        CachedPrefix(
-            tier="device",
-            kind="conversation",
-            entries=len(slot),
-            nbytes=slot.nbytes,
-            idle_seconds=now - slot.last_used,
-            hits=0,
-            compute_seconds=len(slot) * seconds_per_entry,
-            pinned=prefix_cache.store.is_pinned(slot.entries, slot.namespace, 0),
-            first_entries=_get_first_entries(engine.interner.to_portable_entries(slot.entries)),
-        )
-        for slot in prefix_cache.slots
-        if len(slot)
-    ]
-    cached += _list_conversations(prefix_cache.store.tree, now, seconds_per_entry)
-    cached += [
-        CachedPrefix(
-            tier="ram",
-            kind="checkpoint",
-            entries=checkpoint.position,
-            nbytes=checkpoint.nbytes,
-            idle_seconds=now - checkpoint.last_used,
-            hits=0,
-            compute_seconds=prefix_cache.checkpoints.estimate_seconds_saved(checkpoint),
-            pinned=checkpoint.pinned,
-            first_entries=_get_first_entries(engine.interner.to_portable_entries(checkpoint.entries)),
-        )
-        for checkpoint in prefix_cache.all_checkpoints
-    ]
-    return sorted(cached, key=lambda prefix: prefix.idle_seconds)
-
-
-def _list_conversations(tree: BlockTree, now: float, seconds_per_entry: float) -> list[CachedPrefix]:
-    """Return one prefix per leaf of the block tree. A path with any block only on disk counts as on disk."""
-    conversations: list[CachedPrefix] = []
-    counted: set[bytes] = set()
-    leaves = [block for block in tree if not tree.get_children(block.key)]
-    for leaf in sorted(leaves, key=lambda block: -block.last_used):
-        path = [leaf]
-        while path[0].start and (parent := tree.get(path[0].parent)) is not None:
-            path.insert(0, parent)
-        uncounted = [block for block in path if block.key not in counted]
-        counted.update(block.key for block in uncounted)
-        conversations.append(
-            CachedPrefix(
-                tier="ram" if all(block.rows is not None for block in path) else "disk",
-                kind="conversation",
-                entries=leaf.end,
-                nbytes=sum(block.nbytes for block in uncounted),
-                idle_seconds=now - leaf.last_used,
-                hits=max(block.hits for block in path),
-                compute_seconds=leaf.end * seconds_per_entry,
-                pinned=any(block.pinned for block in path),
-                first_entries=_get_first_entries(np.concatenate([block.entries for block in path])),
-            )
-        )
-    return conversations
-
-
-def _get_first_entries(entries: Entries) -> tuple[int, ...]:
-    return tuple(map(int, entries[:PREVIEW_ENTRIES]))
 
 
 def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
@@ -202,14 +101,6 @@ def clear(engine: Engine) -> None:
             engine.prefix_cache.discard(slot)
     engine.prefix_cache.clear_store()
     engine.media_scheduler.encoder_cache.clear()
-
-
-def get_disk_location(engine: Engine) -> DiskLocation | None:
-    """Return the directory of the disk tier, for the functions below, or None if there is no disk tier."""
-    disk_tier = engine.prefix_cache.store.disk_tier
-    if disk_tier is None:
-        return None
-    return DiskLocation(directory=disk_tier.writer.directory, model=engine.prefix_cache.store.hasher.model.hex())
 
 
 # --- functions of a directory

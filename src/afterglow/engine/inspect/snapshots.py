@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from afterglow.llama import state as llama_state
 from afterglow.llama.atomic_write import write_atomically
 from afterglow.llama.checks import check_integer
 
-MAGIC = b"afterglow snapshot\x02"
-HEADER = struct.Struct("<QQQQ")  # number of entries, of those on the deterministic grid, bytes of salt, bytes of state
+MAGIC = b"afterglow snapshot\x03"
+HEADER = struct.Struct("<QQQQ")  # number of entries, grid, bytes of salt, bytes of state
 
 
 def save(engine: Engine, sequence: int | None = None) -> SavedSequence:
@@ -29,7 +30,7 @@ def save(engine: Engine, sequence: int | None = None) -> SavedSequence:
         raise InvalidArgument("sequence", f"{sequence} is empty")
     if not engine.prefix_cache.is_current(slot):
         raise InvalidArgument("sequence", f"{sequence} was computed with other adapters: apply them to save it")
-    return slot.save()
+    return replace(slot.save(), grid=engine.prefix_cache.grid)
 
 
 def get_idle_slot(engine: Engine, sequence: int) -> Slot:
@@ -44,12 +45,17 @@ def get_idle_slot(engine: Engine, sequence: int) -> Slot:
 
 def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -> int:
     """Load a snapshot into a sequence and return its number. None chooses the least valuable sequence."""
+    grid = engine.prefix_cache.grid
+    if grid and snapshot.grid != grid:
+        saved_with = f"grid {snapshot.grid}" if snapshot.grid else "deterministic mode off"
+        raise InvalidState(f"it was saved with {saved_with}: deterministic mode with grid {grid} cannot reuse it")
     plan = engine.prefix_cache.plan(snapshot.entries, use_prefix_cache=False, slot=sequence, salt=snapshot.salt)
     if not isinstance(plan, Fresh):
         raise KVCacheFull(len(snapshot.entries), engine.backend.capabilities.cells_per_sequence)
     slot, _ = engine.prefix_cache.acquire(plan, snapshot.salt)
     try:
-        slot.load(snapshot.entries, snapshot.state, snapshot.aligned)
+        slot.load(snapshot.entries, snapshot.state)
+        slot.prompt_length = len(slot)
     except (EngineError, InvalidState):
         slot.clear()
         raise
@@ -67,7 +73,9 @@ def find_latest(engine: Engine) -> int:
     """Return the most recently used idle sequence."""
     idle = [slot for slot in engine.prefix_cache.slots if not slot.busy and len(slot)]
     if not idle:
-        raise InvalidArgument("sequence", "must be given: no idle sequence has entries")
+        grid = engine.prefix_cache.grid
+        reason = f": deterministic mode keeps full chunks of {grid} entries" if grid else ""
+        raise InvalidArgument("sequence", f"must be given: no idle sequence has entries{reason}")
     return max(idle, key=lambda slot: slot.last_used).seq_id
 
 
@@ -84,7 +92,7 @@ def write_file(snapshot: SavedSequence, path: Path) -> None:
     if len(snapshot.entries) and int(snapshot.entries.min()) < 0:
         raise UnsupportedOperation("a snapshot file", "the snapshot contains media: use it by name only")
     body, salt = snapshot.state.to_bytes(), snapshot.salt.encode()
-    header = HEADER.pack(len(snapshot.entries), snapshot.aligned, len(salt), len(body))
+    header = HEADER.pack(len(snapshot.entries), snapshot.grid, len(salt), len(body))
     write_atomically(path, [MAGIC, header, snapshot.entries.tobytes(), salt, body])
 
 
@@ -94,7 +102,7 @@ def read_file(path: Path) -> SavedSequence:
     start = len(MAGIC) + HEADER.size
     if len(data) < start or bytes(data[: len(MAGIC)]) != MAGIC:
         raise InvalidState(f"{path} is not an afterglow snapshot of this version")
-    count, aligned, salt_bytes, state_bytes = HEADER.unpack_from(data, len(MAGIC))
+    count, grid, salt_bytes, state_bytes = HEADER.unpack_from(data, len(MAGIC))
     if len(data) != start + 8 * count + salt_bytes + state_bytes:
         raise InvalidState(f"the size of {path} does not match its header")
     salt_start = start + 8 * count
@@ -103,4 +111,4 @@ def read_file(path: Path) -> SavedSequence:
     state = llama_state.SavedState.from_bytes(data[salt_start + salt_bytes :])
     if state.positions is None or state.positions[1] + 1 != count:
         raise InvalidState(f"{path} has {count} entries and another number of positions")
-    return SavedSequence(entries, state, aligned, salt)
+    return SavedSequence(entries, state, salt, grid)

@@ -31,7 +31,6 @@ class Block:
     parent: bytes  # key of the previous block; of the first block, the root key of its salt
     start: int  # number of entries before it
     entries: Entries  # portable: the same in every process
-    aligned: int  # leading entries that were computed on the deterministic grid
     cells: int
     nbytes: int  # bytes of `rows`, or of its file if it was never in RAM
     layout: bytes = b""
@@ -136,17 +135,16 @@ class BlockTree:
     def get_children(self, key: bytes) -> list[Block]:
         return self._children.get(key, [])
 
-    def find_stored_prefix(self, entries: Entries, salt: str, *, aligned: bool) -> StoredPrefix:
-        """Return the longest stored prefix of a prompt; with `aligned`, the part computed on the deterministic grid."""
+    def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
+        """Return the longest stored prefix of a prompt."""
         block_size, parent, blocks, length = self.hasher.block_size, self.hasher.get_root_key(salt), [], 0
         while length < len(entries):
             block, shared = self._find_best_child(parent, entries[length : length + block_size])
             if block is None or not shared:
                 break
             blocks.append(block)
-            usable = min(shared, block.aligned) if aligned else shared
-            length += usable
-            if usable < block_size:
+            length += shared
+            if shared < block_size:
                 break
             parent = block.key
         return StoredPrefix(tuple(blocks), length, entries[:length])
@@ -180,7 +178,6 @@ class BlockTree:
             for sibling in self.get_children(block.parent)
             if sibling.key != block.key
             and len(sibling.entries) < len(block.entries)
-            and sibling.aligned <= block.aligned
             and common_prefix_length(sibling.entries, block.entries) == len(sibling.entries)
         ]
         for sibling in redundant:

@@ -31,7 +31,6 @@ class Checkpoint:
 
     entries: Entries
     state: BackendState
-    aligned: int  # leading entries that were computed on the deterministic grid
     salt: str = ""  # with the adapters: `PrefixCache.build_namespace`
     parent: bytes = b""  # key of the last full block before it
     start: int = 0  # number of entries in the full blocks before it

@@ -59,11 +59,11 @@ class EvictionHistory:
 
 
 def find_miss_cause(
-    *, shared: int, reused: int, length: int, evicted: int, grid_position: int | None, is_windowed: bool
+    *, shared: int, reused: int, length: int, evicted: int, grid_position: int, is_windowed: bool
 ) -> MissCause:
-    """Return why not more of a prompt is reused. `grid_position`: end of the last full chunk, in deterministic mode.
+    """Return why not more of a prompt is reused. `grid_position`: end of the last full chunk that is shared.
 
-    >>> find_miss_cause(shared=10, reused=10, length=20, evicted=0, grid_position=None, is_windowed=False)
+    >>> find_miss_cause(shared=10, reused=10, length=20, evicted=0, grid_position=10, is_windowed=False)
     'fully reused'
     """
     usable = min(shared, length - 1)

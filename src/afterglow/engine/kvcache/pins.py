@@ -145,7 +145,7 @@ class PinManager:
         """Set the `pinned` flags on this path as the pins require; return whether a block changed."""
         self._sync_checkpoint_pins()
         changed = []
-        for block in self._tree.find_stored_prefix(entries, salt, aligned=False).blocks:
+        for block in self._tree.find_stored_prefix(entries, salt).blocks:
             if block.pinned != self.pins.is_pinned(entries, salt, block.start):
                 block.pinned = not block.pinned
                 changed.append(block)

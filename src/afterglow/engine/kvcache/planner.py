@@ -97,9 +97,9 @@ class PlanInputs:
         """At least the last entry is recomputed, because its logits are needed."""
         return len(self.prompt) - 1
 
-    def round_down(self, length: int) -> int:
-        """Return the longest reusable length up to `length`: in deterministic mode, the end of a full chunk."""
-        return round_down_to_grid(length, self.prompt, self.grid) if self.grid else length
+    def limit_reuse(self, shared_entries: int) -> int:
+        """Return how much of a common prefix is reusable: in deterministic mode, up to the end of a full chunk."""
+        return round_down_to_grid(min(shared_entries, self.max_reuse_length), self.prompt, self.grid)
 
 
 def plan_prefix(inputs: PlanInputs) -> PrefixPlan | None:
@@ -125,7 +125,7 @@ def _find_reusable_length(
     inputs: PlanInputs, candidate: ReuseCandidate, *, is_copy: bool
 ) -> tuple[int, Checkpoint | None]:
     """Return how many entries of a candidate are reusable, in place or in a copy, and the checkpoint needed for it."""
-    shared = inputs.round_down(min(candidate.shared_entries, inputs.max_reuse_length))
+    shared = inputs.limit_reuse(candidate.shared_entries)
     is_whole = shared == len(candidate.slot)
     if candidate.slot.can_resume_at(shared) and (is_whole or not is_copy or inputs.can_fork_anywhere):
         return shared, None
@@ -136,7 +136,7 @@ def _find_reusable_length(
 def _find_checkpoint(inputs: PlanInputs, length: int) -> Checkpoint | None:
     """Return the deepest reusable checkpoint within the first `length` entries."""
     for checkpoint in inputs.checkpoints:
-        if checkpoint.position <= length and inputs.round_down(checkpoint.position) == checkpoint.position:
+        if checkpoint.position <= length:
             return checkpoint
     return None
 
@@ -178,7 +178,7 @@ def _list_load_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPlan]]
     stored_prefix, target = inputs.stored_prefix, inputs.target
     if target is None or not stored_prefix.length:
         return
-    length = inputs.round_down(min(stored_prefix.length, inputs.max_reuse_length))
+    length = inputs.limit_reuse(stored_prefix.length)
     checkpoint = None
     if not inputs.cells_suffice:
         checkpoint = _find_checkpoint(inputs, length)

@@ -49,7 +49,7 @@ class PrefixCache:
         self._checkpoint_settings = settings.checkpoints
         self._swap_limit_bytes = settings.swap_bytes
         self._partial_state_bytes = 0  # size of the last saved partial state
-        self._grid = grid  # 0: any length can be reused
+        self.grid = grid  # entries per chunk in deterministic mode; 0: any length can be reused
         self._idle_tree: RadixTree[Sequence] = RadixTree()  # idle sequences by their entries
         self.slots = [Sequence(number, backend, interner) for number in range(backend.capabilities.sequences)]
         self._idle_slots = dict.fromkeys(self.slots)  # the longest idle first
@@ -110,7 +110,7 @@ class PrefixCache:
                 checkpoints_need_cells=capabilities.checkpoints_need_cells,
                 has_copy_cost=not capabilities.kv_unified,
                 cost_model=self.cost_model,
-                grid=self._grid,
+                grid=self.grid,
                 stored_prefix=self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix(),
                 estimate_load_seconds=self.store.estimate_load_seconds,
                 estimate_checkpoint_seconds=self.store.estimate_checkpoint_seconds,
@@ -131,10 +131,6 @@ class PrefixCache:
             else self._partial_state_bytes
         )
         return nbytes * self.cost_model.seconds_per_byte
-
-    def round_down(self, length: int, entries: Entries) -> int:
-        """Return the longest reusable length up to `length`: in deterministic mode, the end of a full chunk."""
-        return round_down_to_grid(length, entries, self._grid) if self._grid else length
 
     def prefetch(self, plan: PrefixPlan) -> bool:
         """Start reading what a plan needs from disk, on another thread; return whether the plan has to wait for it."""
@@ -157,7 +153,7 @@ class PrefixCache:
         target.salt, target.namespace, target.mixes_adapters = salt, self.build_namespace(salt), False
         try:
             self._apply_plan(plan)
-            if not self._grid:  # deterministic mode does not speculate
+            if not self.grid:  # deterministic mode does not speculate
                 target.rewind_for_drafter()
         except AfterglowError:  # a state that does not load is a prefix miss
             target.clear()
@@ -181,7 +177,7 @@ class PrefixCache:
             case Restore(checkpoint, _, target):
                 started = time.perf_counter()
                 target.clear()
-                target.load(checkpoint.entries, self.store.load_checkpoint_state(checkpoint), checkpoint.aligned)
+                target.load(checkpoint.entries, self.store.load_checkpoint_state(checkpoint))
                 seconds = time.perf_counter() - started
                 self.store.count_hit(checkpoint.position, checkpoint.nbytes, seconds, checkpoint)
             case LoadStored():
@@ -203,7 +199,7 @@ class PrefixCache:
                     raise
 
     def _restore_checkpoint(self, slot: Sequence, checkpoint: Checkpoint) -> None:
-        slot.restore(checkpoint.position, self.store.load_checkpoint_state(checkpoint), checkpoint.aligned)
+        slot.restore(checkpoint.position, self.store.load_checkpoint_state(checkpoint))
 
     def release(self, sequence: Sequence) -> None:
         """Make a sequence idle, so that later prompts can reuse it."""
@@ -212,11 +208,27 @@ class PrefixCache:
         self._idle_slots[sequence] = None
         if sequence.mixes_adapters:
             sequence.clear()
+        if self.grid:
+            self._truncate_to_grid(sequence)
         if len(sequence):
             self._idle_tree.insert(sequence.entries, sequence, sequence.namespace)
             if len(self.store.tiers) > 1:
                 self._unwritten_slots[sequence] = None
         self._drop_orphaned_checkpoints()
+
+    def _truncate_to_grid(self, sequence: Sequence) -> None:
+        """Drop what another prompt would compute in other chunks: all after the last full chunk of the prompt.
+
+        If the sequence cannot be truncated there, it returns to its deepest checkpoint.
+        """
+        length = round_down_to_grid(min(len(sequence), sequence.prompt_length), sequence.entries, self.grid)
+        with contextlib.suppress(AfterglowError):  # a state that does not load is a prefix miss
+            if sequence.can_resume_at(length):
+                return sequence.truncate(length)
+            path = self.checkpoints.find_on_path(sequence.entries[:length], sequence.namespace)
+            if (checkpoint := next(path, None)) is not None:
+                return self._restore_checkpoint(sequence, checkpoint)
+        sequence.clear()
 
     def evict(self) -> bool:
         """Evict the idle sequence with the lowest eviction cost from the device; return False if there is none."""
@@ -290,14 +302,14 @@ class PrefixCache:
         media_ends = (int(index) + 1 for index in (entries < 0).nonzero()[0])
         boundaries = boundaries.union(media_ends, self.store.pin_manager.pins.find_positions(entries, namespace))
         chosen = choose_checkpoint_positions(len(entries), boundaries, existing, ubatch, self._checkpoint_settings)
-        rounded = {self.round_down(position, entries) for position in chosen}
+        rounded = {round_down_to_grid(position, entries, self.grid) for position in chosen}
         positions = sorted({position for position in rounded if position > start} - set(existing))
         near = [
             position
             for position in positions
             if position <= start + MAX_SKIPPED_STOP_ENTRIES and (entries[start:position] >= 0).all()
         ]
-        if start and near and not self._grid:
+        if start and near and not self.grid:
             # Take one checkpoint at the current end instead: a pause right after it costs another decode.
             self.take_checkpoint(sequence)
             positions = positions[len(near) :]
@@ -322,7 +334,7 @@ class PrefixCache:
     def _add_checkpoint(self, sequence: Sequence, state: BackendState) -> None:
         """Add a checkpoint with this state at the current end of a sequence."""
         entries = sequence.entries.copy()
-        checkpoint = self.store.build_checkpoint(entries, sequence.namespace, state, sequence.aligned)
+        checkpoint = self.store.build_checkpoint(entries, sequence.namespace, state)
         if state.nbytes:
             self.store.add_checkpoint(checkpoint)
 
@@ -348,8 +360,7 @@ class PrefixCache:
             state = self._save_partial_state(slot)
             if capabilities.has_attention_cells and not self.store.store_sequence(slot, state):
                 return
-            resumable = not self._grid or slot.aligned == len(slot)
-            if resumable and not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
+            if not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
                 self._add_checkpoint(slot, state)
             self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
 
@@ -400,7 +411,7 @@ class PrefixCache:
             reused=reused,
             length=len(entries),
             evicted=evicted,
-            grid_position=self.round_down(min(shared, len(entries) - 1), entries) if self._grid else None,
+            grid_position=round_down_to_grid(min(shared, len(entries) - 1), entries, self.grid),
             is_windowed=self._backend.capabilities.memory_kind == "window",
         )
         return Explanation(
@@ -420,14 +431,13 @@ class PrefixCache:
         now = time.monotonic()
         matches = self._idle_tree.find_nearest(self._idle_tree.match(entries, namespace), MAX_CANDIDATE_SEQUENCES)
         matches += [
-            (slot, common_prefix_length(slot.entries, entries))
+            (slot, common_prefix_length(slot.entries[: slot.prompt_length] if self.grid else slot.entries, entries))
             for slot in self.slots
             if slot.busy and slot.namespace == namespace and not slot.mixes_adapters
         ]
         for slot, shared in matches:
-            usable = min(shared, slot.aligned) if self._grid else shared
-            if usable and not slot.partial_media_rows:  # a sequence with an incomplete media entry is not copied
-                yield ReuseCandidate(slot, usable, 0.0 if slot.busy else now - slot.last_used)
+            if shared and not slot.partial_media_rows:  # a sequence with an incomplete media entry is not copied
+                yield ReuseCandidate(slot, shared, 0.0 if slot.busy else now - slot.last_used)
 
     def _choose_target(self) -> tuple[Sequence | None, float]:
         """Return an empty slot or the idle one with the lowest eviction cost, and that cost."""

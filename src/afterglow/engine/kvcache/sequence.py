@@ -17,8 +17,8 @@ class SavedSequence:
 
     entries: Entries
     state: BackendState
-    aligned: int
     salt: str = ""
+    grid: int = 0  # of a snapshot: `PrefixCache.grid` of its engine
 
     @property
     def nbytes(self) -> int:
@@ -31,11 +31,11 @@ class Sequence:
     def __init__(self, seq_id: int, backend: Backend, interner: EntryInterner) -> None:
         self.seq_id = seq_id
         self.entry_buffer = EntryBuffer()
-        self.aligned = 0  # leading entries that were computed in full chunks of the deterministic grid
         self.salt = ""  # of the tenant; requests with another salt never reuse its contents
         self.namespace = ""  # salt and adapters that its contents were computed with
         self.mixes_adapters = False  # the adapters changed meanwhile: nothing may reuse its contents
         self.busy = False
+        self.prompt_length = 0  # if it is busy: the entries after these were decoded one at a time
         self.last_used = time.monotonic()
         self._backend = backend
         self._interner = interner
@@ -111,7 +111,6 @@ class Sequence:
         self.clear()
         nbytes = self._backend.copy(source.seq_id, self.seq_id, source.position_at(length))
         self.append_decoded(source.entries[:length].copy())
-        self.aligned = min(source.aligned, length)
         return nbytes
 
     @property
@@ -121,20 +120,18 @@ class Sequence:
 
     def save(self) -> SavedSequence:
         state = self._backend.save(self.seq_id, "full", long_lived=True)
-        return SavedSequence(self.entries.copy(), state, self.aligned, self.salt)
+        return SavedSequence(self.entries.copy(), state, self.salt)
 
-    def load(self, entries: Entries, state: BackendState, aligned: int) -> None:
+    def load(self, entries: Entries, state: BackendState) -> None:
         """Replace the contents with a full state that was saved after these entries."""
         self._set_length(0)
         self._backend.load(self.seq_id, state)
         self.append_decoded(entries)
-        self.aligned = aligned
 
-    def restore(self, length: int, state: BackendState, aligned: int) -> None:
+    def restore(self, length: int, state: BackendState) -> None:
         """Return to the first `length` entries with a partial state. The cells before it are still in the KV cache."""
         self._backend.load(self.seq_id, state)
         self._set_length(length)
-        self.aligned = min(aligned, length)
 
     def _set_length(self, length: int) -> None:
         self.loss_count += length < len(self)
@@ -142,4 +139,3 @@ class Sequence:
         self.entry_buffer.truncate(length)
         self.position = self._interner.count_positions(self.entry_buffer.entries)
         self.cell_count = self._interner.count_cells(self.entry_buffer.entries)
-        self.aligned = min(self.aligned, length)

@@ -43,7 +43,6 @@ class TieredStore:
         self._backend = backend
         self._interner = interner
         self._cost_model = cost_model
-        self._deterministic = bool(grid)
         self.checkpoints = CheckpointStore(settings.checkpoints, cost_model, budget)
         cells_suffice = not backend.capabilities.has_partial_state
         self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
@@ -67,7 +66,7 @@ class TieredStore:
     def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
         """Return the longest prefix of a prompt that is stored."""
         self.refresh()
-        return self.tree.find_stored_prefix(entries, salt, aligned=self._deterministic)
+        return self.tree.find_stored_prefix(entries, salt)
 
     def refresh(self) -> None:
         """Notice what other threads and processes have added to the tiers or removed."""
@@ -90,12 +89,12 @@ class TieredStore:
                 return tier
         raise InvalidState("a block is missing")
 
-    def build_checkpoint(self, entries: Entries, salt: str, state: BackendState, aligned: int) -> Checkpoint:
+    def build_checkpoint(self, entries: Entries, salt: str, state: BackendState) -> Checkpoint:
         """Return a checkpoint after these entries, with its keys."""
         parent = self.hasher.hash_prefixes(entries, salt)[-1]
         start = len(entries) - len(entries) % self.hasher.block_size
         key = self.hasher.hash_checkpoint(parent, entries[start:])
-        return Checkpoint(entries=entries, state=state, aligned=aligned, salt=salt, parent=parent, start=start, key=key)
+        return Checkpoint(entries=entries, state=state, salt=salt, parent=parent, start=start, key=key)
 
     def has_cells_for(self, checkpoint: Checkpoint) -> bool:
         """Return whether all cells before a checkpoint are stored."""
@@ -116,16 +115,13 @@ class TieredStore:
 
     def store_sequence(self, sequence: Sequence, partial: BackendState | None) -> bool:
         """Store the cells of a sequence; return False if there is no space or the cells cannot be extracted."""
-        length = sequence.aligned if self._deterministic else len(sequence)
-        entries = sequence.entries[:length].copy()
+        entries, length = sequence.entries.copy(), len(sequence)
         stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
         self.ram.touch(stored_prefix.blocks)
         if stored_prefix.length == length:
             return True
         full_blocks_length = stored_prefix.length - stored_prefix.length % self.hasher.block_size
-        bytes_per_entry = self.ram.bytes_per_entry or self._backend.get_state_size(sequence.seq_id, "full") / len(
-            sequence
-        )
+        bytes_per_entry = self.ram.bytes_per_entry or self._backend.get_state_size(sequence.seq_id, "full") / length
         needed = (length - full_blocks_length) * bytes_per_entry
         protected = {block.key for block in stored_prefix.blocks}
         if not self.ram.evict_until_free(int(needed), protected):
@@ -171,7 +167,6 @@ class TieredStore:
                 parent=parent,
                 start=chunk_start,
                 entries=self._interner.to_portable_entries(chunk).copy(),
-                aligned=min(max(sequence.aligned - chunk_start, 0), len(chunk)),
                 cells=len(rows),
                 nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
                 layout=cells.layout,
@@ -245,7 +240,7 @@ class TieredStore:
             raise InvalidState(f"only {length} of {len(entries)} entries are stored")
         position = self._interner.count_positions(entries)
         state = self._backend.assemble_state(used[0].layout, row_arrays, partial, position)
-        sequence.load(entries, state, len(entries) if self._deterministic else 0)
+        sequence.load(entries, state)
         seconds, nbytes = time.perf_counter() - started, sum(rows.nbytes for rows in row_arrays)
         self._cost_model.record_transfer(nbytes, seconds, 0)
         self.count_hit(len(entries), nbytes, seconds, checkpoint, used, tiers)

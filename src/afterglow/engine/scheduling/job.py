@@ -13,7 +13,7 @@ from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint
 from afterglow.engine.types.backend import DecodeSpan, Sampler
 from afterglow.engine.types.draft_stats import DraftStats
-from afterglow.engine.types.entries import Entries, round_down_to_grid
+from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaPart
 from afterglow.engine.types.request import Request, Usage
 
@@ -107,7 +107,6 @@ class RunningJob:
     job: Job
     sequence: Sequence
     max_cells: int  # capacity of its sequence
-    on_grid_length: int  # leading entries that were computed in chunks of the deterministic grid
     draft: list[int] = field(default_factory=list)  # draft tokens after the known entries, for the next decode only
     entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
 
@@ -187,14 +186,3 @@ class RunningJob:
             if index >= length:
                 return min(stop, max(index, length + 1)) - length
         return stop - length
-
-    def record_chunk(self, count: int, grid: int) -> None:
-        """In deterministic mode, record that `count` entries were computed together.
-
-        The sequence is reusable up to the end of the last chunk before which every chunk was on the grid.
-        """
-        length = len(self.sequence)
-        if length <= len(self.job.prompt) and length - count == self.on_grid_length:
-            self.on_grid_length = length
-            if round_down_to_grid(length, self.job.prompt, grid) == length:
-                self.sequence.aligned = length

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from afterglow.engine.scheduling.job import Job, RunningJob, WaitingJob
 from afterglow.engine.types.backend import Capabilities
-from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
+from afterglow.engine.types.entries import EntryInterner, common_prefix_length, round_down_to_grid
 
 AGING_ENTRIES_PER_SECOND = 64  # each second of waiting offsets this many remaining prompt entries
 MIN_CHUNK_ENTRIES = 16  # a prefill always advances by this much, however small the time budget
@@ -122,11 +122,7 @@ def _compute_turn(job: Job) -> tuple[int, float, float]:
 
 
 def find_leader(
-    job: Job,
-    running: Iterable[RunningJob],
-    reuse_length: int,
-    interner: EntryInterner,
-    round_down: Callable[[int, Entries], int],
+    job: Job, running: Iterable[RunningJob], reuse_length: int, interner: EntryInterner, grid: int
 ) -> tuple[Job, int] | None:
     """Return a running job that will compute more of this prompt's prefix than `reuse_length`, and its position.
 
@@ -138,7 +134,7 @@ def find_leader(
         if candidate.job.request.salt != job.request.salt:
             continue
         common_length = min(common_prefix_length(candidate.job.prompt, job.prompt), len(job.prompt) - 1)
-        position = round_down(common_length, job.prompt)
+        position = round_down_to_grid(common_length, job.prompt, grid)
         computed = max(reuse_length, len(candidate.sequence))
         if position > computed and interner.count_cells(job.prompt[computed:position]) >= MIN_COALESCED_CELLS:
             return candidate.job, position

@@ -212,7 +212,7 @@ class DraftModel:
                 self._get_slot(draft_requests[index][0]).append_decoded(span.entries)
                 drafts[index].append(int(self._backend.get_logits(row, 0).argmax()))
         for slot, length, state in saved:
-            slot.restore(length, state, 0)
+            slot.restore(length, state)
 
     def _can_extend_draft(self, draft_request: DraftRequest, step: int) -> bool:
         running, limit = draft_request

@@ -22,7 +22,6 @@ class RollbackState:
 
     length: int
     state: BackendState
-    aligned: int
 
 
 class Rollback:
@@ -41,7 +40,7 @@ class Rollback:
         for running in jobs:
             if running.draft:
                 state = self._backend.save(running.sequence.seq_id, "partial")
-                self._saved_states[running] = RollbackState(len(running.sequence), state, running.sequence.aligned)
+                self._saved_states[running] = RollbackState(len(running.sequence), state)
         seconds = time.perf_counter() - started
         if self._saved_states:
             self._record_seconds(seconds / len(self._saved_states))
@@ -53,7 +52,7 @@ class Rollback:
         if saved is None:
             return False
         started = time.perf_counter()
-        running.sequence.restore(saved.length, saved.state, saved.aligned)
+        running.sequence.restore(saved.length, saved.state)
         running.entries_to_recompute = running.job.known_length - 1 - saved.length
         seconds = time.perf_counter() - started
         self._restore_seconds += seconds

@@ -136,7 +136,7 @@ def common_prefix_length(left: Entries, right: Entries) -> int:
 
 
 def round_down_to_grid(length: int, entries: Entries, grid: int) -> int:
-    """Return the end of the last complete chunk within the first `length` entries.
+    """Return the end of the last complete chunk within the first `length` entries; without a grid (0), `length`.
 
     Chunks end at multiples of `grid`, and every media entry is a chunk of its own.
 
@@ -145,6 +145,8 @@ def round_down_to_grid(length: int, entries: Entries, grid: int) -> int:
     >>> round_down_to_grid(7, np.array([1, 2, 3, 4, 5, -1, 7]), 4)
     6
     """
+    if not grid:
+        return length
     start = length - length % grid
     media = np.flatnonzero(entries[start:length] < 0)
     return start + int(media[-1]) + 1 if len(media) else start

@@ -322,9 +322,8 @@ def check_after_kill(folder: Path, kind: str) -> int:
     engine = fake(kind, killed.settings(folder), sequences=2)
     writer = get_writer(engine)
     names = {path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("index")}
-    listed = writer.query_index(lambda index: [row.name for row in index.list_rows()])
-    assert listed is not None
-    assert sorted(listed) == sorted(names)
+    with disk_index.open_index(folder) as index:
+        assert sorted(row.name for row in index.list_rows()) == sorted(names)
     assert sum(path.stat().st_size for path in list_files(folder)) <= 150_000
     reused = 0
     for number in range(killed.PROMPTS):

@@ -106,11 +106,11 @@ def test_a_locked_index_is_kept_and_opened_later(folder, monkeypatch):
     def work(engine: Engine) -> None:
         writer = engine.prefix_cache.store.disk_tier.writer
         assert ask(engine, [*ENTRIES, 5]).cached == 60, "the files are listed without the index"
-        assert writer.query_index(lambda index: index.in_memory)
+        assert writer._index.in_memory
         locker.execute("COMMIT")
         locker.close()
         deadline = time.monotonic() + 20
-        while writer.query_index(lambda index: index.in_memory):
+        while writer._index is None or writer._index.in_memory:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -134,7 +134,18 @@ def damage_rows(path: Path) -> None:
 
 def damage_schema(path: Path) -> None:
     with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE items RENAME COLUMN aligned TO crooked")
+        connection.execute("ALTER TABLE items RENAME COLUMN cells TO rows")
+    connection.close()
+
+
+def add_column(path: Path) -> None:
+    """Replace the table by one of version 0.1, which has a further column."""
+    older = disk_index.SCHEMA.replace("cells INTEGER NOT NULL", "aligned INTEGER NOT NULL, cells INTEGER NOT NULL")
+    with sqlite3.connect(path) as connection:
+        columns = ", ".join(row[1] for row in connection.execute("PRAGMA table_info(items)"))
+        connection.executescript("DROP INDEX items_by_parent; ALTER TABLE items RENAME TO newer;" + older)
+        connection.execute(f"INSERT INTO items ({columns}, aligned) SELECT {columns}, 0 FROM newer")
+        connection.execute("DROP TABLE newer")
     connection.close()
 
 
@@ -142,7 +153,7 @@ def delete(path: Path) -> None:
     path.unlink()
 
 
-DAMAGES = [damage_first_page, damage_last_page, damage_rows, damage_schema, delete]
+DAMAGES = [damage_first_page, damage_last_page, damage_rows, damage_schema, add_column, delete]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

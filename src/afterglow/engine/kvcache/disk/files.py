@@ -26,8 +26,8 @@ Buffer: TypeAlias = bytes | memoryview
 FILE_KINDS: tuple[FileKind, ...] = ("cells", "state")
 MAGIC = b"afterglow segment\x01"  # the last byte is the version of the format
 CHECKSUM_BYTES = 32
-# kind, model, key, parent, start, number of entries, aligned, cells, bytes of layout and payload, seconds, value
-HEADER = struct.Struct("<B32s32s32sQQQQQQdd")
+# kind, model, key, parent, start, number of entries, unused, cells, bytes of layout and payload, seconds, value
+HEADER = struct.Struct("<B32s32s32sQQ8xQQQdd")
 HEADER_OFFSET_BYTES = len(MAGIC) + CHECKSUM_BYTES
 MAX_FILE_BYTES = 2**40
 UNPINNED_MODE, PINNED_MODE = 0o600, 0o400  # the pin is in the mode, so that it outlives the index
@@ -45,7 +45,6 @@ class CacheFile:
     parent: bytes
     start: int  # number of entries before it; of a checkpoint, those in full blocks
     entries: Entries  # of a checkpoint, all entries before it
-    aligned: int
     cells: int
     seconds: float  # compute time
     value: float  # seconds saved per byte, including everything that it depends on
@@ -67,8 +66,8 @@ class CacheFile:
         """Return the contents of the file."""
         payload_bytes = sum(len(part) for part in self.payload)
         header = HEADER.pack(
-            FILE_KINDS.index(self.kind), self.model, self.key, self.parent, self.start, len(self.entries), self.aligned,
-            self.cells, len(self.layout), payload_bytes, self.seconds, self.value,
+            FILE_KINDS.index(self.kind), self.model, self.key, self.parent, self.start, len(self.entries), self.cells,
+            len(self.layout), payload_bytes, self.seconds, self.value,
         )  # fmt: skip
         body: list[Buffer] = [header, self.entries.astype("<i8", copy=False).tobytes(), self.layout, *self.payload]
         checksum = blake3()
@@ -213,12 +212,12 @@ def _read_header(file: FileIO) -> tuple[bytes, CacheFile, int]:
     _read_into(file, memoryview(start))
     if start[: len(MAGIC)] != MAGIC:
         raise InvalidState("it is not a cache file of this version")
-    kind, model, key, parent, first, count, aligned, cells, layout_bytes, payload_bytes, seconds, value = (
-        HEADER.unpack_from(start, HEADER_OFFSET_BYTES)
+    kind, model, key, parent, first, count, cells, layout_bytes, payload_bytes, seconds, value = HEADER.unpack_from(
+        start, HEADER_OFFSET_BYTES
     )
     if kind >= len(FILE_KINDS) or len(start) + 8 * count + layout_bytes + payload_bytes != size:
         raise InvalidState("its length does not match its header")
-    if max(first, aligned, cells) > MAX_FILE_BYTES or not math.isfinite(seconds):
+    if max(first, cells) > MAX_FILE_BYTES or not math.isfinite(seconds):
         raise InvalidState("its header is damaged")
     rest = bytearray(8 * count + layout_bytes)
     _read_into(file, memoryview(rest))
@@ -229,7 +228,6 @@ def _read_header(file: FileIO) -> tuple[bytes, CacheFile, int]:
         parent=parent,
         start=first,
         entries=np.frombuffer(rest, dtype="<i8", count=count).astype(np.int64),
-        aligned=aligned,
         cells=cells,
         seconds=seconds,
         value=value,

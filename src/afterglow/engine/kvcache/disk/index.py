@@ -34,16 +34,14 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL UNIQUE, model TEXT NOT NULL, kind TEXT NOT NULL, key BLOB NOT NULL, parent BLOB NOT NULL,
-    start INTEGER NOT NULL, entries BLOB NOT NULL, aligned INTEGER NOT NULL, cells INTEGER NOT NULL,
+    start INTEGER NOT NULL, entries BLOB NOT NULL, cells INTEGER NOT NULL,
     nbytes INTEGER NOT NULL, seconds REAL NOT NULL, value REAL NOT NULL, last_used REAL NOT NULL,
     hits INTEGER NOT NULL DEFAULT 0, pinned INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS items_by_parent ON items (parent);
 """
 logger = logging.getLogger("afterglow.engine.kvcache.disk.index")
-COLUMNS = (
-    "number, name, model, kind, key, parent, start, entries, aligned, cells, nbytes, seconds, last_used, hits, pinned"
-)
+COLUMNS = "number, name, model, kind, key, parent, start, entries, cells, nbytes, seconds, last_used, hits, pinned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +56,6 @@ class IndexRow:
     parent: bytes
     start: int
     entries: Entries
-    aligned: int
     cells: int
     nbytes: int
     seconds: float
@@ -105,6 +102,9 @@ class DiskIndex:
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute(f"PRAGMA cache_size = -{SQLITE_CACHE_KIB}")
             connection.executescript(SCHEMA)
+            columns = [column[0] for column in connection.execute("SELECT * FROM items LIMIT 0").description]
+            if "aligned" in columns:  # of version 0.1
+                connection.execute("ALTER TABLE items DROP COLUMN aligned")
             for values in connection.execute(f"SELECT {COLUMNS} FROM items"):  # damage in any page shows here
                 _build_row(*values)
         except BaseException:
@@ -161,10 +161,6 @@ class DiskIndex:
         rows = self._connection.execute(f"SELECT {COLUMNS} FROM items {clauses}", parameters)
         return [_build_row(*values) for values in rows]
 
-    def list_names(self, model: str) -> set[str]:
-        """Return the names of the files of one model."""
-        return {name for (name,) in self._connection.execute("SELECT name FROM items WHERE model = ?", (model,))}
-
     def find_row(self, name: str) -> IndexRow | None:
         """Return the row of a file; None if it is not in the index."""
         return next(iter(self._select("WHERE name = ?", name)), None)
@@ -180,7 +176,6 @@ class DiskIndex:
             "parent": cache_file.parent,
             "start": cache_file.start,
             "entries": entries.astype("<i8", copy=False).tobytes(),
-            "aligned": cache_file.aligned,
             "cells": cache_file.cells,
             "nbytes": nbytes,
             "seconds": cache_file.seconds,

@@ -40,7 +40,6 @@ class DiskCheckpoint:
     parent: bytes
     start: int
     rest: Entries
-    aligned: int
     nbytes: int
 
     @property
@@ -125,7 +124,6 @@ class DiskTier:
                 parent=row.parent,
                 start=row.start,
                 entries=row.entries,
-                aligned=row.aligned,
                 cells=row.cells,
                 nbytes=row.nbytes,
                 pinned=bool(row.pinned),
@@ -155,7 +153,7 @@ class DiskTier:
             self.writer.remove("cells", block.key)
 
     def _add_checkpoint(self, row: IndexRow) -> None:
-        checkpoint = DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.aligned, row.nbytes)
+        checkpoint = DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.nbytes)
         siblings = self._checkpoints.setdefault(checkpoint.parent, {})
         if checkpoint.key not in siblings and checkpoint.table_bytes <= self._ram.budget.free_bytes:
             siblings[checkpoint.key] = checkpoint
@@ -186,7 +184,6 @@ class DiskTier:
                         Checkpoint(
                             entries=entries[: on_disk.position],
                             state=on_disk,
-                            aligned=on_disk.aligned,
                             salt=salt,
                             parent=parent,
                             start=start,
@@ -243,7 +240,6 @@ class DiskTier:
             parent=block.parent,
             start=block.start,
             entries=block.entries,
-            aligned=block.aligned,
             cells=block.cells,
             seconds=len(block.entries) * self._cost_model.seconds_per_entry,
             value=self._value_per_byte,
@@ -265,7 +261,6 @@ class DiskTier:
             parent=checkpoint.parent,
             start=checkpoint.start,
             entries=self._interner.to_portable_entries(checkpoint.entries),
-            aligned=checkpoint.aligned,
             cells=0,
             seconds=seconds,
             value=seconds / checkpoint.nbytes if is_standalone else self._value_per_byte,

@@ -19,21 +19,19 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name, parse_file_name
 from afterglow.engine.kvcache.disk.index import DiskIndex, IndexRow, is_damage
 from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION, choose_victims
-from afterglow.errors import Closed, InvalidArgument, InvalidState
+from afterglow.errors import InvalidArgument, InvalidState
 
-ResultT = TypeVar("ResultT")
 MAX_QUEUED_TASKS = 4096  # tasks hold keys, not data
 LISTING_TIMEOUT_SECONDS = 5.0  # how long the start waits for the list of files
-REPLY_TIMEOUT_SECONDS = 10.0  # how long index queries and `flush` wait
+FLUSH_TIMEOUT_SECONDS = 10.0  # how long `flush` waits
 RETRY_AFTER_SECONDS = 60.0  # pause after an I/O error
 POLL_INTERVAL_SECONDS = 1.0  # for files that other processes wrote
 EVICTION_BATCH_FILES = 16
@@ -108,7 +106,7 @@ class DiskWriter:
         if not listed.wait(LISTING_TIMEOUT_SECONDS):
             self._warn("is slow; its files are used as soon as they are listed")
 
-    # --- called by the engine's thread; only `load`, `query_index`, `flush` and `close` wait for the disk
+    # --- called by the engine's thread; only `load`, `flush` and `close` wait for the disk
 
     def drain_events(self) -> list[FileEvent]:
         """Return the file events since the last call."""
@@ -162,27 +160,7 @@ class DiskWriter:
             raise InvalidState(f"{path.name}: {error}") from error
         return loaded
 
-    def query_index(
-        self, query: Callable[[DiskIndex], ResultT], timeout: float = REPLY_TIMEOUT_SECONDS
-    ) -> ResultT | None:
-        """Run a query on the index; return None if it fails or takes longer than `timeout` seconds."""
-        future: Future[ResultT] = Future()
-
-        def reply() -> None:
-            try:
-                if self._index is None:
-                    raise Closed("disk tier")
-                future.set_result(query(self._index))
-            except Exception as error:
-                future.set_exception(error)
-
-        if not self._submit(reply):
-            return None
-        with contextlib.suppress(TimeoutError, Closed, OSError, sqlite3.Error):
-            return future.result(timeout)
-        return None
-
-    def flush(self, timeout: float = REPLY_TIMEOUT_SECONDS) -> bool:
+    def flush(self, timeout: float = FLUSH_TIMEOUT_SECONDS) -> bool:
         """Wait until everything in the queue is written; return False if it is not within `timeout` seconds."""
         done = threading.Event()
         return self._submit(done.set) and done.wait(timeout)
