@@ -1,32 +1,94 @@
-"""The `afterglow` command: registers the subcommands and prints errors as one line on standard error."""
+"""The commands of `afterglow`. The module of a command is imported when the command runs."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
+import typer.core
+import typer.main
 
-from afterglow.cli import cache, chat, doctor, explain, models, run, serve
-from afterglow.errors import AfterglowError, Cancelled
+from afterglow.cli.completion import read_index
 from afterglow.version import __version__
+
+HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
+# Function or application of each command. The index of their flags is written by `make docs`.
+COMMANDS = {
+    "chat": "afterglow.cli.chat:chat",
+    "run": "afterglow.cli.run:run",
+    "serve": "afterglow.cli.serve:serve",
+    "ps": "afterglow.cli.ps:ps",
+    "models": "afterglow.cli.models:app",
+    "pull": "afterglow.cli.models:pull_model",
+    "list": "afterglow.cli.models:list_models",
+    "show": "afterglow.cli.models:show_model",
+    "rm": "afterglow.cli.models:remove_models",
+    "cache": "afterglow.cli.cache:app",
+    "explain": "afterglow.cli.explain:explain",
+    "perplexity": "afterglow.cli.run:perplexity",
+    "doctor": "afterglow.cli.doctor:doctor",
+}
+ALIASES = {"ls": "list", "remove": "rm"}
+# Commands of Ollama that do not exist here, and what to use instead.
+REPLACEMENTS = {
+    "stop": "Ctrl-C or SIGTERM stops `afterglow serve`, which unloads its models",
+    "create": "system prompt, sampling and context are settings: see `afterglow chat --help` and docs/settings.md",
+    "cp": "`afterglow serve NAME=MODEL` serves a model under another name",
+    "push": "models are only pulled; upload the file of `afterglow models path NAME` yourself",
+}
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command and return the command.
+
+    >>> load_command("doctor").name
+    'doctor'
+    """
+    module, _, attribute = COMMANDS[name].partition(":")
+    target = getattr(importlib.import_module(module), attribute)
+    if not isinstance(target, typer.Typer):
+        application = typer.Typer(add_completion=False)
+        application.command(name)(target)
+        target = application
+    return typer.main.get_command(target)
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """Commands whose modules are imported when they run. The list of commands is from the index."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = cast(Any, dict.fromkeys(COMMANDS))  # for suggestions of similar names
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command that has only a help text, for the list of commands."""
+        name = ALIASES.get(cmd_name, cmd_name)
+        return typer.core.TyperCommand(name, help=read_index()[name]["help"]) if name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name of a command, the command and its arguments."""
+        if args[0] in REPLACEMENTS:
+            ctx.fail(f"There is no command {args[0]!r}: {REPLACEMENTS[args[0]]}.")
+        name, command, rest = super().resolve_command(ctx, args)
+        name = ALIASES.get(str(name), str(name))
+        return name, load_command(name) if command is not None else None, rest
+
 
 app = typer.Typer(
     name="afterglow",
+    cls=LazyGroup,
     help="Run language models locally. No token is computed twice.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_SETTINGS,
 )
-app.command("chat")(chat.chat)
-app.command("run")(run.run)
-app.command("serve")(serve.serve)
-app.command("perplexity")(run.perplexity)
-app.command("explain")(explain.explain)
-app.command("doctor")(doctor.doctor)
-app.add_typer(models.app, name="models")
-app.add_typer(cache.app, name="cache")
 
 
 def _print_version(requested: bool) -> None:
@@ -44,21 +106,3 @@ def configure_logging(
 ) -> None:
     if verbose:
         logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-
-
-def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 error with a message, 2 wrong usage, 130 interrupted."""
-    try:
-        app()
-    except (KeyboardInterrupt, Cancelled):
-        sys.exit(130)
-    except AfterglowError as error:
-        print(f"afterglow: {error}", file=sys.stderr)
-        sys.exit(1)
-    except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
-        sys.stderr.close()
-        sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

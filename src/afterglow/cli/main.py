@@ -1,0 +1,35 @@
+"""Entry point of the `afterglow` command. Prints errors as one line on standard error.
+
+`--version` and shell completion import nothing but the standard library, so that they respond at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from afterglow.cli.completion import print_completions
+from afterglow.errors import AfterglowError, Cancelled
+from afterglow.version import __version__
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 success, 1 error with a message, 2 wrong usage, 130 interrupted."""
+    if sys.argv[1:] == ["--version"]:
+        return print(f"afterglow {__version__}")
+    if print_completions():
+        return
+    try:
+        importlib.import_module("afterglow.cli.commands").app()
+    except (KeyboardInterrupt, Cancelled):
+        sys.exit(130)
+    except AfterglowError as error:
+        print(f"afterglow: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
