@@ -57,7 +57,7 @@ def test_a_broken_json_list_of_keys_is_refused_and_not_shown(tmp_path: Path) -> 
 
 def test_an_open_server_without_a_key_warns() -> None:
     with run_server(TINY, "--host", "0.0.0.0") as server:
-        assert WARNING in server.stderr_text
+        server.wait_for_log(WARNING)
     with run_server(TINY, "--host", "0.0.0.0", "--api-key", "secret") as server:
         assert WARNING not in server.stderr_text
     with run_server(TINY) as server:

@@ -47,7 +47,7 @@ def test_streams_errors_and_disconnects_have_their_finish_reason() -> None:
         assert "generated=5" in find_line(server, "chat/completions 200 .*finish=length")
         server.chat(model="other")
         find_line(server, "INFO POST /v1/chat/completions 404 seconds=.* finish=model_not_found")
-        server.post("/v1/nothing\nINFO forged", {})
+        server.post("/v1/nothing%0AINFO%20forged", {})
         assert find_line(server, "nothing").startswith("INFO POST /v1/nothing\\nINFO forged 404 ")
         with server.http.stream(
             "POST", "/v1/chat/completions", json={**body, "max_tokens": 30_000, "stream": True}
@@ -91,7 +91,7 @@ def test_the_order_to_stop_is_logged() -> None:
         find_line(server, "INFO SIGTERM: stopping; 1 running requests may take 30 s more")
         server.process.send_signal(signal.SIGINT)
         find_line(server, "INFO SIGINT again: ending 1 running requests")
-        running.result()
+        running.exception()  # the request ends, with a response or without
         assert server.stop() == 0
     find_line(server, "INFO stopped")
 

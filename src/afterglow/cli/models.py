@@ -99,7 +99,8 @@ def collect_facts(path: Path) -> dict[str, Any]:
     headers = [read_header(part) for part in list_split_files(path)]
     metadata, tensors = headers[0].metadata, [tensor for header in headers for tensor in header.tensors]
     architecture = metadata.get("general.architecture")
-    settings = ContextSettings()
+    settings, weights = ContextSettings(), sum(tensor.nbytes for tensor in tensors)
+    context = estimate_footprint(headers[0], settings).context_bytes
     return {
         "path": str(path),
         "size_bytes": sum(header.file_size for header in headers),
@@ -112,8 +113,8 @@ def collect_facts(path: Path) -> dict[str, Any]:
         "layers": metadata.get(f"{architecture}.block_count"),
         "chat_template": "tokenizer.chat_template" in metadata,
         "license": metadata.get("general.license"),
-        "weights_bytes": sum(tensor.nbytes for tensor in tensors),
-        "context_bytes": estimate_footprint(headers[0], settings).context_bytes if len(headers) == 1 else None,
+        "weights_bytes": weights,
+        f"memory_with_a_context_of_{settings.cells}_bytes": weights + context,
     }
 
 

@@ -73,7 +73,7 @@ def run(
         generation_options["response_format"] = read_response_format(schema)
     with open_model(settings, console, sequences=1) as loaded:
         if raw:
-            return continue_text(loaded, text, generation_options, as_json=as_json)
+            return continue_text(loaded, text, generation_options, settings.model if as_json else None)
         conversation = Conversation(loaded, system=settings.system, **generation_options)
         deltas = conversation.stream_deltas(text, images=image or (), audio=audio or ())
         if as_json:
@@ -84,7 +84,7 @@ def run(
         response = conversation.last_response
         assert response is not None
         if as_json:
-            print_json(loaded, response)
+            print_json(settings.model, response)
         if stats:
             console.print(format_statistics(response), highlight=False, soft_wrap=True)
         if schema is not None:
@@ -168,20 +168,20 @@ def read_response_format(path: Path) -> dict[str, object]:
 # --- output
 
 
-def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions, *, as_json: bool) -> None:
-    """Print the completion of `text`, without the chat template."""
+def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions, json_name: str | None) -> None:
+    """Print the completion of `text`, without the chat template; with a model name, as JSON."""
     completion_options = select_options(GenerationOptions, generation_options)
     completion_options["overflow"] = "refuse"  # the setting is for conversations
-    if as_json:
-        return print_json(model, model.complete(text, **completion_options))
+    if json_name is not None:
+        return print_json(json_name, model.complete(text, **completion_options))
     for piece in model.stream(text, **completion_options):
         print(piece, end="", flush=True)
     print()
 
 
-def print_json(model: Model, response: ChatResponse | Completion) -> None:
-    """Print a response as one JSON object."""
-    body: dict[str, Any] = {"model": model.name, "text": response.text}
+def print_json(model: str, response: ChatResponse | Completion) -> None:
+    """Print a response as one JSON object, with the name of the model."""
+    body: dict[str, Any] = {"model": model, "text": response.text}
     if isinstance(response, ChatResponse) and response.reasoning:
         body["reasoning"] = response.reasoning
     body |= {"finish_reason": response.finish_reason, "usage": asdict(response.usage)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -40,7 +41,8 @@ def serve(command: typer.Context, models: options.ModelsArgument = None) -> None
     """
     settings = load_command_settings(command)
     os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
-    with write_logs(settings.server.log_level, settings.server.log_file):
+    is_verbose = logging.getLogger().level == logging.DEBUG
+    with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
         serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
 
 

@@ -147,7 +147,8 @@ class Server(uvicorn.Server):
         active = self._middleware.active_requests
         if self._signal_count == 1:
             seconds = self._state.settings.shutdown_seconds
-            logger.info("%s: stopping; %d running requests may take %g s more", number.name, active, seconds)
+            running = f"; {active} running requests may take {seconds:g} s more" if active else ""
+            logger.info("%s: stopping%s", number.name, running)
         else:
             logger.info("%s again: ending %d running requests", number.name, active)
         if self._drain_task is None:
