@@ -37,8 +37,9 @@ bench-quick: .venv/development   ## the same checks on smaller workloads, five m
 bench-pages: .venv/bench    ## write the table of README.md and the plots of docs/speed.md
 	@$(BIN)/python benchmarks/results.py
 
-docs: .venv/development     ## write docs/settings.md from the declarations of the settings
+docs: .venv/development     ## write docs/settings.md and the index of the commands from their declarations
 	@$(BIN)/python scripts/write_settings_page.py
+	@$(BIN)/python scripts/write_command_index.py
 
 setup: .venv/runtime        ## create the virtual environment
 

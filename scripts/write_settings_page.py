@@ -32,9 +32,9 @@ The commands read `settings.toml` from the user's configuration directory (on Li
 4. the defaults below
 
 Flags and variables are spelled like the keys: `disk_cache_bytes` is `--disk-cache-bytes` and
-`AFTERGLOW_DISK_CACHE_BYTES`. In variables, the items of a list are separated by commas. Sizes may have a unit, e.g.
-`4GiB`. An unknown name is an error that suggests the nearest valid one, a wrong value is an error that says what is
-valid; both name the flag, the variable or the key of the file, and nothing is started.
+`AFTERGLOW_DISK_CACHE_BYTES`. In variables, a list is written with commas (`a,b`) or as JSON (`["a", "b"]`). Sizes may
+have a unit, e.g. `4GiB`. An unknown name is an error that suggests the nearest valid one, a wrong value is an error
+that says what is valid; both name the flag, the variable or the key of the file, and nothing is started.
 
 These variables are read before the settings: `AFTERGLOW_CACHE` (directory of everything that can be computed or
 downloaded again), `AFTERGLOW_MODELS` (directory of pulled models), `AFTERGLOW_LIBLLAMA` (a custom llama.cpp library).
@@ -42,7 +42,8 @@ downloaded again), `AFTERGLOW_MODELS` (directory of pulled models), `AFTERGLOW_L
 ## Model
 
 `serve`, `chat` and `run` have these flags; `afterglow.load` has the same options in Python. `perplexity` has those up
-to `yarn_beta_slow`. For `serve`, `draft` also takes `NAME=DRAFT` for one model, and `--draft` can be repeated.
+to `yarn_beta_slow`. `run` and `perplexity` use one sequence and have no flag for it. For `serve`, `draft` also takes
+`NAME=DRAFT` for one model, and `--draft` can be repeated.
 
 {model}
 

@@ -53,7 +53,8 @@ def test_the_docstring_examples_of_a_public_name_are_true(name: str, smollm2: Pa
     tests = [test for test in doctest.DocTestFinder(recurse=True).find(value, name) if test.examples]
     with afterglow.load(smollm2, context=512) as model:
         for test in tests:
-            test.globs.update({**vars(afterglow), "afterglow": afterglow, "model": model, "asyncio": asyncio})
+            public_names = {name: getattr(afterglow, name) for name in afterglow.__all__}
+            test.globs.update({**public_names, "afterglow": afterglow, "model": model, "asyncio": asyncio})
             failures = io.StringIO()
             doctest.DocTestRunner(verbose=False).run(test, out=failures.write, clear_globs=False)
             assert not failures.getvalue(), failures.getvalue()

@@ -218,6 +218,7 @@ SETTINGS = {
     "overflow": "test_the_chat_continues_after_the_context_is_full",
     "max_tokens": "test_a_command_uses_the_file",
     "stats": "test_statistics_can_be_hidden",
+    "private": "test_a_private_server_writes_nothing_of_a_request_to_disk",
 }
 ASK = {
     "text": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",

@@ -10,22 +10,27 @@ are the keywords of `load`, `Model.complete` and `Model.chat`; `Sampling` and `E
 All errors derive from `AfterglowError`.
 """
 
-from afterglow.api.conversation import Conversation
-from afterglow.api.load import load
-from afterglow.api.model import Model
-from afterglow.api.options import ChatGenerationOptions, GenerationOptions, LoadOptions, PromptOptions
-from afterglow.api.outputs import Choice, Completion, Score
-from afterglow.chat.messages import Message, ToolCall
-from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
-from afterglow.chat.output.response import ChatResponse, ChatStream
-from afterglow.chat.tools.tool import Tool
-from afterglow.engine.host.lifecycle import LoadState
-from afterglow.engine.types.settings import EngineSettings
+import importlib
+from typing import TYPE_CHECKING
+
 from afterglow.errors import AfterglowError
-from afterglow.llama.sampling import Sampling
-from afterglow.media.policy import MediaPolicy
-from afterglow.media.types import AudioData, ImageData
 from afterglow.version import __version__
+
+if TYPE_CHECKING:
+    from afterglow.api.conversation import Conversation
+    from afterglow.api.load import load
+    from afterglow.api.model import Model
+    from afterglow.api.options import ChatGenerationOptions, GenerationOptions, LoadOptions, PromptOptions
+    from afterglow.api.outputs import Choice, Completion, Score
+    from afterglow.chat.messages import Message, ToolCall
+    from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
+    from afterglow.chat.output.response import ChatResponse, ChatStream
+    from afterglow.chat.tools.tool import Tool
+    from afterglow.engine.host.lifecycle import LoadState
+    from afterglow.engine.types.settings import EngineSettings
+    from afterglow.llama.sampling import Sampling
+    from afterglow.media.policy import MediaPolicy
+    from afterglow.media.types import AudioData, ImageData
 
 __all__ = [
     "AfterglowError",
@@ -55,3 +60,48 @@ __all__ = [
     "__version__",
     "load",
 ]
+
+# Imported on first use, so that `afterglow --version` and shell completion need not wait for numpy and pydantic.
+_MODULES = {
+    "AudioData": "afterglow.media.types",
+    "ChatGenerationOptions": "afterglow.api.options",
+    "ChatResponse": "afterglow.chat.output.response",
+    "ChatStream": "afterglow.chat.output.response",
+    "Choice": "afterglow.api.outputs",
+    "Completion": "afterglow.api.outputs",
+    "Conversation": "afterglow.api.conversation",
+    "EngineSettings": "afterglow.engine.types.settings",
+    "GenerationOptions": "afterglow.api.options",
+    "ImageData": "afterglow.media.types",
+    "LoadOptions": "afterglow.api.options",
+    "LoadState": "afterglow.engine.host.lifecycle",
+    "MediaPolicy": "afterglow.media.policy",
+    "Message": "afterglow.chat.messages",
+    "Model": "afterglow.api.model",
+    "PromptOptions": "afterglow.api.options",
+    "ReasoningDelta": "afterglow.chat.output.parts",
+    "Sampling": "afterglow.llama.sampling",
+    "Score": "afterglow.api.outputs",
+    "TextDelta": "afterglow.chat.output.parts",
+    "Tool": "afterglow.chat.tools.tool",
+    "ToolCall": "afterglow.chat.messages",
+    "ToolCallDelta": "afterglow.chat.output.parts",
+    "load": "afterglow.api.load",
+}
+_PACKAGES = ("api", "chat", "engine", "llama", "media", "registry", "server", "testing")
+
+
+if not TYPE_CHECKING:  # a type checker must report unknown names
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            value: object = getattr(importlib.import_module(_MODULES[name]), name)
+        elif name in _PACKAGES:
+            value = importlib.import_module(f"afterglow.{name}")
+        else:
+            raise AttributeError(f"module 'afterglow' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
+import pexpect
 import pytest
 
 import afterglow
+from afterglow.cli.run import is_model
 from afterglow.testing import models
-from support.commands import run_command
+from support.commands import AFTERGLOW, run_command
 
 pytestmark = pytest.mark.native
 
@@ -66,3 +70,124 @@ def test_perplexity_prints_the_perplexity_of_the_model(tmp_path: Path) -> None:
     missing = run_command("perplexity", str(tmp_path / "missing.txt"), "--model", MODEL)
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "missing.txt cannot be read" in missing.stderr
+
+
+# --- model and prompt
+
+
+def test_piped_input_comes_before_the_prompt() -> None:
+    flags = ("--model", MODEL, "--max-tokens", "3", "--json", "--raw")
+    both = json.loads(run_command("run", "xyz", *flags, stdin="one two\n").stdout)
+    joined = json.loads(run_command("run", "-", *flags, stdin="one two\n\nxyz").stdout)
+    alone = json.loads(run_command("run", "xyz", *flags).stdout)
+    assert both["text"] == joined["text"]
+    assert both["usage"]["prompt_tokens"] == joined["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"]
+
+
+def test_piped_input_alone_is_the_prompt() -> None:
+    result = run_command("run", "--raw", "--model", MODEL, "--max-tokens", "3", stdin="mno")
+    assert (result.returncode, result.stdout) == (0, "pqr\n")
+
+
+def test_the_first_of_two_words_is_a_model_as_in_ollama() -> None:
+    result = run_command("run", MODEL, "abc", "--raw", "--max-tokens", "3")
+    assert (result.returncode, result.stdout) == (0, "def\n")
+    piped = run_command("run", MODEL, "--raw", "--max-tokens", "3", stdin="mno")
+    assert piped.stdout == "pqr\n"
+
+
+def test_the_words_after_the_model_are_one_prompt() -> None:
+    words = run_command("run", MODEL, "ab", "abc", "--raw", "--max-tokens", "3")
+    prompt = run_command("run", MODEL, "ab abc", "--raw", "--max-tokens", "3")
+    assert (words.returncode, words.stdout) == (0, prompt.stdout)
+
+
+def test_an_unknown_model_before_a_prompt_is_an_error_that_mentions_quotes() -> None:
+    result = run_command("run", "why", "is the sky blue?")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "no model called 'why'" in result.stderr
+    assert "Put a prompt of several words into quotes" in result.stderr
+
+
+def test_a_file_name_that_is_no_model_is_a_prompt(tmp_path: Path) -> None:
+    assert not is_model(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("notes")
+    assert not is_model(str(tmp_path / "notes.txt"))
+    assert not is_model("Why is the sky blue?")
+    assert is_model(MODEL)
+    assert is_model("smollm2")
+
+
+def test_a_missing_prompt_is_an_error_that_says_what_to_do() -> None:
+    for arguments in ((), (MODEL,)):
+        result = run_command("run", *arguments)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert "`PROMPT` is missing" in result.stderr
+        assert "afterglow chat" in result.stderr
+
+
+def test_a_model_without_a_prompt_starts_a_chat_in_a_terminal() -> None:
+    environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
+    child = pexpect.spawn(
+        AFTERGLOW[0], [*AFTERGLOW[1:], "run", MODEL, "--max-tokens", "8"], env=environment, timeout=120
+    )
+    child.expect("> ")
+    child.sendline("hello")
+    child.expect("abcdefgh")
+    child.expect("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+# --- output
+
+
+def test_json_is_one_object_with_text_finish_reason_and_usage() -> None:
+    result = run_command("run", "abc", "--model", MODEL, "--max-tokens", "3", "--json")
+    plain = run_command("run", "abc", "--model", MODEL, "--max-tokens", "3")
+    answer = json.loads(result.stdout)
+    assert (answer["text"], answer["finish_reason"]) == (plain.stdout.rstrip("\n"), "length")
+    assert (answer["model"], answer["usage"]["generated_tokens"]) == (MODEL, 3)
+    raw = json.loads(run_command("run", "abc", "--raw", "--model", MODEL, "--max-tokens", "3", "--json").stdout)
+    assert (raw["text"], raw["finish_reason"], raw["usage"]["prompt_tokens"]) == ("def", "length", 3)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_response_that_ends_before_its_schema_is_an_error(flags: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps({"enum": ["a long text that needs many tokens"]}))
+    schema = ("--schema", str(tmp_path / "schema.json"))
+    result = run_command("run", "Say it.", "--model", MODEL, "--max-tokens", "5", *schema, *flags)
+    assert result.returncode == 1
+    assert "does not satisfy the schema: it stopped at the token limit, after 5 tokens" in result.stderr
+    assert "--max-tokens" in result.stderr
+    assert result.stdout.startswith('{"model"' if flags else '"a lo')
+    assert run_command("run", "Say it.", "--model", MODEL, *schema, *flags).returncode == 0
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("arguments", [("run", "abc", "--raw", "--max-tokens", "1"), ("perplexity", "-")])
+def test_one_request_has_one_sequence_of_the_kv_cache(arguments: tuple[str, ...]) -> None:
+    result = run_command("--verbose", *arguments, "--model", MODEL, "--context", "512", stdin="abcdef")
+    assert result.returncode == 0, result.stderr
+    assert re.findall(r"n_seq_max\s+= (\d+)", result.stderr)[-1] == "1"
+    assert re.findall(r"llama_context: n_ctx\s+= (\d+)", result.stderr)[-1] == "512"
+
+
+def test_a_second_run_finds_the_prefix_of_the_first_on_disk(tmp_path: Path) -> None:
+    environment = {"AFTERGLOW_CACHE": str(tmp_path), "AFTERGLOW_DISK_CACHE": "on"}
+    arguments = ("run", "abcdefghijklmnopqrstuvwxyz " * 24, "--model", MODEL, "--max-tokens", "1", "--json")
+    first, second = (json.loads(run_command(*arguments, **environment).stdout)["usage"] for _ in range(2))
+    assert (first["cached_tokens"], second["cached_tokens"] > 512) == (0, True)
+
+
+def test_a_private_run_writes_nothing_of_the_prompt_to_disk(tmp_path: Path) -> None:
+    environment = {"AFTERGLOW_CACHE": str(tmp_path), "AFTERGLOW_DISK_CACHE": "on"}
+    arguments = ("run", "abcdefghijklmnopqrstuvwxyz " * 12, "--model", MODEL, "--max-tokens", "1")
+    run_command(*arguments, "--private", **environment)
+    assert not (tmp_path / "prefix").exists()
+    run_command(*arguments, **environment)
+    assert (tmp_path / "prefix").exists()

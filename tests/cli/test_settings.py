@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 from rich.console import Console
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from afterglow.cli import open_model, serve
-from afterglow.cli.main import app
+from afterglow.cli.commands import app, load_command
 from afterglow.cli.serve import parse_drafts
 from afterglow.cli.settings import Settings, load_command_settings, load_settings, parse_reasoning
 from afterglow.errors import InvalidArgument
@@ -217,7 +216,7 @@ def to_arguments(flags: dict[str, object]) -> list[str]:
     ],
 )
 def test_every_flag_of_a_command_sets_its_setting(name, arguments, flags):
-    context = get_command(app).commands[name].make_context(name, [*to_arguments(flags), *arguments])
+    context = load_command(name).make_context(name, [*to_arguments(flags), *arguments])
     settings = load_command_settings(context)
     expected = flags | {"model": "small"} | ({"markdown": False, "stats": False} if name == "chat" else {})
     assert {name: getattr(settings, name) for name in expected} == expected

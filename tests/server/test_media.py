@@ -25,7 +25,7 @@ from afterglow.api.model import Model
 from afterglow.chat.messages import Message, parse_messages
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.cli import serve
-from afterglow.cli.main import app
+from afterglow.cli.commands import app
 from afterglow.cli.settings import Settings, load_settings
 from afterglow.errors import InvalidMedia, MediaRefused, UnsupportedMedia
 from afterglow.media.budget import MediaBudget

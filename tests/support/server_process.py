@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -51,21 +51,32 @@ class ServerProcess:
             env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", **environment},
         )
         self.stderr_text = ""
-        self.url = self._read_url()
+        self._reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._reader.start()
+        self.url = self._wait_for_url()
         self.http = httpx.Client(base_url=self.url, timeout=240)
 
-    def _read_url(self) -> str:
+    def _read_stderr(self) -> None:
+        """Collect the log. An unread pipe would fill up."""
         assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr_text += line.decode()
+
+    def _wait_for_url(self) -> str:
         deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            if select.select([self.process.stderr], [], [], 1)[0]:
-                data = os.read(self.process.stderr.fileno(), 65_536).decode()
-                self.stderr_text += data
-                if match := URL_PATTERN.search(self.stderr_text):
-                    return match[1]
-                if not data:
-                    break
+        while time.monotonic() < deadline and (self._reader.is_alive() or self.process.poll() is None):
+            if match := URL_PATTERN.search(self.stderr_text):
+                return match[1]
+            time.sleep(0.02)
+        self.process.kill()
         raise AssertionError(f"the server did not start: {self.stderr_text}")
+
+    def wait_for_log(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of the log and return its match."""
+        assert wait_until(240, lambda: re.search(pattern, self.stderr_text)), f"{pattern} not in {self.stderr_text}"
+        match = re.search(pattern, self.stderr_text)
+        assert match is not None
+        return match
 
     def client(self, **options: Any) -> openai.OpenAI:
         import openai  # not at the top: it takes a second, and `make unit` does not need it
@@ -134,9 +145,10 @@ class ServerProcess:
             self.process.kill()  # its engines exit with it
             raise
         self.http.close()
+        assert not psutil.wait_procs(descendants, timeout=60)[1], "an orphan process is left"
+        self._reader.join(10)  # the descendants have the pipe as well
         assert self.process.stderr is not None
         self.process.stderr.close()
-        assert not psutil.wait_procs(descendants, timeout=60)[1], "an orphan process is left"
         return code
 
 

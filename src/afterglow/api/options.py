@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import os
 import re
 import textwrap
@@ -36,13 +37,20 @@ OptionsT = TypeVar("OptionsT")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
-def split_commas(value: Any) -> Any:
-    """Split text at commas: lists in flags and environment variables are written so.
+def parse_list(value: Any) -> Any:
+    """Return text as a list: items separated by commas, or a JSON list, as in environment variables.
 
-    >>> split_commas("3,1")
-    ['3', '1']
+    >>> parse_list("3,1"), parse_list('["a,b", "c"]')
+    (['3', '1'], ['a,b', 'c'])
     """
-    return value.split(",") if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("["):
+        return value.split(",")
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError("must be a JSON list if it starts with `[`, or items separated by commas") from None
 
 
 def parse_bytes(value: Any) -> Any:
@@ -96,7 +104,7 @@ class ContextOptions(TypedDict, total=False):
     ]
     tensor_split: Annotated[
         Sequence[float],
-        pydantic.BeforeValidator(split_commas),
+        pydantic.BeforeValidator(parse_list),
         _option((), "Share of each GPU, e.g. 3 and 1. Default: by free memory."),
     ]
     main_gpu: Annotated[int, _option(0, "Number of the GPU that computes what is not split.", ge=0, le=255)]

@@ -31,7 +31,7 @@ MAX_PREVIEW_CHARACTERS = 50
 MAX_CONVERSATIONS_SHOWN = 30  # without `--all`
 TIME_UNITS_SECONDS = (("d", 86_400), ("h", 3600), ("min", 60))
 
-app = typer.Typer(help="Manage the prefix cache on disk.")
+app = typer.Typer(help="Manage the prefix cache on disk.", add_completion=False)
 
 DirectoryOption = Annotated[
     Path | None, typer.Option(help="Cache directory. Default: afterglow's own.", show_default=False, file_okay=False)

@@ -16,7 +16,9 @@ from afterglow.cli.repl import Repl
 from afterglow.cli.settings import load_command_settings
 
 
-@options.accept_settings([*options.GENERATION_OPTIONS, "overflow", "markdown", "stats", *options.MODEL_OPTIONS])
+@options.accept_settings(
+    [*options.GENERATION_OPTIONS, "overflow", "markdown", "stats", "private", *options.MODEL_OPTIONS]
+)
 def chat(
     command: typer.Context,
     model: options.ModelArgument = None,

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from afterglow import registry
 from afterglow.errors import AfterglowError
+from afterglow.installation import format_install_command
 from afterglow.llama.library import cpu
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
@@ -106,7 +107,7 @@ def collect_devices() -> Iterator[Fact]:
     extras = [extra for tool, extra in GPU_TOOLS.items() if shutil.which(tool) and has_gpu(tool)]
     uses_gpu = any("gpu" in device.kind for device in devices)
     if extras and not uses_gpu:
-        yield "GPU", f"present but unused: run pip install 'afterglow[{extras[0]}]' (needs Python 3.12 or newer)"
+        yield "GPU", f"present but unused: run {format_install_command(extras[0])} (needs Python 3.12 or newer)"
     elif not uses_gpu:
         yield "GPU", "none found"
 

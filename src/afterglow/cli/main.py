@@ -1,55 +1,26 @@
-"""The `afterglow` command: registers the subcommands and prints errors as one line on standard error."""
+"""Entry point of the `afterglow` command. Prints errors as one line on standard error.
+
+`--version` and shell completion import nothing but the standard library, so that they respond at once.
+"""
 
 from __future__ import annotations
 
-import logging
+import importlib
 import sys
-from typing import Annotated
 
-import typer
-
-from afterglow.cli import cache, chat, doctor, explain, models, run, serve
+from afterglow.cli.completion import print_completions
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.version import __version__
-
-app = typer.Typer(
-    name="afterglow",
-    help="Run language models locally. No token is computed twice.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("chat")(chat.chat)
-app.command("run")(run.run)
-app.command("serve")(serve.serve)
-app.command("perplexity")(run.perplexity)
-app.command("explain")(explain.explain)
-app.command("doctor")(doctor.doctor)
-app.add_typer(models.app, name="models")
-app.add_typer(cache.app, name="cache")
-
-
-def _print_version(requested: bool) -> None:
-    if requested:
-        print(f"afterglow {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def configure_logging(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the log of llama.cpp to standard error.")] = False,
-) -> None:
-    if verbose:
-        logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 success, 1 error with a message, 2 wrong usage, 130 interrupted."""
+    if sys.argv[1:] == ["--version"]:
+        return print(f"afterglow {__version__}")
+    if print_completions():
+        return
     try:
-        app()
+        importlib.import_module("afterglow.cli.commands").app()
     except (KeyboardInterrupt, Cancelled):
         sys.exit(130)
     except AfterglowError as error:

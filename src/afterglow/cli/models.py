@@ -1,11 +1,15 @@
-"""`afterglow models`: list, pull, remove and locate models."""
+"""`afterglow models`: list, pull, show, remove and locate models. `pull`, `list`, `show` and `rm` are also commands."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,18 +19,22 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from afterglow import registry
+from afterglow.llama.gguf.footprint import estimate_footprint
+from afterglow.llama.gguf.header import GGUFHeader, read_header
+from afterglow.llama.gguf.probe import list_split_files
+from afterglow.llama.settings import ContextSettings
 from afterglow.registry import CATALOG, DEFAULT_MODEL, DownloadProgress
 
 NAME_HELP = "Model name from the list, or owner/repo:file.gguf of a Hugging Face repository."
 
-app = typer.Typer(help="List, pull and remove models.")
+app = typer.Typer(help="List, pull, show and remove models.", add_completion=False)
 
 ModelNamePositional = Annotated[str, typer.Argument(help=NAME_HELP)]
 
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
-    """List, pull and remove models. Without a command, list them."""
+    """List, pull, show and remove models. Without a command, list them."""
     if context.invoked_subcommand is None:
         print_models()
 
@@ -46,22 +54,87 @@ def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT_MO
 
 
 @app.command("remove")
-def remove_model(
-    name: ModelNamePositional,
+def remove_models(
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help=NAME_HELP)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete a pulled model. Models of other programs cannot be deleted."""
-    model = registry.find_removable(name)
-    if not yes:
-        typer.confirm(f"Delete {model.path} ({decimal(model.size)})?", abort=True, err=True)
-    removed = registry.remove(name)
-    typer.echo(f"removed {removed.path} ({decimal(removed.size)})", err=True)
+    """Delete pulled models. Models of other programs cannot be deleted."""
+    for model in [registry.find_removable(name) for name in names]:  # all of them exist before one is deleted
+        if not yes:
+            typer.confirm(f"Delete {model.path} ({decimal(model.size)})?", abort=True, err=True)
+        removed = registry.remove(model.name)
+        typer.echo(f"removed {removed.path} ({decimal(removed.size)})", err=True)
+
+
+@app.command("show")
+def show_model(
+    name: ModelNamePositional,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the architecture, size, quantization and context length of a model on this machine."""
+    facts = {"name": name, **collect_facts(registry.resolve(name))}
+    if as_json:
+        return typer.echo(json.dumps(facts))
+    rows = [(key.removesuffix("_bytes").replace("_", " "), format_fact(key, value)) for key, value in facts.items()]
+    if not sys.stdout.isatty():
+        for row in rows:
+            typer.echo("\t".join(row))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False, highlight=False)
 
 
 @app.command("path")
 def print_model_path(name: ModelNamePositional) -> None:
     """Print the path of a model on this machine."""
     typer.echo(registry.resolve(name))
+
+
+def collect_facts(path: Path) -> dict[str, Any]:
+    """Collect what the header of a model file says. A fact that the file does not have is None."""
+    headers = [read_header(part) for part in list_split_files(path)]
+    metadata, tensors = headers[0].metadata, [tensor for header in headers for tensor in header.tensors]
+    architecture = metadata.get("general.architecture")
+    settings, weights = ContextSettings(), sum(tensor.nbytes for tensor in tensors)
+    context = estimate_footprint(headers[0], settings).context_bytes
+    return {
+        "path": str(path),
+        "size_bytes": sum(header.file_size for header in headers),
+        "title": metadata.get("general.name"),
+        "architecture": architecture,
+        "parameters": sum(prod(tensor.shape) for tensor in tensors),
+        "quantization": find_quantization(headers),
+        "context_length": metadata.get(f"{architecture}.context_length"),
+        "embedding_length": metadata.get(f"{architecture}.embedding_length"),
+        "layers": metadata.get(f"{architecture}.block_count"),
+        "chat_template": "tokenizer.chat_template" in metadata,
+        "license": metadata.get("general.license"),
+        "weights_bytes": weights,
+        f"memory_with_a_context_of_{settings.cells}_bytes": weights + context,
+    }
+
+
+def find_quantization(headers: list[GGUFHeader]) -> str:
+    """Return the tensor type that has most of the bytes."""
+    nbytes: Counter[str] = Counter()
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        nbytes[tensor.type] += tensor.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else "none"
+
+
+def format_fact(key: str, value: object) -> str:
+    """Return a fact as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return decimal(value) if key.endswith("_bytes") else f"{value:,}"
+    return str(value)
 
 
 def print_models() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -11,13 +12,15 @@ from rich.progress import Progress as Bar
 from afterglow import registry
 from afterglow.api.load import load
 from afterglow.api.model import Model
+from afterglow.api.options import LoadOptions
 from afterglow.cli.models import show_progress
 from afterglow.cli.settings import Settings
 from afterglow.errors import ModelNotFound
 
 
-def open_model(settings: Settings, console: Console) -> Model:
-    """Load the model that the settings name. Shows progress on `console`."""
+def open_model(settings: Settings, console: Console, **overrides: Unpack[LoadOptions]) -> Model:
+    """Load the model that the settings name. Shows progress on `console`. `overrides` replace its settings."""
+    load_options: LoadOptions = {**settings.load_options, **overrides}
     path = resolve_or_pull(settings.model)
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -27,7 +30,7 @@ def open_model(settings: Settings, console: Console) -> Model:
             bar.update(task, completed=fraction)
             return True
 
-        return load(path, **settings.load_options, progress=update_bar)
+        return load(path, **load_options, progress=update_bar)
 
 
 def resolve_or_pull(name: str) -> Path:

@@ -19,6 +19,7 @@ from afterglow.cli.settings import GENERATION_DEFAULTS, SERVER_FIELDS, SETTINGS_
 
 CONTEXT_OPTIONS = tuple(get_fields(ContextOptions))
 MODEL_OPTIONS = tuple(get_fields(LoadOptions))
+ONE_SEQUENCE_OPTIONS = tuple(name for name in MODEL_OPTIONS if name != "sequences")
 GENERATION_OPTIONS = ("system", *(name for name in GENERATION_DEFAULTS if name != "overflow"))
 SERVER_OPTIONS = tuple(SERVER_FIELDS)
 
@@ -80,7 +81,14 @@ ModelsArgument = Annotated[
 
 # --- request
 
-PromptArgument = Annotated[str, typer.Argument(help="User message. `-` reads standard input.")]
+PromptWordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] PROMPT",
+        help="User message, after the name or path of a model if it is not the default one. `-`: only piped input.",
+        show_default=False,
+    ),
+]
 RawOption = Annotated[bool, typer.Option("--raw", help="Complete the text without the chat template.")]
 SchemaOption = Annotated[Path | None, typer.Option(help="File with a JSON schema that the response must satisfy.")]
 ImageOption = Annotated[

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from socket import socket
@@ -13,21 +13,26 @@ from socket import socket
 import typer
 from rich.console import Console
 
-from afterglow.api.load import load
+from afterglow.api.load import apply_disk_cache, load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
 from afterglow.cli import options
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import Settings, load_command_settings
 from afterglow.engine.host.build import DraftSource
+from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
+from afterglow.paths import get_cache_directory
+from afterglow.server.auth import is_loopback_name
+from afterglow.server.logs import logger, write_logs
 from afterglow.server.models import ModelRegistry
 from afterglow.server.serve import bind
 from afterglow.server.serve import serve as run_server
+from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
 
-@options.accept_settings([*options.SERVER_OPTIONS, *options.MODEL_OPTIONS])
+@options.accept_settings([*options.SERVER_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
@@ -36,8 +41,9 @@ def serve(command: typer.Context, models: options.ModelsArgument = None) -> None
     """
     settings = load_command_settings(command)
     os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
-    logging.getLogger("afterglow.server").addHandler(logging.StreamHandler(sys.stderr))
-    serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
+    is_verbose = logging.getLogger().level == logging.DEBUG
+    with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
+        serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
 
 
 def serve_models(models: Mapping[str, str], settings: Settings) -> None:
@@ -55,6 +61,8 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
             with console.status(f"loading {', '.join(paths)}"):
                 state.models.load_all()
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
+        warn_if_open(settings.server)
+        print_storage_notice(console, settings)
         run_server(state, listener, lambda: print_startup_message(console, address, list(paths), requires_key))
 
 
@@ -104,6 +112,26 @@ def format_server_url(listener: socket) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def warn_if_open(settings: ServerSettings) -> None:
+    """Warn if other machines can reach the server and it requires no key."""
+    if not settings.api_keys and not is_loopback_name(settings.host):
+        advice = "set --api-key-file or AFTERGLOW_SERVER_API_KEYS, or listen on 127.0.0.1"
+        logger.warning("anyone who can reach %s can use this server: %s", settings.host, advice)
+
+
+def print_storage_notice(console: Console, settings: Settings) -> None:
+    """Say on the first run that conversations are stored on disk, and how to turn that off."""
+    marker = get_cache_directory("storage-notice-shown")
+    directory = apply_disk_cache(EngineSettings(), "", settings.load_options["disk_cache"]).disk_cache_directory
+    if directory is None or not settings.load_options["disk_cache_bytes"] or marker.exists():
+        return
+    message = f"The prefix cache keeps conversations on disk, in {directory}, so that they outlive a restart."
+    console.print(f"{message} --private turns that off, `afterglow cache clear` deletes them.", soft_wrap=True)
+    with contextlib.suppress(OSError):  # then it is shown again
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
 
 def print_startup_message(console: Console, address: str, names: list[str], requires_key: bool) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from afterglow.errors import DownloadFailed
+from afterglow.installation import format_install_command
 from afterglow.registry.catalog import HubFile
 from afterglow.registry.staging import DISK_FULL_PATTERN, DownloadProgress, make_disk_full_error, run_with_progress
 
@@ -73,7 +74,7 @@ def run_hub_child(
     if result.returncode == 0:
         return result.stdout
     if "No module named 'huggingface_hub'" in result.stderr:
-        raise DownloadFailed(source.label, "the hub's library is not installed; run: pip install 'afterglow[hub]'")
+        raise DownloadFailed(source.label, f"the hub's library is not installed; run: {format_install_command('hub')}")
     if DISK_FULL_PATTERN.search(result.stderr):
         raise make_disk_full_error(source.label, folder.parent, needed)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]

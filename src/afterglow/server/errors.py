@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -31,8 +30,8 @@ from afterglow.errors import (
     UnsupportedMedia,
     UnsupportedOption,
 )
+from afterglow.server.logs import get_record, logger
 
-logger = logging.getLogger("afterglow.server")
 CLIENT_CLOSED_REQUEST = 499  # never sent, only counted in the metrics
 
 # Library argument names that differ from the request field.
@@ -77,6 +76,7 @@ class ErrorFormats:
     def build_response(self, error: APIError, path: str) -> JSONResponse:
         """Return the HTTP response for an error of a request to `path`."""
         formats = [build_body for prefix, build_body in self.by_prefix.items() if path.startswith(prefix)]
+        get_record().finish_reason = error.code or error.error_type
         headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
         return JSONResponse((formats or [self.default])[0](error), error.status, headers)
 

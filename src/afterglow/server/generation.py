@@ -28,6 +28,7 @@ from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.request import Request, Token
 from afterglow.server import limits
 from afterglow.server.errors import APIError
+from afterglow.server.logs import get_record
 from afterglow.server.media import load_media
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
 from afterglow.server.sse import EventStreamResponse, report_errors, wait_for_first_item
@@ -197,6 +198,8 @@ class Generation:
         self._latency_recorders = [state.metrics.build_latency_recorder(model.name) for _ in streams]
         self._eog_tokens = model.vocabulary.eog_tokens
         self._usage_recorded = False
+        self._record = get_record()
+        self._record.model, self._record.generated_tokens = model.name, 0
 
     @property
     def truncations(self) -> list[Truncation]:
@@ -214,6 +217,7 @@ class Generation:
         async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
             if delta.token is not None:
                 self._latency_recorders[index].record_token()
+                self._record.generated_tokens = (self._record.generated_tokens or 0) + 1
             self._reasoning_counters[index].add_delta(delta)
             yield index, delta
 
@@ -228,7 +232,10 @@ class Generation:
         responses = [stream.response for stream in self._streams]
         if not self._usage_recorded:
             self._usage_recorded = True
-            self._state.metrics.record_usage(self.model.name, [response.usage for response in responses])
+            usages = [response.usage for response in responses]
+            self._state.metrics.record_usage(self.model.name, usages)
+            reasons = [response.finish_reason for response in responses]
+            self._record.record_usage(usages, reasons, len(usages) // len(self.prompts))
         return responses
 
     def is_visible_token(self, token: Token) -> bool:

@@ -13,6 +13,7 @@ from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, ModelNotFound
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.logs import logger
 
 OpenModel: TypeAlias = Callable[[], Model]
 RETRY_AFTER_SECONDS = 10.0  # until then, requests for a model that could not be loaded get the same error
@@ -56,9 +57,12 @@ class ModelSlot:
         return self.start_load().result()
 
     def _load(self, future: Future[Model]) -> None:
+        started = time.monotonic()
         try:
             model = self._build_model()
+            logger.info("loaded %s in %.1f s", self.name, time.monotonic() - started)
         except BaseException as error:  # raised in the requests that wait for it
+            logger.error("%s could not be loaded: %s", self.name, error)
             with self._lock:
                 self._retry_time = time.monotonic() + RETRY_AFTER_SECONDS
                 if not future.done():

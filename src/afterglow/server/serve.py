@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from afterglow.errors import InvalidArgument
 from afterglow.server.app import build_application
 from afterglow.server.auth import AuthMiddleware
+from afterglow.server.logs import logger
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
@@ -132,17 +133,24 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections, install signal handlers and call `on_ready`."""
         await super().startup(sockets)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_signal)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal that arrives before startup is complete."""
         self.should_exit = True
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._signal_count += 1
         self._middleware.is_shutting_down = True
+        active = self._middleware.active_requests
+        if self._signal_count == 1:
+            seconds = self._state.settings.shutdown_seconds
+            running = f"; {active} running requests may take {seconds:g} s more" if active else ""
+            logger.info("%s: stopping%s", number.name, running)
+        else:
+            logger.info("%s again: ending %d running requests", number.name, active)
         if self._drain_task is None:
             self._drain_task = asyncio.ensure_future(self._drain())
 
@@ -153,6 +161,7 @@ class Server(uvicorn.Server):
         while self._middleware.active_requests and self._signal_count < 2 and loop.time() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         await asyncio.to_thread(self._state.close)
+        logger.info("stopped")
         self.should_exit = True
 
 

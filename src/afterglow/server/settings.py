@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 
-from afterglow.api.options import ByteCount, split_commas
+from afterglow.api.options import ByteCount, parse_list
 from afterglow.errors import InvalidArgument
 from afterglow.media.policy import MediaPolicy
 
 KEY_DIGEST_PREFIX = "sha256:"
-TextList = Annotated[tuple[str, ...], pydantic.BeforeValidator(split_commas)]
+TextList = Annotated[tuple[str, ...], pydantic.BeforeValidator(parse_list)]
 
 
 def hash_api_key(key: str) -> str:
@@ -56,12 +56,12 @@ class ServerSettings(pydantic.BaseModel):
     host: str = pydantic.Field("127.0.0.1", description="Address to listen on; 127.0.0.1 is for this machine only.")
     port: int = pydantic.Field(8080, ge=0, le=65_535, description="Port to listen on; 0 selects a free port.")
     api_keys: Annotated[
-        tuple[Annotated[str, pydantic.AfterValidator(hash_api_key)], ...], pydantic.BeforeValidator(split_commas)
+        tuple[Annotated[str, pydantic.AfterValidator(hash_api_key)], ...], pydantic.BeforeValidator(parse_list)
     ] = pydantic.Field(
         (),
         description="API keys that clients must send, or their digests as `sha256:…`; only digests are kept. Clients "
-        "with different keys share no cached state. A key in a flag is shown in the process list. Default: requests "
-        "need no key.",
+        "with different keys share no cached state. A key in a flag is shown in the process list. A key with a comma "
+        "needs a JSON list in a variable. Default: requests need no key.",
     )
     api_key_file: Path | None = pydantic.Field(None, description="File with one API key or digest per line.")
     allow_hosts: TextList = pydantic.Field(
@@ -72,6 +72,12 @@ class ServerSettings(pydantic.BaseModel):
     allow_origins: TextList = pydantic.Field(
         (), description="CORS origins allowed to connect; `*`: all. Requests of other web pages get status 403."
     )
+    log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
+        "info",
+        description="Least severe lines of the log on standard error: `debug`, `info` (one line per request), "
+        "`warning` or `error`. The log contains no text of prompts or responses.",
+    )
+    log_file: Path | None = pydantic.Field(None, description="File to which the log is also appended.")
     lazy_load: bool = pydantic.Field(False, description="Load a model on its first request instead of at startup.")
     max_queue: int = pydantic.Field(64, ge=0, description="Choices that may wait for a model; more get status 429.")
     shutdown_seconds: float = pydantic.Field(
@@ -129,7 +135,10 @@ class ServerSettings(pydantic.BaseModel):
     def _add_keys_of_file(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("api_key_file") is None:
             return values
-        keys = split_commas(values.get("api_keys", ()))
+        try:
+            keys = parse_list(values.get("api_keys", ()))
+        except ValueError:
+            return values  # the field reports it
         if not isinstance(keys, list | tuple):
             return values
         return {**values, "api_keys": (*keys, *read_api_keys(Path(values["api_key_file"])))}

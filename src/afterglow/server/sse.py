@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from afterglow.errors import AfterglowError
 from afterglow.server.errors import APIError, to_api_error
+from afterglow.server.logs import get_record
 
 ItemT = TypeVar("ItemT")
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -71,7 +72,9 @@ async def report_errors(
         async for event in events:
             yield event
     except (AfterglowError, APIError) as error:
-        yield format_error(to_api_error(error))
+        api_error = to_api_error(error)
+        get_record().finish_reason = api_error.code
+        yield format_error(api_error)
 
 
 async def wait_for_first_item(items: AsyncIterator[ItemT]) -> AsyncIterator[ItemT]:

@@ -76,6 +76,7 @@ class EngineProcess(Closeable):
         that does not respond for `silence_timeout` seconds is killed and restarted.
         """
         self.restarts = 0
+        self._label = str(getattr(factory, "path", "an engine"))  # in the log
         self._progress = progress
         self._factory = pack("factory", factory)
         self._silence_timeout, self._start_timeout = silence_timeout, start_timeout
@@ -213,8 +214,11 @@ class EngineProcess(Closeable):
             if not self._started.done():
                 return error  # the constructor raises it
             failures = failures + 1 if uptime is None else 0
+            reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
+            if not self._closing.is_set():
+                logger.error("the engine of %s died: %s", self._label, reason)
             if failures == MAX_FAILED_STARTS:
-                reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
+                logger.error("the engine of %s could not be restarted %d times", self._label, failures)
                 return EngineCrashed(f"process could not be restarted: {reason}")
             self.restarts += 1
             is_early = uptime is None or uptime < EARLY_CRASH_SECONDS
@@ -332,5 +336,7 @@ class EngineProcess(Closeable):
             for (kind, key), content in unsent.items():
                 child.send(kind, key, content)
             self._send_next_repeat()
-        if not self._started.done():
+        if self._started.done():
+            logger.warning("the engine of %s was restarted (restart %d)", self._label, self.restarts)
+        else:
             self._started.set_result(None)

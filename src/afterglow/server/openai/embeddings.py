@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from afterglow.api.model import Model
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.logs import get_record
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
@@ -48,6 +49,8 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest) -> Respo
     finally:
         ticket.release()
     count = sum(map(len, token_lists))
+    record = get_record()
+    record.model, record.prompt_tokens = model.name, count
     data = [
         {"object": "embedding", "index": index, "embedding": encode_vector(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)

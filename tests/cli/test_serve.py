@@ -1,0 +1,130 @@
+"""`afterglow serve` and `afterglow ps` as processes: keys, warnings, what is stored on disk, and the list of models."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from afterglow.testing import models
+from support.commands import run_command
+from support.server_process import run_server
+
+pytestmark = pytest.mark.native
+
+TINY = f"tiny={models.get_path('successor-attention')}"
+WARNING = "anyone who can reach 0.0.0.0 can use this server"
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (("--api-key", ""), {}),
+        (("--api-key", " "), {}),
+        ((), {"AFTERGLOW_SERVER_API_KEYS": ""}),
+        ((), {"AFTERGLOW_SERVER_API_KEYS": '["key", ""]'}),
+    ],
+)
+def test_an_empty_api_key_is_refused(arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    result = run_command("serve", TINY, "--port", "0", *arguments, **environment)
+    assert result.returncode == 1
+    assert "an API key must not be empty" in result.stderr
+
+
+def test_a_json_list_of_keys_in_the_variable_works() -> None:
+    keys = ["one", "two, with a comma"]
+    with run_server(TINY, AFTERGLOW_SERVER_API_KEYS=json.dumps(keys)) as server:
+        assert server.http.get("/v1/models").status_code == 401
+        for key in keys:
+            headers = {"Authorization": f"Bearer {key}"}
+            assert server.http.get("/v1/models", headers=headers).status_code == 200
+        assert server.http.get("/v1/models", headers={"x-api-key": json.dumps(keys)}).status_code == 401
+
+
+def test_a_broken_json_list_of_keys_is_refused_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("another\n")
+    for arguments in ((), ("--api-key-file", str(tmp_path / "keys"))):
+        result = run_command("serve", TINY, "--port", "0", *arguments, AFTERGLOW_SERVER_API_KEYS='["secret')
+        assert result.returncode == 1
+        assert "AFTERGLOW_SERVER_API_KEYS` must be a JSON list" in result.stderr
+        assert "secret" not in result.stderr
+
+
+def test_an_open_server_without_a_key_warns() -> None:
+    with run_server(TINY, "--host", "0.0.0.0") as server:
+        server.wait_for_log(WARNING)
+    with run_server(TINY, "--host", "0.0.0.0", "--api-key", "secret") as server:
+        assert WARNING not in server.stderr_text
+    with run_server(TINY) as server:
+        assert "anyone who can reach" not in server.stderr_text
+
+
+# --- disk
+
+
+def test_the_first_run_says_that_conversations_are_stored_on_disk(tmp_path: Path) -> None:
+    environment = {"AFTERGLOW_CACHE": str(tmp_path), "AFTERGLOW_DISK_CACHE": "on"}
+    notice = f"The prefix cache keeps conversations on disk, in {tmp_path / 'prefix'}"
+    with run_server(TINY, "--private", **environment) as server:
+        assert notice not in server.stderr_text
+    with run_server(TINY, **environment) as server:
+        assert notice in server.stderr_text
+        assert "--private turns that off" in server.stderr_text
+    with run_server(TINY, **environment) as server:
+        assert notice not in server.stderr_text
+
+
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+def test_a_private_server_writes_nothing_of_a_request_to_disk(source: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = {"AFTERGLOW_CACHE": str(cache), "AFTERGLOW_DISK_CACHE": "on"}
+    if source == "variable":
+        environment["AFTERGLOW_PRIVATE"] = "true"
+    if source == "file":
+        (tmp_path / "settings.toml").write_text("private = true\ndisk_cache = true\n")
+        environment["AFTERGLOW_SETTINGS"] = str(tmp_path / "settings.toml")
+    text = "abcdefghijklmnopqrstuvwxyz " * 24
+    with run_server(TINY, *(["--private"] if source == "flag" else []), **environment) as server:
+        before = list_files(cache)
+        assert server.chat(text)["status"] == 200
+        assert server.post("/cache/pin", {"model": "tiny", "prompt": text}).status_code == 200
+        assert server.respond(text)["http_status"] == 200
+        assert server.stop() == 0
+    assert list_files(cache) == before
+    assert not (cache / "prefix").exists()
+
+
+def test_a_server_that_is_not_private_stores_the_prefix(tmp_path: Path) -> None:
+    environment = {"AFTERGLOW_CACHE": str(tmp_path), "AFTERGLOW_DISK_CACHE": "on"}
+    with run_server(TINY, **environment) as server:
+        server.chat("abcdefghijklmnopqrstuvwxyz " * 24)
+        assert server.stop() == 0
+    assert list_files(tmp_path / "prefix")
+
+
+def list_files(directory: Path) -> list[str]:
+    return sorted(os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
+
+
+# --- ps
+
+
+def test_ps_lists_the_models_of_the_running_server() -> None:
+    hybrid = f"hybrid={models.get_path('successor-hybrid')}"
+    with run_server(TINY, hybrid, "--context", "512", "--api-key", "secret", "--lazy-load") as server:
+        port = server.url.rpartition(":")[2]
+        server.post("/v1/completions", {"model": "tiny", "prompt": "abc"}, headers={"x-api-key": "secret"})
+        refused = run_command("ps", "--port", port)
+        assert (refused.returncode, "--api-key" in refused.stderr) == (1, True)
+        result = run_command("ps", "--port", port, AFTERGLOW_SERVER_API_KEYS="secret")
+        assert result.stdout == "tiny\tready\t512\t0\t0\t0\nhybrid\tnot loaded\t-\t0\t0\t0\n", result.stderr
+        rows = json.loads(run_command("ps", "--port", port, "--api-key", "secret", "--json").stdout)
+        assert [row["name"] for row in rows] == ["tiny", "hybrid"]
+    stopped = run_command("ps", "--port", port)
+    assert stopped.returncode == 1
+    assert "start one with `afterglow serve`" in stopped.stderr
