@@ -13,8 +13,9 @@ All errors derive from `AfterglowError`.
 from afterglow.api.conversation import Conversation
 from afterglow.api.load import load
 from afterglow.api.model import Model
-from afterglow.api.options import ChatGenerationOptions, GenerationOptions, LoadOptions, PromptOptions
+from afterglow.api.options import ChatGenerationOptions, GenerationOptions, LoadOptions, PromptOptions, SamplingOptions
 from afterglow.api.outputs import Choice, Completion, Score
+from afterglow.api.sampling_defaults import SamplingDefaults
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream
@@ -47,6 +48,8 @@ __all__ = [
     "PromptOptions",
     "ReasoningDelta",
     "Sampling",
+    "SamplingDefaults",
+    "SamplingOptions",
     "Score",
     "TextDelta",
     "Tool",

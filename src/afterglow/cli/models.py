@@ -1,4 +1,4 @@
-"""`afterglow models`: list, pull, remove and locate models."""
+"""`afterglow models`: list, pull, remove, show and locate models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from afterglow import registry
+from afterglow.cli.settings import load_settings
+from afterglow.cli.show import describe_model
 from afterglow.registry import CATALOG, DEFAULT_MODEL, DownloadProgress
 
 NAME_HELP = "Model name from the list, or owner/repo:file.gguf of a Hugging Face repository."
@@ -62,6 +64,13 @@ def remove_model(
 def print_model_path(name: ModelNamePositional) -> None:
     """Print the path of a model on this machine."""
     typer.echo(registry.resolve(name))
+
+
+@app.command("show")
+def show_model(name: ModelNamePositional = DEFAULT_MODEL) -> None:
+    """Show the file of a model, its context, and the sampling that applies by default."""
+    for line in describe_model(name, load_settings()):
+        typer.echo(line)
 
 
 def print_models() -> None:

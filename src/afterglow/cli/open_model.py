@@ -18,7 +18,7 @@ from afterglow.errors import ModelNotFound
 
 def open_model(settings: Settings, console: Console) -> Model:
     """Load the model that the settings name. Shows progress on `console`."""
-    path = resolve_or_pull(settings.model)
+    resolve_or_pull(settings.model)
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {settings.model}", total=1.0)
@@ -27,7 +27,12 @@ def open_model(settings: Settings, console: Console) -> Model:
             bar.update(task, completed=fraction)
             return True
 
-        return load(path, **settings.load_options, progress=update_bar)
+        return load(
+            settings.model,
+            sampling_defaults=settings.sampling_defaults,
+            progress=update_bar,
+            **settings.load_options,
+        )
 
 
 def resolve_or_pull(name: str) -> Path:

@@ -15,6 +15,7 @@ from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions, GenerationOptions, select_options
 from afterglow.cli import options
 from afterglow.cli.display import choose_display, format_statistics, show_response
+from afterglow.cli.loop_guard import LoopGuard, exit_on_loop, guard_deltas
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import load_command_settings
 from afterglow.errors import InvalidArgument
@@ -32,7 +33,7 @@ CHAT_ONLY_PARAMETERS = (
 )
 
 
-@options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
+@options.accept_settings([*options.GENERATION_OPTIONS, "loop_guard", *options.MODEL_OPTIONS])
 def run(
     command: typer.Context,
     prompt: options.PromptArgument,
@@ -52,12 +53,12 @@ def run(
     generation_options = settings.generation_options
     if schema is not None:
         generation_options["response_format"] = read_response_format(schema)
-    with open_model(settings, console) as loaded:
+    with open_model(settings, console) as loaded, exit_on_loop():
         if raw:
-            return continue_text(loaded, text, generation_options)
+            return continue_text(loaded, text, generation_options, LoopGuard(enabled=settings.loop_guard))
         conversation = Conversation(loaded, system=settings.system, **generation_options)
         deltas = conversation.stream_deltas(text, images=image or (), audio=audio or ())
-        show_response(deltas, choose_display(Console(), markdown=False))
+        show_response(guard_deltas(deltas, enabled=settings.loop_guard), choose_display(Console(), markdown=False))
         if stats and conversation.last_response is not None:
             console.print(format_statistics(conversation.last_response), highlight=False, soft_wrap=True)
 
@@ -69,12 +70,14 @@ def reject_chat_options(command: typer.Context) -> None:
             raise InvalidArgument(f"--{name.replace('_', '-')}", "cannot be used with --raw")
 
 
-def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions) -> None:
+def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions, guard: LoopGuard) -> None:
     """Print the completion of `text`, without the chat template."""
     completion_options = select_options(GenerationOptions, generation_options)
     completion_options["overflow"] = "refuse"  # the setting is for conversations
+    completion_options["sampling"] = model.sampling_defaults.sampling
     for piece in model.stream(text, **completion_options):
         print(piece, end="", flush=True)
+        guard.add(piece)
     print()
 
 

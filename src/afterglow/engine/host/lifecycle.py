@@ -20,6 +20,7 @@ from typing import TypeAlias
 from afterglow.closeable import Closeable
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import EngineSpec, build_engine, open_projector
+from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.remote_calls import EngineInfo
 from afterglow.engine.host.thread import EngineThread
@@ -57,6 +58,7 @@ class Lifecycle(Closeable, ABC):
     def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
         """A new lifecycle is COLD."""
         self.spec = spec
+        self.owner = OwnerProcess("model")
         self.hooks = list(hooks)
         self._lock = threading.RLock()  # held during transitions
         self._state = LoadState.COLD  # ACTIVE also after a crash of the engine
@@ -77,6 +79,7 @@ class Lifecycle(Closeable, ABC):
     @property
     def model(self) -> LlamaModel:
         """Weights, or only their vocabulary and metadata. Raises `WrongState` while COLD."""
+        self.owner.check()
         if (model := self._model) is None:
             raise self._build_unavailable_error("reading the vocabulary or metadata", LoadState.WARM)
         return model
@@ -105,6 +108,7 @@ class Lifecycle(Closeable, ABC):
 
     def get_host(self) -> EngineHost:
         """Return the host of the engine; start a new engine if the last one crashed. Raises unless ACTIVE."""
+        self.owner.check()
         if self.needs_restart:
             self.restart()
         if (host := self._host) is None:
@@ -115,6 +119,7 @@ class Lifecycle(Closeable, ABC):
 
     def warm(self, progress: ProgressCallback | None = None) -> None:
         """COLD → WARM: load the weights into RAM, none on a GPU."""
+        self.owner.check()
         with self._lock:
             self.require("warm", LoadState.COLD)
             self._run_hooks(LoadState.WARM)
@@ -123,6 +128,7 @@ class Lifecycle(Closeable, ABC):
 
     def activate(self, progress: ProgressCallback | None = None) -> None:
         """COLD or WARM → ACTIVE: load the weights onto the device and start the engine. CRASHED: start a new engine."""
+        self.owner.check()
         with self._lock:
             if self.state is LoadState.CRASHED:
                 return self.restart()
@@ -140,6 +146,7 @@ class Lifecycle(Closeable, ABC):
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: stop the engine and release the device; the weights stay in RAM."""
+        self.owner.check()
         with self._lock:
             self.require("deactivate", LoadState.ACTIVE)
             self._deactivate()
@@ -147,12 +154,15 @@ class Lifecycle(Closeable, ABC):
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything."""
+        self.owner.check()
         with self._lock:
             self.require("unload", LoadState.WARM, LoadState.ACTIVE)
             self._release()
 
     def close(self) -> None:
-        """Release everything permanently. May be called twice."""
+        """Release everything permanently. May be called twice. Has no effect in a fork of the process."""
+        if not self.owner.is_current:
+            return
         with self._lock:
             self._release()
             self._closed = True
