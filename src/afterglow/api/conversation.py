@@ -39,7 +39,7 @@ class Conversation:
 
     `messages` is the history and may be changed. `last_response` is the newest response.
 
-    >>> chat = Conversation(model, system="You are a helpful assistant.")
+    >>> chat = Conversation(model, system="You are a helpful assistant.", temperature=0)
     >>> chat.ask("What is the capital of France?").text
     'The capital of France is Paris.'
     >>> len(chat.messages)
@@ -113,7 +113,7 @@ class Conversation:
 
         Closing the iterator early cancels the response and leaves the history unchanged.
 
-        >>> chat = Conversation(model, system="You are a helpful assistant.")
+        >>> chat = Conversation(model, system="You are a helpful assistant.", temperature=0)
         >>> "".join(part.text for part in chat.stream("What is the capital of France?"))
         'The capital of France is Paris.'
         """
@@ -133,7 +133,7 @@ class Conversation:
         return self._stream_history([*self.messages, build_user_message(text, images, audio)], options)
 
     def regenerate(self, **options: Unpack[ChatGenerationOptions]) -> ChatResponse:
-        """Replace the last response with a new one. Set a `temperature` to get a different one.
+        """Replace the last response with a new one. With temperature 0 it is the same one.
 
         >>> chat = Conversation(model, max_tokens=20)
         >>> first = chat.ask("Name an animal.")

@@ -114,7 +114,7 @@ class Model(Closeable):
 
     >>> model.complete("The capital of France is", max_tokens=2).text
     ' Paris.'
-    >>> model.chat("What is 2+2?").text
+    >>> model.chat("What is 2+2?", temperature=0).text
     'The answer to this classic math problem is 4.'
     """
 
@@ -366,11 +366,11 @@ class Model(Closeable):
             options: Options of the prompt and of generation: see `ChatGenerationOptions`. Sampling options that are not
                 given are `sampling_defaults`.
 
-        >>> model.chat("What is 2+2?").text
+        >>> model.chat("What is 2+2?", temperature=0).text
         'The answer to this classic math problem is 4.'
-        >>> model.chat("Is snow black?", response_format={"type": "choice", "choices": ["yes", "no"]}).text
+        >>> model.chat("Is snow black?", response_format={"type": "choice", "choices": ["yes", "no"]}, seed=1).text
         'no'
-        >>> model.chat("List two numbers.", response_format=list[int]).parsed
+        >>> model.chat("List two numbers.", response_format=list[int], temperature=0).parsed
         [1, 2]
         """
         if stream and n != 1:
@@ -393,7 +393,7 @@ class Model(Closeable):
     ) -> ChatResponse:
         """Asyncio version of `chat`. To stream, use `async for part in model.chat(…, stream=True)`.
 
-        >>> asyncio.run(model.chat_async("What is 2+2?")).text
+        >>> asyncio.run(model.chat_async("What is 2+2?", temperature=0)).text
         'The answer to this classic math problem is 4.'
         """
         streams = self.submit_chat(messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options)
@@ -801,6 +801,7 @@ class Model(Closeable):
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: stop the engine and release the context and GPU memory."""
+        self._lifecycle.require("deactivate", LoadState.ACTIVE)
         self._chat_slot.close()
         self._lifecycle.deactivate()
 

@@ -375,7 +375,7 @@ class PromptOptions(TypedDict, total=False):
     """Options that change the prompt of a chat or constrain its response.
 
     >>> yes_or_no: PromptOptions = {"response_format": {"type": "choice", "choices": ["yes", "no"]}}
-    >>> model.chat("Is snow black?", **yes_or_no).text
+    >>> model.chat("Is snow black?", temperature=0, **yes_or_no).text
     'no'
     """
 

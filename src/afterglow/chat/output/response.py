@@ -22,7 +22,7 @@ ChatFinishReason: TypeAlias = Literal["stop", "length", "deadline", "tool_calls"
 class ChatResponse:
     """Text, reasoning and tool calls of a response, and its finish reason.
 
-    >>> response = model.chat("What is 2+2?")
+    >>> response = model.chat("What is 2+2?", temperature=0)
     >>> response.text, response.finish_reason
     ('The answer to this classic math problem is 4.', 'stop')
     """
@@ -75,7 +75,7 @@ class ChatStream:
 
     Leaving the loop early cancels the request.
 
-    >>> for part in model.chat("What is 2+2?", stream=True):
+    >>> for part in model.chat("What is 2+2?", stream=True, temperature=0):
     ...     print(part.text, end="|")
     The| answer| to| this| classic| math| problem| is| |4|.|
     """

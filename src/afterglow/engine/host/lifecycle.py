@@ -169,6 +169,7 @@ class Lifecycle(Closeable, ABC):
 
     def require(self, call: str, *states: LoadState) -> None:
         """Raise `WrongState` unless the model is in one of these states, or `Closed` after `close`."""
+        self.owner.check()
         if self._closed:
             raise Closed("model")
         if self._state not in states:
