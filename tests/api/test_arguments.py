@@ -116,7 +116,7 @@ def fail(path: str) -> str:
 
 
 def test_a_tool_that_raises_is_logged_with_its_traceback(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    answers = [write_call("fail", path="/no/such/file"), "I could not read it.", write_call("fail", name="x"), "No."]
+    answers = [write_call("fail", path="/no/such/file"), "I could not read it.", write_call("fail", file="x"), "No."]
     with script_answers(model, answers), caplog.at_level(logging.INFO, logger="afterglow"):
         conversation = Conversation(model, tools=[fail])
         assert conversation.ask("Read it.").text == "I could not read it."
