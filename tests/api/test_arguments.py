@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import afterglow
-from afterglow import Conversation, Message
+from afterglow import Conversation, Message, ToolCall
+from afterglow.api.conversation import call_tool
 from afterglow.errors import InvalidArgument
 from afterglow.testing import models
 from afterglow.testing.script import script_answers, write_call
@@ -23,7 +24,7 @@ EVIL = "__import__('os').environ.update(EVALUATED='yes') or int"
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
-    with afterglow.load(PATH, context=256, threads=1) as loaded:
+    with afterglow.load(PATH, context=4096, threads=1) as loaded:
         yield loaded
 
 
@@ -116,7 +117,7 @@ def fail(path: str) -> str:
 
 
 def test_a_tool_that_raises_is_logged_with_its_traceback(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    answers = [write_call("fail", path="/no/such/file"), "I could not read it.", write_call("fail", file="x"), "No."]
+    answers = [write_call("fail", path="/no/such/file"), "I could not read it."]
     with script_answers(model, answers), caplog.at_level(logging.INFO, logger="afterglow"):
         conversation = Conversation(model, tools=[fail])
         assert conversation.ask("Read it.").text == "I could not read it."
@@ -124,5 +125,6 @@ def test_a_tool_that_raises_is_logged_with_its_traceback(model: Any, caplog: pyt
         (record,) = caplog.records
         assert (record.levelname, "the tool fail raised" in record.getMessage()) == ("ERROR", True)
         assert "FileNotFoundError" in caplog.text
-        conversation.ask("Read x.")  # the arguments are wrong, not the tool
+        wrong = ToolCall(id="1", name="fail", arguments='{"file": "x"}')  # the model's mistake, not the tool's
+        assert call_tool(conversation.tools[0], wrong).startswith("error: ")
         assert caplog.records[-1].levelname == "INFO"
