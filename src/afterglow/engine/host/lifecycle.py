@@ -8,7 +8,9 @@ one, so a failed transition leaves the model usable.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -185,6 +187,7 @@ class Lifecycle(Closeable, ABC):
         model, self._model, self._info, self._state = self._model, None, None, LoadState.COLD
         if model is not None:
             model.close()
+            return_free_memory()
 
     def _build_unavailable_error(self, call: str, needed: LoadState) -> Closed | WrongState:
         # ACTIVE without what was asked for: another thread is in a transition.
@@ -340,6 +343,14 @@ class ProcessLifecycle(Lifecycle):
         if host is not None:
             self._earlier_restarts += host.restarts
             host.close()
+
+
+def return_free_memory() -> None:
+    """Return free heap memory to the operating system. glibc keeps it otherwise, and each reload adds to it."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in other C libraries
+        if trim is not None:
+            trim(0)
 
 
 def start_reading(path: Path) -> None:
