@@ -52,6 +52,9 @@ REQUEST = {
     "prompt": "test_a_completion_is_the_expected_one",
     "max_tokens": "test_max_tokens_ends_a_response",
     "temperature": "test_c14_a_seed_repeats_a_completion",
+    **dict.fromkeys(
+        ("top_k", "top_p", "min_p", "repeat_penalty"), "test_a_completion_stays_greedy_unless_an_option_asks_for_a_draw"
+    ),
     "seed": "test_c14_a_seed_repeats_a_completion",
     "sampling": "test_sampling_changes_the_completion",
     "stop": "test_a_stop_string_ends_a_response_and_is_reported",
@@ -175,6 +178,7 @@ LOAD = {
     "media_policy": "test_the_media_policy_of_load_is_applied",
     "replay": "test_replay_can_be_turned_off_on_load_and_per_request",
     "strip_media": "test_c18_unsupported_media_is_stripped_if_configured",
+    "sampling_defaults": "test_the_defaults_given_to_load_override_the_file",
     "engine": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",
     "options": "test_a_misspelled_keyword_of_load_is_rejected_before_the_model_is_looked_up",
     **dict.fromkeys(
@@ -219,6 +223,7 @@ SETTINGS = {
     "max_tokens": "test_a_command_uses_the_file",
     "stats": "test_statistics_can_be_hidden",
     "private": "test_a_private_server_writes_nothing_of_a_request_to_disk",
+    "loop_guard": "test_run_stops_a_loop_with_a_message_and_status_1",
 }
 ASK = {
     "text": "test_the_second_turn_of_a_conversation_is_a_prefix_hit",

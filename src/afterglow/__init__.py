@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     from afterglow.api.conversation import Conversation
     from afterglow.api.load import load
     from afterglow.api.model import Model
-    from afterglow.api.options import ChatGenerationOptions, GenerationOptions, LoadOptions, PromptOptions
+    from afterglow.api.options import (
+        ChatGenerationOptions,
+        GenerationOptions,
+        LoadOptions,
+        PromptOptions,
+        SamplingOptions,
+    )
     from afterglow.api.outputs import Choice, Completion, Score
+    from afterglow.api.sampling_defaults import SamplingDefaults
     from afterglow.chat.messages import Message, ToolCall
     from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
     from afterglow.chat.output.response import ChatResponse, ChatStream
@@ -52,6 +59,8 @@ __all__ = [
     "PromptOptions",
     "ReasoningDelta",
     "Sampling",
+    "SamplingDefaults",
+    "SamplingOptions",
     "Score",
     "TextDelta",
     "Tool",
@@ -81,6 +90,8 @@ _MODULES = {
     "PromptOptions": "afterglow.api.options",
     "ReasoningDelta": "afterglow.chat.output.parts",
     "Sampling": "afterglow.llama.sampling",
+    "SamplingDefaults": "afterglow.api.sampling_defaults",
+    "SamplingOptions": "afterglow.api.options",
     "Score": "afterglow.api.outputs",
     "TextDelta": "afterglow.chat.output.parts",
     "Tool": "afterglow.chat.tools.tool",

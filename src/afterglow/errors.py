@@ -5,7 +5,7 @@
     │   ├── ModelNotFound · InvalidModel · DownloadFailed · LoadVetoed
     │   └── OutOfMemory · LibraryError
     ├── RequestError   the caller can fix it; HTTP 4xx
-    │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState
+    │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState · WrongProcess
     │   ├── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
     │   └── UnsupportedMedia · InvalidMedia · MediaRefused
     ├── EngineError    the engine failed on a valid request; HTTP 5xx
@@ -188,6 +188,20 @@ class WrongState(RequestError):
 
     def __str__(self) -> str:
         return f"{self.call} needs the model to be {self.needed}; it is {self.state}"
+
+
+class WrongProcess(RequestError):
+    """An object was used in a fork of the process that created it: its threads do not exist there."""
+
+    def __init__(self, name: str, owner: int, current: int) -> None:
+        super().__init__(name, owner, current)
+        self.name, self.owner, self.current = name, owner, current
+
+    def __str__(self) -> str:
+        return (
+            f"this {self.name} belongs to process {self.owner} and cannot be used in process {self.current} after a "
+            "fork: load the model in the process that uses it, e.g. with multiprocessing's start method `spawn`"
+        )
 
 
 class PromptTooLong(RequestError):

@@ -34,6 +34,16 @@ def test_mypy_accepts_right_calls_and_rejects_each_wrong_one() -> None:
     assert found == expected, output
 
 
+@pytest.mark.slow
+def test_mypy_accepts_the_python_of_the_readme(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    (tmp_path / "readme.py").write_text("\n".join(blocks))
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(tmp_path / "readme.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_no_public_signature_takes_untyped_keywords() -> None:
     values = [getattr(afterglow, name) for name in afterglow.__all__ if name != "__version__"]
     functions = [value for value in values if inspect.isfunction(value)]

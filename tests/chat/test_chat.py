@@ -12,6 +12,7 @@ from afterglow.engine.sampling.grammar import GrammarCompiler
 from afterglow.errors import InvalidGrammar
 from afterglow.testing import models
 from afterglow.testing.script import script_answers
+from support.greedy import load_greedy
 
 pytestmark = pytest.mark.native
 
@@ -43,7 +44,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCH
 
 
 def load(template: str) -> afterglow.Model:
-    return afterglow.load(models.get_path("attention"), context=1024, chat_template=template)
+    return load_greedy(models.get_path("attention"), context=1024, chat_template=template)
 
 
 def parse(plan, text: str) -> ParsedOutput:

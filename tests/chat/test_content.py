@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import afterglow
 from afterglow import MediaPolicy
 from afterglow.api.conversation import Conversation, build_user_message
 from afterglow.chat.content import build_attachments, load_attachments
@@ -17,6 +16,7 @@ from afterglow.chat.messages import Message, parse_messages, to_openai_message
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, UnsupportedMedia, UnsupportedOption
 from afterglow.media.identity import fnv1a
 from afterglow.testing import models
+from support.greedy import load_greedy
 from support.media_files import encode_image, gradient
 
 IMAGE_URI = "data:image/png;base64,aGVsbG8="
@@ -52,7 +52,7 @@ def test_unsupported_media_is_an_error_that_names_the_message():
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE_URI}}]},
     ]
     with (
-        afterglow.load(models.get_path("attention"), context=256) as model,
+        load_greedy(models.get_path("attention"), context=256) as model,
         pytest.raises(UnsupportedMedia, match=r"messages\[1\]\.content"),
     ):
         model.chat(messages)
@@ -179,12 +179,12 @@ def test_the_media_policy_of_load_is_applied(tmp_path):
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": "cat.png"}]}]
     options = {"context": 256, "projector": models.get_path("projector-llava")}
     policy = MediaPolicy(allowed_directory=tmp_path)
-    with afterglow.load(models.get_path("attention"), media_policy=policy, **options) as model:
+    with load_greedy(models.get_path("attention"), media_policy=policy, **options) as model:
         (message,) = model.load_media(messages)
         assert message.attachments[0].source.width == 64
         with pytest.raises(MediaRefused):
             model.load_media([{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1/"}]}])
-    with afterglow.load(models.get_path("attention"), **options) as model, pytest.raises(MediaRefused):
+    with load_greedy(models.get_path("attention"), **options) as model, pytest.raises(MediaRefused):
         model.load_media(messages)
 
 

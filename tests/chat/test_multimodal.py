@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 
-import afterglow
 from afterglow.api.conversation import Conversation
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.engine.types.entries import Media
@@ -17,6 +16,7 @@ from afterglow.media.data_uri import to_data_uri
 from afterglow.media.load import load_media
 from afterglow.media.types import AudioData
 from afterglow.testing import models
+from support.greedy import load_greedy
 from support.media_prompts import color_image, noise_image
 
 pytestmark = pytest.mark.native
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.native
 @pytest.fixture(scope="module")
 def vision_model():
     options = {"context": 512, "threads": 1, "projector": models.get_path("projector-colors")}
-    with afterglow.load(models.get_path("colors"), **options) as model:
+    with load_greedy(models.get_path("colors"), **options) as model:
         yield model
 
 
@@ -110,7 +110,7 @@ def test_c18_a_template_that_drops_or_repeats_images_is_a_typed_error():
     options = {"context": 512, "threads": 1, "projector": models.get_path("projector-colors")}
     for template in ("{{ messages[0].content[:2] }}", "{{ messages[0].content }}{{ messages[0].content }}"):
         with (
-            afterglow.load(models.get_path("colors"), chat_template=template, **options) as model,
+            load_greedy(models.get_path("colors"), chat_template=template, **options) as model,
             pytest.raises(InvalidTemplate, match="the messages have 1"),
         ):
             model.chat([user_message(text_part("What is it, "), image_part("R"))])
@@ -161,7 +161,7 @@ def test_c18_unsupported_media_is_an_error_that_names_the_message(vision_model):
     audio_part = {"type": "audio", "audio": AudioData(sample_rate=16_000, samples=bytes(64_000))}
     with pytest.raises(UnsupportedMedia, match=r"messages\[1\]\.content.*does not support audio"):
         vision_model.chat([("system", "Listen."), user_message(audio_part)])
-    with afterglow.load(models.get_path("colors"), context=256, threads=1) as text_model:
+    with load_greedy(models.get_path("colors"), context=256, threads=1) as text_model:
         assert not text_model.supports("image")
         with pytest.raises(UnsupportedMedia, match=r"messages\[0\]\.content.*does not support image"):
             text_model.chat([user_message(image_part("R"))])
@@ -171,7 +171,7 @@ def test_c18_unsupported_media_is_an_error_that_names_the_message(vision_model):
 
 
 def test_c18_unsupported_media_is_stripped_if_configured(caplog):
-    with afterglow.load(models.get_path("colors"), context=256, threads=1, strip_media=True) as text_model:
+    with load_greedy(models.get_path("colors"), context=256, threads=1, strip_media=True) as text_model:
         response = text_model.chat([user_message(text_part("What is "), image_part("R"), text_part("this?"))])
         assert response.text == "N"
         assert response.usage.prompt_tokens == text_model.apply_chat_template("What is this?").cells
@@ -183,15 +183,15 @@ def test_c18_a_projector_is_loaded_by_name_or_from_the_directory_of_the_model(tm
     shutil.copy(models.get_path("colors"), model)
     shutil.copy(models.get_path("projector-colors"), projector)
     options = {"context": 256, "threads": 1}
-    with afterglow.load(model, **options) as discovered:
+    with load_greedy(model, **options) as discovered:
         assert discovered.supports("image")
         assert discovered.chat([user_message(image_part("G"), text_part("?"))]).text == "G"
-    with afterglow.load(model, projector=False, **options) as without:
+    with load_greedy(model, projector=False, **options) as without:
         assert not without.supports("image")
     shutil.copy(models.get_path("colors"), tmp_path / "another.gguf")  # the projector may belong to either model
-    with afterglow.load(model, **options) as ambiguous:
+    with load_greedy(model, **options) as ambiguous:
         assert not ambiguous.supports("image")
-    with afterglow.load(model, projector=projector, **options) as named:
+    with load_greedy(model, projector=projector, **options) as named:
         assert named.supports("image")
 
 
@@ -200,7 +200,7 @@ def test_c18_text_works_with_a_missing_or_damaged_projector(tmp_path, state, cap
     path = tmp_path / "mmproj.gguf"
     if state == "damaged":
         path.write_bytes(models.get_path("projector-colors").read_bytes()[:5000])
-    with afterglow.load(models.get_path("colors"), projector=path, context=256, threads=1) as model:
+    with load_greedy(models.get_path("colors"), projector=path, context=256, threads=1) as model:
         assert model.chat("Hello?").text == "N"
         assert not model.supports("image")
         assert "mmproj.gguf" in model.media_error
@@ -214,7 +214,7 @@ def test_the_projector_settings_of_load_are_applied():
     options = {"projector": models.get_path("projector-qwen"), "context": 512, "threads": 1}
     sizes = []
     for projector_settings in (settings, None):
-        with afterglow.load(models.get_path("hybrid"), projector_settings=projector_settings, **options) as model:
+        with load_greedy(models.get_path("hybrid"), projector_settings=projector_settings, **options) as model:
             prompt = model.apply_chat_template([user_message({"type": "image", "image": noise_image(1, 128, 128)})])
             sizes += [entry.cells for entry in prompt.entries if isinstance(entry, Media)]
     assert sizes[0] <= 6 < sizes[1]
@@ -236,7 +236,7 @@ def test_media_is_saved_with_a_conversation(vision_model, tmp_path):
 
 def test_the_projector_is_unloaded_and_loaded_with_the_model():
     options = {"context": 256, "threads": 1, "projector": models.get_path("projector-colors")}
-    with afterglow.load(models.get_path("colors"), **options) as model:
+    with load_greedy(models.get_path("colors"), **options) as model:
         for _ in range(2):
             assert model.chat([user_message(image_part("R"), text_part("?"))]).text == "R"
             model.deactivate()
@@ -246,7 +246,7 @@ def test_the_projector_is_unloaded_and_loaded_with_the_model():
 
 def test_a_model_in_a_child_process_supports_images():
     settings = {"context": 256, "threads": 1, "projector": models.get_path("projector-colors")}
-    with afterglow.load(models.get_path("colors"), host="process", **settings) as model:
+    with load_greedy(models.get_path("colors"), host="process", **settings) as model:
         assert model.engine_info.media == {"image"}
         first = model.chat([user_message(image_part("Y"), text_part("?"))])
         second = model.chat([user_message(image_part("Y"), text_part("??"))])
@@ -259,9 +259,9 @@ def test_a_model_in_a_child_process_supports_images():
 
 def test_a_model_in_a_child_process_with_a_missing_projector_supports_text(tmp_path):
     settings = {"context": 256, "threads": 1, "host": "process"}
-    with afterglow.load(models.get_path("colors"), projector=tmp_path / "none.gguf", **settings) as model:
+    with load_greedy(models.get_path("colors"), projector=tmp_path / "none.gguf", **settings) as model:
         assert model.chat("Hello?").text == "N"
         with pytest.raises(UnsupportedMedia, match=r"none\.gguf"):
             model.chat([user_message(image_part("R"))])
-    with afterglow.load(models.get_path("colors"), projector=False, strip_media=True, **settings) as model:
+    with load_greedy(models.get_path("colors"), projector=False, strip_media=True, **settings) as model:
         assert model.chat([user_message(image_part("R"), text_part("?"))]).text == "N"

@@ -16,6 +16,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, PromptTooLong, UnsupportedMedia
 from afterglow.media.identity import fnv1a
 from afterglow.testing import models
+from support.greedy import load_greedy
 from support.media_files import encode_audio
 from support.media_prompts import color_image, noise_image, note_audio
 
@@ -26,7 +27,7 @@ OPTIONS = {"context": 1024, "threads": 1}
 
 @pytest.fixture(scope="module")
 def audio_model():
-    with afterglow.load(models.get_path("notes"), projector=models.get_path("projector-notes"), **OPTIONS) as model:
+    with load_greedy(models.get_path("notes"), projector=models.get_path("projector-notes"), **OPTIONS) as model:
         yield model
 
 
@@ -130,7 +131,7 @@ def test_a_completion_prompt_may_contain_audio(audio_model):
 
 def test_audio_is_encoded_again_after_the_cache_is_cleared(tmp_path):
     options = {**OPTIONS, "engine": EngineSettings(disk_cache_directory=tmp_path / "cache")}
-    with afterglow.load(models.get_path("notes"), projector=models.get_path("projector-notes"), **options) as model:
+    with load_greedy(models.get_path("notes"), projector=models.get_path("projector-notes"), **options) as model:
         for _ in range(2):
             assert model.chat([user_message(audio_part("D"), text_part())]).usage.encoded_media == 1
             assert model.chat([user_message(audio_part("D"), text_part())]).usage.encoded_media == 0
@@ -167,7 +168,7 @@ def test_audio_files_and_urls_need_a_media_policy(audio_model, tmp_path):
         with pytest.raises(MediaRefused):
             audio_model.chat([user_message({"type": "input_audio", "input_audio": {"data": source}}, text_part())])
     allowed = {**OPTIONS, "media_policy": MediaPolicy(allowed_directory=tmp_path)}
-    with afterglow.load(models.get_path("notes"), projector=models.get_path("projector-notes"), **allowed) as model:
+    with load_greedy(models.get_path("notes"), projector=models.get_path("projector-notes"), **allowed) as model:
         part = {"type": "input_audio", "input_audio": {"data": "note.wav"}}
         assert model.chat([user_message(part, text_part())]).text == "B"
 
@@ -210,12 +211,12 @@ def test_unsupported_modalities_are_rejected_or_stripped(audio_model):
     with pytest.raises(UnsupportedMedia, match="the model does not support image input, only text and audio"):
         audio_model.chat([user_message({"type": "image", "image": color_image("R")}, text_part())])
     with (
-        afterglow.load(models.get_path("colors"), projector=models.get_path("projector-colors"), **OPTIONS) as model,
+        load_greedy(models.get_path("colors"), projector=models.get_path("projector-colors"), **OPTIONS) as model,
         pytest.raises(UnsupportedMedia, match="the model does not support audio input, only text and image"),
     ):
         model.chat([user_message(audio_part("A"), text_part())])
     stripping = {**OPTIONS, "strip_media": True}
-    with afterglow.load(models.get_path("notes"), projector=models.get_path("projector-notes"), **stripping) as model:
+    with load_greedy(models.get_path("notes"), projector=models.get_path("projector-notes"), **stripping) as model:
         assert (
             model.chat([user_message({"type": "image", "image": color_image("R")}, audio_part("A"), text_part())]).text
             == "A"
@@ -223,7 +224,7 @@ def test_unsupported_modalities_are_rejected_or_stripped(audio_model):
 
 
 def test_an_image_and_audio_in_one_message_are_at_their_positions():
-    with afterglow.load(models.get_path("attention"), projector=models.get_path("projector-both"), **OPTIONS) as model:
+    with load_greedy(models.get_path("attention"), projector=models.get_path("projector-both"), **OPTIONS) as model:
         assert model.supports("image")
         assert model.supports("audio")
         image_part = {"type": "image", "image": noise_image(1)}
@@ -246,10 +247,10 @@ def test_an_image_and_audio_in_one_message_are_at_their_positions():
 def test_encoded_audio_survives_a_restart(tmp_path: Path):
     options = {**OPTIONS, "engine": EngineSettings(disk_cache_directory=tmp_path / "cache")}
     messages = [user_message(audio_part("C"), text_part())]
-    with afterglow.load(models.get_path("notes"), projector=models.get_path("projector-notes"), **options) as model:
+    with load_greedy(models.get_path("notes"), projector=models.get_path("projector-notes"), **options) as model:
         first = model.chat(messages)
         assert (first.text, first.usage.encoded_media) == ("C", 1)
-    with afterglow.load(models.get_path("notes"), projector=models.get_path("projector-notes"), **options) as model:
+    with load_greedy(models.get_path("notes"), projector=models.get_path("projector-notes"), **options) as model:
         resumed = model.chat([*messages, first.message, user_message(text_part("Are you sure?"))])
         assert (resumed.text, resumed.usage.encoded_media, resumed.usage.cached_media_tokens) == ("C", 0, 13)
         moved = model.chat([user_message(text_part("Elsewhere: "), audio_part("C"), text_part())])
@@ -258,7 +259,7 @@ def test_encoded_audio_survives_a_restart(tmp_path: Path):
 
 def test_a_hybrid_model_resumes_after_the_audio():
     """There is a checkpoint after the audio: another question computes only its own text."""
-    with afterglow.load(models.get_path("hybrid"), projector=models.get_path("projector-wave"), **OPTIONS) as model:
+    with load_greedy(models.get_path("hybrid"), projector=models.get_path("projector-wave"), **OPTIONS) as model:
         model.chat(
             [user_message(audio_part("C"), text_part("How long is this sound, and what is it of?"))], max_tokens=4
         )

@@ -157,6 +157,10 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
         gpu_layers=0,
         chat_template=template,
         temperature=0.5,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.25,
+        repeat_penalty=1.5,
         seed=3,
         max_tokens=9,
         reasoning="off",
@@ -181,13 +185,16 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
     serve.build_model_registry({"tiny": Path("tiny.gguf")}, settings).get_slot("tiny")._open_model()
     served = load_options["served"]
     assert {name: served[name] for name in expected} == expected
-    generation = {"max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": False, "overflow": "shift"}
+    sampling = {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repeat_penalty": 1.5}
+    assert load_options["sampling_defaults"] == served["sampling_defaults"] == sampling
+    generation = {"max_tokens": 9, "seed": 3, "reasoning": False, "overflow": "shift"}
     assert settings.generation_options == generation
 
 
 LOAD_FLAGS = {"context": 512, "threads": 2, "gpu_layers": 1}
 CHAT_FLAGS = {"chat_template": Path("template"), "projector": "mmproj", "strip_media": True}
-GENERATION_FLAGS = {"system": "Be brief.", "max_tokens": 9, "temperature": 0.5, "seed": 3, "reasoning": "low"}
+SAMPLING_FLAGS = {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repeat_penalty": 1.5}
+GENERATION_FLAGS = {"system": "Be brief.", "max_tokens": 9, "seed": 3, "reasoning": "low"} | SAMPLING_FLAGS
 SERVER_FLAGS = {
     "stall_seconds": 3.0,
     "max_buffered_tokens": 5,
@@ -231,6 +238,7 @@ def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     flags = (
         LOAD_FLAGS
         | CHAT_FLAGS
+        | SAMPLING_FLAGS
         | {"sequences": 3, "pin_system_prompts": True, "max_token_gap": 0.5, "deterministic": True}
         | {"ram_cache_bytes": 5, "disk_cache_bytes": 7, "speculation": 4}
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import afterglow
+from support.greedy import load_greedy
 
 
 @pytest.fixture(scope="module")
 def model(smollm2: Path) -> Iterator[afterglow.Model]:
-    with afterglow.load(smollm2, context=4096) as model:
+    with load_greedy(smollm2, context=4096) as model:
         yield model

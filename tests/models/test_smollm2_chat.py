@@ -9,9 +9,9 @@ import threading
 import pytest
 from pydantic import BaseModel
 
-import afterglow
 from afterglow import Conversation, TextDelta, ToolCallDelta
 from afterglow.errors import Cancelled, InvalidArgument, UnsupportedOption
+from support.greedy import load_greedy
 
 pytestmark = pytest.mark.model
 SYSTEM = "You are a helpful assistant."
@@ -208,7 +208,7 @@ def test_a_conversation_supports_asyncio(model):
 
 @pytest.fixture(scope="module")
 def reasoning_model(smollm2):
-    with afterglow.load(smollm2, context=2048, sequences=2, chat_template=REASONING_TEMPLATE) as reasoning_model:
+    with load_greedy(smollm2, context=2048, sequences=2, chat_template=REASONING_TEMPLATE) as reasoning_model:
         yield reasoning_model
 
 

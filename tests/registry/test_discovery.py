@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from afterglow.registry import discover_models
+from afterglow.registry import discover_models, read_ollama_parameters
 
 MODEL = b"GGUF" + bytes(96)
 DIGEST = "sha256:" + "ab" * 32
@@ -135,3 +135,20 @@ def test_a_cache_path_that_is_a_file_is_skipped(home, monkeypatch):
     for variable in ("LLAMA_CACHE", "HF_HUB_CACHE", "OLLAMA_MODELS"):
         monkeypatch.setenv(variable, file)
     assert discover_models() == []
+
+
+def test_the_parameters_of_an_ollama_model_are_read_and_malformed_ones_are_empty(home):
+    root = home / ".ollama" / "models"
+    parameters = "sha256:" + "ee" * 32
+    layers = [{"mediaType": "application/vnd.ollama.image.params", "digest": parameters}]
+    write_manifest(root, "registry.example", "library", "tuned", "1", layers=layers)
+    write_manifest(root, "registry.example", "library", "plain", "1")
+    blob = root / "blobs" / parameters.replace(":", "-")
+    assert read_ollama_parameters("ollama:tuned:1") == {}  # the blob is missing
+    for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+        write_file(blob, content)
+        assert read_ollama_parameters("ollama:tuned:1") == {}
+    write_file(blob, b'{"temperature": 0.6, "stop": ["<|im_end|>"]}')
+    assert read_ollama_parameters("ollama:tuned:1") == {"temperature": 0.6, "stop": ["<|im_end|>"]}
+    for name in ("ollama:plain:1", "ollama:none:1", "smollm2", str(blob)):
+        assert read_ollama_parameters(name) == {}

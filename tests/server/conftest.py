@@ -13,6 +13,8 @@ from afterglow.testing.models.attention import Llama
 from afterglow.testing.models.writer import ModelWriter
 from support.server_process import ServerProcess
 
+# A test sets the samplers that it is about; the defaults would hide a high temperature.
+NO_SAMPLERS = ("--temperature", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0")
 REASONING_TEMPLATE = vocabulary.CHAT_TEMPLATE.replace(
     "assistant\n{%", "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{%"
 )
@@ -45,7 +47,7 @@ def server(caches_of_our_own: None, reasoning_model: Path) -> Iterator[ServerPro
         f"vectors={models.get_path('embedding')}",
         f"reasoning={reasoning_model}",
     ]
-    process = ServerProcess(*arguments, "--context", "2048", "--sequences", "8")
+    process = ServerProcess(*arguments, "--context", "2048", "--sequences", "8", *NO_SAMPLERS)
     yield process
     process.stop()
 

@@ -11,6 +11,7 @@ import pyte
 
 from afterglow.testing import models
 
+GREEDY = {"AFTERGLOW_TEMPERATURE": "0"}  # repeatable responses
 AFTERGLOW = [sys.executable, "-m", "afterglow.cli.main"]
 
 
@@ -23,7 +24,7 @@ def run_command(*arguments: str, stdin: str = "", **environment: str) -> subproc
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, **environment},
+        env={**os.environ, **GREEDY, **environment},
     )
 
 
@@ -33,7 +34,7 @@ class ChatTerminal:
     def __init__(self, *arguments: str, term: str = "xterm", model: str = "") -> None:
         model = model or str(models.get_path("successor-attention"))
         command = [*AFTERGLOW[1:], "chat", model, "--max-tokens", "12"]
-        environment = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
+        environment = {**os.environ, **GREEDY, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.child = pexpect.spawn(
             AFTERGLOW[0], [*command, *arguments], env=environment, encoding="utf-8", timeout=120, dimensions=(40, 120)
         )

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import NoReturn, Unpack
 
 from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions
-from afterglow.chat.content import AttachmentSource, build_attachments
+from afterglow.chat.content import AttachmentSource, build_attachments, check_text
 from afterglow.chat.messages import Message, MessageLike, ToolCall, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
-from afterglow.errors import InvalidArgument
+from afterglow.errors import InvalidArgument, UnsupportedOperation
 
+logger = logging.getLogger("afterglow")
 MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
 
 
@@ -37,7 +39,7 @@ class Conversation:
 
     `messages` is the history and may be changed. `last_response` is the newest response.
 
-    >>> chat = Conversation(model, system="You are a helpful assistant.")
+    >>> chat = Conversation(model, system="You are a helpful assistant.", temperature=0)
     >>> chat.ask("What is the capital of France?").text
     'The capital of France is Paris.'
     >>> len(chat.messages)
@@ -54,7 +56,7 @@ class Conversation:
         **options: Unpack[ChatGenerationOptions],
     ) -> None:
         self.model = model
-        self.messages: list[Message] = [Message(role="system", content=system)] if system else []
+        self.messages: list[Message] = [Message(role="system", content=check_text(system, "system"))] if system else []
         self.messages += parse_messages(messages) if messages else []
         self.tools = parse_tools(tools)
         defaults: ChatGenerationOptions = {"overflow": "shift"}
@@ -111,7 +113,7 @@ class Conversation:
 
         Closing the iterator early cancels the response and leaves the history unchanged.
 
-        >>> chat = Conversation(model, system="You are a helpful assistant.")
+        >>> chat = Conversation(model, system="You are a helpful assistant.", temperature=0)
         >>> "".join(part.text for part in chat.stream("What is the capital of France?"))
         'The capital of France is Paris.'
         """
@@ -131,7 +133,7 @@ class Conversation:
         return self._stream_history([*self.messages, build_user_message(text, images, audio)], options)
 
     def regenerate(self, **options: Unpack[ChatGenerationOptions]) -> ChatResponse:
-        """Replace the last response with a new one. Set a `temperature` to get a different one.
+        """Replace the last response with a new one. With temperature 0 it is the same one.
 
         >>> chat = Conversation(model, max_tokens=20)
         >>> first = chat.ask("Name an animal.")
@@ -200,6 +202,15 @@ class Conversation:
             raise InvalidArgument("path", f"is not a saved conversation: {error}") from None
         self.messages = parse_messages(values)
 
+    def __repr__(self) -> str:
+        return f"<Conversation of {len(self.messages)} messages with {self.model!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedOperation(
+            "pickling or copying a conversation",
+            "its model belongs to one process: `fork()` copies it, and `save(path)` writes its messages",
+        )
+
     # --- generation
 
     def _generate(self, history: list[Message], options: ChatGenerationOptions) -> ChatResponse:
@@ -260,7 +271,9 @@ def build_user_message(
     'image'
     """
     return Message(
-        role="user", content=text, attachments=(*build_attachments("image", images), *build_attachments("audio", audio))
+        role="user",
+        content=check_text(text, "text"),
+        attachments=(*build_attachments("image", images), *build_attachments("audio", audio)),
     )
 
 
@@ -268,6 +281,10 @@ def call_tool(tool: Tool, call: ToolCall) -> str:
     """Call a tool and return its result as text. An error becomes text too, so that the model can try again."""
     try:
         value = tool.call(call.arguments)
-    except Exception as error:  # of the arguments or of the tool: the conversation continues either way
+    except InvalidArgument as error:  # the model wrote arguments that the tool does not accept
+        logger.info("the model called the tool %s with invalid arguments: %s", tool.name, error)
+        return f"error: {error}"
+    except Exception as error:
+        logger.exception("the tool %s raised an error, which the model gets as its result", tool.name)
         return f"error: {error}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -13,6 +13,7 @@ from afterglow import registry
 from afterglow.api.model import Model
 from afterglow.api.options import (
     LoadOptions,
+    SamplingOptions,
     build_context_settings,
     build_model_settings,
     check_options,
@@ -47,6 +48,7 @@ def load(
     name: str | None = None,
     projector_settings: ProjectorSettings | None = None,
     media_policy: MediaPolicy = INLINE_ONLY,
+    sampling_defaults: SamplingOptions | None = None,
     engine: EngineSettings | None = None,
     state: FirstState = "active",
     fetch: bool = False,
@@ -66,6 +68,8 @@ def load(
         projector_settings: Settings of the projector.
         media_policy: Where images and audio may come from and how large they may be. By default they must be inside the
             messages.
+        sampling_defaults: Sampling options of requests that do not set them, e.g. `{"temperature": 0.5}`. They override
+            those of the model file; `Model.sampling_defaults` has the result.
         engine: All settings of the engine. An option that is also a setting of the engine replaces it.
         state: First load state: "active", "warm" or "cold".
         fetch: Download a known model that is not on this machine.
@@ -80,6 +84,8 @@ def load(
     ...     small.count_tokens("How many tokens is this?")
     6
     """
+    if not isinstance(model, str | os.PathLike):
+        raise InvalidArgument("model", f"must be a name or a path, not {model!r}")
     if host not in HOSTS:
         raise InvalidArgument("host", f"must be {' or '.join(HOSTS)}, not {host!r}")
     if state not in FIRST_STATES:
@@ -92,6 +98,7 @@ def load(
         if value is not None and not isinstance(value, kind):
             raise InvalidArgument(keyword, f"must be {kind.__name__}, not {value!r}")
     checked = check_options(LoadOptions, options, others=inspect.signature(load).parameters)
+    sampling = check_options(SamplingOptions, sampling_defaults or {})
     chat_template = read_chat_template(checked["chat_template"])
     path, draft = resolve_model_path(model, fetch=fetch), resolve_draft(checked["draft"], fetch=fetch)
     spec = build_engine_spec(
@@ -111,6 +118,8 @@ def load(
             media_policy=media_policy,
             strip_media=checked["strip_media"],
             replay=checked["replay"],
+            ollama_parameters=registry.read_ollama_parameters(str(model)),
+            sampling_defaults=sampling,
         )
     except BaseException:
         lifecycle.close()

@@ -7,11 +7,12 @@ import functools
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias, Unpack, overload
+from typing import Literal, NoReturn, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,10 @@ from afterglow.api.options import (
     ChatGenerationOptions,
     GenerationOptions,
     PromptOptions,
+    SamplingOptions,
     check_options,
     document_options,
+    get_fields,
     select_options,
 )
 from afterglow.api.outputs import Choice, Completion, Score
@@ -33,7 +36,9 @@ from afterglow.api.prompts import (
     build_mixed_entries,
     is_mixed_prompt,
 )
+from afterglow.api.sampling_defaults import SamplingDefaults, build_sampling_defaults
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
+from afterglow.chat.content import check_text
 from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
@@ -61,7 +66,7 @@ from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
 from afterglow.engine.types.media import EncodedMedia, MediaPart
 from afterglow.engine.types.request import Request
-from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOption
+from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOperation, UnsupportedOption
 from afterglow.llama.checks import check_integer
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
@@ -74,6 +79,7 @@ from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
 from afterglow.version import __version__
 
 GREEDY = Sampling(temperature=0)
+DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("temperature", "top_k", "top_p", "min_p")
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
@@ -110,7 +116,7 @@ class Model(Closeable):
 
     >>> model.complete("The capital of France is", max_tokens=2).text
     ' Paris.'
-    >>> model.chat("What is 2+2?").text
+    >>> model.chat("What is 2+2?", temperature=0).text
     'The answer to this classic math problem is 4.'
     """
 
@@ -123,6 +129,8 @@ class Model(Closeable):
         media_policy: MediaPolicy = INLINE_ONLY,
         strip_media: bool = False,
         replay: bool = True,
+        ollama_parameters: Mapping[str, object] | None = None,
+        sampling_defaults: SamplingOptions | None = None,
     ) -> None:
         self.name = name
         self._lifecycle = lifecycle
@@ -130,13 +138,15 @@ class Model(Closeable):
         self._media_policy = media_policy
         self._strip_media = strip_media
         self._replays = replay
-        self._replay_store: ReplayStore | None = None  # created with the chat
+        self._ollama_parameters = ollama_parameters
+        self._sampling_settings = sampling_defaults
         self._request_ids = itertools.count()
-        self._media_measurer = MediaMeasurer(lambda measure: self._get_host().call(measure))
+        self._media_measurer = MediaMeasurer(lambda measure: lifecycle.get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
-        self._chat_lock = threading.Lock()
-        self._chat: tuple[object, Chat] | None = None  # with the weights whose template it uses
+        self._chat_slot = ChatSlot()
+        self._finalizer = weakref.finalize(self, release_in_background, lifecycle, self._chat_slot)
+        self._finalizer.atexit = False  # the hosts close themselves at exit
 
     # --- properties
 
@@ -201,6 +211,21 @@ class Model(Closeable):
     def fingerprint(self) -> str:
         """Identifies everything besides the request that determines output: version, native build and weights."""
         return f"afterglow-{__version__}-{get_library().build.split()[0]}-{self._lifecycle.model.fingerprint[:12]}"
+
+    @functools.cached_property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling of `chat` without sampling options, and the source of each value.
+
+        >>> model.sampling_defaults.describe()["top_k"]
+        (40, 'default')
+        """
+        settings = self._lifecycle.spec.context_settings
+        return build_sampling_defaults(
+            self._lifecycle.model.metadata,
+            self._ollama_parameters,
+            self._sampling_settings,
+            context_length=settings.cells // settings.sequences,
+        )
 
     @property
     def backend(self) -> str:
@@ -276,7 +301,7 @@ class Model(Closeable):
         >>> len(model.tokenize("<|im_start|>")), len(model.tokenize("<|im_start|>", special=True))
         (7, 1)
         """
-        return self.vocabulary.tokenize(text, parse_special=special, add_special=bos)
+        return self.vocabulary.tokenize(check_text(text, "text"), parse_special=special, add_special=bos)
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of `tokens`. Incomplete UTF-8 characters become U+FFFD.
@@ -342,14 +367,14 @@ class Model(Closeable):
             n: Number of responses. They share one prefill; all but the first are in `ChatResponse.alternatives`.
             on_token: Called with each token of the first response; for a stream, when it is read.
             cancel: Setting this event stops the request and raises `Cancelled`, for a stream in its reader.
-            options: Options of the prompt and of generation: see `ChatGenerationOptions`. `max_tokens` has no limit by
-                default.
+            options: Options of the prompt and of generation: see `ChatGenerationOptions`. Sampling options that are not
+                given are `sampling_defaults`.
 
-        >>> model.chat("What is 2+2?").text
+        >>> model.chat("What is 2+2?", temperature=0).text
         'The answer to this classic math problem is 4.'
-        >>> model.chat("Is snow black?", response_format={"type": "choice", "choices": ["yes", "no"]}).text
+        >>> model.chat("Is snow black?", response_format={"type": "choice", "choices": ["yes", "no"]}, seed=1).text
         'no'
-        >>> model.chat("List two numbers.", response_format=list[int]).parsed
+        >>> model.chat("List two numbers.", response_format=list[int], temperature=0).parsed
         [1, 2]
         """
         if stream and n != 1:
@@ -372,7 +397,7 @@ class Model(Closeable):
     ) -> ChatResponse:
         """Asyncio version of `chat`. To stream, use `async for part in model.chat(…, stream=True)`.
 
-        >>> asyncio.run(model.chat_async("What is 2+2?")).text
+        >>> asyncio.run(model.chat_async("What is 2+2?", temperature=0)).text
         'The answer to this classic math problem is 4.'
         """
         streams = self.submit_chat(messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options)
@@ -395,12 +420,14 @@ class Model(Closeable):
         **options: Unpack[ChatGenerationOptions],
     ) -> list[ChatStream]:
         """Start `n` responses that share one prefill and return their streams. Options as for `chat`."""
-        options.setdefault("max_tokens", None)
         checked = check_options(ChatGenerationOptions, options, others=("tools", "stream", "n", "on_token", "cancel"))
         prompt_options = select_options(PromptOptions, checked)
         plan = self._plan_fitted_chat(messages, tools, checked, prompt_options)
         generation_options = select_options(GenerationOptions, options)
         generation_options["overflow"] = "refuse"  # the plan fits
+        generation_options["sampling"] = resolve_sampling(self.sampling_defaults.sampling, checked)
+        for name in get_fields(SamplingOptions):
+            generation_options.pop(name, None)  # type: ignore[misc]
         request = plan.apply_to(self.build_request(plan.prompt, **generation_options))
         return self.start(request, plan.output_format, checked["stop"], n=n, on_token=on_token, cancel=cancel)
 
@@ -480,7 +507,9 @@ class Model(Closeable):
         cancel: threading.Event | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Completion:
-        """Continue a prompt.
+        """Continue a prompt, with the most likely tokens unless a sampling option is given.
+
+        With `temperature`, `top_k`, `top_p` or `min_p`, the options that are not given are `sampling_defaults`.
 
         Args:
             prompt: Text, tokens, a list that mixes text, tokens, `ImageData` and `AudioData`, or the result of
@@ -549,7 +578,7 @@ class Model(Closeable):
             id=str(next(self._request_ids)),
             entries=entries,
             media=media,
-            sampling=resolve_sampling(checked["sampling"], checked["temperature"], checked["seed"]),
+            sampling=resolve_sampling(self._choose_base_sampling(checked), checked),
             max_tokens=checked["max_tokens"],
             stop=encode_stops(checked["stop"]),
             logprobs=checked["logprobs"],
@@ -563,6 +592,11 @@ class Model(Closeable):
             ignore_eos=checked["ignore_eos"],
             salt=checked["salt"],
         )
+
+    def _choose_base_sampling(self, options: GenerationOptions) -> Sampling:
+        """Return the sampling of a completion before its options: greedy, unless an option asks for a draw."""
+        draws = options["temperature"] != 0 and any(options[name] is not None for name in DRAW_OPTIONS)
+        return self.sampling_defaults.sampling if draws else GREEDY
 
     def build_infill_prompt(self, before: str, after: str) -> list[int]:
         """Build a fill-in-the-middle prompt for the text between `before` and `after`.
@@ -618,8 +652,8 @@ class Model(Closeable):
         0
         """
         self._get_host().call(functools.partial(snapshots.clear, sequence=sequence))
-        if sequence is None and self._replay_store is not None:
-            self._replay_store.clear()
+        if sequence is None:
+            self._get_chat().forget_answers()
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
@@ -656,7 +690,7 @@ class Model(Closeable):
         >>> len(score.logprobs)
         5
         """
-        tokens = [int(token) for token in self._tokenize_prompt(text)]
+        tokens = [int(token) for token in self._tokenize_prompt(text, "text")]
         if len(tokens) < 2:
             raise InvalidArgument("tokens", f"must be at least 2 to score one, not {len(tokens)}")
         windows = plan_windows(len(tokens), self.context_length)
@@ -720,7 +754,7 @@ class Model(Closeable):
         >>> bool(cat @ dog > cat @ car)
         True
         """
-        tokens = [int(token) for token in self._tokenize_prompt(text)]
+        tokens = [int(token) for token in self._tokenize_prompt(text, "text")]
         if not tokens:
             raise InvalidArgument("text", "must have at least one token")
         self._check_length(tokens, limit := self.max_embedding_tokens)
@@ -776,21 +810,34 @@ class Model(Closeable):
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: stop the engine and release the context and GPU memory."""
-        self._close_chat()
+        self._lifecycle.require("deactivate", LoadState.ACTIVE)
+        self._chat_slot.close()
         self._lifecycle.deactivate()
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
         self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
-        self._close_chat()
+        self._chat_slot.close()
         self._lifecycle.unload()
 
     def close(self) -> None:
-        """Release everything permanently. Running requests end with `Closed`. May be called twice."""
-        self._lifecycle.close()
-        self._close_chat()
-        if self._replay_store is not None:
-            self._replay_store.close()
+        """Release everything permanently. Running requests end with `Closed`. May be called twice.
+
+        A model that is not closed is released when it is garbage collected. In a fork of the process that loaded the
+        model, this has no effect.
+        """
+        if self._lifecycle.owner.is_current:
+            self._finalizer.detach()
+            self._lifecycle.close()
+            self._chat_slot.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedOperation(
+            "pickling or copying a model", "its weights and engine belong to one process: call `load` in the other one"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Model {self.name!r} {self.state}>"
 
     # --- requests
 
@@ -807,7 +854,7 @@ class Model(Closeable):
         """Start `n` choices of a request, which share one prefill, and return their streams."""
         requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
         return [
-            ChatStream(stream, output_format, stop, on_token=None if index else on_token, cancel=cancel)
+            ChatStream(stream, output_format, stop, on_token=None if index else on_token, cancel=cancel, owner=self)
             for index, stream in enumerate(self._get_host().submit_together(requests))
         ]
 
@@ -877,10 +924,12 @@ class Model(Closeable):
             raise InvalidArgument("prompt", "must have at least one token")
         return entries, media
 
-    def _tokenize_prompt(self, prompt: PromptInput) -> NDArray[np.int32]:
-        """Return the tokens of a prompt of text or tokens."""
+    def _tokenize_prompt(self, prompt: PromptInput, name: str = "prompt") -> NDArray[np.int32]:
+        """Return the tokens of a prompt of text or tokens. `name` is that of the argument, for errors."""
         if isinstance(prompt, ChatPrompt):
             prompt = prompt.tokens
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence | np.ndarray):
+            raise InvalidArgument(name, f"must be text or a list of tokens, not {type(prompt).__name__}")
         tokens = self.tokenize(prompt, bos=True) if isinstance(prompt, str) else prompt
         return self.vocabulary.check_tokens(tokens)  # type: ignore[arg-type]
 
@@ -894,38 +943,32 @@ class Model(Closeable):
 
     def _get_chat(self) -> Chat:
         """Return the chat of the loaded weights; a reload creates a new one."""
-        model = self._lifecycle.model
-        with self._chat_lock:
-            if self._chat is not None and self._chat[0] is not model:
-                self._chat[1].close()
-                self._chat = None
-            if self._chat is None:
-                if self._replays and self._replay_store is None:
-                    self._replay_store = self._open_replay_store(model.fingerprint)
-                chat = Chat(
-                    model.vocabulary,
-                    self.chat_template,
-                    self._media_policy,
-                    self._get_media_support,
-                    boundaries=self._needs_boundaries,
-                    replay_store=self._replay_store,
-                )
-                self._chat = model, chat
-            return self._chat[1]
+        return self._chat_slot.get_chat(self._lifecycle.model, self._build_chat)
 
-    def _open_replay_store(self, fingerprint: str) -> ReplayStore | None:
+    def _build_chat(self) -> Chat:
+        reference = weakref.ref(self)  # a chat must not keep its model alive
+
+        def get_media_support() -> MediaSupport:
+            model = reference()
+            assert model is not None, "a chat is only used by its model"
+            return model._get_media_support()
+
+        return Chat(
+            self.vocabulary,
+            self.chat_template,
+            self._media_policy,
+            get_media_support,
+            boundaries=self._needs_boundaries,
+            replay_store=self._open_replay_store() if self._replays else None,
+        )
+
+    def _open_replay_store(self) -> ReplayStore | None:
         """Return the store of generated messages, beside the disk tier if there is one. None without a cache."""
-        settings = self._lifecycle.spec.engine_settings
+        settings, fingerprint = self._lifecycle.spec.engine_settings, self._lifecycle.model.fingerprint
         if settings.ram_cache_bytes == 0:
             return None
         directory = settings.disk_cache_directory
         return ReplayStore(fingerprint, disk=None if directory is None else SqliteReplays(directory, fingerprint))
-
-    def _close_chat(self) -> None:
-        with self._chat_lock:
-            if self._chat is not None:
-                self._chat[1].close()
-            self._chat = None
 
     @property
     def _needs_boundaries(self) -> bool:
@@ -978,6 +1021,48 @@ class Model(Closeable):
         return self._snapshots[name]
 
 
+class ChatSlot:
+    """The chat of a model, for the weights that are loaded. Holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._weights: object = None
+        self._chat: Chat | None = None
+
+    def get_chat(self, weights: object, build: Callable[[], Chat]) -> Chat:
+        """Return the chat of these weights; replace one of other weights."""
+        with self._lock:
+            if self._chat is None or self._weights is not weights:
+                self._replace(weights, build())
+            assert self._chat is not None
+            return self._chat
+
+    def close(self) -> None:
+        """Close the chat. The next use builds a new one."""
+        with self._lock:
+            self._replace(None, None)
+
+    def _replace(self, weights: object, chat: Chat | None) -> None:
+        old, self._chat, self._weights = self._chat, chat, weights
+        if old is not None:
+            old.close()
+
+
+def release_in_background(lifecycle: Lifecycle, chat_slot: ChatSlot) -> None:
+    """Release a model that was garbage collected without `close`.
+
+    It runs in a thread of its own: garbage collection happens in any thread, even in that of the engine, and closing
+    waits for the engine.
+    """
+
+    def release() -> None:
+        lifecycle.close()
+        chat_slot.close()
+
+    if lifecycle.owner.is_current:
+        threading.Thread(target=release, name="afterglow-release").start()
+
+
 def to_messages(messages: ChatInput) -> Sequence[MessageLike]:
     """Return the messages of a conversation; a text is one message of the user."""
     return [("user", messages)] if isinstance(messages, str) else messages
@@ -993,18 +1078,20 @@ def collect_responses(streams: Sequence[ChatStream]) -> list[ChatResponse]:
         raise
 
 
-def resolve_sampling(sampling: Sampling | None, temperature: float | None, seed: int | None) -> Sampling:
-    """Return `sampling`, or sampling with only a temperature if it is None; a given seed replaces its seed.
+def resolve_sampling(defaults: Sampling, options: GenerationOptions) -> Sampling:
+    """Return the sampling of a request: its `sampling`, or the defaults with the options that are given.
 
-    >>> resolve_sampling(None, temperature=0.5, seed=3).seed
-    3
+    >>> resolve_sampling(Sampling(), check_options(GenerationOptions, {"top_k": 5, "seed": 3})).top_k
+    5
     """
-    if sampling is not None and temperature is not None:
-        raise InvalidArgument(
-            "temperature", f"must not be given beside `sampling`, whose temperature is {sampling.temperature}"
-        )
-    resolved = sampling or (replace(GREEDY, temperature=temperature) if temperature else GREEDY)
-    return resolved if seed is None else replace(resolved, seed=seed)
+    sampling = options["sampling"]
+    values = {name: value for name in get_fields(SamplingOptions) if (value := options.get(name)) is not None}
+    if sampling is not None and values:
+        name = next(iter(values))
+        raise InvalidArgument(name, f"must not be given beside `sampling`, whose {name} is {getattr(sampling, name)}")
+    if options["seed"] is not None:
+        values["seed"] = options["seed"]
+    return replace(sampling or defaults, **values) if values else sampling or defaults  # type: ignore[arg-type]
 
 
 def encode_stops(stop: Sequence[str]) -> tuple[bytes, ...]:

@@ -26,11 +26,11 @@ from typing_extensions import TypedDict
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
+from afterglow.llama.checks import INT32_MAX
 from afterglow.llama.model import ModelSettings, SplitMode
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
 
-DEFAULT_MAX_TOKENS = 128  # of a completion
 BYTE_SIZE = pydantic.TypeAdapter(pydantic.ByteSize)
 MESSAGE_NOISE = re.compile(r"^Value error, |, (unable to parse|got a) .*")  # in messages of pydantic
 OptionsT = TypeVar("OptionsT")
@@ -254,7 +254,68 @@ class LoadOptions(ContextOptions, total=False):
 # --- requests
 
 
-class GenerationOptions(TypedDict, total=False):
+class SamplingOptions(TypedDict, total=False):
+    """Sampling options of one generation, and of `load(…, sampling_defaults=…)`. `Sampling` has all parameters.
+
+    >>> model.sampling_defaults.sampling.temperature
+    0.8
+    >>> careful: SamplingOptions = {"temperature": 0.3, "top_k": 20}
+    >>> with afterglow.load("smollm2", context=512, sampling_defaults=careful) as other:
+    ...     other.sampling_defaults.sampling.temperature
+    0.3
+    """
+
+    temperature: Annotated[
+        float | None,
+        _option(
+            None,
+            "Sampling temperature; 0 always chooses the most likely token. Default: from the model file, else 0.8. "
+            "`complete` and `stream` of Python: 0.",
+            ge=0,
+            le=100,
+        ),
+    ]
+    top_k: Annotated[
+        int | None,
+        _option(
+            None,
+            "Sample from the k most likely tokens; 0: from all. Default: from the model file, else 40.",
+            ge=0,
+            le=INT32_MAX,
+        ),
+    ]
+    top_p: Annotated[
+        float | None,
+        _option(
+            None,
+            "Sample from the most likely tokens that together have this probability; 1: from all. Default: from the "
+            "model file, else 0.95.",
+            ge=0,
+            le=1,
+        ),
+    ]
+    min_p: Annotated[
+        float | None,
+        _option(
+            None,
+            "Sample from tokens with at least this fraction of the probability of the most likely one; 0: from all. "
+            "Default: from the model file, else 0.05.",
+            ge=0,
+            le=1,
+        ),
+    ]
+    repeat_penalty: Annotated[
+        float | None,
+        _option(
+            None,
+            "Divides the logits of the last 64 tokens, e.g. by 1.1; 1: off. Default: from the model file, else 1.",
+            ge=1e-6,
+            le=1e6,
+        ),
+    ]
+
+
+class GenerationOptions(SamplingOptions, total=False):
     """Options of one generation: sampling, limits and use of the cache.
 
     >>> short: GenerationOptions = {"max_tokens": 5, "temperature": 0.0}
@@ -265,15 +326,10 @@ class GenerationOptions(TypedDict, total=False):
     max_tokens: Annotated[
         int | None,
         _option(
-            DEFAULT_MAX_TOKENS,
-            "Maximum number of generated tokens. None: until an end token or until the context is full, which is the "
-            "default of a chat.",
+            None,
+            "Maximum number of generated tokens. Default: until an end token or until the context is full.",
             ge=0,
         ),
-    ]
-    temperature: Annotated[
-        float | None,
-        _option(None, "Sampling temperature. 0, the default, always chooses the most likely token.", ge=0, le=100),
     ]
     seed: Annotated[
         int | None, _option(None, "Makes sampling repeatable. Default: a new random seed for each request.")
@@ -282,8 +338,8 @@ class GenerationOptions(TypedDict, total=False):
         pydantic.InstanceOf[Sampling] | None,
         _option(
             None,
-            "All sampling parameters, including the temperature: `temperature` must not be given beside it. `seed` "
-            "replaces its seed.",
+            "All sampling parameters, instead of the options `temperature` to `repeat_penalty` and of the defaults of "
+            "the model. `seed` replaces its seed.",
         ),
     ]
     stop: Annotated[
@@ -335,7 +391,7 @@ class PromptOptions(TypedDict, total=False):
     """Options that change the prompt of a chat or constrain its response.
 
     >>> yes_or_no: PromptOptions = {"response_format": {"type": "choice", "choices": ["yes", "no"]}}
-    >>> model.chat("Is snow black?", **yes_or_no).text
+    >>> model.chat("Is snow black?", temperature=0, **yes_or_no).text
     'no'
     """
 
@@ -351,7 +407,8 @@ class PromptOptions(TypedDict, total=False):
         object,
         _option(
             None,
-            'The format of OpenAI; or `{"type": "regex", "pattern": …}`, `{"type": "choice", "choices": […]}`, '
+            "The format of OpenAI; its name, `text` or `json_object`; or "
+            '`{"type": "regex", "pattern": …}`, `{"type": "choice", "choices": […]}`, '
             '`{"type": "grammar", "grammar": …, "syntax": "lark" or "gbnf"}`; or a type, e.g. a pydantic class, '
             "which also parses the response.",
         ),

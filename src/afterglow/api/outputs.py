@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from afterglow.chat.output.response import ChatResponse
+from afterglow.chat.output.response import ChatResponse, shorten_text
 from afterglow.chat.prompt import Truncation
 from afterglow.engine.types.request import FinishReason, Usage
 
@@ -29,6 +29,9 @@ class Choice:
     stop_reason: str | int | None
     logprobs: tuple[float, ...] = ()
     alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()  # (token, logprob) pairs, most likely first
+
+    def __repr__(self) -> str:
+        return f"Choice({shorten_text(self.text)!r}, {len(self.tokens)} tokens, finish_reason={self.finish_reason!r})"
 
     @classmethod
     def from_response(cls, response: ChatResponse) -> Choice:
@@ -60,6 +63,9 @@ class Completion:
     choices: tuple[Choice, ...]
     usages: tuple[Usage, ...]
     truncation: Truncation | None = None  # what was dropped from the prompt by the overflow policy
+
+    def __repr__(self) -> str:
+        return f"Completion({', '.join(map(repr, self.choices))})"
 
     @property
     def text(self) -> str:
@@ -96,6 +102,9 @@ class Score:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     windows: int
+
+    def __repr__(self) -> str:
+        return f"Score({len(self.tokens)} tokens, perplexity={self.perplexity:.4f})"
 
     @property
     def perplexity(self) -> float:

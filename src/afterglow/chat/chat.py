@@ -127,7 +127,7 @@ class Chat(Closeable):
     ) -> None:
         """`boundaries`: whether prompts get boundaries at the ends of messages (see `PromptBuilder`).
 
-        `replay_store` keeps generated messages. Without one, nothing is replayed.
+        `replay_store` keeps generated messages, and is closed with the chat. Without one, nothing is replayed.
         """
         self._replay_store = replay_store
         self.media_policy = media_policy
@@ -233,6 +233,11 @@ class Chat(Closeable):
 
         return Replayer(self._replay_store, options.salt, messages, parse, write_as_text).plan(rendered)
 
+    def forget_answers(self) -> None:
+        """Remove all generated messages, on disk too."""
+        if self._replay_store is not None:
+            self._replay_store.clear()
+
     def record_answer(self, place: Place, tokens: Sequence[int], parts: Sequence[OutputPart], finish: Finished) -> None:
         """Keep an answer for replay, if later prompts can contain its tokens as they are."""
         assert self._replay_store is not None
@@ -275,6 +280,8 @@ class Chat(Closeable):
 
     def close(self) -> None:
         self._template.close()
+        if self._replay_store is not None:
+            self._replay_store.close()
 
     @functools.cached_property
     def tool_family(self) -> ToolFamily:

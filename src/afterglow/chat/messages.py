@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from afterglow.errors import InvalidArgument
 
 DEFAULT_CAPABILITIES = TemplateCapabilities()
 OPENAI_CAPABILITIES = TemplateCapabilities(tool_call_format=ToolCallFormat(arguments_as_text=True))
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = frozenset(
     {"role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "refusal"}
 )
@@ -63,22 +65,29 @@ def parse_messages(values: Sequence[MessageLike]) -> list[Message]:
 
 def _parse_message(value: MessageLike, where: str) -> Message:
     if isinstance(value, Message):
+        _check_role(value.role, f"{where}.role")
+        check_text(value.content, f"{where}.content")
         return value
     if isinstance(value, tuple) and len(value) == 2:
         role, content = value
-        return Message(role=check_text(role, f"{where}.role"), content=check_text(content, f"{where}.content"))
+        return Message(role=_check_role(role, f"{where}.role"), content=check_text(content, f"{where}.content"))
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, f"must be a message, not {type(value).__name__}")
     if unknown := sorted(set(value) - MESSAGE_FIELDS):
         raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of a message")
-    calls = value.get("tool_calls") or ()
+    role, calls = _check_role(value.get("role"), f"{where}.role"), value.get("tool_calls") or ()
+    may_be_empty = value.get("refusal") or (
+        role == "assistant" and (calls or value.get("reasoning_content") or value.get("reasoning"))
+    )
+    if value.get("content") is None and not may_be_empty:
+        raise InvalidArgument(f"{where}.content", "is missing: a message has text, which may be empty")
     content, attachments = parse_content(value.get("content"), f"{where}.content")
     if refusal := _check_optional_text(value.get("refusal"), f"{where}.refusal"):  # the text of a refused answer
-        if content or value.get("role") != "assistant":
+        if content or role != "assistant":
             raise InvalidArgument(f"{where}.refusal", "is the text of an assistant message without `content`")
         content = refusal
     return Message(
-        role=check_text(value.get("role"), f"{where}.role"),
+        role=role,
         content=content,
         attachments=attachments,
         reasoning=_check_optional_text(
@@ -88,6 +97,14 @@ def _parse_message(value: MessageLike, where: str) -> Message:
         tool_call_id=_check_optional_text(value.get("tool_call_id"), f"{where}.tool_call_id"),
         name=_check_optional_text(value.get("name"), f"{where}.name"),
     )
+
+
+def _check_role(role: Any, where: str) -> str:
+    if check_text(role, where) not in ROLES:
+        close = difflib.get_close_matches(role, ROLES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the roles are {', '.join(ROLES)}"
+        raise InvalidArgument(where, f"is {role!r}, which is not a role; {hint}")
+    return str(role)
 
 
 def _parse_tool_call(value: Any, where: str) -> ToolCall:

@@ -10,6 +10,7 @@ from rich.console import Console
 from afterglow.api.conversation import Conversation
 from afterglow.cli import options
 from afterglow.cli.display import choose_display, show_response
+from afterglow.cli.loop_guard import exit_on_loop, guard_deltas
 from afterglow.cli.media import MediaFile
 from afterglow.cli.open_model import open_model
 from afterglow.cli.repl import Repl
@@ -17,7 +18,7 @@ from afterglow.cli.settings import load_command_settings
 
 
 @options.accept_settings(
-    [*options.GENERATION_OPTIONS, "overflow", "markdown", "stats", "private", *options.MODEL_OPTIONS]
+    [*options.GENERATION_OPTIONS, "overflow", "markdown", "stats", "private", "loop_guard", *options.MODEL_OPTIONS]
 )
 def chat(
     command: typer.Context,
@@ -43,4 +44,6 @@ def chat(
             Repl(conversation, settings, console, files).run()
         else:
             deltas = conversation.stream_deltas(question, images=image or (), audio=audio or ())
-            show_response(deltas, choose_display(console, markdown=settings.markdown))
+            with exit_on_loop():
+                guarded = guard_deltas(deltas, enabled=settings.loop_guard)
+                show_response(guarded, choose_display(console, markdown=settings.markdown))

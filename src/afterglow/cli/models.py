@@ -19,6 +19,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from afterglow import registry
+from afterglow.api.sampling_defaults import build_sampling_defaults
+from afterglow.cli.settings import load_settings
+from afterglow.cli.show import describe_sampling
 from afterglow.llama.gguf.footprint import estimate_footprint
 from afterglow.llama.gguf.header import GGUFHeader, read_header
 from afterglow.llama.gguf.probe import list_split_files
@@ -68,14 +71,22 @@ def remove_models(
 
 @app.command("show")
 def show_model(
-    name: ModelNamePositional,
+    name: ModelNamePositional = DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the architecture, size, quantization and context length of a model on this machine."""
-    facts = {"name": name, **collect_facts(registry.resolve(name))}
+    """Show the size, quantization and context length of a model, and the sampling that applies by default."""
+    path, settings = registry.resolve(name), load_settings()
+    facts = {"name": name, **collect_facts(path)}
+    defaults = build_sampling_defaults(
+        read_header(path).metadata,
+        registry.read_ollama_parameters(name),
+        settings.sampling_defaults,
+        context_length=settings.load_options["context"],
+    )
     if as_json:
-        return typer.echo(json.dumps(facts))
+        return typer.echo(json.dumps({**facts, "sampling": defaults.describe()}))
     rows = [(key.removesuffix("_bytes").replace("_", " "), format_fact(key, value)) for key, value in facts.items()]
+    rows += describe_sampling(defaults)
     if not sys.stdout.isatty():
         for row in rows:
             typer.echo("\t".join(row))

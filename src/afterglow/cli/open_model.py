@@ -21,7 +21,7 @@ from afterglow.errors import ModelNotFound
 def open_model(settings: Settings, console: Console, **overrides: Unpack[LoadOptions]) -> Model:
     """Load the model that the settings name. Shows progress on `console`. `overrides` replace its settings."""
     load_options: LoadOptions = {**settings.load_options, **overrides}
-    path = resolve_or_pull(settings.model)
+    resolve_or_pull(settings.model)
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {settings.model}", total=1.0)
@@ -30,7 +30,12 @@ def open_model(settings: Settings, console: Console, **overrides: Unpack[LoadOpt
             bar.update(task, completed=fraction)
             return True
 
-        return load(path, **load_options, progress=update_bar)
+        return load(
+            settings.model,
+            sampling_defaults=settings.sampling_defaults,
+            progress=update_bar,
+            **load_options,
+        )
 
 
 def resolve_or_pull(name: str) -> Path:

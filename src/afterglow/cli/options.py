@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from afterglow.api.options import ContextOptions, LoadOptions, describe_option, get_fields
+from afterglow.api.options import ContextOptions, LoadOptions, SamplingOptions, describe_option, get_fields
 from afterglow.cli.settings import GENERATION_DEFAULTS, SERVER_FIELDS, SETTINGS_FIELDS, get_flag
 
 # --- settings
@@ -21,6 +21,7 @@ CONTEXT_OPTIONS = tuple(get_fields(ContextOptions))
 MODEL_OPTIONS = tuple(get_fields(LoadOptions))
 ONE_SEQUENCE_OPTIONS = tuple(name for name in MODEL_OPTIONS if name != "sequences")
 GENERATION_OPTIONS = ("system", *(name for name in GENERATION_DEFAULTS if name != "overflow"))
+SAMPLING_OPTIONS = tuple(get_fields(SamplingOptions))
 SERVER_OPTIONS = tuple(SERVER_FIELDS)
 
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 from afterglow.api.conversation import Conversation
 from afterglow.chat.output.response import Delta
 from afterglow.cli.display import choose_display, format_statistics, format_truncation, show_response
+from afterglow.cli.loop_guard import ResponseLoops, guard_deltas
 from afterglow.cli.media import MediaFile, describe_media, extract_media_files, unquote_word
 from afterglow.cli.settings import Settings
 from afterglow.errors import AfterglowError, Cancelled
@@ -49,6 +50,7 @@ class Repl:
         self._console = console
         self._markdown = settings.markdown
         self._stats_shown = settings.stats
+        self._loop_guard = settings.loop_guard
         self._read_line = self._make_line_reader()
         self._commands: dict[str, Callable[[str], None]] = {
             "regenerate": lambda _: self._show_response(self._conversation.stream_regeneration()),
@@ -76,6 +78,8 @@ class Repl:
         """Run an action and print its error, so that the conversation continues."""
         try:
             action()
+        except ResponseLoops as loop:
+            self._print_note(str(loop))
         except (KeyboardInterrupt, Cancelled):
             self._print_note("stopped; the message was discarded")
         except AfterglowError as error:
@@ -129,6 +133,7 @@ class Repl:
     # --- responses
 
     def _show_response(self, deltas: Iterator[Delta]) -> None:
+        deltas = guard_deltas(deltas, enabled=self._loop_guard)
         show_response(deltas, choose_display(self._console, markdown=self._markdown))
         response = self._conversation.last_response
         if response is None:

@@ -21,6 +21,7 @@ from afterglow.chat.output.response import ChatResponse
 from afterglow.cli import options
 from afterglow.cli.chat import chat
 from afterglow.cli.display import choose_display, format_statistics, show_response
+from afterglow.cli.loop_guard import LoopGuard, exit_on_loop, guard_deltas
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import load_command_settings
 from afterglow.errors import InvalidArgument, ModelNotFound
@@ -38,7 +39,7 @@ CHAT_ONLY_PARAMETERS = (
 )
 PROMPT_ONLY_PARAMETERS = ("raw", "schema", "stats", "as_json")
 # One request runs at a time, so that one sequence of the KV cache is enough.
-RUN_SETTINGS = [*options.GENERATION_OPTIONS, "private", *options.ONE_SEQUENCE_OPTIONS]
+RUN_SETTINGS = [*options.GENERATION_OPTIONS, "private", "loop_guard", *options.ONE_SEQUENCE_OPTIONS]
 
 
 @options.accept_settings(RUN_SETTINGS)
@@ -71,11 +72,13 @@ def run(
     generation_options = settings.generation_options
     if schema is not None:
         generation_options["response_format"] = read_response_format(schema)
-    with open_model(settings, console, sequences=1) as loaded:
+    with open_model(settings, console, sequences=1) as loaded, exit_on_loop():
         if raw:
-            return continue_text(loaded, text, generation_options, settings.model if as_json else None)
+            guard = LoopGuard(enabled=settings.loop_guard)
+            return continue_text(loaded, text, generation_options, settings.model if as_json else None, guard)
         conversation = Conversation(loaded, system=settings.system, **generation_options)
         deltas = conversation.stream_deltas(text, images=image or (), audio=audio or ())
+        deltas = guard_deltas(deltas, enabled=settings.loop_guard)
         if as_json:
             for _ in deltas:
                 pass
@@ -168,14 +171,18 @@ def read_response_format(path: Path) -> dict[str, object]:
 # --- output
 
 
-def continue_text(model: Model, text: str, generation_options: ChatGenerationOptions, json_name: str | None) -> None:
+def continue_text(
+    model: Model, text: str, generation_options: ChatGenerationOptions, json_name: str | None, guard: LoopGuard
+) -> None:
     """Print the completion of `text`, without the chat template; with a model name, as JSON."""
     completion_options = select_options(GenerationOptions, generation_options)
     completion_options["overflow"] = "refuse"  # the setting is for conversations
+    completion_options["sampling"] = model.sampling_defaults.sampling
     if json_name is not None:
         return print_json(json_name, model.complete(text, **completion_options))
     for piece in model.stream(text, **completion_options):
         print(piece, end="", flush=True)
+        guard.add(piece)
     print()
 
 

@@ -32,7 +32,7 @@ from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
 
-@options.accept_settings([*options.SERVER_OPTIONS, "private", *options.MODEL_OPTIONS])
+@options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
@@ -55,7 +55,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         raise InvalidArgument("--projector", reason)
     with (
         bind(settings.server) as listener,
-        ServerState(build_model_registry(paths, settings), settings.server) as state,
+        ServerState(build_model_registry(models, settings), settings.server) as state,
     ):
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
@@ -66,15 +66,22 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         run_server(state, listener, lambda: print_startup_message(console, address, list(paths), requires_key))
 
 
-def build_model_registry(paths: Mapping[str, Path], settings: Settings) -> ModelRegistry:
+def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models. Only the drafter can differ between models."""
-    drafts = parse_drafts(settings.load_options["draft"], paths)
+    drafts = parse_drafts(settings.load_options["draft"], models)
 
     def open_model(name: str) -> Model:
         load_options: LoadOptions = {**settings.load_options, "draft": drafts.get(name)}
-        return load(paths[name], host="process", name=name, media_policy=settings.server.media_policy, **load_options)
+        return load(
+            models[name],
+            host="process",
+            name=name,
+            media_policy=settings.server.media_policy,
+            sampling_defaults=settings.sampling_defaults,
+            **load_options,
+        )
 
-    return ModelRegistry({name: functools.partial(open_model, name) for name in paths})
+    return ModelRegistry({name: functools.partial(open_model, name) for name in models})
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:

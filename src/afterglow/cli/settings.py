@@ -19,15 +19,23 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from afterglow import registry
-from afterglow.api.options import ChatGenerationOptions, LoadOptions, describe_errors, get_fields, suggest_name
+from afterglow.api.options import (
+    ChatGenerationOptions,
+    LoadOptions,
+    SamplingOptions,
+    describe_errors,
+    get_fields,
+    suggest_name,
+)
 from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
 # Read elsewhere, before the settings are loaded.
 RESERVED_VARIABLES = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
-# Options of a response that are settings, with their defaults there.
-GENERATION_DEFAULTS = {"max_tokens": None, "temperature": 0.0, "seed": None, "reasoning": None, "overflow": "shift"}
+# Options of a response that are settings, with their defaults there. Those of sampling are defaults of the model.
+RESPONSE_DEFAULTS = {"max_tokens": None, "seed": None, "reasoning": None, "overflow": "shift"}
+GENERATION_DEFAULTS = {**RESPONSE_DEFAULTS, **dict.fromkeys(get_fields(SamplingOptions))}
 
 
 class Settings(BaseSettings):
@@ -57,6 +65,7 @@ class Settings(BaseSettings):
         False,
         description="Write nothing of conversations to disk: no disk prefix cache, whatever `disk_cache` is.",
     )
+    loop_guard: bool = pydantic.Field(True, description="Stop a response that repeats itself without end.")
     server: ServerSettings = pydantic.Field(default_factory=lambda: ServerSettings())  # type: ignore[call-arg]
 
     @property
@@ -68,8 +77,14 @@ class Settings(BaseSettings):
     @property
     def generation_options(self) -> ChatGenerationOptions:
         """Options of every response."""
-        options = cast(ChatGenerationOptions, {name: getattr(self, name) for name in GENERATION_DEFAULTS})
+        options = cast(ChatGenerationOptions, {name: getattr(self, name) for name in RESPONSE_DEFAULTS})
         return {**options, "reasoning": parse_reasoning(options["reasoning"])}
+
+    @property
+    def sampling_defaults(self) -> SamplingOptions:
+        """Sampling options that are set; the others have the defaults of the model."""
+        values = {name: getattr(self, name) for name in get_fields(SamplingOptions)}
+        return cast(SamplingOptions, {name: value for name, value in values.items() if value is not None})
 
     @classmethod
     def settings_customise_sources(

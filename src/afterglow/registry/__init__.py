@@ -1,7 +1,7 @@
 """Model registry: the catalog of known models, downloads, and the models on this machine."""
 
 from afterglow.registry.catalog import CATALOG, DEFAULT_MODEL, CatalogEntry, HubFile, ModelSource, WheelFile, parse_name
-from afterglow.registry.discovery import LocalModel, discover_models
+from afterglow.registry.discovery import LocalModel, discover_models, read_ollama_parameters
 from afterglow.registry.staging import DownloadProgress
 from afterglow.registry.store import find_removable, list_installed, models_directory, pull, remove, resolve
 
@@ -20,6 +20,7 @@ __all__ = [
     "models_directory",
     "parse_name",
     "pull",
+    "read_ollama_parameters",
     "remove",
     "resolve",
 ]

@@ -9,12 +9,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_cache_path
 
 SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf")
 DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 OLLAMA_MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
+OLLAMA_PARAMETERS_MEDIA_TYPE = "application/vnd.ollama.image.params"
+MAX_PARAMETERS_BYTES = 1024 * 1024
 # Home of the service user that Ollama's installer creates on Linux.
 OLLAMA_SERVICE_DIRECTORY = "/usr/share/ollama/.ollama/models"
 
@@ -85,13 +88,37 @@ def find_hub_models() -> Iterator[LocalModel]:
 
 def find_ollama_models() -> Iterator[LocalModel]:
     """Yield the models of Ollama; each manifest names the blob of its model."""
+    for root, manifest, name in find_ollama_manifests():
+        blob = find_ollama_blob(root, manifest)
+        if blob and (size := read_model_size(blob)):
+            yield LocalModel(name, blob, size, "ollama")
+
+
+def find_ollama_manifests() -> Iterator[tuple[Path, Path, str]]:
+    """Yield the folder, the manifest and the name of each model of Ollama."""
     homes = [os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", OLLAMA_SERVICE_DIRECTORY]
     for root in (Path(os.path.expanduser(home)) for home in homes):
         for manifest in walk_files(root / "manifests"):
-            blob = find_ollama_blob(root, manifest)
-            if blob and (size := read_model_size(blob)):
-                name = parse_ollama_name(manifest.relative_to(root / "manifests").parts)
-                yield LocalModel(f"ollama:{name}", blob, size, "ollama")
+            yield root, manifest, f"ollama:{parse_ollama_name(manifest.relative_to(root / 'manifests').parts)}"
+
+
+def read_ollama_parameters(name: str) -> dict[str, Any]:
+    """Return the parameters of a model of Ollama, e.g. `temperature`; empty if it has none or is not one of Ollama.
+
+    >>> read_ollama_parameters("smollm2")
+    {}
+    """
+    if not name.startswith("ollama:"):
+        return {}
+    for root, manifest, found in find_ollama_manifests():
+        if found == name and (blob := find_ollama_blob(root, manifest, OLLAMA_PARAMETERS_MEDIA_TYPE)):
+            try:
+                with blob.open("rb") as stream:
+                    values = json.loads(stream.read(MAX_PARAMETERS_BYTES))
+            except (OSError, ValueError, RecursionError):
+                return {}
+            return values if isinstance(values, dict) else {}
+    return {}
 
 
 def parse_ollama_name(parts: tuple[str, ...]) -> str:
@@ -104,11 +131,11 @@ def parse_ollama_name(parts: tuple[str, ...]) -> str:
     return f"{'/'.join(path)}:{tag}"
 
 
-def find_ollama_blob(root: Path, manifest: Path) -> Path | None:
-    """Return the model file that a manifest names, or None: `find_ollama_blob(root, manifest)`."""
+def find_ollama_blob(root: Path, manifest: Path, media_type: str = OLLAMA_MODEL_MEDIA_TYPE) -> Path | None:
+    """Return the file of a layer that a manifest names, or None: `find_ollama_blob(root, manifest)`."""
     try:
         layers = json.loads(manifest.read_bytes())["layers"]
-        digests = [layer["digest"] for layer in layers if layer["mediaType"] == OLLAMA_MODEL_MEDIA_TYPE]
+        digests = [layer["digest"] for layer in layers if layer["mediaType"] == media_type]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     if not digests or not isinstance(digests[0], str) or not DIGEST_PATTERN.fullmatch(digests[0]):

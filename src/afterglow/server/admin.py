@@ -38,6 +38,7 @@ from afterglow.server.schema.admin import (
     ModelList,
     PinRequest,
     PinResponse,
+    SamplingDefault,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -75,7 +76,14 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
         context_length=None if model is None else model.context_length,
         loaded=model is not None,
         capabilities=[] if model is None else list_capabilities(model),
+        sampling=None if model is None or not model.can_generate else list_sampling_defaults(model),
     )
+
+
+def list_sampling_defaults(model: Model) -> dict[str, SamplingDefault]:
+    """List the sampling of requests that do not set it, with the source of each value."""
+    described = model.sampling_defaults.describe()
+    return {name: SamplingDefault(value=value, source=source) for name, (value, source) in described.items()}
 
 
 def list_capabilities(model: Model) -> list[str]:

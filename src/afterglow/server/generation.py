@@ -78,7 +78,10 @@ class GenerationRequest(ABC):
         return {
             "max_tokens": self.max_tokens,
             "sampling": build_sampling(
-                self.sampling_fields, context_length=model.context_length, vocabulary_size=model.vocabulary.size
+                self.sampling_fields,
+                model.sampling_defaults.sampling,
+                context_length=model.context_length,
+                vocabulary_size=model.vocabulary.size,
             ),
             "stop": self.stop,
             "logprobs": self.logprobs,

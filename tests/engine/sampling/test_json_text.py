@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import pytest
 
-import afterglow
 from afterglow.chat.constraints.grammar import build_json_schema_grammar
 from afterglow.engine.sampling import json_text
 from afterglow.engine.sampling.json_text import (
@@ -22,6 +21,7 @@ from afterglow.engine.sampling.json_text import (
 from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.testing import models
 from support.grammar_text import BYTES, MERGED, MERGED_VOCABULARY, accepts, generate
+from support.greedy import load_greedy
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def test_a_model_generates_unique_items_and_short_numbers():
     tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     options = {"temperature": 1.0, "max_tokens": 400}
-    with afterglow.load(models.get_path("attention"), context=2048) as model:
+    with load_greedy(models.get_path("attention"), context=2048) as model:
         for seed in range(3):
             answers = [
                 model.chat("Hello", response_format=format, seed=seed, **options).text,

@@ -1,16 +1,18 @@
-"""The option `response_format`: an OpenAI dictionary, or a Python type to which the answer is parsed."""
+"""The option `response_format`: an OpenAI dictionary, its name, or a Python type to which the answer is parsed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ForwardRef, Literal, get_args, get_origin
 
 import pydantic
 
 from afterglow.chat.constraints.grammar import GrammarSpec, build_json_schema_spec, build_response_format_spec
 from afterglow.errors import InvalidArgument
+
+FORMAT_NAMES = ("text", "json_object")  # formats without fields of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,34 @@ def parse_response_format(value: Any) -> ResponseFormat:
     """
     if value is None:
         return ResponseFormat()
+    if isinstance(value, str):
+        if value not in FORMAT_NAMES:
+            raise InvalidArgument(
+                "response_format", f"is {value!r}, which is not a format; the names are {' and '.join(FORMAT_NAMES)}"
+            )
+        value = {"type": value}
     if isinstance(value, Mapping):
         is_json = value.get("type") in ("json_object", "json_schema")
         return ResponseFormat(build_response_format_spec(value), json.loads if is_json else None)
+    if has_forward_reference(value):
+        raise InvalidArgument("response_format", f"must be a type without text in it, not {value!r}")
     try:
         adapter = pydantic.TypeAdapter(value)
         schema = adapter.json_schema()
     except Exception as error:  # hooks of the type may raise anything
         raise InvalidArgument("response_format", f"must be a dictionary or a type with a schema: {error}") from None
     return ResponseFormat(build_json_schema_spec(forbid_additional_properties(schema)), adapter.validate_json)
+
+
+def has_forward_reference(value: Any) -> bool:
+    """Return whether a type contains text, which pydantic would evaluate as Python.
+
+    >>> has_forward_reference(list["int"]), has_forward_reference(dict[str, int])
+    (True, False)
+    """
+    if isinstance(value, str | ForwardRef):
+        return True
+    return get_origin(value) is not Literal and any(map(has_forward_reference, get_args(value)))
 
 
 def forbid_additional_properties(schema: Any) -> Any:

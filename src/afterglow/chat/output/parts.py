@@ -46,6 +46,11 @@ class ToolCallDelta:
     id: str | None = None
     name: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Empty, so that `part.text` of any part is text to print."""
+        return ""
+
 
 OutputPart: TypeAlias = TextDelta | ReasoningDelta | ToolCallDelta
 

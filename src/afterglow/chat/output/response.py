@@ -22,7 +22,7 @@ ChatFinishReason: TypeAlias = Literal["stop", "length", "deadline", "tool_calls"
 class ChatResponse:
     """Text, reasoning and tool calls of a response, and its finish reason.
 
-    >>> response = model.chat("What is 2+2?")
+    >>> response = model.chat("What is 2+2?", temperature=0)
     >>> response.text, response.finish_reason
     ('The answer to this classic math problem is 4.', 'stop')
     """
@@ -38,12 +38,27 @@ class ChatResponse:
     alternatives: tuple[ChatResponse, ...] = ()  # the other responses of a request with n > 1
     truncation: Truncation | None = None  # what was dropped from the conversation by the overflow policy
 
+    def __repr__(self) -> str:
+        text = f"ChatResponse({shorten_text(self.text)!r}"
+        reasoning = f", reasoning={shorten_text(self.reasoning)!r}" if self.reasoning else ""
+        calls = f", tool_calls={[call.name for call in self.tool_calls]}" if self.tool_calls else ""
+        return f"{text}{reasoning}{calls}, finish_reason={self.finish_reason!r})"
+
     @property
     def message(self) -> Message:
         """The response as an assistant message."""
         return Message(
             role="assistant", content=self.text, reasoning=self.reasoning or None, tool_calls=self.tool_calls
         )
+
+
+def shorten_text(text: str, limit: int = 60) -> str:
+    """Return the beginning of a text, for a `repr`.
+
+    >>> shorten_text("one two three", limit=8)
+    'one two…'
+    """
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +75,7 @@ class ChatStream:
 
     Leaving the loop early cancels the request.
 
-    >>> for part in model.chat("What is 2+2?", stream=True):
+    >>> for part in model.chat("What is 2+2?", stream=True, temperature=0):
     ...     print(part.text, end="|")
     The| answer| to| this| classic| math| problem| is| |4|.|
     """
@@ -73,8 +88,13 @@ class ChatStream:
         *,
         on_token: Callable[[int], None] | None = None,
         cancel: threading.Event | None = None,
+        owner: object = None,
     ) -> None:
-        """`on_token` is called with each token that is read. Setting `cancel` makes the reader raise `Cancelled`."""
+        """`on_token` is called with each token that is read. Setting `cancel` makes the reader raise `Cancelled`.
+
+        `owner` is the model, which must not be garbage collected while its response is read.
+        """
+        self._owner = owner
         self._stream = stream
         self._on_token = on_token
         self._cancel_event = cancel

@@ -8,7 +8,9 @@ one, so a failed transition leaves the model usable.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from typing import TypeAlias
 from afterglow.closeable import Closeable
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import EngineSpec, build_engine, open_projector
+from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.remote_calls import EngineInfo
 from afterglow.engine.host.thread import EngineThread
@@ -57,6 +60,7 @@ class Lifecycle(Closeable, ABC):
     def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
         """A new lifecycle is COLD."""
         self.spec = spec
+        self.owner = OwnerProcess("model")
         self.hooks = list(hooks)
         self._lock = threading.RLock()  # held during transitions
         self._state = LoadState.COLD  # ACTIVE also after a crash of the engine
@@ -77,6 +81,7 @@ class Lifecycle(Closeable, ABC):
     @property
     def model(self) -> LlamaModel:
         """Weights, or only their vocabulary and metadata. Raises `WrongState` while COLD."""
+        self.owner.check()
         if (model := self._model) is None:
             raise self._build_unavailable_error("reading the vocabulary or metadata", LoadState.WARM)
         return model
@@ -105,6 +110,7 @@ class Lifecycle(Closeable, ABC):
 
     def get_host(self) -> EngineHost:
         """Return the host of the engine; start a new engine if the last one crashed. Raises unless ACTIVE."""
+        self.owner.check()
         if self.needs_restart:
             self.restart()
         if (host := self._host) is None:
@@ -115,6 +121,7 @@ class Lifecycle(Closeable, ABC):
 
     def warm(self, progress: ProgressCallback | None = None) -> None:
         """COLD → WARM: load the weights into RAM, none on a GPU."""
+        self.owner.check()
         with self._lock:
             self.require("warm", LoadState.COLD)
             self._run_hooks(LoadState.WARM)
@@ -123,6 +130,7 @@ class Lifecycle(Closeable, ABC):
 
     def activate(self, progress: ProgressCallback | None = None) -> None:
         """COLD or WARM → ACTIVE: load the weights onto the device and start the engine. CRASHED: start a new engine."""
+        self.owner.check()
         with self._lock:
             if self.state is LoadState.CRASHED:
                 return self.restart()
@@ -140,6 +148,7 @@ class Lifecycle(Closeable, ABC):
 
     def deactivate(self) -> None:
         """ACTIVE → WARM: stop the engine and release the device; the weights stay in RAM."""
+        self.owner.check()
         with self._lock:
             self.require("deactivate", LoadState.ACTIVE)
             self._deactivate()
@@ -147,18 +156,22 @@ class Lifecycle(Closeable, ABC):
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything."""
+        self.owner.check()
         with self._lock:
             self.require("unload", LoadState.WARM, LoadState.ACTIVE)
             self._release()
 
     def close(self) -> None:
-        """Release everything permanently. May be called twice."""
+        """Release everything permanently. May be called twice. Has no effect in a fork of the process."""
+        if not self.owner.is_current:
+            return
         with self._lock:
             self._release()
             self._closed = True
 
     def require(self, call: str, *states: LoadState) -> None:
         """Raise `WrongState` unless the model is in one of these states, or `Closed` after `close`."""
+        self.owner.check()
         if self._closed:
             raise Closed("model")
         if self._state not in states:
@@ -174,6 +187,7 @@ class Lifecycle(Closeable, ABC):
         model, self._model, self._info, self._state = self._model, None, None, LoadState.COLD
         if model is not None:
             model.close()
+            return_free_memory()
 
     def _build_unavailable_error(self, call: str, needed: LoadState) -> Closed | WrongState:
         # ACTIVE without what was asked for: another thread is in a transition.
@@ -329,6 +343,14 @@ class ProcessLifecycle(Lifecycle):
         if host is not None:
             self._earlier_restarts += host.restarts
             host.close()
+
+
+def return_free_memory() -> None:
+    """Return free heap memory to the operating system. glibc keeps it otherwise, and each reload adds to it."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in other C libraries
+        if trim is not None:
+            trim(0)
 
 
 def start_reading(path: Path) -> None:

@@ -126,6 +126,7 @@ class EngineProcess(Closeable):
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests at once, so that a common prefix is prefilled once."""
+        self._pending.owner.check()
         content = pack("request", tuple(requests))
         submission = Submission(tuple(requests), time.monotonic())
         with self._pending.lock:
@@ -152,6 +153,7 @@ class EngineProcess(Closeable):
         If it returns a future, the engine continues and the caller waits for the result of the future.
         It must be safe to run twice: if the child dies during the call, the call is repeated once on the next child.
         """
+        self._pending.owner.check()
         content = pack("function", function)
         with self._pending.lock:
             number, future = self._pending.add_call()
@@ -163,7 +165,9 @@ class EngineProcess(Closeable):
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End every request with `Closed` and stop the child. May be called twice."""
+        """End every request with `Closed` and stop the child. May be called twice. Has no effect in a fork."""
+        if not self._pending.owner.is_current:  # the pipe leads to the engine of the parent
+            return
         with self._pending.lock:
             self._pending.close(Closed("engine"))
             if self._child is not None and not self._closing.is_set():

@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.types.request import EndEvent, EngineEvent, Failed, Finished, Usage
 from afterglow.errors import AfterglowError, Cancelled, Closed, InvalidArgument
 
@@ -36,6 +37,7 @@ class EventStream:
 
     def __init__(self, id: str, cancel: Callable[[EventStream], None]) -> None:
         self.id = id
+        self.owner = OwnerProcess("stream")
         self.end_event: EndEvent | None = None  # set once it has been read
         self._cancel = cancel
         self._queue: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
@@ -100,6 +102,7 @@ class EventStream:
         stop_polling = cancel_event is None
         try:
             while self.end_event is None:
+                self.owner.check()
                 if cancel_event is not None and not stop_polling and cancel_event.is_set():
                     stop_polling = True
                     self.cancel()
@@ -116,6 +119,7 @@ class EventStream:
         self._event_loop = asyncio.get_running_loop()
         try:
             while self.end_event is None:
+                self.owner.check()
                 arrived.clear()  # before the check: an event that arrives after it sets this again
                 try:
                     event = self._queue.get_nowait()
@@ -144,6 +148,7 @@ class PendingRequests:
     """
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
+        self.owner = OwnerProcess("engine")
         self.lock = threading.RLock()  # re-entrant: garbage collection of a stream may cancel it at any moment
         self._cancel = cancel
         self._streams: dict[str, EventStream] = {}
@@ -153,6 +158,7 @@ class PendingRequests:
 
     def add_streams(self, ids: Sequence[str]) -> list[EventStream]:
         """Create the streams of new requests: all of them, or none if an id is in use."""
+        self.owner.check()
         with self.lock:
             self._check_open()
             for index, id in enumerate(ids):
@@ -164,6 +170,7 @@ class PendingRequests:
 
     def add_call(self) -> tuple[int, Future[Any]]:
         """Create the number and the future of a new call."""
+        self.owner.check()
         with self.lock:
             self._check_open()
             number, future = next(self._call_numbers), Future[Any]()
@@ -211,7 +218,7 @@ class PendingRequests:
 
     def _cancel_stream(self, stream: EventStream) -> None:
         """Cancel without the lock: a stream may be garbage collected in a thread that holds the lock of the engine."""
-        if self._streams.get(stream.id) is stream:  # a later request may have the same id
+        if self.owner.is_current and self._streams.get(stream.id) is stream:  # a later request may have the same id
             self._cancel(stream.id)
 
 

@@ -87,7 +87,9 @@ class EngineThread(Closeable):
         return _resolve(value)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End every request with `Closed` and stop the thread. May be called twice."""
+        """End every request with `Closed` and stop the thread. May be called twice. Has no effect in a fork."""
+        if not self._pending.owner.is_current:
+            return
         self._pending.close(Closed("engine"))
         self._loop.close()
         if threading.current_thread() is not self._thread:

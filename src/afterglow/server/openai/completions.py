@@ -24,8 +24,6 @@ from afterglow.server.openai.schema.completions import CompletionRequest, list_p
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-
 
 def build_router(state: ServerState) -> APIRouter:
     """Return the router of this route."""
@@ -49,7 +47,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         prompts=prompts,
         sampling_fields=body,
         n=max(body.n or 1, body.best_of or 1),
-        max_tokens=get_max_tokens(body),
+        max_tokens=body.max_tokens,
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
         ignore_eos=bool(body.ignore_eos),
@@ -82,14 +80,9 @@ def check_fields(state: ServerState, body: CompletionRequest) -> None:
         raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
 
 
-def get_max_tokens(body: CompletionRequest) -> int:
-    """Return the maximum number of generated tokens."""
-    return DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-
-
 def fit_prompt(model: Model, body: CompletionRequest, prompt: str | list[int]) -> FittedPrompt:
     """Tokenize a prompt and truncate it to the context."""
-    overflow, max_tokens = body.overflow or "refuse", get_max_tokens(body)
+    overflow, max_tokens = body.overflow or "refuse", body.max_tokens
     if body.suffix is None:
         return model.fit_prompt(prompt, overflow, max_tokens)
     assert isinstance(prompt, str)

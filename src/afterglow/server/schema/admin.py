@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from afterglow.api.sampling_defaults import SamplingSource
 from afterglow.server.openai.schema.chat import ChatFields, ChatMessage
 from afterglow.server.schema.base import OptionalModel, StrictModel
 
@@ -42,6 +43,11 @@ class ClearRequest(StrictModel):
     model: OptionalModel = None
 
 
+class SamplingDefault(StrictModel):
+    value: float
+    source: SamplingSource
+
+
 class ModelCard(StrictModel):
     id: str
     object: Literal["model"] = "model"
@@ -50,6 +56,9 @@ class ModelCard(StrictModel):
     context_length: int | None = None
     loaded: bool
     capabilities: list[str]
+    sampling: dict[str, SamplingDefault] | None = pydantic.Field(
+        None, description="Sampling of requests that do not set it, and where each value comes from."
+    )
 
 
 class ModelList(StrictModel):

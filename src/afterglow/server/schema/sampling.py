@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pydantic
@@ -15,7 +16,7 @@ FORBIDDEN_BIAS = -100.0  # forbids the token
 
 
 class SamplingFields(StrictModel):
-    """Fields of all generation requests. Absent fields have OpenAI's defaults: temperature 1, no other sampler."""
+    """Fields of all generation requests. Absent fields have the sampling defaults of the model."""
 
     temperature: float | None = pydantic.Field(None, ge=0, le=100, description="0 selects the most likely token.")
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
@@ -61,19 +62,18 @@ SAMPLING_FIELD_NAMES = tuple(
 )
 
 
-def build_sampling(fields: SamplingFields, *, context_length: int, vocabulary_size: int) -> Sampling:
-    """Build the sampling parameters of a request.
+def build_sampling(
+    fields: SamplingFields, defaults: Sampling, *, context_length: int, vocabulary_size: int
+) -> Sampling:
+    """Build the sampling parameters of a request: those of the model, with the fields that are set.
 
-    >>> build_sampling(SamplingFields(top_k=5), context_length=4096, vocabulary_size=32000).temperature
-    1.0
+    >>> build_sampling(SamplingFields(top_k=5), Sampling(), context_length=4096, vocabulary_size=32000).temperature
+    0.8
     """
-    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for name in SAMPLING_FIELD_NAMES:
-        if (value := getattr(fields, name)) is not None:
-            values[name] = value
+    values = {name: value for name in SAMPLING_FIELD_NAMES if (value := getattr(fields, name)) is not None}
     if (fields.presence_penalty or fields.frequency_penalty) and fields.repeat_last_n is None:
         values["repeat_last_n"] = min(context_length, 1_000_000)
-    return Sampling(**values, logit_bias=parse_logit_bias(fields.logit_bias or {}, vocabulary_size))  # type: ignore[arg-type]
+    return replace(defaults, **values, logit_bias=parse_logit_bias(fields.logit_bias or {}, vocabulary_size))
 
 
 def parse_logit_bias(bias: dict[str, float], vocabulary_size: int) -> dict[int, float]:

@@ -24,7 +24,9 @@ class PromptFields(SamplingFields):
 class CompletionRequest(PromptFields):
     """Prompts to complete."""
 
-    max_tokens: int | None = pydantic.Field(None, ge=0, le=2**31 - 1, description="Default: 16, as in OpenAI's API.")
+    max_tokens: int | None = pydantic.Field(
+        None, ge=0, le=2**31 - 1, description="Default: until an end token or until the context is full."
+    )
     n: int | None = pydantic.Field(None, ge=1)
     best_of: int | None = pydantic.Field(
         None, ge=1, description="Generate this many choices and return the `n` most likely."
