@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from afterglow.cli import cache, chat, doctor, explain, models, run, serve
+from afterglow.cli.error_messages import describe_error
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.version import __version__
 
@@ -53,7 +54,7 @@ def main() -> None:
     except (KeyboardInterrupt, Cancelled):
         sys.exit(130)
     except AfterglowError as error:
-        print(f"afterglow: {error}", file=sys.stderr)
+        print(f"afterglow: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
         sys.stderr.close()

@@ -25,7 +25,9 @@ from afterglow.server.settings import ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
 # Read elsewhere, before the settings are loaded.
-RESERVED_VARIABLES = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
+RESERVED_VARIABLES = frozenset(
+    {"AFTERGLOW_CACHE", "AFTERGLOW_DATA", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"}
+)
 # Options of a response that are settings, with their defaults there.
 GENERATION_DEFAULTS = {"max_tokens": None, "temperature": 0.0, "seed": None, "reasoning": None, "overflow": "shift"}
 
