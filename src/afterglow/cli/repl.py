@@ -203,11 +203,11 @@ class Repl(Closeable):
             with hold_keys(), InterruptGuard() as guard:
                 recorded = record_parts(guard.iterate(deltas), parts)
                 show_response(recorded, choose_display(self._console, markdown=self._settings.markdown))
-        except (KeyboardInterrupt, Cancelled):
+        except KeyboardInterrupt as interrupt:
             output = join_parts(parts)
             answer = Message(role="assistant", content=output.text, reasoning=output.reasoning or None)
             self._conversation.messages = [*history, answer] if output.text else list(history)
-            return self._print_note("stopped")
+            return self._print_note(str(interrupt) or "stopped")
         self._print_response_notes()
 
     def _print_response_notes(self) -> None:
