@@ -23,7 +23,9 @@ from afterglow.errors import InvalidArgument
 from afterglow.paths import get_data_directory
 
 
-@options.accept_settings([*options.GENERATION_OPTIONS, "overflow", "markdown", "stats", *options.MODEL_OPTIONS])
+@options.accept_settings(
+    [*options.GENERATION_OPTIONS, "overflow", "markdown", "stats", "private", *options.MODEL_OPTIONS]
+)
 def chat(
     command: typer.Context,
     model: options.ModelArgument = None,
@@ -34,12 +36,6 @@ def chat(
             "--resume", help="Continue the last conversation, with its model. `--resume ID` continues another one."
         ),
     ] = False,
-    private: Annotated[
-        bool,
-        typer.Option(
-            "--private", help="Keep nothing on disk: no input history, no conversations, no disk prefix cache."
-        ),
-    ] = False,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
 ) -> None:
@@ -48,12 +44,12 @@ def chat(
     Conversations are saved; --private turns that off. Piped input is one user message:
     echo "Why is the sky blue?" | afterglow chat
     """
-    directory = None if private else get_data_directory("chat")
+    settings = load_command_settings(command)
+    directory = None if settings.private else get_data_directory("chat")
     is_first_run = directory is not None and not directory.exists()
     saved = find_saved_conversation(command, directory, resume=resume)
-    if private:
-        command.params["disk_cache"] = False
-    settings = load_command_settings(command)
+    if saved is not None:
+        settings = load_command_settings(command)
     console = Console(stderr=not sys.stdout.isatty())
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question is not None:

@@ -55,12 +55,17 @@ class Settings(BaseSettings):
     system: str = pydantic.Field("You are a helpful assistant.", description="System prompt.")
     markdown: bool = pydantic.Field(True, description="Render responses as markdown in a terminal.")
     stats: bool = pydantic.Field(True, description="Print statistics after each response.")
+    private: bool = pydantic.Field(
+        False,
+        description="Write nothing of conversations to disk: no disk prefix cache, whatever `disk_cache` is.",
+    )
     server: ServerSettings = pydantic.Field(default_factory=lambda: ServerSettings())  # type: ignore[call-arg]
 
     @property
     def load_options(self) -> LoadOptions:
-        """Options of `load`."""
-        return cast(LoadOptions, {name: getattr(self, name) for name in get_fields(LoadOptions)})
+        """Options of `load`. Private mode has no disk cache."""
+        options = cast(LoadOptions, {name: getattr(self, name) for name in get_fields(LoadOptions)})
+        return {**options, "disk_cache": False} if self.private else options
 
     @property
     def generation_options(self) -> ChatGenerationOptions:
