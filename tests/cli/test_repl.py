@@ -365,7 +365,7 @@ def test_set_lists_the_parameters_with_their_sources() -> None:
 
 def test_set_system_keeps_the_conversation(terminal: ChatTerminal) -> None:
     terminal.send_line("hello")
-    terminal.send_line("/set system Be brief.")
+    terminal.send_line('/set system "Be brief."')
     history = terminal.send_line("/history")
     assert "0 system: Be brief." in history
     assert "1 user: hello" in history

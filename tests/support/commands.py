@@ -52,11 +52,12 @@ class ChatTerminal:
         `model`: its path; None if the arguments name it. `answers`: what the model writes, with a pause of `seconds`
         before each token; without them it counts through the alphabet and stops after 12 tokens.
         """
-        command = AFTERGLOW[1:]
+        command, script_path = AFTERGLOW[1:], None
         if answers:
             with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as script:
                 json.dump({"answers": answers, "seconds": seconds}, script)
-            command = [SCRIPTED_CHAT, script.name]
+            script_path = script.name
+            command = [SCRIPTED_CHAT, script_path]
         command.append("chat")
         if model is not None:
             command.append(model or str(models.get_path("successor-attention")))
@@ -74,6 +75,8 @@ class ChatTerminal:
         self.screen = pyte.HistoryScreen(120, rows, history=10_000)
         self._stream = pyte.Stream(self.screen)
         self.first_screen = self.wait_for_prompt()
+        if script_path is not None:
+            os.unlink(script_path)
 
     def update(self, seconds: float) -> bool:
         """Draw new output on the screen. Return False if none came within the time."""

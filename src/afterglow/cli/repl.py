@@ -237,6 +237,8 @@ class Repl(Closeable):
         self._conversation_id, self._saved_messages = create_id(), []
 
     def _build_system_messages(self, text: str) -> list[Message]:
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            text = text[1:-1]
         return [Message(role="system", content=text)] if text else []
 
     def _get_system_messages(self) -> list[Message]:
