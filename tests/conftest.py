@@ -37,6 +37,7 @@ def caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     before = dict(os.environ)
     os.environ["AFTERGLOW_MODELS"] = str(registry.models_directory())
     os.environ["AFTERGLOW_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["AFTERGLOW_DATA"] = str(tmp_path_factory.mktemp("data"))
     os.environ["AFTERGLOW_DISK_CACHE"] = "off"  # a test finds in memory what it put there itself
     yield
     os.environ.clear()

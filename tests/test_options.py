@@ -222,7 +222,7 @@ SETTINGS = {
     "overflow": "test_the_chat_continues_after_the_context_is_full",
     "max_tokens": "test_a_command_uses_the_file",
     "stats": "test_statistics_can_be_hidden",
-    "private": "test_a_private_server_writes_nothing_of_a_request_to_disk",
+    "private": "test_a_private_chat_leaves_nothing_on_disk",
     "loop_guard": "test_run_stops_a_loop_with_a_message_and_status_1",
 }
 ASK = {
@@ -231,9 +231,11 @@ ASK = {
     "audio": "test_every_audio_input_form_gives_the_same_audio",
     "options": "test_an_unknown_option_is_rejected_with_the_nearest_name",
 }
-FILES = {  # flags that are not settings
+CHAT_FLAGS = {  # that are not settings
     "image": "test_the_image_flag_attaches_images",
     "audio": "test_the_audio_flag_attaches_audio",
+    "resume": "test_a_conversation_is_saved_and_resumed",
+    "id": "test_a_conversation_is_resumed_by_its_id",
 }
 FORMATS = dict.fromkeys(RESPONSE_FORMAT_FIELDS, "test_a_format_allows_exactly_its_texts") | {
     "text": "test_the_text_format_has_no_grammar"
@@ -252,7 +254,7 @@ TABLES = {
     "chat": (list_parameters(inspect.unwrap(Model.chat)), CHAT),
     "complete": (list_parameters(Model.complete), COMPLETE),
     "ask": (list_parameters(Conversation.ask), ASK),
-    "afterglow chat": ([name for name in list_parameters(chat) if name not in SETTINGS_FIELDS], FILES),
+    "afterglow chat": ([name for name in list_parameters(chat) if name not in SETTINGS_FIELDS], CHAT_FLAGS),
     "load": ([*list_parameters(afterglow.load), *get_fields(LoadOptions)], LOAD),
     "GenerationOptions": (["prompt", *get_fields(GenerationOptions)], REQUEST),
     "PromptOptions": (["messages", "tools", *get_fields(PromptOptions)], PLAN),

@@ -1,4 +1,7 @@
-"""Directories for data that can be computed or downloaded again. `AFTERGLOW_CACHE` overrides their root."""
+"""Directories of afterglow: the cache, which can be computed or downloaded again, and the data of the user.
+
+`AFTERGLOW_CACHE` and `AFTERGLOW_DATA` override their roots.
+"""
 
 from __future__ import annotations
 
@@ -16,4 +19,15 @@ def get_cache_directory(name: str) -> Path:
     """
     override = os.environ.get("AFTERGLOW_CACHE")
     root = Path(override).expanduser() if override else platformdirs.user_cache_path("afterglow", appauthor=False)
+    return root / name
+
+
+def get_data_directory(name: str) -> Path:
+    """Return the path of a subdirectory for data that the user wrote, e.g. conversations. It may not exist yet.
+
+    >>> get_data_directory("chat").name
+    'chat'
+    """
+    override = os.environ.get("AFTERGLOW_DATA")
+    root = Path(override).expanduser() if override else platformdirs.user_data_path("afterglow", appauthor=False)
     return root / name

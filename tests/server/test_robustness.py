@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from afterglow.testing import models
@@ -353,3 +354,22 @@ def test_the_openai_client_raises_if_the_engine_crashes_during_a_stream() -> Non
         os.kill(server.list_engines()[0].pid, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine crashed"):
             list(stream)
+
+
+# --- template processes
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_dead_template_process_is_replaced_without_an_error(server: ServerProcess, number: signal.Signals) -> None:
+    processes = [
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if any("sandbox_child" in argument for argument in child.cmdline())
+    ]
+    assert processes
+    for process in processes:
+        process.send_signal(number)
+    psutil.wait_procs(processes, timeout=10)
+    for name in ("tiny", "hybrid", "reasoning"):
+        response = server.http.post("/v1/chat/completions", json={"model": name, "messages": MESSAGES, "max_tokens": 3})
+        assert response.status_code == 200, response.text

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pexpect
 import pyte
@@ -13,6 +18,8 @@ from afterglow.testing import models
 
 GREEDY = {"AFTERGLOW_TEMPERATURE": "0"}  # repeatable responses
 AFTERGLOW = [sys.executable, "-m", "afterglow.cli.main"]
+TIMEOUT_SECONDS = 120
+SCRIPTED_CHAT = str(Path(__file__).with_name("scripted_chat.py"))
 
 
 def run_command(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -22,40 +29,87 @@ def run_command(*arguments: str, stdin: str = "", **environment: str) -> subproc
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_SECONDS,
         check=False,
         env={**os.environ, **GREEDY, **environment},
     )
 
 
 class ChatTerminal:
-    """`afterglow chat` in a pseudo-terminal of 40 lines, with the contents of its screen."""
+    """`afterglow chat` in a pseudo-terminal of 120 columns, with the contents of its screen."""
 
-    def __init__(self, *arguments: str, term: str = "xterm", model: str = "") -> None:
-        model = model or str(models.get_path("successor-attention"))
-        command = [*AFTERGLOW[1:], "chat", model, "--max-tokens", "12"]
-        environment = {**os.environ, **GREEDY, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
+    def __init__(
+        self,
+        *arguments: str,
+        term: str = "xterm",
+        model: str | None = "",
+        answers: Sequence[str] = (),
+        seconds: float = 0.0,
+        rows: int = 40,
+        **environment: str,
+    ) -> None:
+        """Start the chat and wait for its prompt.
+
+        `model`: its path; None if the arguments name it. `answers`: what the model writes, with a pause of `seconds`
+        before each token; without them it counts through the alphabet and stops after 12 tokens.
+        """
+        command, script_path = AFTERGLOW[1:], None
+        if answers:
+            with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as script:
+                json.dump({"answers": answers, "seconds": seconds}, script)
+            script_path = script.name
+            command = [SCRIPTED_CHAT, script_path]
+        command.append("chat")
+        if model is not None:
+            command.append(model or str(models.get_path("successor-attention")))
+        if not answers:
+            command += ["--max-tokens", "12"]
         self.child = pexpect.spawn(
-            AFTERGLOW[0], [*command, *arguments], env=environment, encoding="utf-8", timeout=120, dimensions=(40, 120)
+            AFTERGLOW[0],
+            [*command, *arguments],
+            env={**os.environ, **GREEDY, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1", **environment},
+            encoding="utf-8",
+            timeout=TIMEOUT_SECONDS,
+            dimensions=(rows, 120),
         )
-        self.screen = pyte.Screen(120, 40)
+        self.output = ""  # everything that was written
+        self.screen = pyte.HistoryScreen(120, rows, history=10_000)
         self._stream = pyte.Stream(self.screen)
-        self.wait_for_prompt()
+        self.first_screen = self.wait_for_prompt()
+        if script_path is not None:
+            os.unlink(script_path)
 
     def update(self, seconds: float) -> bool:
         """Draw new output on the screen. Return False if none came within the time."""
         try:
-            self._stream.feed(self.child.read_nonblocking(4096, seconds))
+            text = self.child.read_nonblocking(4096, seconds)
         except pexpect.TIMEOUT:
             return False
+        self.output += text
+        self._stream.feed(text)
         return True
+
+    def wait_for(self, text: str) -> None:
+        """Wait until a text is on the screen."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            if text in "\n".join(self.lines):
+                return
+            self.update(0.25)
+        raise AssertionError(f"no {text!r}: {self.lines}")
 
     def wait_for_prompt(self) -> str:
         """Wait for the input prompt and return the screen."""
-        for _ in range(300):
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
             if not self.update(0.25) and self.lines and self.lines[-1] == ">":
                 return "\n".join(self.lines)
         raise AssertionError(f"no input prompt: {self.lines}")
+
+    @property
+    def scrollback(self) -> list[str]:
+        """Lines that left the screen at its top, the oldest first."""
+        return ["".join(line[column].data for column in range(120)).rstrip() for line in self.screen.history.top]
 
     @property
     def lines(self) -> list[str]:

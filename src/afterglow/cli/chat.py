@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from afterglow.api.conversation import Conversation
 from afterglow.cli import options
-from afterglow.cli.display import choose_display, show_response
+from afterglow.cli.display import choose_display, format_limit, show_response
+from afterglow.cli.keyboard import exit_on_signals
 from afterglow.cli.loop_guard import exit_on_loop, guard_deltas
 from afterglow.cli.media import MediaFile
 from afterglow.cli.open_model import open_model
 from afterglow.cli.repl import Repl
-from afterglow.cli.settings import load_command_settings
+from afterglow.cli.sessions import ID_PATTERN, ConversationStore, SavedConversation
+from afterglow.cli.settings import Settings, load_command_settings
+from afterglow.errors import InvalidArgument
+from afterglow.paths import get_data_directory
 
 
 @options.accept_settings(
@@ -23,27 +30,92 @@ from afterglow.cli.settings import load_command_settings
 def chat(
     command: typer.Context,
     model: options.ModelArgument = None,
+    id: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the last conversation, with its model. `--resume ID` continues another one."
+        ),
+    ] = False,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
 ) -> None:
     """Chat with a model. Ctrl-C stops a response, Ctrl-D exits, /help lists the commands.
 
-    Piped input is one user message: echo "Why is the sky blue?" | afterglow chat
+    Conversations are saved; --private turns that off. Piped input is one user message:
+    echo "Why is the sky blue?" | afterglow chat
     """
     settings = load_command_settings(command)
+    directory = None if settings.private else get_data_directory("chat")
+    is_first_run = directory is not None and not directory.exists()
+    saved = find_saved_conversation(command, directory, resume=resume)
+    if saved is not None:
+        settings = load_command_settings(command)
     console = Console(stderr=not sys.stdout.isatty())
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
-    if question == "":
+    if question is not None:
+        return answer_once(settings, console, question, saved, image or (), audio or ())
+    files: list[MediaFile] = [("image", path) for path in image or ()]
+    files += [("audio", path) for path in audio or ()]
+    flags = {name for name, value in command.params.items() if value is not None}
+    with (
+        exit_on_signals(),
+        Repl(
+            open_model(settings, console), settings, console, flags=flags, directory=directory, initial_files=files
+        ) as repl,
+    ):
+        console.print(f"[bold]{settings.model}[/]  [dim]/help lists the commands, Ctrl-D exits[/]", highlight=False)
+        if is_first_run:
+            text = f"conversations are saved in {directory}; --private turns that off"
+            console.print(text, style="dim", highlight=False, markup=False)
+        if saved is not None:
+            repl.resume(saved.id)
+        repl.run()
+
+
+def find_saved_conversation(
+    command: typer.Context, directory: Path | None, *, resume: bool
+) -> SavedConversation | None:
+    """Return the conversation to resume, and make its model the default of the command.
+
+    An id after `--resume` is an argument of the command, like the model.
+    """
+    names = [name for name in (command.params["model"], command.params["id"]) if name is not None]
+    if not resume:
+        if len(names) > 1:
+            raise InvalidArgument("ID", "can only be given with --resume")
+        return None
+    if directory is None:
+        raise InvalidArgument("--resume", "cannot be used with --private")
+    ids = [name for name in names if ID_PATTERN.fullmatch(name)]
+    models = [name for name in names if name not in ids]
+    if len(ids) > 1 or len(models) > 1:
+        raise InvalidArgument("--resume", f"expects one ID and one model, not {' and '.join(names)}")
+    store = ConversationStore(directory / "conversations")
+    saved = store.load(ids[0]) if ids else store.load_last()
+    command.params["model"] = models[0] if models else saved.model
+    return saved
+
+
+def answer_once(
+    settings: Settings,
+    console: Console,
+    question: str,
+    saved: SavedConversation | None,
+    images: Sequence[Path],
+    audio: Sequence[Path],
+) -> None:
+    """Print the response to piped input."""
+    if not question:
         return
-    with open_model(settings, console) as loaded:
-        conversation = Conversation(loaded, system=settings.system, **settings.generation_options)
-        if question is None:
-            console.print(f"[bold]{settings.model}[/]  [dim]/help lists the commands, Ctrl-D exits[/]", highlight=False)
-            files: list[MediaFile] = [("image", path) for path in image or ()]
-            files += [("audio", path) for path in audio or ()]
-            Repl(conversation, settings, console, files).run()
-        else:
-            deltas = conversation.stream_deltas(question, images=image or (), audio=audio or ())
-            with exit_on_loop():
-                guarded = guard_deltas(deltas, enabled=settings.loop_guard)
-                show_response(guarded, choose_display(console, markdown=settings.markdown))
+    with open_model(settings, console) as model:
+        conversation = Conversation(model, system=settings.system, **settings.generation_options)
+        if saved is not None:
+            conversation.messages = saved.messages
+        deltas = conversation.stream_deltas(question, images=images, audio=audio)
+        with exit_on_loop():
+            guarded = guard_deltas(deltas, enabled=settings.loop_guard)
+            show_response(guarded, choose_display(console, markdown=settings.markdown))
+        response = conversation.last_response
+        if response is not None and (limit := format_limit(response, model.context_length)) is not None:
+            console.print(limit, style="dim", highlight=False, markup=False)

@@ -9,6 +9,7 @@ import importlib
 import sys
 
 from afterglow.cli.completion import print_completions
+from afterglow.cli.error_messages import describe_error
 from afterglow.errors import AfterglowError, Cancelled
 from afterglow.version import __version__
 
@@ -24,7 +25,7 @@ def main() -> None:
     except (KeyboardInterrupt, Cancelled):
         sys.exit(130)
     except AfterglowError as error:
-        print(f"afterglow: {error}", file=sys.stderr)
+        print(f"afterglow: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
         sys.stderr.close()

@@ -32,7 +32,9 @@ from afterglow.server.settings import ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
 # Read elsewhere, before the settings are loaded.
-RESERVED_VARIABLES = frozenset({"AFTERGLOW_CACHE", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"})
+RESERVED_VARIABLES = frozenset(
+    {"AFTERGLOW_CACHE", "AFTERGLOW_DATA", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"}
+)
 # Options of a response that are settings, with their defaults there. Those of sampling are defaults of the model.
 RESPONSE_DEFAULTS = {"max_tokens": None, "seed": None, "reasoning": None, "overflow": "shift"}
 GENERATION_DEFAULTS = {**RESPONSE_DEFAULTS, **dict.fromkeys(get_fields(SamplingOptions))}

@@ -115,6 +115,29 @@ def test_a_child_that_never_replies_is_replaced(monkeypatch):
         assert template.render([Message(role="user", content="x")]) == "x"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_child_that_died_is_replaced_without_an_error(number):
+    with ChatTemplate("{{ messages[0].content }}") as template:
+        assert template.render([Message(role="user", content="x")]) == "x"
+        os.kill(template._child.pid, number)
+        template._child.wait()
+        assert template.render([Message(role="user", content="y")]) == "y"
+
+
+def test_a_child_that_always_dies_is_an_error(monkeypatch, tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text("input()")
+    monkeypatch.setattr(renderer.sandbox_child, "__file__", str(script))
+    with ChatTemplate("{{ messages[0].content }}") as template, pytest.raises(InvalidTemplate, match="died twice"):
+        template.render([Message(role="user", content="x")])
+
+
+def test_signals_of_the_terminal_do_not_reach_the_child():
+    with ChatTemplate(None) as template:
+        template.render([Message(role="user", content="x")])
+        assert os.getsid(template._child.pid) != os.getsid(0)
+
+
 def test_openai_messages_are_parsed():
     (message,) = parse_messages(
         [

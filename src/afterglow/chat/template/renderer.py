@@ -1,6 +1,7 @@
 """Renders messages with the chat template of the model.
 
 The template runs in a child process with limits on time and memory, because a template from a model file is untrusted.
+The child has its own session: Ctrl-C in the terminal of the parent does not reach it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from afterglow.errors import InvalidTemplate
 RENDER_CPU_SECONDS = 5.0
 RENDER_WALL_SECONDS = 60.0
 LIMIT_CHECK_SECONDS = 0.1  # interval between checks of the limits
+MAX_CHILDREN_PER_REQUEST = 2
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -49,6 +51,10 @@ class TemplateRefused(InvalidTemplate):
 
 class TemplateExhausted(InvalidTemplate):
     """The template exceeded its time or memory limit. No fallback is tried."""
+
+
+class ChildDied(Exception):
+    """The child process ended before its reply."""
 
 
 class ChatTemplate(Closeable):
@@ -168,23 +174,29 @@ class ChatTemplate(Closeable):
         return str(reply["text"])
 
     def _send_request(self, request: str, budget: RenderBudget) -> dict[str, Any]:
-        child = self._child or self._start_child()
-        try:
-            line = exchange_line(child, request.encode() + b"\n", budget)
-        except BaseException:  # an interrupt: the late reply must not be read as the reply to the next request
-            self._stop_child()
-            raise
-        if not line:
-            self._stop_child()
-            raise TemplateExhausted(f"it exceeded the limit of {RENDER_CPU_SECONDS:.0f} s or the memory limit", None)
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        """Send a request to the child. If the child died, e.g. was killed, send it once more to a new one."""
+        for _ in range(MAX_CHILDREN_PER_REQUEST):
+            child = self._child or self._start_child()
+            try:
+                reply: dict[str, Any] = json.loads(exchange_line(child, request.encode() + b"\n", budget))
+                return reply
+            except ChildDied:
+                self._stop_child()
+            except BaseException:  # e.g. an interrupt: the late reply must not be read as that to the next request
+                self._stop_child()
+                raise
+        raise TemplateExhausted("its process died twice; it may have exceeded the memory limit", None)
 
     def _start_child(self) -> subprocess.Popen[bytes]:
         # Run by path: `-m` would import the afterglow package first and take three times as long to start.
         command = [sys.executable, "-P", sandbox_child.__file__]
         self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
         )
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
@@ -223,8 +235,11 @@ def get_cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def exchange_line(child: subprocess.Popen[bytes], request: bytes, budget: RenderBudget) -> bytes | bytearray:
-    """Send a request line and return the reply line; empty if the child ends or the budget is spent."""
+def exchange_line(child: subprocess.Popen[bytes], request: bytes, budget: RenderBudget) -> bytearray:
+    """Send a request line and return the reply line.
+
+    Raises `ChildDied` if the child ends first, and `TemplateExhausted` if the budget is spent.
+    """
     assert child.stdin is not None
     assert child.stdout is not None
     reading, writing = child.stdout.fileno(), child.stdin.fileno()
@@ -239,18 +254,18 @@ def exchange_line(child: subprocess.Popen[bytes], request: bytes, budget: Render
         if time.monotonic() - last_check >= LIMIT_CHECK_SECONDS:
             last_check, used = time.monotonic(), get_cpu_seconds(child.pid) - cpu_at_start
             if budget.is_spent(used):
-                return b""
+                raise TemplateExhausted(f"it exceeded the limit of {RENDER_CPU_SECONDS:.0f} s", None)
         if writing in ready:
             try:
                 unsent = unsent[os.write(writing, unsent) :]
             except BrokenPipeError:
-                return b""
+                raise ChildDied from None
             if not unsent:
                 poll.unregister(writing)
         if reading in ready:
             piece = os.read(reading, 1 << 16)
-            if not piece:  # the child ended
-                return b""
+            if not piece:
+                raise ChildDied
             line += piece
     budget.subtract(max(used, min(time.monotonic() - started, LIMIT_CHECK_SECONDS)))
     return line

@@ -69,7 +69,14 @@ def _try_in_child(paths: list[Path], nbytes: int) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "GGML_NO_BACKTRACE": "1"}
     timeout = BASE_TIMEOUT_SECONDS + nbytes / MIN_READ_BYTES_PER_SECOND
     try:
-        child = subprocess.run(command, capture_output=True, timeout=timeout, env=environment, check=False)
+        child = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=timeout,
+            env=environment,
+            check=False,
+            start_new_session=True,  # Ctrl-C must not look like a crash of the trial; `run` kills the child itself
+        )
     except subprocess.TimeoutExpired:
         raise InvalidModel(str(path), f"a trial load took longer than {timeout:.0f} s") from None
     if child.returncode == 0:

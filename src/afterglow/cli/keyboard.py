@@ -1,0 +1,90 @@
+"""Keyboard while a response is written: typed keys wait for the next prompt, and Ctrl-C stops the response."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import termios
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import TypeVar
+
+ItemT = TypeVar("ItemT")
+
+
+@contextlib.contextmanager
+def hold_keys() -> Iterator[None]:
+    """Do not echo typed keys, because they would break the drawing. The next prompt reads them.
+
+    Ctrl-C still sends SIGINT. The mode of the terminal is restored on exit. Does nothing without a terminal.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (termios.error, OSError, ValueError):
+        yield
+        return
+    mode = termios.tcgetattr(descriptor)
+    mode[0] &= ~termios.ICRNL  # Enter stays a carriage return, as the line editor expects it
+    mode[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(descriptor, termios.TCSANOW, mode)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+class InterruptGuard:
+    """Context manager in which Ctrl-C stops an iteration, but never interrupts the work on its items.
+
+    >>> with InterruptGuard() as guard:
+    ...     list(guard.iterate([1, 2]))
+    [1, 2]
+    """
+
+    def __init__(self) -> None:
+        self._is_requested = False
+        self._is_waiting = False
+
+    def __enter__(self) -> InterruptGuard:
+        self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._previous_handler)
+
+    def iterate(self, items: Iterable[ItemT]) -> Iterator[ItemT]:
+        """Yield the items. After Ctrl-C, raise `KeyboardInterrupt` instead of the next item, also while waiting."""
+        iterator = iter(items)
+        while True:
+            self._is_waiting = True
+            try:
+                if self._is_requested:
+                    raise KeyboardInterrupt
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._is_waiting = False
+            yield item
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._is_waiting or self._is_requested:  # a second Ctrl-C does not wait for anything
+            raise KeyboardInterrupt
+        self._is_requested = True
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into `SystemExit`, so that the terminal is restored before the process ends."""
+
+    def exit_process(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, exit_process) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,70 @@
+"""Input line: completion of commands and arguments, and the file of the history."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import InMemoryHistory
+
+from afterglow.cli import line_editor
+from afterglow.cli.line_editor import CommandCompleter, open_history
+
+
+def complete(text: str) -> list[str]:
+    completer = CommandCompleter(
+        {"model": lambda: ["llama", "smollm2", "smollm3"], "more": None, "load": None}, ["load"]
+    )
+    return [completion.text for completion in completer.get_completions(Document(text), CompleteEvent())]
+
+
+@pytest.mark.parametrize(
+    ("text", "completions"),
+    [
+        ("/mo", ["model ", "more"]),
+        ("/x", []),
+        ("/model smol", ["smollm2", "smollm3"]),
+        ("/model ", ["llama", "smollm2", "smollm3"]),
+        ("/more ", []),
+        ("what is /mo", []),
+        ("/mo\n", []),
+    ],
+)
+def test_commands_and_arguments_are_completed(text: str, completions: list[str]) -> None:
+    assert complete(text) == completions
+
+
+def test_paths_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "talk.json").touch()
+    assert complete(f"/load {tmp_path}/ta") == ["lk.json"]
+
+
+def test_the_history_is_private_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_editor, "MAX_HISTORY_BYTES", 1000)
+    path = tmp_path / "chat" / "history"
+    history = open_history(path)
+    for number in range(100):
+        history.store_string(f"line {number}")
+    path.chmod(0o644)
+    lines = list(open_history(path).load_history_strings())
+    assert 10 < len(lines) < 90
+    assert lines == [f"line {number}" for number in range(99, 99 - len(lines), -1)]  # the newest first
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_history_that_cannot_be_written_is_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "chat").touch()
+    assert isinstance(open_history(tmp_path / "chat" / "history"), InMemoryHistory)
+    assert isinstance(open_history(None), InMemoryHistory)
+
+
+def test_a_line_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    history = open_history(tmp_path / "history")
+    (tmp_path / "history").unlink()
+    (tmp_path / "history").mkdir()
+    history.append_string("line")
+    assert history.get_strings() == ["line"]
