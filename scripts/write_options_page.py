@@ -22,7 +22,7 @@ PAGE = """\
 
 # Options
 
-Keyword arguments of the Python API. A misspelled or invalid option raises `InvalidArgument` with the nearest valid name;
+Keyword arguments of the Python API. A misspelled or invalid option raises `InvalidArgument` with the nearest name;
 type checkers know them as `LoadOptions`, `GenerationOptions` and `PromptOptions`. The commands have the options of
 `load` as flags and settings: [settings.md](../settings.md).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -74,27 +75,25 @@ class PageRunner:
 
     def __init__(self, home: Path, smollm2: Path) -> None:
         self.home = home
-        self._models = home / "models"
+        self._smollm2 = smollm2
         self._write_command()
-        self._link_models(smollm2)
         self._server: ServerProcess | None = None
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the commands: a home of its own, and short responses."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("AFTERGLOW_")}
+        """Variables of the commands: a home of their own, and short responses."""
+        prefixes = ("AFTERGLOW_", "XDG_", "HF_", "OLLAMA_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
         return {
             **inherited,
             "HOME": str(self.home),
             "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
-            "AFTERGLOW_CACHE": str(self.home / "cache"),
-            "AFTERGLOW_MODELS": str(self._models),
             "AFTERGLOW_MAX_TOKENS": "40",  # flags override it
-            "OLLAMA_MODELS": str(self.home / "ollama"),
         }
 
     def run_page(self, blocks: list[Block], directory: Path) -> None:
         """Run the shell blocks in order, then the Python of the page as one program. A server runs until the end."""
+        self._link_models()
         try:
             for block in blocks:
                 if block.language == "bash":
@@ -155,18 +154,24 @@ class PageRunner:
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m afterglow.cli.main "$@"\n')
         command.chmod(0o755)
 
-    def _link_models(self, smollm2: Path) -> None:
-        self._models.mkdir()
-        for name in (smollm2.name, *CHAT_MODELS):
-            os.symlink(smollm2, self._models / name)
+    def _link_models(self) -> None:
+        """Link the models into the places where afterglow and Ollama keep them, unless they are there."""
+        directory = self.home / ".cache" / "afterglow" / "models"
+        for name in (self._smollm2.name, *CHAT_MODELS):
+            link(directory / name, self._smollm2)
         for name in EMBEDDING_MODELS:
-            os.symlink(models.get_path("embedding"), self._models / name)
-        manifest = self.home / "ollama" / "manifests" / "registry.example" / "library" / "llama3.2" / "1b"
-        manifest.parent.mkdir(parents=True)
+            link(directory / name, models.get_path("embedding"))
+        ollama = self.home / ".ollama" / "models"
         digest = "sha256:" + 64 * "0"
-        manifest.write_text(
-            f'{{"layers": [{{"mediaType": "application/vnd.ollama.image.model", "digest": "{digest}"}}]}}'
-        )
-        blob = self.home / "ollama" / "blobs" / digest.replace(":", "-")
-        blob.parent.mkdir(parents=True)
-        os.symlink(smollm2, blob)
+        link(ollama / "blobs" / digest.replace(":", "-"), self._smollm2)
+        manifest = ollama / "manifests" / "registry.example" / "library" / "llama3.2" / "1b"
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        layer = {"mediaType": "application/vnd.ollama.image.model", "digest": digest}
+        manifest.write_text(json.dumps({"layers": [layer]}))
+
+
+def link(path: Path, target: Path) -> None:
+    """Create a symbolic link and its folder, unless it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.symlink_to(target)
