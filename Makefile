@@ -41,7 +41,7 @@ docs: .venv/docs            ## write the generated pages and build the documenta
 	@$(BIN)/python scripts/write_settings_page.py
 	@$(BIN)/python scripts/write_options_page.py
 	@$(BIN)/python scripts/write_memory_tables.py
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 setup: .venv/runtime        ## create the virtual environment

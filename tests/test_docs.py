@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib.util
+import itertools
 import json
 import re
 import runpy
@@ -245,12 +246,24 @@ def check_command(words: list[str], page: str) -> None:
 
 
 def read_code_spans(page: Path, last_column: bool = False) -> Iterator[str]:
-    """Yield the code spans of a page; with `last_column`, only those of the last cell of each row of a table."""
+    """Yield the code spans of a page; with `last_column`, only those in the last cells of the rows of tables."""
+    if last_column:
+        yield from (span for row in read_rows(page) for span in row[-1])
+        return
+    for token in parse_page(page):
+        yield from (child.content for child in token.children or () if child.type == "code_inline")
+
+
+def read_rows(page: Path) -> Iterator[list[list[str]]]:
+    """Yield the code spans of each cell of each row of the tables of a page."""
+    row: list[list[str]] = []
     tokens = parse_page(page)
-    for index, token in enumerate(tokens):
-        is_last = index + 2 < len(tokens) and tokens[index + 2].type == "tr_close"
-        if is_last or not last_column:
-            yield from (child.content for child in token.children or () if child.type == "code_inline")
+    for token, inline in itertools.pairwise(tokens):
+        if token.type == "td_open":
+            row.append([child.content for child in inline.children or () if child.type == "code_inline"])
+        elif token.type == "tr_close" and row:
+            yield row
+            row = []
 
 
 # --- deployment files
@@ -295,3 +308,21 @@ def test_the_page_on_windows_names_every_module_that_cannot_be_imported_there() 
     page = (ROOT / "docs" / "windows.md").read_text()
     for path, module in find_posix_imports():
         assert f"| `{path}` | `{module}`" in page, (path, module)
+
+
+# Messages of other programs, and parts of messages that are values.
+FOREIGN_MESSAGES = {
+    "libgomp.so.1",
+    "for xllamacpp.abi3.so",
+    "No module named 'resource'",
+    "afterglow: command not found",
+    "pip install afterglow",
+}
+
+
+def test_the_messages_on_the_page_on_troubleshooting_exist() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src" / "afterglow").rglob("*.py"))
+    for row in read_rows(ROOT / "docs" / "troubleshooting.md"):
+        for message in row[0]:
+            words = [part for part in re.split(r"^\d{3} ", message) if part]
+            assert message in FOREIGN_MESSAGES or words[-1] in source, message
