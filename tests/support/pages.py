@@ -75,6 +75,7 @@ class PageRunner:
 
     def __init__(self, home: Path, smollm2: Path) -> None:
         self.home = home
+        self._cache = home / ".cache" / "afterglow"
         self._smollm2 = smollm2
         self._write_command()
         self._server: ServerProcess | None = None
@@ -88,6 +89,9 @@ class PageRunner:
             **inherited,
             "HOME": str(self.home),
             "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
+            # The default directories, by name: a server would inherit those of the tests.
+            "AFTERGLOW_CACHE": str(self._cache),
+            "AFTERGLOW_MODELS": str(self._cache / "models"),
             "AFTERGLOW_MAX_TOKENS": "40",  # flags override it
         }
 
@@ -156,11 +160,10 @@ class PageRunner:
 
     def _link_models(self) -> None:
         """Link the models into the places where afterglow and Ollama keep them, unless they are there."""
-        directory = self.home / ".cache" / "afterglow" / "models"
         for name in (self._smollm2.name, *CHAT_MODELS):
-            link(directory / name, self._smollm2)
+            link(self._cache / "models" / name, self._smollm2)
         for name in EMBEDDING_MODELS:
-            link(directory / name, models.get_path("embedding"))
+            link(self._cache / "models" / name, models.get_path("embedding"))
         ollama = self.home / ".ollama" / "models"
         digest = "sha256:" + 64 * "0"
         link(ollama / "blobs" / digest.replace(":", "-"), self._smollm2)
