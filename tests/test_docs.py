@@ -59,6 +59,13 @@ def test_every_block_that_does_not_run_has_a_reason_and_is_counted() -> None:
     assert Counter(block.reason for block in ALL_BLOCKS if block.reason) == NOT_RUN
 
 
+def test_a_server_is_a_block_of_its_own() -> None:
+    """The runner starts it in the background; among other commands it would never end."""
+    shell = [block for block in ALL_BLOCKS if block.language == "bash" and not block.reason]
+    lines = {str(block): block.code.strip().splitlines() for block in shell}
+    assert not [block for block, code in lines.items() if len(code) > 1 and any("afterglow serve" in x for x in code)]
+
+
 def list_runnable_pages() -> Iterator[Any]:
     for name, blocks in BLOCKS.items():
         runnable = [block for block in blocks if block.language in EXECUTED and not block.reason]
