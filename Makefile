@@ -37,9 +37,13 @@ bench-quick: .venv/development   ## the same checks on smaller workloads, five m
 bench-pages: .venv/bench    ## write the table of README.md and the plots of docs/speed.md
 	@$(BIN)/python benchmarks/results.py
 
-docs: .venv/development     ## write docs/settings.md and the index of the commands from their declarations
+docs: .venv/docs            ## write the generated pages and build the documentation into site/
 	@$(BIN)/python scripts/write_settings_page.py
 	@$(BIN)/python scripts/write_command_index.py
+	@$(BIN)/python scripts/write_options_page.py
+	@$(BIN)/python scripts/write_memory_tables.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 setup: .venv/runtime        ## create the virtual environment
 
@@ -59,6 +63,10 @@ setup: .venv/runtime        ## create the virtual environment
 	@$(INSTALL) --requirement requirements/bench.lock
 	@touch $@
 
+.venv/docs: requirements/docs.lock .venv/development
+	@$(INSTALL) --requirement requirements/docs.lock
+	@touch $@
+
 lock:                       ## resolve the dependencies again (needs `uv`)
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --output-file requirements/runtime.lock
@@ -67,6 +75,8 @@ lock:                       ## resolve the dependencies again (needs `uv`)
 	    --output-file requirements/development.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group bench --constraint requirements/development.lock --output-file requirements/bench.lock
+	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
+	    --group docs --constraint requirements/development.lock --output-file requirements/docs.lock
 
 clean:                      ## remove the virtual environment
 	@rm -rf .venv

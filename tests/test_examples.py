@@ -1,11 +1,10 @@
-"""The Python of the documentation, the example scripts, and the docstring examples of the public API run."""
+"""The example scripts and the docstring examples of the public API run. Code of pages: test_docs.py."""
 
 from __future__ import annotations
 
 import asyncio
 import doctest
 import io
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,21 +14,6 @@ import pytest
 import afterglow
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-PAGE_CODE = [
-    pytest.param("\n".join(blocks), id=page.name) for page in PAGES if (blocks := BLOCK.findall(page.read_text()))
-]
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("code", PAGE_CODE)
-def test_the_python_of_a_page_runs(code: str, smollm2: Path, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(code)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 @pytest.mark.model

@@ -189,7 +189,7 @@ LOAD = {
         "test_an_option_replaces_the_field_of_given_engine_settings",
     ),
     "state": "test_c12_the_load_states_go_up_and_down",
-    "fetch": "test_the_python_of_a_page_runs",
+    "fetch": "test_the_code_of_a_page_runs",
     "progress": "test_c12_progress_is_reported_and_can_cancel",
     "hooks": "test_c12_a_hook_gets_the_target_state_and_can_reject_the_load",
 }
