@@ -15,13 +15,12 @@ def test_show_names_the_source_of_each_sampling_value(tmp_path: Path) -> None:
     path = write_model_with_sampling(tmp_path / "own.gguf", {"top_p": 0.9, "mirostat_tau": 4.0})
     result = run_command("models", "show", str(path), AFTERGLOW_TOP_K="7", AFTERGLOW_CONTEXT="512")
     assert result.returncode == 0, result.stderr
-    words = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
-    assert ["top_p", "0.9", "the model file"] in words
-    assert ["mirostat_tau", "4", "the model file"] in words
-    assert ["top_k", "7", "your settings"] in words
-    assert ["min_p", "0.05", "default of afterglow"] in words
-    assert "llama" in result.stdout
-    assert "loaded with 512" in result.stdout
+    values = dict(line.split("\t") for line in result.stdout.splitlines())
+    assert values["top p"] == "0.9 (the model file)"
+    assert values["mirostat tau"] == "4 (the model file)"
+    assert values["top k"] == "7 (your settings)"
+    assert values["min p"] == "0.05 (default of afterglow)"
+    assert values["architecture"] == "llama"
 
 
 def test_show_of_an_unknown_model_says_how_to_get_one() -> None:

@@ -80,7 +80,7 @@ def find_saved_conversation(
 
     An id after `--resume` is an argument of the command, like the model.
     """
-    names = [name for name in (command.params["model"], command.params["id"]) if name is not None]
+    names = [name for name in (command.params["model"], command.params.get("id")) if name is not None]
     if not resume:
         if len(names) > 1:
             raise InvalidArgument("ID", "can only be given with --resume")

@@ -427,6 +427,25 @@ def _(server: ServerProcess) -> None:
     assert both["error"]["param"] == "reasoning_budget"
 
 
+@checks("chat", "replay")
+def _(server: ServerProcess) -> None:
+    question = {"role": "user", "content": "the field replay"}
+    answer = server.chat("the field replay", max_tokens=5)["choices"][0]["message"]["content"]
+    messages = [question, {"role": "assistant", "content": answer}, question]
+    for replay, tokens in ((True, 5), (False, None)):
+        usage = server.chat(messages=messages, replay=replay)["usage"]
+        assert usage["prompt_tokens_details"].get("replayed_tokens") == tokens
+
+
+@checks("responses", "replay")
+def _(server: ServerProcess) -> None:
+    question = {"role": "user", "content": "the field replay of responses"}
+    output = server.respond([question], max_output_tokens=5)["output"]
+    for replay, tokens in ((True, 5), (False, None)):
+        usage = server.respond([question, *output, question], replay=replay)["usage"]
+        assert usage["input_tokens_details"].get("replayed_tokens") == tokens
+
+
 @checks("chat", "chat_template_kwargs")
 def _(server: ServerProcess) -> None:
     body = {"model": "reasoning", "messages": [{"role": "user", "content": "hello"}]}
