@@ -121,10 +121,10 @@ HOSTILE_FILES = {
 def test_a_hostile_file_is_rejected_fast_and_without_memory(name):
     data = HOSTILE_FILES[name]()
     process = psutil.Process()
-    before, start = process.memory_info().rss, time.perf_counter()
+    before, start = process.memory_info().rss, time.thread_time()  # not wall time: the machine may be busy
     with pytest.raises(InvalidMedia) as caught:
         decode_image(data, source="the image")
-    seconds, growth = time.perf_counter() - start, process.memory_info().rss - before
+    seconds, growth = time.thread_time() - start, process.memory_info().rss - before
     assert seconds < 1
     assert growth < 64 << 20
     assert str(caught.value).startswith("the image cannot be read: ")

@@ -36,6 +36,8 @@ def main(folder: str, kind: str, drafter: str, kv_unified: str, seed: str) -> No
         ask(engine, get_prompt(number % PROMPTS), boundaries=frozenset({48}), max_tokens=4, ignore_eos=True)
         engine.run_idle_task()
         if number == int(seed) + 3:
+            assert engine.prefix_cache.store.disk_tier is not None
+            engine.prefix_cache.store.disk_tier.writer.flush()  # on a busy machine, nothing may be on disk yet
             print("several prompts were computed", flush=True)
         number += 1
 

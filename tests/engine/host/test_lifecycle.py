@@ -170,6 +170,7 @@ def test_c12_the_state_is_readable_during_a_transition():
         assert model.state is LoadState.WARM
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("projector", [None, "projector-llava"])
 def test_c12_fifty_cycles_leak_nothing(projector, list_own_handles):
     process = psutil.Process()
