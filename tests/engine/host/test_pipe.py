@@ -102,7 +102,7 @@ def test_tokens_read_in_an_event_loop_wake_no_other_thread(monkeypatch):
         return await ask(engine, "second")
 
     # A long heartbeat: after one without a message, as on a busy machine, the thread reads once.
-    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 60.0)
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 5.0)
     with EngineProcess(FakeEngineFactory(), silence_timeout=240.0) as engine:
         assert asyncio.run(main(engine)) == EXPECTED
         assert len(wakes) <= 1  # the thread may have been waiting for one more message
