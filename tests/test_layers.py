@@ -70,7 +70,7 @@ ORDERS = {
         miss_reasons
     """,
     "server": """
-        errors settings logs
+        errors settings logs sealing
         metrics schema sse limits admission
         models
         state auth

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from fastapi import Request
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ErrorFormats, ReceiveError
@@ -147,6 +147,7 @@ class AuthMiddleware:
         self._keys = APIKeys(settings.api_keys)
         self._browser_policy = BrowserPolicy(settings)
         self._max_body_bytes = settings.max_body_bytes
+        self._strict = settings.strict
         self._metrics = metrics
         self._error_formats = error_formats
 
@@ -154,12 +155,14 @@ class AuthMiddleware:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         status = CLIENT_CLOSED_REQUEST  # unless a response starts
-        record = start_record(scope["method"], scope["path"])
+        record = start_record(scope["method"], scope["path"], refuses_hints=self._strict)
 
         async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if record.ignored_fields:
+                    MutableHeaders(scope=message)["x-afterglow-ignored"] = ", ".join(record.ignored_fields)
             await send(message)
 
         self.active_requests += 1

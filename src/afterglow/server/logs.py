@@ -39,6 +39,16 @@ class RequestRecord:
     cached_tokens: int | None = None
     generated_tokens: int | None = None
     finish_reason: str | None = None  # or the code of the error
+    ignored_fields: list[str] = field(default_factory=list)  # hints of the request that have no effect
+    refuses_hints: bool = False  # whether the server is strict
+
+    def add_ignored(self, name: str) -> None:
+        """Record a field that has no effect. The first request with it is logged."""
+        if name not in self.ignored_fields:
+            self.ignored_fields.append(name)
+        if (self.path, name) not in _logged_hints:
+            _logged_hints.add((self.path, name))
+            logger.info("%s: `%s` has no effect here", self.path, name)
 
     def record_usage(self, usages: Sequence[Usage], finish_reasons: Sequence[str], choices_per_prompt: int) -> None:
         """Record finished choices. The choices of one prompt share its prefill, so that it counts once."""
@@ -74,12 +84,13 @@ class RequestRecord:
         return " ".join([self.method, path, str(status), *known])
 
 
+_logged_hints: set[tuple[str, str]] = set()  # bounded by the declared fields
 _current_record: ContextVar[RequestRecord] = ContextVar("request_record")
 
 
-def start_record(method: str, path: str) -> RequestRecord:
+def start_record(method: str, path: str, *, refuses_hints: bool = False) -> RequestRecord:
     """Start the record of a request, for this task and the tasks that it starts."""
-    record = RequestRecord(method, path)
+    record = RequestRecord(method, path, refuses_hints=refuses_hints)
     _current_record.set(record)
     return record
 

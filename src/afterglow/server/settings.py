@@ -72,6 +72,11 @@ class ServerSettings(pydantic.BaseModel):
     allow_origins: TextList = pydantic.Field(
         (), description="CORS origins allowed to connect; `*`: all. Requests of other web pages get status 403."
     )
+    strict: bool = pydantic.Field(
+        False,
+        description="Reject request fields that have no effect here. Default: they are accepted, and the response "
+        "header `x-afterglow-ignored` names them.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         "info",
         description="Least severe lines of the log on standard error: `debug`, `info` (one line per request), "

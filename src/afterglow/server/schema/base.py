@@ -1,4 +1,9 @@
-"""Base of all bodies: unknown fields, implicit conversions and invalid Unicode are rejected."""
+"""Base of all bodies: unknown fields, implicit conversions and invalid Unicode are rejected.
+
+A documented field belongs to one of three classes. It is *honoured*; or a *hint* (`hint`), which has no effect here and
+is accepted, unless the server is strict; or *refused* (`unsupported`, `supports_only`), because ignoring it would
+change the response.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import PydanticCustomError, from_json
 
+from afterglow.server.logs import get_record
+
 
 class StrictModel(pydantic.BaseModel):
     """Strict base class of bodies and their parts."""
@@ -19,13 +26,17 @@ class StrictModel(pydantic.BaseModel):
 
     @pydantic.field_validator("*", mode="after")
     @classmethod
-    def _reject_unsupported(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """Reject values of documented fields that are not supported, with the reason."""
+    def _apply_field_class(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Record hints, and reject values of documented fields that are not supported, with the reason."""
         rule = cls.model_fields[info.field_name or ""].json_schema_extra
         if value is None or not isinstance(rule, dict) or "x-reason" not in rule:
             return value
         allowed, reason = rule["x-only"], rule["x-reason"]
         if isinstance(allowed, list) and value in allowed:
+            return value
+        record = get_record()
+        if "x-hint" in rule and not record.refuses_hints:
+            record.add_ignored(str(rule["x-hint"] or info.field_name))
             return value
         if not allowed:
             raise PydanticCustomError("unsupported_parameter", "is not supported: {reason}", {"reason": reason})
@@ -39,6 +50,16 @@ def supports_only(*allowed: Any, reason: str) -> Any:
     values = " or ".join(json.dumps(value) for value in allowed)
     rule: dict[str, Any] = {"x-only": list(allowed), "x-reason": reason}
     return pydantic.Field(None, description=f"Only {values}: {reason}.", json_schema_extra=rule)
+
+
+def hint(reason: str, *allowed: Any, name: str = "") -> Any:
+    """Declare a documented field that has no effect. The values `allowed` describe what is done anyway.
+
+    The response header `x-afterglow-ignored` and the log name it, with `name` if the field is nested. A strict server
+    (`serve --strict`) rejects it.
+    """
+    rule: dict[str, Any] = {"x-only": list(allowed), "x-reason": reason, "x-hint": name}
+    return pydantic.Field(None, description=f"Accepted without effect: {reason}.", json_schema_extra=rule)
 
 
 def unsupported(reason: str) -> Any:
