@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from afterglow.testing import models
-from support.commands import AFTERGLOW, ChatTerminal, run_command
+from support.commands import AFTERGLOW, ChatTerminal, run_in_process
 
 pytestmark = pytest.mark.native
 
@@ -454,7 +454,7 @@ def test_resume_without_a_saved_conversation_is_an_error(tmp_path: Path) -> None
         (("--resume", "--private"), "cannot be used with --private"),
         ((MODEL, "20260101-000000-abcd"), "can only be given with --resume"),
     ):
-        result = run_command("chat", *arguments, stdin="x", AFTERGLOW_DATA=str(tmp_path))
+        result = run_in_process("chat", *arguments, stdin="x", AFTERGLOW_DATA=str(tmp_path))
         assert result.returncode == 1
         assert reason in result.stderr
 
@@ -463,7 +463,7 @@ def test_piped_input_can_continue_a_conversation(tmp_path: Path) -> None:
     terminal = ChatTerminal(AFTERGLOW_DATA=str(tmp_path))
     terminal.send_line("hello")
     assert terminal.exit() == 0
-    result = run_command("chat", "--resume", "--max-tokens", "5", stdin="and now?", AFTERGLOW_DATA=str(tmp_path))
+    result = run_in_process("chat", "--resume", "--max-tokens", "5", stdin="and now?", AFTERGLOW_DATA=str(tmp_path))
     assert result.stdout == "abcde\n"
     assert "stopped at the token limit of 5" in result.stderr
 
@@ -521,7 +521,7 @@ def test_a_message_longer_than_the_context_names_the_flag_that_helps() -> None:
 
 
 def test_piped_input_longer_than_the_context_names_the_flag_that_helps() -> None:
-    result = run_command("chat", MODEL, "--context", "256", stdin="x" * 300)
+    result = run_in_process("chat", MODEL, "--context", "256", stdin="x" * 300)
     assert result.returncode == 1
     assert re.fullmatch(
         r"afterglow: The prompt is \d+ tokens but the context is 256. Use --context 512 or .*", result.stderr.strip()
