@@ -255,7 +255,7 @@ def test_an_encoding_failure_ends_only_its_own_request():
     for name, (entries, media) in prompts.items():
         engine.submit(request(name, entries, media=media))
         engine.step()
-        time.sleep(0.05)  # the first is being encoded; the others form one batch
+        assert projector.encoding_started.wait(60)  # the first is being encoded; the others form one batch
     projector.encoding_allowed.set()
     answers: dict[str, Answer] = {}
     while engine.is_busy:
@@ -279,7 +279,7 @@ def test_images_of_a_cancelled_request_are_not_encoded():
     busy = build_prompt(engine, noise_image(9, 5, 1), [1])
     engine.submit(request("busy", busy[0], media=busy[1]))
     engine.step()
-    time.sleep(0.05)  # wait until its encoding runs
+    assert engine.backend.projector.encoding_started.wait(60)
     entries, media = build_prompt(engine, SYSTEM, CAT, DOG, QUESTION)
     engine.submit(request("gone", entries, media=media))
     engine.step()
