@@ -17,10 +17,10 @@ chat: setup                 ## set up, fetch the default model, start a chat
 	@$(BIN)/afterglow chat
 
 test: .venv/development check   ## everything CI runs, in two processes
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/development check   ## the same with the long variants
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "full or not full" --timeout 3600
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "full or not full" --timeout 3600
 
 unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,7 +67,13 @@ def smollm2(caches_of_our_own: None) -> Path:
 
 
 FILE_OF_NATIVE_TESTS = re.compile(r"^pytestmark = .*mark\.(native|model|slow|full)\b", re.MULTILINE)
-LONG_FILES = ("tests/models/", "tests/laws/test_state_machine.py", "tests/llama/gguf/test_probe.py")
+LONG_FILES = (
+    "tests/models/",
+    "tests/laws/test_state_machine",
+    "tests/llama/gguf/test_probe.py",
+    "tests/cli/test_repl.py",
+)
+SECONDS_BY_MARKER = {"model": 5.0, "native": 0.4, "slow": 0.2}  # of a test, roughly
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,7 +93,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))  # first, so that both processes end together
+    """Deselect the long variants, and begin with the files that take longest, so that all processes end together."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        seconds[item.path] += next((s for marker, s in SECONDS_BY_MARKER.items() if item.get_closest_marker(marker)), 0)
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG_FILES), -seconds[item.path]))
     if config.getoption("-m"):
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])

@@ -7,6 +7,7 @@ import doctest
 import io
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def test_the_docstring_examples_of_a_public_name_are_true(name: str, smollm2: Pa
     value = PUBLIC[name]
     assert ">>>" in (value.__doc__ or ""), f"{name} has no example"
     tests = [test for test in doctest.DocTestFinder(recurse=True).find(value, name) if test.examples]
-    with afterglow.load(smollm2, context=512) as model:
+    needs_model = any("model" in example.source for test in tests for example in test.examples)
+    with afterglow.load(smollm2, context=512) if needs_model else nullcontext() as model:
         for test in tests:
             public_names = {name: getattr(afterglow, name) for name in afterglow.__all__}
             test.globs.update({**public_names, "afterglow": afterglow, "model": model, "asyncio": asyncio})

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
-import subprocess
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 import afterglow
-from afterglow.cli.main import main
 from afterglow.engine.inspect import disk
 from afterglow.testing import models
-from support.commands import run_command
+from support.commands import run_in_process
 from support.server_process import run_server, wait_until
 
 pytestmark = pytest.mark.native
 
 MODEL = str(models.get_path("successor-attention"))
 MESSAGES = [("system", "Today is Monday. You are kind."), ("user", "Tell me about the sea, please.")]
-
-
-def run_in_process(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, which saves the start of a child process."""
-    output, errors, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setattr(sys, "argv", ["afterglow", *arguments])
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +51,7 @@ def read_json(root: Path, *arguments: str) -> dict:
 
 
 def test_cache_lists_conversations_by_their_first_user_message(root: Path) -> None:
-    result = run_command("cache", AFTERGLOW_CACHE=str(root), COLUMNS="200")
+    result = run_in_process("cache", AFTERGLOW_CACHE=str(root), COLUMNS="200")
     assert result.returncode == 0, result.stderr
     assert "Tell me about the sea" in result.stdout
     assert "Something else" in result.stdout
@@ -129,12 +109,12 @@ def test_a_conversation_that_continues_after_a_clear_beside_a_server_survives_it
     with run_server(*arguments, **environment) as server:
         text += server.complete(text)["choices"][0]["text"]
         beginning = len(text) - 1
-        assert wait_until(20, lambda: is_on_disk(beginning))
-        assert run_command("cache", "clear", "-y", AFTERGLOW_CACHE=str(tmp_path)).returncode == 0
+        assert wait_until(120, lambda: is_on_disk(beginning))
+        assert run_in_process("cache", "clear", "-y", AFTERGLOW_CACHE=str(tmp_path)).returncode == 0
         assert not list(tmp_path.rglob("*.cells"))
         text += "and more"
         text += server.complete(text)["choices"][0]["text"]
-        assert wait_until(20, lambda: is_on_disk(beginning)), "written from its beginning"
+        assert wait_until(120, lambda: is_on_disk(beginning)), "written from its beginning"
         server.stop(signal.SIGKILL)
     with run_server(*arguments, **environment) as server:
         usage = server.complete(text + "x")["usage"]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import afterglow
 from afterglow.cli.commands import ALIASES, COMMANDS, REPLACEMENTS, app, load_command
 from afterglow.cli.completion import INDEX_PATH, find_completions
-from support.commands import run_command
+from support.commands import run_in_process
 
 HEAVY_MODULES = ("fastapi", "jinja2", "numpy", "prompt_toolkit", "pydantic", "rich", "typer", "uvicorn")
 PROGRAM = f"""
@@ -128,11 +128,11 @@ def test_every_command_has_a_help_text(name: str) -> None:
 
 @pytest.mark.native
 def test_show_prints_the_facts_of_a_model(smollm2: Path) -> None:
-    result = run_command("show", "smollm2", "--json")
+    result = run_in_process("show", "smollm2", "--json")
     facts = json.loads(result.stdout)
     assert (facts["architecture"], facts["context_length"], facts["chat_template"]) == ("llama", 8192, True)
     assert facts["parameters"] == 134_515_008
     assert facts["size_bytes"] == smollm2.stat().st_size
-    table = run_command("models", "show", "smollm2").stdout
+    table = run_in_process("models", "show", "smollm2").stdout
     assert "134,515,008" in table
     assert f"path\t{smollm2}\n" in table

@@ -8,7 +8,7 @@ import pytest
 
 from afterglow.cli.loop_guard import LoopGuard, ResponseLoops, find_loop
 from afterglow.testing import models
-from support.commands import ChatTerminal, run_command
+from support.commands import ChatTerminal, run_in_process
 
 MODEL = str(models.get_path("successor-attention"))  # repeats the 28 characters of its cycle without end
 
@@ -46,18 +46,18 @@ def test_the_guard_names_the_length_of_the_loop_and_can_be_off() -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("arguments", [("run", "abc", "--model", MODEL), ("run", "abc", "--raw", "--model", MODEL)])
 def test_run_stops_a_loop_with_a_message_and_status_1(arguments: tuple[str, ...]) -> None:
-    result = run_command(*arguments, "--context", "1024")
+    result = run_in_process(*arguments, "--context", "1024")
     assert result.returncode == 1
     assert 192 <= len(result.stdout) < 300
     assert "stopped: the response repeats the same 28 tokens" in result.stderr
-    result = run_command(*arguments, "--context", "1024", "--no-loop-guard")
+    result = run_in_process(*arguments, "--context", "1024", "--no-loop-guard")
     assert (result.returncode, result.stderr) == (0, "")
     assert len(result.stdout) > 600
 
 
 @pytest.mark.native
 def test_a_piped_chat_stops_a_loop() -> None:
-    result = run_command("chat", MODEL, "--context", "1024", stdin="abc")
+    result = run_in_process("chat", MODEL, "--context", "1024", stdin="abc")
     assert (result.returncode, len(result.stdout) < 300) == (1, True)
     assert "repeats the same 28 tokens" in result.stderr
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from afterglow.cli.media import extract_media_files
 from afterglow.testing import models
-from support.commands import ChatTerminal, run_command
+from support.commands import ChatTerminal, run_in_process
 from support.media_files import encode_audio, encode_image, gradient
 from support.media_prompts import color_image, note_audio
 
@@ -124,7 +124,7 @@ VISION_PROJECTOR = ("--projector", str(models.get_path("projector-colors")))
 
 def test_the_image_flag_attaches_images(blue_file: Path) -> None:
     for command in (("chat", VISION_MODEL), ("run", "What is this?", "--model", VISION_MODEL)):
-        result = run_command(*command, *VISION_PROJECTOR, "--image", str(blue_file), stdin="What is this?")
+        result = run_in_process(*command, *VISION_PROJECTOR, "--image", str(blue_file), stdin="What is this?")
         assert (result.returncode, result.stdout.strip()) == (0, "B"), result.stderr
 
 
@@ -141,13 +141,13 @@ def test_a_file_dragged_into_the_chat_is_attached(blue_file: Path) -> None:
 
 def test_image_errors_of_chat_and_run_are_reported(image_file: Path, tmp_path: Path) -> None:
     for command in (("chat", MODEL), ("run", "What is this?", "--model", MODEL)):
-        result = run_command(*command, "--image", str(image_file), stdin="What is this?")
+        result = run_in_process(*command, "--image", str(image_file), stdin="What is this?")
         assert (result.returncode, result.stdout) == (1, "")
         assert "does not support image input" in result.stderr
-        missing = run_command(*command, "--image", "/nonexistent/missing.png", stdin="What is this?")
+        missing = run_in_process(*command, "--image", "/nonexistent/missing.png", stdin="What is this?")
         assert missing.returncode == 1
         assert "missing.png cannot be read: No such file" in missing.stderr
-    raw = run_command("run", "abc", "--model", MODEL, "--raw", "--image", str(image_file))
+    raw = run_in_process("run", "abc", "--model", MODEL, "--raw", "--image", str(image_file))
     assert raw.returncode == 1
     assert "cannot be used with --raw" in raw.stderr
 
@@ -165,7 +165,7 @@ def audio_file(tmp_path: Path) -> Path:
 
 def test_the_audio_flag_attaches_audio(audio_file: Path) -> None:
     for command in (("chat", AUDIO_MODEL), ("run", "Which note is this?", "--model", AUDIO_MODEL)):
-        result = run_command(*command, *AUDIO_PROJECTOR, "--audio", str(audio_file), stdin="Which note is this?")
+        result = run_in_process(*command, *AUDIO_PROJECTOR, "--audio", str(audio_file), stdin="Which note is this?")
         assert (result.returncode, result.stdout.strip()) == (0, "A"), result.stderr
 
 
@@ -185,13 +185,13 @@ def test_an_audio_file_dragged_into_the_chat_is_attached(audio_file: Path) -> No
 
 
 def test_audio_errors_are_reported(audio_file: Path, tmp_path: Path) -> None:
-    unsupported = run_command("run", "Which note is this?", "--model", MODEL, "--audio", str(audio_file))
+    unsupported = run_in_process("run", "Which note is this?", "--model", MODEL, "--audio", str(audio_file))
     assert (unsupported.returncode, unsupported.stdout) == (1, "")
     assert "does not support audio input" in unsupported.stderr
-    raw = run_command("run", "abc", "--model", MODEL, "--raw", "--audio", str(audio_file))
+    raw = run_in_process("run", "abc", "--model", MODEL, "--raw", "--audio", str(audio_file))
     assert raw.returncode == 1
     assert "cannot be used with --raw" in raw.stderr
-    missing = run_command("run", "abc", "--model", MODEL, "--audio", "/nonexistent/missing.wav")
+    missing = run_in_process("run", "abc", "--model", MODEL, "--audio", "/nonexistent/missing.wav")
     assert "missing.wav cannot be read: No such file" in missing.stderr
 
 

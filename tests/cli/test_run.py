@@ -13,7 +13,7 @@ import pytest
 import afterglow
 from afterglow.cli.run import is_model
 from afterglow.testing import models
-from support.commands import AFTERGLOW, run_command
+from support.commands import AFTERGLOW, run_command, run_in_process
 
 pytestmark = pytest.mark.native
 
@@ -40,7 +40,7 @@ def test_statistics_go_to_standard_error() -> None:
 
 def test_a_response_satisfies_the_schema(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps({"enum": ["yes", "no"]}))
-    result = run_command("run", "Is snow white?", "--model", MODEL, "--schema", str(tmp_path / "schema.json"))
+    result = run_in_process("run", "Is snow white?", "--model", MODEL, "--schema", str(tmp_path / "schema.json"))
     assert json.loads(result.stdout) in ("yes", "no")
 
 
@@ -56,7 +56,7 @@ def test_a_response_satisfies_the_schema(tmp_path: Path) -> None:
     ],
 )
 def test_chat_flags_are_rejected_with_raw(flag: tuple[str, ...]) -> None:
-    result = run_command("run", "abc", "--raw", "--model", MODEL, *flag)
+    result = run_in_process("run", "abc", "--raw", "--model", MODEL, *flag)
     assert (result.returncode, result.stdout) == (1, "")
     assert f"`{flag[0]}` cannot be used with --raw" in result.stderr
 
@@ -65,9 +65,9 @@ def test_perplexity_prints_the_perplexity_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("abcdefgh")
     with afterglow.load(MODEL, disk_cache=False) as model:
         expected = model.perplexity("abcdefgh")
-    result = run_command("perplexity", str(tmp_path / "text.txt"), "--model", MODEL)
+    result = run_in_process("perplexity", str(tmp_path / "text.txt"), "--model", MODEL)
     assert result.stdout == f"{expected:.4f} over 8 tokens in 1 window\n"
-    missing = run_command("perplexity", str(tmp_path / "missing.txt"), "--model", MODEL)
+    missing = run_in_process("perplexity", str(tmp_path / "missing.txt"), "--model", MODEL)
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "missing.txt cannot be read" in missing.stderr
 
@@ -77,33 +77,33 @@ def test_perplexity_prints_the_perplexity_of_the_model(tmp_path: Path) -> None:
 
 def test_piped_input_comes_before_the_prompt() -> None:
     flags = ("--model", MODEL, "--max-tokens", "3", "--json", "--raw")
-    both = json.loads(run_command("run", "xyz", *flags, stdin="one two\n").stdout)
-    joined = json.loads(run_command("run", "-", *flags, stdin="one two\n\nxyz").stdout)
-    alone = json.loads(run_command("run", "xyz", *flags).stdout)
+    both = json.loads(run_in_process("run", "xyz", *flags, stdin="one two\n").stdout)
+    joined = json.loads(run_in_process("run", "-", *flags, stdin="one two\n\nxyz").stdout)
+    alone = json.loads(run_in_process("run", "xyz", *flags).stdout)
     assert both["text"] == joined["text"]
     assert both["usage"]["prompt_tokens"] == joined["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"]
 
 
 def test_piped_input_alone_is_the_prompt() -> None:
-    result = run_command("run", "--raw", "--model", MODEL, "--max-tokens", "3", stdin="mno")
+    result = run_in_process("run", "--raw", "--model", MODEL, "--max-tokens", "3", stdin="mno")
     assert (result.returncode, result.stdout) == (0, "pqr\n")
 
 
 def test_the_first_of_two_words_is_a_model_as_in_ollama() -> None:
-    result = run_command("run", MODEL, "abc", "--raw", "--max-tokens", "3")
+    result = run_in_process("run", MODEL, "abc", "--raw", "--max-tokens", "3")
     assert (result.returncode, result.stdout) == (0, "def\n")
-    piped = run_command("run", MODEL, "--raw", "--max-tokens", "3", stdin="mno")
+    piped = run_in_process("run", MODEL, "--raw", "--max-tokens", "3", stdin="mno")
     assert piped.stdout == "pqr\n"
 
 
 def test_the_words_after_the_model_are_one_prompt() -> None:
-    words = run_command("run", MODEL, "ab", "abc", "--raw", "--max-tokens", "3")
-    prompt = run_command("run", MODEL, "ab abc", "--raw", "--max-tokens", "3")
+    words = run_in_process("run", MODEL, "ab", "abc", "--raw", "--max-tokens", "3")
+    prompt = run_in_process("run", MODEL, "ab abc", "--raw", "--max-tokens", "3")
     assert (words.returncode, words.stdout) == (0, prompt.stdout)
 
 
 def test_an_unknown_model_before_a_prompt_is_an_error_that_mentions_quotes() -> None:
-    result = run_command("run", "why", "is the sky blue?")
+    result = run_in_process("run", "why", "is the sky blue?")
     assert (result.returncode, result.stdout) == (1, "")
     assert "no model called 'why'" in result.stderr
     assert "Put a prompt of several words into quotes" in result.stderr
@@ -120,7 +120,7 @@ def test_a_file_name_that_is_no_model_is_a_prompt(tmp_path: Path) -> None:
 
 def test_a_missing_prompt_is_an_error_that_says_what_to_do() -> None:
     for arguments in ((), (MODEL,)):
-        result = run_command("run", *arguments)
+        result = run_in_process("run", *arguments)
         assert (result.returncode, result.stdout) == (1, "")
         assert "`PROMPT` is missing" in result.stderr
         assert "afterglow chat" in result.stderr
@@ -145,12 +145,12 @@ def test_a_model_without_a_prompt_starts_a_chat_in_a_terminal() -> None:
 
 
 def test_json_is_one_object_with_text_finish_reason_and_usage() -> None:
-    result = run_command("run", "abc", "--model", MODEL, "--max-tokens", "3", "--json")
-    plain = run_command("run", "abc", "--model", MODEL, "--max-tokens", "3")
+    result = run_in_process("run", "abc", "--model", MODEL, "--max-tokens", "3", "--json")
+    plain = run_in_process("run", "abc", "--model", MODEL, "--max-tokens", "3")
     answer = json.loads(result.stdout)
     assert (answer["text"], answer["finish_reason"]) == (plain.stdout.rstrip("\n"), "length")
     assert (answer["model"], answer["usage"]["generated_tokens"]) == (MODEL, 3)
-    raw = json.loads(run_command("run", "abc", "--raw", "--model", MODEL, "--max-tokens", "3", "--json").stdout)
+    raw = json.loads(run_in_process("run", "abc", "--raw", "--model", MODEL, "--max-tokens", "3", "--json").stdout)
     assert (raw["text"], raw["finish_reason"], raw["usage"]["prompt_tokens"]) == ("def", "length", 3)
 
 
@@ -158,12 +158,12 @@ def test_json_is_one_object_with_text_finish_reason_and_usage() -> None:
 def test_a_response_that_ends_before_its_schema_is_an_error(flags: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps({"enum": ["a long text that needs many tokens"]}))
     schema = ("--schema", str(tmp_path / "schema.json"))
-    result = run_command("run", "Say it.", "--model", MODEL, "--max-tokens", "5", *schema, *flags)
+    result = run_in_process("run", "Say it.", "--model", MODEL, "--max-tokens", "5", *schema, *flags)
     assert result.returncode == 1
     assert "does not satisfy the schema: it stopped at the token limit, after 5 tokens" in result.stderr
     assert "--max-tokens" in result.stderr
     assert result.stdout.startswith('{"model"' if flags else '"a lo')
-    assert run_command("run", "Say it.", "--model", MODEL, *schema, *flags).returncode == 0
+    assert run_in_process("run", "Say it.", "--model", MODEL, *schema, *flags).returncode == 0
 
 
 # --- memory
@@ -187,7 +187,7 @@ def test_a_second_run_finds_the_prefix_of_the_first_on_disk(tmp_path: Path) -> N
 def test_a_private_run_writes_nothing_of_the_prompt_to_disk(tmp_path: Path) -> None:
     environment = {"AFTERGLOW_CACHE": str(tmp_path), "AFTERGLOW_DISK_CACHE": "on"}
     arguments = ("run", "abcdefghijklmnopqrstuvwxyz " * 12, "--model", MODEL, "--max-tokens", "1")
-    run_command(*arguments, "--private", **environment)
+    run_in_process(*arguments, "--private", **environment)
     assert not (tmp_path / "prefix").exists()
-    run_command(*arguments, **environment)
+    run_in_process(*arguments, **environment)
     assert (tmp_path / "prefix").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from afterglow.testing import models
-from support.commands import run_command
+from support.commands import run_in_process
 from support.server_process import run_server
 
 pytestmark = pytest.mark.native
@@ -31,7 +31,7 @@ WARNING = "anyone who can reach 0.0.0.0 can use this server"
     ],
 )
 def test_an_empty_api_key_is_refused(arguments: tuple[str, ...], environment: dict[str, str]) -> None:
-    result = run_command("serve", TINY, "--port", "0", *arguments, **environment)
+    result = run_in_process("serve", TINY, "--port", "0", *arguments, **environment)
     assert result.returncode == 1
     assert "an API key must not be empty" in result.stderr
 
@@ -49,7 +49,7 @@ def test_a_json_list_of_keys_in_the_variable_works() -> None:
 def test_a_broken_json_list_of_keys_is_refused_and_not_shown(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("another\n")
     for arguments in ((), ("--api-key-file", str(tmp_path / "keys"))):
-        result = run_command("serve", TINY, "--port", "0", *arguments, AFTERGLOW_SERVER_API_KEYS='["secret')
+        result = run_in_process("serve", TINY, "--port", "0", *arguments, AFTERGLOW_SERVER_API_KEYS='["secret')
         assert result.returncode == 1
         assert "AFTERGLOW_SERVER_API_KEYS` must be a JSON list" in result.stderr
         assert "secret" not in result.stderr
@@ -119,12 +119,12 @@ def test_ps_lists_the_models_of_the_running_server() -> None:
     with run_server(TINY, hybrid, "--context", "512", "--api-key", "secret", "--lazy-load") as server:
         port = server.url.rpartition(":")[2]
         server.post("/v1/completions", {"model": "tiny", "prompt": "abc"}, headers={"x-api-key": "secret"})
-        refused = run_command("ps", "--port", port)
+        refused = run_in_process("ps", "--port", port)
         assert (refused.returncode, "--api-key" in refused.stderr) == (1, True)
-        result = run_command("ps", "--port", port, AFTERGLOW_SERVER_API_KEYS="secret")
+        result = run_in_process("ps", "--port", port, AFTERGLOW_SERVER_API_KEYS="secret")
         assert result.stdout == "tiny\tready\t512\t0\t0\t0\nhybrid\tnot loaded\t-\t0\t0\t0\n", result.stderr
-        rows = json.loads(run_command("ps", "--port", port, "--api-key", "secret", "--json").stdout)
+        rows = json.loads(run_in_process("ps", "--port", port, "--api-key", "secret", "--json").stdout)
         assert [row["name"] for row in rows] == ["tiny", "hybrid"]
-    stopped = run_command("ps", "--port", port)
+    stopped = run_in_process("ps", "--port", port)
     assert stopped.returncode == 1
     assert "start one with `afterglow serve`" in stopped.stderr

@@ -19,7 +19,7 @@ from afterglow.cli.settings import Settings, load_command_settings, load_setting
 from afterglow.errors import InvalidArgument
 from afterglow.server.settings import hash_api_key
 from afterglow.testing import models
-from support.commands import run_command
+from support.commands import run_in_process
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +142,8 @@ def test_the_page_of_the_settings_is_up_to_date():
 @pytest.mark.native
 def test_a_command_uses_the_file(file):
     file.write_text(f"model = '{models.get_path('successor-attention')}'\nmax_tokens = 3\n")
-    assert len(run_command("chat", stdin="hello").stdout.strip("\n")) == 3
-    assert len(run_command("chat", "--max-tokens", "5", stdin="hello").stdout.strip("\n")) == 5
+    assert len(run_in_process("chat", stdin="hello").stdout.strip("\n")) == 3
+    assert len(run_in_process("chat", "--max-tokens", "5", stdin="hello").stdout.strip("\n")) == 5
 
 
 def test_every_setting_is_passed_on(monkeypatch, tmp_path):
@@ -272,8 +272,8 @@ def test_the_system_prompt_changes_the_response(tmp_path):
     template.write_text("{{ messages[0].content }}")
     model = str(models.get_path("successor-attention"))
     command = ("chat", model, "--max-tokens", "3", "--chat-template", str(template))
-    first = run_command(*command, "--system", "a", stdin="x")
-    second = run_command(*command, "--system", "b", stdin="x")
+    first = run_in_process(*command, "--system", "a", stdin="x")
+    second = run_in_process(*command, "--system", "b", stdin="x")
     assert first.stdout != second.stdout
 
 
@@ -285,7 +285,7 @@ def test_the_reasoning_flag_is_parsed(value, meaning):
 @pytest.mark.native
 def test_a_missing_chat_template_is_an_error():
     model = str(models.get_path("attention"))
-    result = run_command("chat", model, "--chat-template", "/nowhere.jinja", stdin="x")
+    result = run_in_process("chat", model, "--chat-template", "/nowhere.jinja", stdin="x")
     assert result.returncode == 1
     assert "/nowhere.jinja cannot be read" in result.stderr
 
@@ -305,10 +305,10 @@ def test_projector_and_strip_media_apply_to_a_command(tmp_path):
     Image.new("RGB", (40, 30), (230, 20, 20)).save(tmp_path / "red.png")
     model, projector = str(models.get_path("colors")), str(models.get_path("projector-colors"))
     image = ("--image", str(tmp_path / "red.png"))
-    result = run_command("chat", model, "--projector", projector, *image, stdin="What colour is this?")
+    result = run_in_process("chat", model, "--projector", projector, *image, stdin="What colour is this?")
     assert result.stdout.strip() == "R"
-    unsupported = run_command("chat", model, *image, stdin="What colour is this?")
+    unsupported = run_in_process("chat", model, *image, stdin="What colour is this?")
     assert unsupported.returncode == 1
     assert "does not support image input" in unsupported.stderr
-    stripped = run_command("chat", model, "--strip-media", *image, stdin="What colour is this?")
+    stripped = run_in_process("chat", model, "--strip-media", *image, stdin="What colour is this?")
     assert stripped.stdout.strip() == "N"

@@ -129,7 +129,7 @@ def test_pinned_system_prompts_survive_disk_eviction_and_a_restart(kind, tmp_pat
         ask(engine, prompt(60, 50 + number))
         while engine.run_idle_task():
             pass
-        assert engine.prefix_cache.store.disk_tier.writer.flush(20)
+        assert engine.prefix_cache.store.disk_tier.writer.flush(120)
     assert engine.prefix_cache.store.disk_tier.writer.counters.evictions > 0
     engine.close()
     after = fake(kind, settings, sequences=1)
@@ -151,10 +151,10 @@ def test_pins_use_at_most_half_of_the_disk_tier(tmp_path):
     while engine.run_idle_task():
         pass
     writer = engine.prefix_cache.store.disk_tier.writer
-    assert writer.flush(20)
+    assert writer.flush(120)
     ask(engine, prompt(60, 1))
     ask(engine, prompt(60, 2))
-    assert writer.flush(20)
+    assert writer.flush(120)
     with open_index(writer.directory) as index:
         pinned, total = index.count_bytes(pinned_only=True), index.count_bytes()
     assert 0 < pinned <= 10_000 + 1_000  # the last write is not counted yet

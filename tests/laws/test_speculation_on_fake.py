@@ -334,7 +334,7 @@ def test_a_drafter_releases_every_job(kind, kv_unified):
 
 
 def test_speculation_preserves_the_sampling_distribution(kind, kv_unified):
-    check_distribution(kind, kv_unified, draws=1000)
+    check_distribution(kind, kv_unified, draws=300 if kv_unified else 1000)  # the layout has no part in sampling
 
 
 @pytest.mark.full

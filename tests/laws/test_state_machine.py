@@ -497,7 +497,7 @@ def clock(monkeypatch):
 
 # The same examples every time, and failures are not shrunk: shrinking takes minutes and is left to the thorough test.
 MODERATE = settings(
-    max_examples=80, stateful_step_count=30, derandomize=True, phases=[Phase.generate], database=None, deadline=None,
+    max_examples=60, stateful_step_count=30, derandomize=True, phases=[Phase.generate], database=None, deadline=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 THOROUGH = settings(
@@ -523,7 +523,7 @@ def test_many_random_operations_give_each_request_its_isolated_result(kind, kv_u
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_operations_in_deterministic_mode_give_the_cold_result(kind, clock):
-    fewer = settings(MODERATE, max_examples=40)
+    fewer = settings(MODERATE, max_examples=30)
     run_state_machine_as_test(lambda: EngineMachine(kind, False, clock, deterministic=True), settings=fewer)
 
 

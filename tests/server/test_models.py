@@ -213,7 +213,7 @@ def test_closing_does_not_wait_for_a_load(slow_models: type[FakeModel]) -> None:
     with pytest.raises(Closed):
         state.models.get_slot("fake").start_load()
     slow_models.allowed.set()
-    assert slow_models.closed.wait(30)  # the model that was loaded too late
+    assert slow_models.closed.wait(120)  # the model that was loaded too late
 
 
 def test_a_health_check_reports_a_failed_model_and_loads_it_again(slow_models: type[FakeModel]) -> None:
@@ -227,5 +227,5 @@ def test_a_health_check_reports_a_failed_model_and_loads_it_again(slow_models: t
         assert (response.status_code, response.json()["models"]) == (503, {"fake": "failed"})
         assert client.get("/health").json()["models"] == {"fake": "restarting"}
         slow_models.allowed.set()
-        assert wait_until(30, lambda: client.get("/health").status_code == 200)
+        assert wait_until(120, lambda: client.get("/health").status_code == 200)
     assert slow_models.loads == 2

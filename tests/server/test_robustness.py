@@ -12,6 +12,7 @@ import socket
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 from afterglow.testing import models
+from support.hosts import is_gone
 from support.server_process import CYCLE, ServerProcess, get_text, run_server, wait_until
 
 pytestmark = pytest.mark.native
@@ -126,23 +128,25 @@ def open_request(server: ServerProcess, path: str, body: dict[str, Any]) -> Iter
 
 
 def send_and_disconnect(server: ServerProcess, path: str, body: dict[str, Any], after_seconds: float) -> None:
-    """Send a request and close the connection after some seconds."""
+    """Send a request and close the connection some seconds after the engine is busy."""
     with open_request(server, path, body):
+        assert wait_until(240, server.is_busy)
         time.sleep(after_seconds)
 
 
-def measure_disconnects(server: ServerProcess, count: int) -> list[float]:
-    """Disconnect during decode, prefill and queueing; return how long the engine stayed busy after each."""
-    rng, waits = random.Random(5), []
+def check_disconnects(server: ServerProcess, count: int) -> None:
+    """Disconnect during decode, prefill and queueing. Each time the engine becomes idle before it has done the work."""
+    rng, rows, work = random.Random(5), Counter[str](), Counter[str]()
     for number in range(count):
+        before = server.get_counters()["rows"]
         stream = bool(number % 2)
         phase = ("decode", "prefill", "queue")[number % 3]
         if phase == "decode":
-            send_and_disconnect(server, "/v1/chat/completions", {**LONG_REQUEST, "stream": stream}, 0.1)
+            send_and_disconnect(server, "/v1/chat/completions", {**LONG_REQUEST, "stream": stream}, 0.05)
         elif phase == "prefill":
             prompt = [rng.randrange(20, 250) for _ in range(30_000)]
             body = {**SLOW_PREFILL_REQUEST, "prompt": prompt, "stream": stream}
-            send_and_disconnect(server, "/v1/completions", body, rng.uniform(0.1, 0.3))
+            send_and_disconnect(server, "/v1/completions", body, rng.uniform(0.0, 0.1))
         else:
 
             def wait_in_queue(seconds: float) -> None:
@@ -150,19 +154,13 @@ def measure_disconnects(server: ServerProcess, count: int) -> list[float]:
 
             with ThreadPoolExecutor(3) as pool:
                 list(pool.map(wait_in_queue, (0.2, 0.1, 0.15)))
-        disconnected = time.monotonic()
-        assert wait_until(5, lambda: not server.is_busy()), f"still busy after a disconnect during {phase}"
-        waits.append(time.monotonic() - disconnected)
-    return waits
-
-
-def check_disconnects(server: ServerProcess, count: int) -> None:
-    before = server.get_counters()
-    waits = measure_disconnects(server, count)
-    assert statistics.median(waits) < 1
-    assert max(waits) < 2.5  # on a busy machine
+        assert wait_until(240, lambda: not server.is_busy()), f"still busy after a disconnect during {phase}"
+        rows[phase] += server.get_counters()["rows"] - before
+        work[phase] += 90_000 if phase == "queue" else 30_000  # what the requests would compute
+    assert rows["decode"] > 0
+    for phase in work:
+        assert rows[phase] < 0.7 * work[phase], f"requests went on after a disconnect during {phase}"
     assert server.get_metric('afterglow_choices_in_flight{model="tiny"}') == 0
-    assert server.get_counters()["decodes"] > before["decodes"]
     assert get_text(server.chat()) == CYCLE[:8]
 
 
@@ -208,7 +206,7 @@ def test_the_tickets_of_unread_streams_are_free_once_generation_ends() -> None:
     arguments = ("--context", "2048", "--sequences", "2", "--max-queue", "3", "--stall-seconds", "600")
     with run_server_with_long_name(*arguments) as server, contextlib.ExitStack() as stack:
         connections = [stack.enter_context(open_unread_stream(server, max_tokens=500)) for _ in range(5)]
-        assert wait_until(10, lambda: count_in_flight(server) == 5)
+        assert wait_until(60, lambda: count_in_flight(server) == 5)
         assert server.chat(model=None)["status"] == 429
         assert wait_until(60, lambda: count_in_flight(server) == 0)
         assert get_text(server.chat(model=None)) == CYCLE[:8]
@@ -223,8 +221,8 @@ def test_a_stream_without_progress_is_ended_and_what_waits_for_it_is_bounded() -
         assert b"[DONE]" in read_to_end(slow, slow_reads=60)  # progress, although it takes longer than a second
         assert server.get_metric("afterglow_stalled_connections_total") == 0
         connections = [stack.enter_context(open_unread_stream(server, max_tokens=8000)) for _ in range(2)]
-        assert wait_until(30, lambda: server.get_metric("afterglow_stalled_connections_total") == 2)
-        assert wait_until(10, lambda: count_in_flight(server) == 0)
+        assert wait_until(120, lambda: server.get_metric("afterglow_stalled_connections_total") == 2)
+        assert wait_until(60, lambda: count_in_flight(server) == 0)
         assert server.get_counters(LONG_NAME)["decodes"] < 6000  # not 8,000: the requests were cancelled
         for connection in connections:
             with pytest.raises(ConnectionError):
@@ -238,13 +236,14 @@ def test_a_stream_without_progress_is_ended_and_what_waits_for_it_is_bounded() -
 def test_the_queue_is_bounded_and_health_responds_under_overload(single_sequence_server: ServerProcess) -> None:
     async def send_requests() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=single_sequence_server.url, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=single_sequence_server.url, timeout=240, limits=limits) as client:
             body = {**LONG_REQUEST, "max_tokens": 200}
             requests = (client.post("/v1/chat/completions", json=body) for _ in range(MAX_QUEUE * 50))
             return await asyncio.gather(*requests)
 
     waits: list[float] = []
     finished = threading.Event()
+    began = time.monotonic()
 
     def poll_health() -> None:
         while not finished.is_set():
@@ -265,8 +264,7 @@ def test_the_queue_is_bounded_and_health_responds_under_overload(single_sequence
     assert int(rejected.headers["Retry-After"]) >= 1
     assert rejected.json()["error"]["code"] == "queue_full"
     assert all(get_text(response.json()) for response in responses if response.status_code == 200)
-    assert sorted(waits)[int(len(waits) * 0.99)] < 1.0  # 250 ms on an otherwise idle machine
-    assert statistics.median(waits) < 0.25
+    assert statistics.median(waits) < (time.monotonic() - began) / 4  # no response waits for the end of the requests
 
 
 def test_concurrent_requests_share_decodes(server: ServerProcess) -> None:
@@ -307,7 +305,7 @@ def test_a_killed_engine_ends_its_own_streams_only_and_is_restarted() -> None:
 
         def read_stream(number: int) -> None:
             url, body = f"{server.url}/v1/chat/completions", {**LONG_REQUEST, "stream": True}
-            with httpx.stream("POST", url, json=body, timeout=60) as stream:
+            with httpx.stream("POST", url, json=body, timeout=240) as stream:
                 for index, line in enumerate(stream.iter_lines()):
                     received[number] += line + "\n"
                     if index == 10:
@@ -325,9 +323,9 @@ def test_a_killed_engine_ends_its_own_streams_only_and_is_restarted() -> None:
             os.kill(victim.pid, signal.SIGKILL)
             killed = time.monotonic()
             for stream in streams:
-                stream.result(60)
+                stream.result(240)
             assert get_text(server.chat()) == CYCLE[:8]
-            assert time.monotonic() - killed < 60
+            assert time.monotonic() - killed < 240
             for number in range(2):  # requests sent right after a death wait for the next engine
                 victim = next(one for one in server.list_engines() if _maps_file(one.pid, "successor-attention"))
                 os.kill(victim.pid, signal.SIGKILL)
@@ -369,7 +367,7 @@ def test_a_dead_template_process_is_replaced_without_an_error(server: ServerProc
     assert processes
     for process in processes:
         process.send_signal(number)
-    psutil.wait_procs(processes, timeout=10)
+    assert wait_until(60, lambda: all(is_gone(process.pid) for process in processes))
     for name in ("tiny", "hybrid", "reasoning"):
         response = server.http.post("/v1/chat/completions", json={"model": name, "messages": MESSAGES, "max_tokens": 3})
         assert response.status_code == 200, response.text

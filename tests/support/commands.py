@@ -1,7 +1,8 @@
-"""Runs `afterglow` commands: as a child process, or in a pseudo-terminal with real keys."""
+"""Runs `afterglow` commands: as a child process, in this process, or in a pseudo-terminal with real keys."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pexpect
 import pyte
+import pytest
 
+from afterglow.cli.main import main
 from afterglow.testing import models
 
 GREEDY = {"AFTERGLOW_TEMPERATURE": "0"}  # repeatable responses
@@ -33,6 +37,21 @@ def run_command(*arguments: str, stdin: str = "", **environment: str) -> subproc
         check=False,
         env={**os.environ, **GREEDY, **environment},
     )
+
+
+def run_in_process(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which saves the start of a child process and its imports."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+        for name, value in {**GREEDY, **environment}.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["afterglow", *arguments])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 class ChatTerminal:

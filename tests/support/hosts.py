@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.process import EngineProcess
@@ -82,6 +83,14 @@ def wait_until(condition: Callable[[], bool], within: float = 60.0) -> bool:
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return is_true
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended; it need not be a child."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_until_idle(engine: Host) -> bool:

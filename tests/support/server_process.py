@@ -134,7 +134,7 @@ class ServerProcess:
         lines = self.http.get("/metrics").text.splitlines()
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)), 0.0)
 
-    def stop(self, signal_number: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def stop(self, signal_number: int = signal.SIGTERM, timeout: float = 120) -> int:
         """Send a signal, wait for the exit and return the exit code. Fails if a child process survives."""
         descendants = list_descendants(self.process.pid)
         if self.process.poll() is None:
@@ -146,7 +146,7 @@ class ServerProcess:
             raise
         self.http.close()
         assert not psutil.wait_procs(descendants, timeout=60)[1], "an orphan process is left"
-        self._reader.join(10)  # the descendants have the pipe as well
+        self._reader.join(60)  # the descendants have the pipe as well
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code

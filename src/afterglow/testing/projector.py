@@ -34,6 +34,7 @@ class FakeProjector:
         self.injected_errors: list[Exception | None] = []  # raised by the next calls, one each; None: no error
         self.encoding_allowed = threading.Event()  # `encode` waits for it
         self.encoding_allowed.set()
+        self.encoding_started = threading.Event()  # set by the first `encode`
 
     def measure(self, media: MediaData) -> MediaPlaceholder:
         """Return the prompt entries of media without encoding it."""
@@ -46,6 +47,7 @@ class FakeProjector:
         return [entry for entry, _ in pairs], parts
 
     def encode(self, contents: Sequence[MediaData]) -> list[list[MediaEmbedding]]:
+        self.encoding_started.set()
         self.encoding_allowed.wait()
         if self.injected_errors and (error := self.injected_errors.pop(0)) is not None:
             raise error

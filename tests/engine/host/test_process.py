@@ -31,6 +31,7 @@ from support.engine_factories import (
 from support.hosts import (
     build_long_request,
     get_tokens,
+    is_gone,
     read_error,
     read_events,
     read_line,
@@ -57,14 +58,6 @@ def no_process_remains() -> Iterator[None]:
     before = psutil.Process().children()
     yield
     assert [child for child in psutil.Process().children() if child not in before] == []
-
-
-def is_gone(pid: int) -> bool:
-    """Return whether a process has ended; it need not be a child."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def kill(engine: EngineProcess, signal_number: signal.Signals = signal.SIGKILL) -> None:

@@ -109,7 +109,7 @@ def test_a_locked_index_is_kept_and_opened_later(folder, monkeypatch):
         assert writer._index.in_memory
         locker.execute("COMMIT")
         locker.close()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while writer._index is None or writer._index.in_memory:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -57,7 +57,7 @@ def flush(engine: Engine) -> None:
     assert engine.prefix_cache.store.disk_tier is not None
     while engine.run_idle_task():
         pass
-    assert engine.prefix_cache.store.disk_tier.writer.flush(20)
+    assert engine.prefix_cache.store.disk_tier.writer.flush(120)
 
 
 def count_disk_hits(engine: Engine) -> int:
