@@ -43,7 +43,7 @@ from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream
-from afterglow.chat.prompt import ChatPrompt, Truncation, TruncationPolicy
+from afterglow.chat.prompt import Breakpoint, ChatPrompt, Truncation, TruncationPolicy
 from afterglow.chat.replay import ReplayStore
 from afterglow.chat.replay_disk import SqliteReplays
 from afterglow.chat.tools.tool import ToolLike
@@ -65,7 +65,7 @@ from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
 from afterglow.engine.types.media import EncodedMedia, MediaPart
-from afterglow.engine.types.request import Request
+from afterglow.engine.types.request import Request, RetainedPrefix
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOperation, UnsupportedOption
 from afterglow.llama.checks import check_integer
 from afterglow.llama.library.devices import list_devices
@@ -206,6 +206,11 @@ class Model(Closeable):
     def can_generate(self) -> bool:
         """Whether the model generates text. An embedding model does not."""
         return self.info.is_causal
+
+    @property
+    def can_reason(self) -> bool:
+        """Whether the chat template of the model has a format for reasoning."""
+        return self._get_chat().reasoning_format is not None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -433,7 +438,13 @@ class Model(Closeable):
 
     @document_options(PromptOptions)
     def plan_chat(
-        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), salt: str = "", **options: Unpack[PromptOptions]
+        self,
+        messages: ChatInput,
+        *,
+        tools: Sequence[ToolLike] = (),
+        salt: str = "",
+        breakpoints: Sequence[Breakpoint] = (),
+        **options: Unpack[PromptOptions],
     ) -> ChatPlan:
         """Render a conversation with the chat template of the model, and prepare its token constraints.
 
@@ -441,9 +452,11 @@ class Model(Closeable):
             messages: As for `chat`.
             tools: As for `chat`.
             salt: That of the request: only messages that were generated with it are replayed.
+            breakpoints: Positions up to which later prompts are likely to be the same. They are boundaries of the
+                prompt, and those with a retention are pinned for that time.
             options: See `PromptOptions`.
         """
-        checked = check_options(PromptOptions, options, others=("tools", "salt"))
+        checked = check_options(PromptOptions, options, others=("tools", "salt", "breakpoints"))
         return self._get_chat().plan(
             to_messages(messages),
             ChatOptions(
@@ -455,6 +468,7 @@ class Model(Closeable):
                 chat_template_kwargs=checked["chat_template_kwargs"] or {},
                 replay=checked["replay"],
                 salt=salt,
+                breakpoints=breakpoints,
             ),
         )
 
@@ -574,6 +588,7 @@ class Model(Closeable):
         if checked["overflow"] != "refuse":
             prompt = self.fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
         entries, media = self._build_entries(prompt)
+        breakpoints = prompt.breakpoints if isinstance(prompt, ChatPrompt) else ()
         return Request(
             id=str(next(self._request_ids)),
             entries=entries,
@@ -584,7 +599,13 @@ class Model(Closeable):
             logprobs=checked["logprobs"],
             sequence=checked["sequence"],
             boundaries=frozenset(checked["boundaries"])
-            | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset()),
+            | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset())
+            | {breakpoint.length for breakpoint in breakpoints},
+            retained=tuple(
+                RetainedPrefix(breakpoint.length, breakpoint.retention_seconds)
+                for breakpoint in breakpoints
+                if breakpoint.retention_seconds is not None
+            ),
             system_length=prompt.system_length if isinstance(prompt, ChatPrompt) else 0,
             priority=checked["priority"],
             deadline=checked["deadline"],
