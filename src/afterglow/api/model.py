@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -67,7 +68,7 @@ from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
 from afterglow.engine.types.media import EncodedMedia, MediaPart
 from afterglow.engine.types.request import Request, RetainedPrefix
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOperation, UnsupportedOption
-from afterglow.llama.checks import check_integer
+from afterglow.llama.checks import check_float, check_integer
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import ModelInfo, ModelSettings
@@ -642,8 +643,11 @@ class Model(Closeable):
 
     # --- prefix cache
 
-    def pin(self, prompt: PromptInput, *, salt: str = "") -> None:
+    def pin(self, prompt: PromptInput, *, salt: str = "", retention_seconds: float | None = None) -> None:
         """Pin a prefix, e.g. a system prompt: it is never evicted, whether it is cached now or later.
+
+        With `retention_seconds`, the pin expires that time after the last request that used the prefix. Such pins are
+        few (64), and give way to other pins.
 
         Raises `InvalidArgument` if pins would take more than half of the RAM budget, and `PromptTooLong` if the prefix
         does not fit into the context. On disk, a pinned prefix stays pinned for the next start.
@@ -652,7 +656,9 @@ class Model(Closeable):
         >>> model.unpin("You are a helpful assistant.")
         True
         """
-        self._get_host().call(functools.partial(cache.pin, entries=self._build_entries(prompt)[0], salt=salt))
+        seconds = math.inf if retention_seconds is None else check_float("retention_seconds", retention_seconds, 0)
+        entries = self._build_entries(prompt)[0]
+        self._get_host().call(functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds))
 
     def unpin(self, prompt: PromptInput, *, salt: str = "") -> bool:
         """Remove a pin, so that the prefix can be evicted again; return False if exactly this prefix is not pinned.

@@ -228,6 +228,16 @@ class Engine:
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
         self._remove_job(job)
+        self._retain_prefixes(job)
+
+    def _retain_prefixes(self, job: Job) -> None:
+        """Pin the prefixes that the request asks for, and restart the retention of those that it used."""
+        pin_manager = self.prefix_cache.store.pin_manager
+        namespace = self.prefix_cache.build_namespace(job.request.salt)
+        pin_manager.use(job.prompt, namespace)
+        for prefix in job.request.retained:
+            entries = job.prompt[: prefix.length]
+            pin_manager.pin(entries, namespace, retention_seconds=prefix.seconds)
 
     def _fail(self, job: Job, error: AfterglowError) -> None:
         self._events.append(Failed(job.request.id, error, job.build_usage()))
