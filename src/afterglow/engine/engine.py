@@ -48,6 +48,7 @@ class Engine:
     >>> while engine.is_busy:
     ...     for event in engine.step():
     ...         print(type(event).__name__)
+    PrefillProgress
     Token
     ...
     Finished
@@ -123,7 +124,9 @@ class Engine:
         self.prefix_cache.notice_adapters()
         self._end_cancelled_and_expired()
         self._admit_waiting()
-        if batch := self._schedule():
+        if any(isinstance(event, PrefillProgress) and event.is_long for event in self._events):
+            pass  # the plan is reported before a decode that may take seconds
+        elif batch := self._schedule():
             self._decode(batch)
         elif self._running and not self._events:
             self.media_scheduler.wait()
