@@ -124,7 +124,8 @@ class Engine:
         self.prefix_cache.notice_adapters()
         self._end_cancelled_and_expired()
         self._admit_waiting()
-        if any(isinstance(event, PrefillProgress) and event.is_long for event in self._events):
+        has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
+        if has_plan and not any(running.is_decoding for running in self._running):
             pass  # the plan is reported before a decode that may take seconds
         elif batch := self._schedule():
             self._decode(batch)
