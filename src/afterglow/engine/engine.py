@@ -204,7 +204,9 @@ class Engine:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
             self._report_progress(job, reused)
-        job.checkpoint_positions = self.prefix_cache.checkpoint_positions(sequence, job.prompt, request.boundaries)
+        job.checkpoint_positions = self.prefix_cache.checkpoint_positions(
+            sequence, job.prompt, request.boundaries, frozenset(prefix.length for prefix in request.retained)
+        )
         self._mark_running(waiting, sequence)
         return True
 
