@@ -26,9 +26,9 @@ from afterglow.chat.output.reasoning import (
 from afterglow.chat.prompt import (
     Breakpoint,
     ChatPrompt,
-    Conversation,
     PromptBuilder,
     RenderedConversation,
+    TemplateInput,
     Truncation,
     cut_messages,
 )
@@ -197,18 +197,18 @@ class Chat(Closeable):
             place=None if replay_plan is None or prefill is not None else replay_plan.place,
         )
 
-    def _write_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Conversation:
+    def _write_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TemplateInput:
         """Return a conversation with its tools as definitions for the template, or as text if it renders none."""
         uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in messages)
         if uses_tools and self.tool_family is GENERIC:
-            return Conversation(render_tools_as_text(messages, tools), [])
+            return TemplateInput(render_tools_as_text(messages, tools), [])
         if tools and not self._renders_tools:
-            return Conversation(add_tool_instructions(messages, tools, self.tool_family.instructions), [])
-        return Conversation(messages, [tool.definition for tool in tools])
+            return TemplateInput(add_tool_instructions(messages, tools, self.tool_family.instructions), [])
+        return TemplateInput(messages, [tool.definition for tool in tools])
 
     def _diverge_at(
         self, breakpoint: Breakpoint, messages: Sequence[Message], tools: Sequence[Tool], separator: str
-    ) -> Conversation:
+    ) -> TemplateInput:
         """Return a conversation that is the same up to a breakpoint and differs from there on."""
         if breakpoint.tools is None:
             return self._write_tools(cut_messages(messages, breakpoint, separator), tools)

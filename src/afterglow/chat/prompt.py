@@ -101,7 +101,7 @@ class ReplayedSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateInput:
     """Messages and tool definitions as a template renders them. `tools` None: those of the prompt."""
 
     messages: Sequence[Message]
@@ -118,7 +118,7 @@ class RenderedConversation:
     control_pattern: re.Pattern[str]
     messages: Sequence[Message]
     has_tools: bool
-    render_other: Callable[[Conversation], str]  # renders another conversation with the same options
+    render_other: Callable[[TemplateInput], str]  # renders another conversation with the same options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class PromptBuilder:
         escape = functools.cache(functools.partial(self._escaper.escape, separator=separator))
         options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "escape": escape}
 
-        def render_other(other: Conversation) -> str:
+        def render_other(other: TemplateInput) -> str:
             other_tools = tools if other.tools is None else other.tools
             return self._render(other.messages, separator, tools=other_tools, add_generation_prompt=False, **options)
 
@@ -199,7 +199,7 @@ class PromptBuilder:
         self,
         rendered: RenderedConversation,
         replays: Sequence[ReplayedSpan] = (),
-        breakpoints: Sequence[tuple[Conversation, float | None]] = (),
+        breakpoints: Sequence[tuple[TemplateInput, float | None]] = (),
     ) -> ChatPrompt:
         """Tokenize a rendered conversation. `replays` are in order and do not overlap.
 
@@ -210,7 +210,7 @@ class PromptBuilder:
         tokens = [token for span in spans for token in span.tokens]
         boundaries, system_length = set[int](), 0
 
-        def count_shared_tokens(other: Conversation) -> int:
+        def count_shared_tokens(other: TemplateInput) -> int:
             """Count the tokens that the prompt shares with the rendering of another conversation."""
             try:
                 common = len(find_common_prefix(rendered.render_other(other), text))
@@ -257,7 +257,7 @@ class PromptBuilder:
         self,
         messages: Sequence[Message],
         separator: str,
-        count_shared_tokens: Callable[[Conversation], int],
+        count_shared_tokens: Callable[[TemplateInput], int],
         has_tools: bool,
     ) -> tuple[set[int], int]:
         """Return the boundaries, and the length of the system messages and tools, in tokens."""
@@ -265,12 +265,12 @@ class PromptBuilder:
         # A later prompt is likely to diverge after the system messages and after one of the last messages.
         last_counts = range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)
         for count in {system_count, *last_counts} - {0}:
-            boundary = count_shared_tokens(Conversation(blank_next_message(messages, count, separator)))
-            boundary = boundary or count_shared_tokens(Conversation(messages[:count]))
+            boundary = count_shared_tokens(TemplateInput(blank_next_message(messages, count, separator)))
+            boundary = boundary or count_shared_tokens(TemplateInput(messages[:count]))
             boundaries.add(boundary)
             system_length = boundary if count == system_count else system_length
         if has_tools and not system_count:
-            system_length = count_shared_tokens(Conversation(blank_next_message(messages, 0, separator)))
+            system_length = count_shared_tokens(TemplateInput(blank_next_message(messages, 0, separator)))
             boundaries.add(system_length)
         return boundaries, system_length
 

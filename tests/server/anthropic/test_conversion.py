@@ -9,14 +9,14 @@ import pytest
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.prompt import Breakpoint
 from afterglow.server.anthropic.conversion import (
-    Conversation,
+    ConversationBuilder,
     build_prompt_options,
     choose_reasoning,
     convert_conversation,
     convert_tools,
     omits_thinking,
 )
-from afterglow.server.anthropic.schema import PromptFields
+from afterglow.server.anthropic.schema import MessageFields
 from afterglow.server.errors import APIError
 from afterglow.server.logs import start_record
 from afterglow.server.sealing import get_sealer
@@ -26,12 +26,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
 
 
-def build_body(content: Any = "hello", **fields: Any) -> PromptFields:
+def build_body(content: Any = "hello", **fields: Any) -> MessageFields:
     body = {"messages": [{"role": "user", "content": content}], **fields}
-    return PromptFields.model_validate(body)
+    return MessageFields.model_validate(body)
 
 
-def convert(content: Any = "hello", **fields: Any) -> Conversation:
+def convert(content: Any = "hello", **fields: Any) -> ConversationBuilder:
     return convert_conversation(build_body(content, **fields), "tenant")
 
 

@@ -21,9 +21,9 @@ from afterglow.server.anthropic.schema import (
     ImageBlock,
     InputBlock,
     InputMessage,
+    MessageFields,
     NamedChoice,
-    PlainText,
-    PromptFields,
+    PlainTextSource,
     RedactedThinkingBlock,
     SearchResultBlock,
     TextBlock,
@@ -46,7 +46,7 @@ TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """A content block as one piece of a message."""
 
     content: Content
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ConversationBuilder:
     """Messages and breakpoints of a body."""
 
     messages: list[Message] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Conversation:
         self.messages.append(message)
         self.add_breakpoint(cache_control)
 
-    def add_parts(self, role: str, parts: Sequence[Part], tool_call_id: str | None = None) -> None:
+    def add_parts(self, role: str, parts: Sequence[ContentPart], tool_call_id: str | None = None) -> None:
         """Add a message of several parts, with a breakpoint after each part that has `cache_control`."""
         text, attachments = "", list[Attachment]()
         index = len(self.messages)
@@ -94,15 +94,15 @@ def needs_newline(left: str, right: str) -> bool:
     return bool(left) and bool(right) and not left.endswith("\n") and not right.startswith("\n")
 
 
-def convert_conversation(body: PromptFields, salt: str) -> Conversation:
+def convert_conversation(body: MessageFields, salt: str) -> ConversationBuilder:
     """Convert the system prompt and the messages."""
-    conversation = Conversation()
+    conversation = ConversationBuilder()
     for index, tool in enumerate(body.tools or ()):
         if isinstance(tool, CustomTool):
             count = sum(isinstance(other, CustomTool) for other in (body.tools or ())[: index + 1])
             conversation.add_breakpoint(tool.cache_control, tools=count)
     if body.system:
-        blocks = [Part(body.system)] if isinstance(body.system, str) else list(convert_blocks(body.system))
+        blocks = [ContentPart(body.system)] if isinstance(body.system, str) else list(convert_blocks(body.system))
         conversation.add_parts("system", blocks)
     for index, message in enumerate(body.messages):
         add_message(conversation, message, f"messages[{index}]", salt)
@@ -113,7 +113,7 @@ def convert_conversation(body: PromptFields, salt: str) -> Conversation:
     return conversation
 
 
-def add_message(conversation: Conversation, message: InputMessage, where: str, salt: str) -> None:
+def add_message(conversation: ConversationBuilder, message: InputMessage, where: str, salt: str) -> None:
     """Convert one message. Tool results become messages of their own, in order, with other blocks between them."""
     if isinstance(message.content, str):
         conversation.add_message(Message(role=message.role, content=message.content))
@@ -123,7 +123,7 @@ def add_message(conversation: Conversation, message: InputMessage, where: str, s
         controls = [getattr(block, "cache_control", None) for block in message.content]
         conversation.add_message(converted, next(filter(None, reversed(controls)), None))
         return
-    parts: list[Part] = []
+    parts: list[ContentPart] = []
     for index, block in enumerate(message.content):
         if isinstance(block, ToolResultBlock):
             if parts:
@@ -182,28 +182,28 @@ def unseal_thinking(block: ThinkingBlock | RedactedThinkingBlock, where: str, sa
     return text
 
 
-def add_tool_result(conversation: Conversation, block: ToolResultBlock) -> None:
+def add_tool_result(conversation: ConversationBuilder, block: ToolResultBlock) -> None:
     """Convert a tool result. Templates have no field for errors, so that the text says it."""
     if isinstance(block.content, list):
-        parts = [Part(part.content) for part in convert_blocks(block.content)]
+        parts = [ContentPart(part.content) for part in convert_blocks(block.content)]
         nested = [part.cache_control for part in block.content if part.cache_control is not None]
     else:
-        parts, nested = [Part(block.content or "")], []
+        parts, nested = [ContentPart(block.content or "")], []
     first = parts[0].content if parts else ""
     if block.is_error and not (isinstance(first, str) and "error" in first[:40].lower()):
-        parts.insert(0, Part("Error:"))
+        parts.insert(0, ContentPart("Error:"))
     control = block.cache_control or (nested[-1] if nested else None)
     if parts:
-        parts[-1] = Part(parts[-1].content, control)
+        parts[-1] = ContentPart(parts[-1].content, control)
     conversation.add_parts("tool", parts, block.tool_use_id)
 
 
-def convert_blocks(blocks: Sequence[ContentBlock]) -> Iterator[Part]:
+def convert_blocks(blocks: Sequence[ContentBlock]) -> Iterator[ContentPart]:
     """Convert blocks to parts. A breakpoint is after the last part of its block."""
     for block in blocks:
         *first, last = list(convert_block(block)) or [""]
-        yield from map(Part, first)
-        yield Part(last, block.cache_control)
+        yield from map(ContentPart, first)
+        yield ContentPart(last, block.cache_control)
 
 
 def convert_block(block: ContentBlock) -> Iterator[Content]:
@@ -217,7 +217,7 @@ def convert_block(block: ContentBlock) -> Iterator[Content]:
             yield "\n".join([block.title, block.source, *(text.text for text in block.content)])
         case DocumentBlock():
             yield from [line for line in (block.title, block.context) if line]
-            if isinstance(block.source, PlainText):
+            if isinstance(block.source, PlainTextSource):
                 yield block.source.data
             elif isinstance(block.source.content, str):
                 yield block.source.content
@@ -234,7 +234,7 @@ def get_image_url(source: Base64Image | URLImage) -> str:
 # --- tools and options
 
 
-def convert_tools(body: PromptFields) -> list[Tool]:
+def convert_tools(body: MessageFields) -> list[Tool]:
     """Convert the tools. Those that Anthropic defines are dropped and reported, unless there are no others."""
     tools, dropped = list[Tool](), list[str]()
     for index, tool in enumerate(body.tools or ()):
@@ -254,7 +254,7 @@ def convert_tools(body: PromptFields) -> list[Tool]:
     return tools
 
 
-def build_prompt_options(body: PromptFields, tools: Sequence[Tool], *, can_reason: bool) -> PromptOptions:
+def build_prompt_options(body: MessageFields, tools: Sequence[Tool], *, can_reason: bool) -> PromptOptions:
     """Build the keyword arguments of `Model.plan_chat`, except `tools`."""
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool") and not tools:
@@ -273,7 +273,7 @@ def build_prompt_options(body: PromptFields, tools: Sequence[Tool], *, can_reaso
     }
 
 
-def convert_tool_choice(body: PromptFields) -> Any:
+def convert_tool_choice(body: MessageFields) -> Any:
     """Convert the tool choice to that of chat completions."""
     match body.tool_choice:
         case None:
@@ -284,28 +284,30 @@ def convert_tool_choice(body: PromptFields) -> Any:
             return "required" if choice.type == "any" else choice.type
 
 
-def choose_reasoning(body: PromptFields, *, can_reason: bool) -> bool | int | str | None:
-    """Return the option `reasoning`. On a model without reasoning, and beside a budget, an effort has no effect."""
+def choose_reasoning(body: MessageFields, *, can_reason: bool) -> bool | int | str | None:
+    """Return the option `reasoning`.
+
+    An effort has no effect beside a budget or if thinking is disabled. On a model without reasoning, neither has one.
+    """
     thinking, record = body.thinking, get_record()
-    effort = body.output_config.effort if body.output_config is not None else None
-    if isinstance(thinking, ThinkingDisabled):
-        if effort is not None:
-            record.add_ignored("output_config.effort")
-        return False if can_reason else None
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None and (not can_reason or isinstance(thinking, ThinkingEnabled | ThinkingDisabled)):
+        record.add_ignored("output_config.effort")
     if not can_reason:
-        if thinking is not None:
+        if thinking is not None and not isinstance(thinking, ThinkingDisabled):
             record.add_ignored("thinking")
-        if effort is not None:
-            record.add_ignored("output_config.effort")
         return None
-    if isinstance(thinking, ThinkingEnabled):
-        if effort is not None:
-            record.add_ignored("output_config.effort")
-        return thinking.budget_tokens
-    return effort or (True if isinstance(thinking, ThinkingAdaptive) else None)
+    match thinking:
+        case ThinkingDisabled():
+            return False
+        case ThinkingEnabled():
+            return thinking.budget_tokens
+        case ThinkingAdaptive():
+            return effort or True
+    return effort
 
 
-def omits_thinking(body: PromptFields) -> bool:
+def omits_thinking(body: MessageFields) -> bool:
     """Return whether thinking is only returned encrypted. A summary is the whole thinking, which is reported."""
     thinking = body.thinking
     if not isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) or thinking.display is None:

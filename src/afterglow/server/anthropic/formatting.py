@@ -18,9 +18,9 @@ from afterglow.server.sealing import get_sealer
 from afterglow.server.sse import format_event
 
 ItemT = TypeVar("ItemT")
-Event: TypeAlias = dict[str, Any]
+MessageEvent: TypeAlias = dict[str, Any]
 PING_SECONDS = 5.0  # clients expect a sign of life every 10 s
-PING_EVENT: Event = {"type": "ping"}
+PING_EVENT: MessageEvent = {"type": "ping"}
 LONG_RETENTION_SECONDS = 3600.0
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
 
@@ -37,7 +37,7 @@ class BlockBuilder:
         self._call_index = -1  # of the last tool call
         self._is_open = False
 
-    def add_part(self, part: OutputPart) -> Iterator[Event]:
+    def add_part(self, part: OutputPart) -> Iterator[MessageEvent]:
         """Add a part and yield its events."""
         match part:
             case TextDelta(text):
@@ -57,7 +57,7 @@ class BlockBuilder:
                 if arguments:
                     yield self._add_piece(arguments, {"type": "input_json_delta", "partial_json": arguments})
 
-    def finish(self) -> Iterator[Event]:
+    def finish(self) -> Iterator[MessageEvent]:
         """Complete the last block and yield its last events."""
         if not self._is_open:
             return
@@ -78,17 +78,17 @@ class BlockBuilder:
     def _is_in(self, block_type: str) -> bool:
         return self._is_open and self.blocks[-1]["type"] == block_type
 
-    def _start(self, block: dict[str, Any]) -> Iterator[Event]:
+    def _start(self, block: dict[str, Any]) -> Iterator[MessageEvent]:
         yield from self.finish()
         self.blocks.append(block)
         self._pieces, self._is_open = [], True
         yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
 
-    def _add_piece(self, text: str, delta: dict[str, Any]) -> Event:
+    def _add_piece(self, text: str, delta: dict[str, Any]) -> MessageEvent:
         self._pieces.append(text)
         return self._build_delta(delta)
 
-    def _build_delta(self, delta: dict[str, Any]) -> Event:
+    def _build_delta(self, delta: dict[str, Any]) -> MessageEvent:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
@@ -184,7 +184,7 @@ class MessageFormatter:
         """Format the error that ends a stream."""
         return format_event(build_error_body(error), "error")
 
-    async def _build_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[Event]:
+    async def _build_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[MessageEvent]:
         is_started = False
         async for _, delta in deltas:
             if not is_started and delta.progress is not None:
@@ -205,7 +205,7 @@ class MessageFormatter:
         }
         yield {"type": "message_stop"}
 
-    def _add_delta(self, delta: Delta) -> list[Event]:
+    def _add_delta(self, delta: Delta) -> list[MessageEvent]:
         return [event for part in delta.parts for event in self._builder.add_part(part)]
 
     def _build_usage(self, response: ChatResponse) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class MessageFormatter:
         }
 
 
-async def insert_pings(events: AsyncIterator[Event], seconds: float) -> AsyncIterator[Event]:
+async def insert_pings(events: AsyncIterator[MessageEvent], seconds: float) -> AsyncIterator[MessageEvent]:
     """Yield the events, and a ping after each interval without one."""
     following = asyncio.ensure_future(anext(events, None))
     try:

@@ -40,13 +40,13 @@ class CitationsConfig(StrictModel):
 # --- content blocks
 
 
-class Block(StrictModel):
+class CacheableBlock(StrictModel):
     """Common fields of the blocks that can be a breakpoint."""
 
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Block):
+class TextBlock(CacheableBlock):
     type: Literal["text"]
     text: str
     citations: Any = hint(NO_CITATIONS, [], name="citations")
@@ -63,13 +63,13 @@ class URLImage(StrictModel):
     url: str = pydantic.Field(description="A data: URI, or an address or file that the server allows.")
 
 
-class ImageBlock(Block):
+class ImageBlock(CacheableBlock):
     type: Literal["image"]
     source: Annotated[Base64Image | URLImage, pydantic.Field(discriminator="type")]
     transformations: Any = hint("images are scaled as the model requires", name="transformations")
 
 
-class PlainText(StrictModel):
+class PlainTextSource(StrictModel):
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: str
@@ -80,9 +80,9 @@ class ContentSource(StrictModel):
     content: str | list[Annotated[TextBlock | ImageBlock, pydantic.Field(discriminator="type")]]
 
 
-class DocumentBlock(Block):
+class DocumentBlock(CacheableBlock):
     type: Literal["document"]
-    source: Annotated[PlainText | ContentSource, pydantic.Field(discriminator="type")] = pydantic.Field(
+    source: Annotated[PlainTextSource | ContentSource, pydantic.Field(discriminator="type")] = pydantic.Field(
         description="Plain text or content blocks. PDF files are not read: send their text."
     )
     title: str | None = None
@@ -90,7 +90,7 @@ class DocumentBlock(Block):
     citations: CitationsConfig | None = None
 
 
-class SearchResultBlock(Block):
+class SearchResultBlock(CacheableBlock):
     type: Literal["search_result"]
     content: list[TextBlock]
     source: str
@@ -109,7 +109,7 @@ class RedactedThinkingBlock(StrictModel):
     data: str = pydantic.Field(description="As this server sent it.")
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(CacheableBlock):
     type: Literal["tool_use"]
     id: str
     name: NameField
@@ -123,7 +123,7 @@ ResultBlock: TypeAlias = Annotated[
 ]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(CacheableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
@@ -152,7 +152,7 @@ class InputMessage(StrictModel):
 # --- tools
 
 
-class CustomTool(Block):
+class CustomTool(CacheableBlock):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
@@ -243,7 +243,7 @@ class OutputConfig(StrictModel):
     task_budget: Any = hint("the model does not see a budget", name="output_config.task_budget")
 
 
-class PromptFields(SamplingFields):
+class MessageFields(SamplingFields):
     """Fields that determine the prompt."""
 
     model: OptionalModel = None
@@ -264,7 +264,7 @@ class PromptFields(SamplingFields):
     compaction: Any = unsupported("the server does not summarize conversations")
 
 
-class CountTokensRequest(PromptFields):
+class CountTokensRequest(MessageFields):
     """A conversation whose prompt tokens are counted."""
 
 
@@ -274,7 +274,7 @@ class DiagnosticsOptions(StrictModel):
     previous_message_id: str | None = None
 
 
-class MessageRequest(PromptFields):
+class MessageRequest(MessageFields):
     """A conversation to continue."""
 
     max_tokens: int = pydantic.Field(
