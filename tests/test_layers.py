@@ -74,9 +74,11 @@ ORDERS = {
         metrics schema sse limits admission
         models
         state auth
-        media
+        media explain
         generation
-        openai.schema
+        openai.schema anthropic.errors anthropic.schema
+        anthropic.conversion anthropic.formatting anthropic.diagnostics
+        anthropic
         openai
         schema.admin
         admin
