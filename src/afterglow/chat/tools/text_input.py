@@ -1,18 +1,59 @@
-"""Text inputs of tools: conversion between the text and the arguments `{"input": "…"}` that models write."""
+"""Text inputs of tools: the schema that enforces their grammar, and conversion between the text and the arguments
+`{"input": "…"}` that models write.
+
+Models know functions with arguments, so that a tool with a text input is a function with one string, written as the
+family of the model writes strings. Its grammar becomes the `pattern` of that string (`constraints.lark_regex`): each
+family adds its own escapes, quotes and tags, and the text inside always matches.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
 
-from afterglow.chat.tools.tool import TEXT_PARAMETER
+from afterglow.chat.constraints.grammar import validate_spec
+from afterglow.chat.constraints.lark_regex import convert_lark
+from afterglow.chat.tools.tool import TEXT_PARAMETER, TextInput, Tool
+from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
 TEXT_START = re.compile(rf'\s*\{{\s*"{TEXT_PARAMETER}"\s*:\s*"')
 # Whole characters of a JSON string: an escaped surrogate pair is one character.
 WHOLE_CHARACTERS = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*'
 )
+
+
+def build_enforced_parameters(tool: Tool) -> dict[str, Any]:
+    """Return the schema that a call of the tool must satisfy: its parameters, or those of its text input.
+
+    >>> from afterglow.chat.tools.tool import TextInput, build_text_tool
+    >>> tool = build_text_tool("pick", "", TextInput("regex", "[ab]"), where="tools[0]")
+    >>> build_enforced_parameters(tool)["properties"]
+    {'input': {'type': 'string', 'pattern': '^(?:[ab])$'}}
+    """
+    if tool.text_input is None or tool.text_input.syntax == "text":
+        return tool.parameters
+    try:
+        pattern = build_pattern(tool.text_input)
+    except (InvalidGrammar, UnsupportedOption) as error:
+        raise InvalidArgument(f"tools.{tool.name}.format.definition", error.reason) from None
+    return {**tool.parameters, "properties": {TEXT_PARAMETER: {"type": "string", "pattern": pattern}}}
+
+
+@functools.lru_cache(maxsize=64)  # agents use the same grammars again and again
+def build_pattern(text_input: TextInput) -> str:
+    """Return the pattern of a text input that has a grammar. Raises if it cannot be enforced."""
+    expression = text_input.definition
+    if text_input.syntax == "lark":
+        expression = convert_lark(expression)
+    else:
+        expression = expression.removeprefix("^")
+        expression = expression[:-1] if expression.endswith("$") and not expression.endswith("\\$") else expression
+    pattern = f"^(?:{expression})$"
+    validate_spec({"json_schema": {"type": "string", "pattern": pattern}})
+    return pattern
 
 
 def wrap_text_input(text: str) -> str:

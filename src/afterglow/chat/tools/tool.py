@@ -58,6 +58,11 @@ class Tool:
     text_input: TextInput | None = None
 
     @property
+    def must_conform(self) -> bool:
+        """Whether a call that does not conform is never acceptable: of strict tools, and of texts with a grammar."""
+        return self.strict or (self.text_input is not None and self.text_input.syntax != "text")
+
+    @property
     def definition(self) -> dict[str, Any]:
         """OpenAI dictionary of the tool, which is also the form that chat templates read."""
         function: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.parameters}
