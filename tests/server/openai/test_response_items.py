@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from afterglow.testing import models
+from afterglow.testing.models import vocabulary
 from support.openai_schemas import validate_event
 from support.patches import PATCH_GRAMMAR, parse_patch
 from support.server_process import ServerProcess
@@ -79,7 +81,7 @@ def agent_server(caches_of_our_own: None, tmp_path_factory: pytest.TempPathFacto
     template = tmp_path_factory.mktemp("templates") / "agent.jinja"
     template.write_text(TEMPLATE)
     path = models.get_path("successor-attention")
-    process = ServerProcess(f"agent={path}", "--chat-template", str(template), "--context", "16384")
+    process = ServerProcess(f"agent={path}", "--chat-template", str(template), "--context", "16384", "--sequences", "4")
     yield process
     process.stop()
 
@@ -224,14 +226,24 @@ def test_the_openai_clients_read_custom_calls(agent_server: ServerProcess) -> No
         assert call.input == "".join(inputs)
 
 
-def test_forty_patches_at_a_high_temperature_all_parse(agent_server: ServerProcess) -> None:
-    fields = {**AGENT_FIELDS, "reasoning": {"effort": "none"}, "temperature": 1.5, "tool_choice": APPLY_PATCH}
-    inputs = set()
-    for seed in range(40):
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+def test_patches_at_a_high_temperature_all_parse(agent_server: ServerProcess, count: int) -> None:
+    # A backslash is about as likely as the next letter, so that lines end and other characters are escaped.
+    bias = {str(vocabulary.get_byte_token(ord("\\"))): 22.5}
+    tool = {**TOOLS[1], "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR}}
+    samplers = {"temperature": 1.5, "top_k": 0, "top_p": 1, "min_p": 0, "logit_bias": bias}
+    fields = {"reasoning": {"effort": "none"}, "tools": [tool], **samplers}
+
+    def create(seed: int) -> str:
         (call,) = send(agent_server, [QUESTION], APPLY_PATCH, **{**fields, "seed": seed})["output"]
-        parse_patch(call["input"])
-        inputs.add(call["input"])
-    assert len(inputs) > 30
+        return str(call["input"])
+
+    with ThreadPoolExecutor(4) as pool:
+        inputs = list(pool.map(create, range(count)))
+    for text in inputs:
+        parse_patch(text)
+    assert len(set(inputs)) > count * 0.9
+    assert any('"' in text or "\\" in text for text in inputs)
 
 
 def test_more_output_tokens_than_the_context_are_a_maximum(agent_server: ServerProcess) -> None:
