@@ -18,6 +18,10 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from afterglow.chat.messages import Message
+from afterglow.chat.prompt import Breakpoint
+from afterglow.server.openai.response_tools import ResponseToolSet
+from afterglow.server.openai.responses import build_generation_request
 from afterglow.server.openai.schema.chat import ChatRequest
 from afterglow.server.openai.schema.completions import CompletionRequest
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
@@ -705,13 +709,32 @@ register_unsupported(
 )
 
 
-@checks("responses", "client_metadata", "service_tier", "max_tool_calls", "prompt_cache_retention")
+@checks("responses", "prompt_cache_retention")
+def _(server: ServerProcess) -> None:
+    tools = ResponseToolSet(())
+    for retention, expected in (
+        (None, []),
+        ("in_memory", []),
+        ("24h", [Breakpoint(message=1, retention_seconds=86400)]),
+    ):
+        body = ResponseRequest(input="hello", instructions="be brief", prompt_cache_retention=retention)  # type: ignore[arg-type]
+        request = build_generation_request(body, [Message(role="user", content="hello")], tools, {}, "")
+        assert request.breakpoints == expected
+        response = server.post(
+            "/v1/responses",
+            {"model": "tiny", "input": "hello", "max_output_tokens": 1} | {"prompt_cache_retention": retention},
+        )
+        assert response.status_code == 200
+        assert "x-afterglow-ignored" not in response.headers
+
+
+@checks("responses", "client_metadata", "service_tier", "max_tool_calls")
 def _(server: ServerProcess) -> None:
     body = {"model": "tiny", "input": "hello", "max_output_tokens": 3, "temperature": 0}
-    hints = {"client_metadata": {"a": 1}, "service_tier": "flex", "max_tool_calls": 3, "prompt_cache_retention": "24h"}
+    hints = {"client_metadata": {"a": 1}, "service_tier": "flex", "max_tool_calls": 3}
     response = server.post("/v1/responses", {**body, **hints})
     assert set(response.headers["x-afterglow-ignored"].split(", ")) == set(hints)
-    plain = server.post("/v1/responses", {**body, "service_tier": "auto", "prompt_cache_retention": "in_memory"})
+    plain = server.post("/v1/responses", {**body, "service_tier": "auto"})
     assert "x-afterglow-ignored" not in plain.headers
     assert get_output(response.json()) == get_output(plain.json())
 
