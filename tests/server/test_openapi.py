@@ -13,10 +13,13 @@ from support.server_process import ServerProcess
 pytestmark = pytest.mark.native
 
 ROUTES = {
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
     "/v1/responses/{id}",
+    "/v1/responses/{id}/input_items",
     "/v1/embeddings",
     "/v1/models",
     "/v1/models/{name}",

@@ -14,7 +14,7 @@ from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.text_input import TextInputReader, unwrap_text_input, wrap_text_input
 from afterglow.chat.tools.tool import TextInput, Tool, build_text_tool
 from afterglow.errors import InvalidArgument
-from support.grammar_text import generate
+from support.grammar_text import accepts, generate
 from support.patches import PATCH_GRAMMAR, parse_patch
 
 # Few characters, so that random texts end soon, and those that quotes, tags and escapes are made of.
@@ -55,6 +55,24 @@ def test_every_family_enforces_a_regular_expression(family: ToolFamily) -> None:
         text = generate(grammar, random, closing=0)
         assert text is not None
         assert re.fullmatch(pattern, read_input(family, tool, text))
+
+
+@pytest.mark.parametrize(
+    ("family", "end"), [("qwen-coder", "</parameter>"), ("glm", "</arg_value>"), ("gemma", '<|"|>')]
+)
+def test_a_text_does_not_contain_the_text_that_ends_it(family: str, end: str) -> None:
+    tool = build("regex", "(?s:a.*z)")
+    grammar = TOOL_FAMILIES[family].build_calls_grammar([tool], False, json.dumps)
+    call = {
+        "qwen-coder": (
+            "<tool_call>\n<function=apply_patch>\n<parameter=input>\n{}\n</parameter>\n</function>\n</tool_call>"
+        ),
+        "glm": "<tool_call>apply_patch\n<arg_key>input</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+        "gemma": '<|tool_call>call:apply_patch{{input:<|"|>{}<|"|>}}<tool_call|>',
+    }[family]
+    assert accepts(grammar, call.format("a < </ b\n\nz"))
+    assert not accepts(grammar, call.format(f"a{end}z"))
+    assert not accepts(grammar, call.format("ab"))
 
 
 def test_a_grammar_that_cannot_be_enforced_names_its_tool() -> None:
