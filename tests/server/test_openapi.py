@@ -19,6 +19,7 @@ ROUTES = {
     "/v1/completions",
     "/v1/responses",
     "/v1/responses/{id}",
+    "/v1/responses/{id}/input_items",
     "/v1/embeddings",
     "/v1/models",
     "/v1/models/{name}",
