@@ -71,7 +71,7 @@ ORDERS = {
     """,
     "server": """
         errors settings logs sealing
-        metrics schema sse limits admission
+        metrics schema sse limits admission model_budget
         models
         state auth
         media

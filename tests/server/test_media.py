@@ -35,7 +35,7 @@ from afterglow.server.admission import MediaReservation
 from afterglow.server.app import build_application
 from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.media import load_media
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
@@ -146,7 +146,7 @@ def media_state(
     policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
     (tmp_path / "cat.png").write_bytes(encode_image(gradient(600, 10)))
     registry = ModelRegistry(
-        {"tiny": lambda: afterglow.load(tiny_path, host="process", context=256, media_policy=policy)}
+        {"tiny": ServedModel(lambda: afterglow.load(tiny_path, host="process", context=256, media_policy=policy))}
     )
     with ServerState(registry, ServerSettings(max_media=3)) as state:
         yield state, registry.get_slot("tiny").load()

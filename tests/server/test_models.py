@@ -21,7 +21,7 @@ from afterglow.engine.host import remote_calls
 from afterglow.errors import Closed, EngineError, ModelNotFound
 from afterglow.server import models as served_models
 from afterglow.server.app import build_application
-from afterglow.server.models import ModelRegistry, ModelSlot
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ENGINE_CALL_THREADS, ServerState
 from afterglow.testing import models
@@ -66,8 +66,9 @@ def load_tiny(path: Path, **options: Any) -> afterglow.Model:
 
 @pytest.mark.native
 def test_the_template_process_is_started_when_the_model_is_loaded() -> None:
-    slot = ModelSlot("tiny", lambda: load_tiny(models.get_path("attention")))
-    with closing(slot):
+    registry = ModelRegistry({"tiny": ServedModel(lambda: load_tiny(models.get_path("attention")))})
+    slot = registry.get_slot("tiny")
+    with closing(registry):
         model = slot.load()
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         model.plan_chat("Hello")
@@ -78,8 +79,11 @@ def test_the_template_process_is_started_when_the_model_is_loaded() -> None:
 @pytest.mark.native
 def test_a_model_with_an_invalid_chat_template_is_still_served() -> None:
     path = models.get_path("successor-attention")
-    slot = ModelSlot("tiny", lambda: load_tiny(path, chat_template="{{ raise_exception('no') }}"))
-    with closing(slot):
+    registry = ModelRegistry(
+        {"tiny": ServedModel(lambda: load_tiny(path, chat_template="{{ raise_exception('no') }}"))}
+    )
+    slot = registry.get_slot("tiny")
+    with closing(registry):
         assert slot.load().complete("abc", max_tokens=3).text == "def"
 
 
@@ -91,8 +95,9 @@ def test_a_model_that_fails_while_it_starts_leaves_nothing_open(
     module = remote_calls if step == "get_engine_info" else served_models
     monkeypatch.setattr(module, step, Raise(EngineError("the bug")))
     processes = psutil.Process().children(recursive=True)
-    slot = ModelSlot("tiny", lambda: load_tiny(models.get_path("attention")))
-    with closing(slot), pytest.raises(EngineError, match="the bug"):
+    registry = ModelRegistry({"tiny": ServedModel(lambda: load_tiny(models.get_path("attention")))})
+    slot = registry.get_slot("tiny")
+    with closing(registry), pytest.raises(EngineError, match="the bug"):
         slot.load()
     assert set(psutil.Process().children(recursive=True)) <= set(processes)
     assert not list_own_handles()
@@ -104,8 +109,9 @@ def test_a_model_whose_engine_cannot_be_restarted_has_failed_and_is_loaded_again
 ) -> None:
     monkeypatch.setattr(served_models, "RETRY_AFTER_SECONDS", 0.0)
     path = Path(shutil.copy(models.get_path("successor-attention"), tmp_path / "model.gguf"))
-    slot = ModelSlot("tiny", lambda: load_tiny(path))
-    with closing(slot):
+    registry = ModelRegistry({"tiny": ServedModel(lambda: load_tiny(path))})
+    slot = registry.get_slot("tiny")
+    with closing(registry):
         model = slot.load()
         process = model._lifecycle.get_host()
         assert slot.state == "ready"
@@ -146,6 +152,10 @@ class FakeModel:
             raise FakeModel.error
         self.needs_restart, self.is_active = False, True
 
+    @property
+    def has_engine(self) -> bool:
+        return self.is_active or self.needs_restart
+
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         pass
 
@@ -167,7 +177,7 @@ def slow_models() -> Iterator[type[FakeModel]]:
 
 
 def build_state() -> ServerState:
-    return ServerState(ModelRegistry({"fake": FakeModel}), ServerSettings())
+    return ServerState(ModelRegistry({"fake": ServedModel(FakeModel)}), ServerSettings())
 
 
 def test_requests_share_one_load_and_block_no_engine_call(slow_models: type[FakeModel]) -> None:
@@ -207,6 +217,7 @@ def test_a_failed_load_is_remembered_for_some_time(
 def test_closing_does_not_wait_for_a_load(slow_models: type[FakeModel]) -> None:
     state = build_state()
     future = state.models.get_slot("fake").start_load()
+    assert wait_until(30, lambda: slow_models.loads)
     state.close()
     with pytest.raises(Closed):
         future.result(0)

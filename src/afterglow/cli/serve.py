@@ -25,7 +25,7 @@ from afterglow.errors import InvalidArgument
 from afterglow.paths import get_cache_directory
 from afterglow.server.auth import is_loopback_name
 from afterglow.server.logs import logger, write_logs
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.serve import bind
 from afterglow.server.serve import serve as run_server
 from afterglow.server.settings import ServerSettings
@@ -59,7 +59,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
     ):
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
-                state.models.load_all()
+                state.models.load_first()
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
@@ -81,7 +81,7 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
             **load_options,
         )
 
-    return ModelRegistry({name: functools.partial(open_model, name) for name in models})
+    return ModelRegistry({name: ServedModel(functools.partial(open_model, name)) for name in models})
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:
