@@ -71,7 +71,8 @@ ORDERS = {
     """,
     "server": """
         errors settings logs sealing
-        metrics schema sse limits admission
+        metrics schema sse limits admission model_budget
+        model_bytes
         models
         state auth
         media explain

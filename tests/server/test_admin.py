@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 import afterglow
 from afterglow.server.app import build_application
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
@@ -197,7 +197,9 @@ def test_pinning_tokenizes_the_prompt_once(caches_of_our_own: None, monkeypatch:
     monkeypatch.setattr(afterglow.Model, "tokenize", count)
     path = models.get_path("successor-attention")
     options: afterglow.LoadOptions = {"context": 256, "sequences": 1, "threads": 1, "disk_cache": False}
-    registry = ModelRegistry({"tiny": lambda: afterglow.load(path, host="process", name="tiny", **options)})
+    registry = ModelRegistry(
+        {"tiny": ServedModel(lambda: afterglow.load(path, host="process", name="tiny", **options))}
+    )
     with (
         ServerState(registry, ServerSettings()) as state,
         TestClient(build_application(state)[0], "http://localhost") as client,

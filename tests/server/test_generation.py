@@ -18,7 +18,7 @@ from afterglow.server.app import ERROR_FORMATS, build_routed_app
 from afterglow.server.auth import AuthMiddleware, get_tenant_salt
 from afterglow.server.errors import APIError, ErrorFormats, install_error_handlers
 from afterglow.server.generation import ConversationRequest, Generation, PromptRequest, start_generation
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.schema.base import StrictModel, StrictRoute
 from afterglow.server.schema.sampling import SamplingFields
 from afterglow.server.settings import ServerSettings
@@ -90,14 +90,16 @@ def client(caches_of_our_own: None) -> Iterator[TestClient]:
     """A server with the OpenAI API and a second one."""
     path = models.get_path("successor-attention")
     options: afterglow.LoadOptions = {"context": 4096, "sequences": 4, "threads": 1, "disk_cache": False}
-    registry = ModelRegistry({"tiny": lambda: afterglow.load(path, host="process", name="tiny", **options)})
+    registry = ModelRegistry(
+        {"tiny": ServedModel(lambda: afterglow.load(path, host="process", name="tiny", **options))}
+    )
     formats = ErrorFormats(ERROR_FORMATS.default, {"/second/": build_second_error})
     with ServerState(registry, ServerSettings(api_keys=("key",), max_body_bytes=10_000)) as state:
         app: FastAPI = build_routed_app(state)
         install_error_handlers(app, formats)
         app.include_router(build_second_router(state))
         middleware = AuthMiddleware(app, state.settings, state.metrics, formats)
-        registry.load_all()
+        registry.load_first()
         with TestClient(middleware, "http://localhost", headers={"x-api-key": "key"}) as test_client:
             test_client.app_state["state"] = state
             yield test_client

@@ -35,7 +35,7 @@ from afterglow.server.admission import MediaReservation
 from afterglow.server.app import build_application
 from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.media import load_media
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
@@ -146,7 +146,7 @@ def media_state(
     policy = MediaPolicy(allowed_directory=tmp_path, allowed_hosts=("slow.example",), allow_private=True)
     (tmp_path / "cat.png").write_bytes(encode_image(gradient(600, 10)))
     registry = ModelRegistry(
-        {"tiny": lambda: afterglow.load(tiny_path, host="process", context=256, media_policy=policy)}
+        {"tiny": ServedModel(lambda: afterglow.load(tiny_path, host="process", context=256, media_policy=policy))}
     )
     with ServerState(registry, ServerSettings(max_media=3)) as state:
         yield state, registry.get_slot("tiny").load()
@@ -250,7 +250,7 @@ def test_inline_media_count_against_the_budget_before_they_are_loaded(
 def capture_media_policy(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> MediaPolicy:
     captured: list[MediaPolicy] = []
     monkeypatch.setattr(serve, "load", lambda *_, media_policy, **__: captured.append(media_policy))
-    serve.build_model_registry({"tiny": Path("tiny.gguf")}, settings).get_slot("tiny")._open_model()
+    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny")._open_model()
     return captured[0]
 
 

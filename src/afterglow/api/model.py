@@ -63,8 +63,10 @@ from afterglow.engine.host.remote_calls import (
 from afterglow.engine.inspect import cache, difference, snapshots
 from afterglow.engine.inspect.difference import PrefixMiss
 from afterglow.engine.kvcache.explain import Explanation
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
+from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.media import EncodedMedia, MediaPart
 from afterglow.engine.types.request import Request, RetainedPrefix
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOperation, UnsupportedOption
@@ -180,6 +182,11 @@ class Model(Closeable):
         return self.state is LoadState.ACTIVE
 
     @property
+    def has_engine(self) -> bool:
+        """Whether the model has an engine, which may have crashed."""
+        return self.state in (LoadState.ACTIVE, LoadState.CRASHED)
+
+    @property
     def info(self) -> ModelInfo:
         """Facts about the model: architecture, size, kind of memory, …
 
@@ -274,7 +281,7 @@ class Model(Closeable):
     @property
     def media_error(self) -> str:
         """Why the projector cannot be used, so that images and audio are rejected; empty if there is no error."""
-        return self.engine_info.media_error if self._has_engine else ""
+        return self.engine_info.media_error if self.has_engine else ""
 
     @property
     def chat_template(self) -> str | None:
@@ -835,11 +842,15 @@ class Model(Closeable):
         """COLD, WARM or CRASHED → ACTIVE: load the weights onto the device and start the engine."""
         self._lifecycle.activate()
 
-    def deactivate(self) -> None:
-        """ACTIVE → WARM: stop the engine and release the context and GPU memory."""
+    def deactivate(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport | None:
+        """ACTIVE → WARM: stop the engine and release the context and GPU memory.
+
+        The engine writes its prefix cache to disk first, for at most `store_timeout` seconds. Returns what it wrote, or
+        None if it had crashed.
+        """
         self._lifecycle.require("deactivate", LoadState.ACTIVE)
         self._chat_slot.close()
-        self._lifecycle.deactivate()
+        return self._lifecycle.deactivate(store_timeout)
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
@@ -1005,11 +1016,7 @@ class Model(Closeable):
     @property
     def _memory_kind(self) -> str:
         """Kind of memory: as probed by the engine, or as the weights say before there is one."""
-        return self.engine_info.memory if self._has_engine else self._lifecycle.model_info.memory_kind
-
-    @property
-    def _has_engine(self) -> bool:
-        return self.state in (LoadState.ACTIVE, LoadState.CRASHED)
+        return self.engine_info.memory if self.has_engine else self._lifecycle.model_info.memory_kind
 
     def _get_media_support(self) -> MediaSupport:
         return MediaSupport(
@@ -1022,7 +1029,7 @@ class Model(Closeable):
 
     @property
     def _modalities(self) -> frozenset[Modality]:
-        return self.engine_info.media if self._has_engine else frozenset()
+        return self.engine_info.media if self.has_engine else frozenset()
 
     def _decode_in_child(
         self, modality: Modality, data: bytes, policy: MediaPolicy, *, source: str, detail: str

@@ -13,7 +13,8 @@ from socket import socket
 import typer
 from rich.console import Console
 
-from afterglow.api.load import apply_disk_cache, load
+from afterglow import registry
+from afterglow.api.load import apply_disk_cache, build_engine_settings, build_engine_spec, load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
 from afterglow.cli import options
@@ -25,7 +26,15 @@ from afterglow.errors import InvalidArgument
 from afterglow.paths import get_cache_directory
 from afterglow.server.auth import is_loopback_name
 from afterglow.server.logs import logger, write_logs
-from afterglow.server.models import ModelRegistry
+from afterglow.server.model_budget import RAM, share_ram_tier
+from afterglow.server.model_bytes import (
+    MAX_RAM_TIER_BYTES,
+    choose_limits,
+    estimate_min_ram_tier,
+    estimate_model_bytes,
+    list_gpus,
+)
+from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.serve import bind
 from afterglow.server.serve import serve as run_server
 from afterglow.server.settings import ServerSettings
@@ -43,7 +52,8 @@ def serve(command: typer.Context, models: options.ModelsArgument = None) -> None
     os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
     is_verbose = logging.getLogger().level == logging.DEBUG
     with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
-        serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
+        arguments = models or list(settings.models) or [settings.model]
+        serve_models(dict(resolve_model_argument(argument, settings) for argument in arguments), settings)
 
 
 def serve_models(models: Mapping[str, str], settings: Settings) -> None:
@@ -59,7 +69,10 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
     ):
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
-                state.models.load_all()
+                loaded = state.models.load_first()
+            if later := [name for name in paths if name not in loaded]:
+                limit = f"{state.models.limits[RAM] // 1024**2:,} MiB"
+                console.print(f"{', '.join(later)}: loaded on demand; all models share {limit} of RAM", soft_wrap=True)
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
@@ -67,21 +80,81 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
 
 
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
-    """Build the registry of the served models. Only the drafter can differ between models."""
-    drafts = parse_drafts(settings.load_options["draft"], models)
+    """Build the registry of the served models with their budget. Raises `OutOfMemory` if a model cannot fit."""
+    server, tables = settings.server, {name: settings.get_model_table(name) for name in models}
+    options = build_load_options(models, settings)
+    nbytes, limits = plan_budget(models, options, settings)
 
     def open_model(name: str) -> Model:
-        load_options: LoadOptions = {**settings.load_options, "draft": drafts.get(name)}
         return load(
             models[name],
             host="process",
             name=name,
-            media_policy=settings.server.media_policy,
+            media_policy=server.media_policy,
             sampling_defaults=settings.sampling_defaults,
-            **load_options,
+            **options[name],
         )
 
-    return ModelRegistry({name: functools.partial(open_model, name) for name in models})
+    def get_keep_alive(name: str) -> float:
+        keep_alive = tables[name].keep_alive
+        return server.keep_alive if keep_alive is None else keep_alive
+
+    return ModelRegistry(
+        {
+            name: ServedModel(
+                functools.partial(open_model, name),
+                nbytes=nbytes[name],
+                keep_alive=get_keep_alive(name),
+                pinned=tables[name].pinned,
+            )
+            for name in models
+        },
+        limits,
+    )
+
+
+def build_load_options(names: Collection[str], settings: Settings) -> dict[str, LoadOptions]:
+    """Return the options of `load` of each model: those of its table, else the common ones."""
+    drafts = parse_drafts(settings.load_options["draft"], names)
+    options: dict[str, LoadOptions] = {}
+    for name in names:
+        table = settings.get_model_table(name).load_options
+        draft = parse_drafts(table["draft"], [name]) if "draft" in table else drafts
+        options[name] = {**settings.load_options, **table, "draft": draft.get(name)}
+        if settings.private:
+            options[name]["disk_cache"] = False
+    return options
+
+
+def plan_budget(
+    models: Mapping[str, str | Path], options: Mapping[str, LoadOptions], settings: Settings
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Return the estimated bytes of each model by device, and the limits of all models.
+
+    Sets the options that are chosen from the budget: the layers on the GPU and the size of the RAM tier.
+    """
+    gpus, pinned = list_gpus(), [name for name in models if settings.get_model_table(name).pinned]
+    nbytes, minimum = {}, {}
+    for name, model in models.items():
+        spec = build_engine_spec(
+            registry.resolve(model),
+            options[name],
+            build_engine_settings(None, options[name], options[name], label=""),
+            draft=options[name]["draft"],  # type: ignore[arg-type]
+        )
+        options[name]["gpu_layers"] = spec.model_settings.gpu_layers
+        nbytes[name] = estimate_model_bytes(spec, gpus)
+        minimum[name] = estimate_min_ram_tier(spec)
+    largest = {RAM: max(nbytes[name][RAM] + minimum[name] for name in models)}
+    limits = choose_limits(settings.server.memory_bytes, settings.server.gpu_memory_bytes, gpus, largest)
+    fixed = {name: nbytes[name][RAM] + (options[name]["ram_cache_bytes"] or 0) for name in models}
+    shared = {name: 0 if options[name]["ram_cache_bytes"] is not None else minimum[name] for name in models}
+    tiers = share_ram_tier(fixed, shared, pinned, limits[RAM], maximum=MAX_RAM_TIER_BYTES)
+    for name in models:
+        if options[name]["ram_cache_bytes"] is None:
+            options[name]["ram_cache_bytes"] = tiers[name]
+        nbytes[name][RAM] += options[name]["ram_cache_bytes"] or 0
+    return nbytes, limits
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:
@@ -101,6 +174,13 @@ def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) ->
         draft: DraftSource = "mtp" if source == "mtp" else resolve_or_pull(source)
         drafts |= dict.fromkeys([name] if name else names, draft)
     return drafts
+
+
+def resolve_model_argument(argument: str, settings: Settings) -> tuple[str, str]:
+    """Return the served name and the model name or path of an argument, which may be the name of a model table."""
+    name, model = parse_model_argument(argument)
+    table = settings.models.get(argument)
+    return (name, model) if table is None else (argument, table.model or argument)
 
 
 def parse_model_argument(model: str) -> tuple[str, str]:

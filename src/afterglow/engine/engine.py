@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from afterglow.engine.kvcache.explain import Explanation
-from afterglow.engine.kvcache.prefix_cache import PrefixCache
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS, PrefixCache
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.kvcache.sequence import Sequence as Slot
 from afterglow.engine.sampling.stops import StopMatcher
@@ -31,7 +31,7 @@ from afterglow.engine.speculation.ngram import NgramDrafter
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.speculation.speculator import Drafter, Speculator
 from afterglow.engine.types.backend import Backend, DecodeSpan
-from afterglow.engine.types.counters import EngineCounters
+from afterglow.engine.types.counters import EngineCounters, StoreReport
 from afterglow.engine.types.entries import EntryInterner
 from afterglow.engine.types.request import EngineEvent, Failed, Finished, FinishReason, PrefillProgress, Request
 from afterglow.engine.types.settings import EngineSettings
@@ -147,12 +147,12 @@ class Engine:
         """Do one piece of deferred work. Return False if there is none."""
         return self.prefix_cache.write_back() or self.speculator.run_idle_task()
 
-    def close(self) -> None:
-        """Fail every request, write the prefix cache to disk as far as it is worth it, and free all resources."""
+    def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport:
+        """Fail every request, write the prefix cache to disk within `store_timeout` seconds, and free all resources."""
         try:
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
-            self.prefix_cache.close(store_idle=self._is_consistent)
+            return self.prefix_cache.close(store_idle=self._is_consistent, timeout=store_timeout)
         finally:
             self.speculator.close()
             self.media_scheduler.close()

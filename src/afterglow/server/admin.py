@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -31,6 +34,7 @@ from afterglow.server.schema.admin import (
     DetokenizeResponse,
     ExplainRequest,
     HealthResponse,
+    LoadModelRequest,
     ModelCard,
     ModelList,
     PinRequest,
@@ -38,12 +42,14 @@ from afterglow.server.schema.admin import (
     SamplingDefault,
     TokenizeRequest,
     TokenizeResponse,
+    UnloadModelRequest,
 )
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
 ResultT = TypeVar("ResultT")
 DIFFERENCE_CONTEXT_TOKENS = 16  # tokens shown on each side of a difference
+HEALTHY_STATES = frozenset({"not loaded", "loading", "ready", "warm", "unloading"})
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -63,6 +69,20 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     async def model(name: str) -> ModelCard:
         return build_model_card(state.models.get_slot(name))
 
+    @router.post("/models/load", summary="Load a model; others are unloaded if there is no room")
+    async def load_model(body: LoadModelRequest) -> ModelCard:
+        slot = state.models.get_slot(body.model)
+        await asyncio.wrap_future(slot.start_load())
+        if body.keep_alive is not None:
+            slot.set_keep_alive(body.keep_alive)
+        return build_model_card(slot)
+
+    @router.post("/models/unload", summary="Store the KV cache of a model on disk and unload it")
+    async def unload_model(body: UnloadModelRequest) -> ModelCard:
+        slot = state.models.get_slot(body.model)
+        await state.run_engine_call(lambda: slot.unload(body.timeout))
+        return build_model_card(slot)
+
 
 def build_model_card(slot: ModelSlot) -> ModelCard:
     """Build the OpenAI model object of a slot."""
@@ -71,10 +91,21 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
         id=slot.name,
         created=slot.created,
         context_length=None if model is None else model.context_length,
-        loaded=model is not None,
+        loaded=slot.is_usable,
+        state=slot.state,
+        bytes=dict(slot.nbytes) if slot.has_room else {},
+        pinned=slot.pinned,
+        active_requests=slot.active_requests,
+        last_used=None if model is None else to_unix_time(slot.last_used),
+        expires_at=None if (expires_at := slot.expires_at) is None else to_unix_time(expires_at),
         capabilities=[] if model is None else list_capabilities(model),
         sampling=None if model is None or not model.can_generate else list_sampling_defaults(model),
     )
+
+
+def to_unix_time(moment: float) -> float:
+    """Convert a moment of the monotonic clock."""
+    return round(time.time() + moment - time.monotonic(), 3)
 
 
 def list_sampling_defaults(model: Model) -> dict[str, SamplingDefault]:
@@ -139,7 +170,10 @@ def _add_state_routes(router: APIRouter, state: ServerState) -> None:
         slot_states = {name: slot.state for name, slot in state.models.slots.items()}
         for slot in state.models.slots.values():  # a failed server may get no other requests
             slot.retry_failed()
-        ready = all(slot_state in ("ready", "not loaded") for slot_state in slot_states.values())
+        ready = all(slot_state in HEALTHY_STATES for slot_state in slot_states.values())
+        # A swap is normal operation: a load counts only if no model is ready.
+        if "loading" in slot_states.values() and "ready" not in slot_states.values():
+            ready = False
         body = HealthResponse(status="ok" if ready else "starting", models=slot_states)
         return JSONResponse(body.model_dump(), 200 if ready else 503)
 
@@ -153,11 +187,20 @@ def _add_state_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/stats", summary="Engine counters, speculative decoding statistics and cache tiers")
     async def stats() -> dict[str, Any]:
-        return {"models": {model.name: await collect_stats(state, model) for model in _list_loaded_models(state)}}
+        with hold_loaded_models(state) as models:
+            return {"models": {model.name: await collect_stats(state, model) for model in models}}
 
 
-def _list_loaded_models(state: ServerState) -> list[Model]:
-    return [slot.model for slot in state.models.slots.values() if slot.model is not None]
+@contextlib.contextmanager
+def hold_loaded_models(state: ServerState) -> Iterator[list[Model]]:
+    """Keep the models that are loaded now from being unloaded. It does not count as a use."""
+    with contextlib.ExitStack() as stack:
+        models = []
+        for slot in state.models.slots.values():
+            if (model := slot.try_acquire()) is not None:
+                stack.callback(slot.release, is_use=False)
+                models.append(model)
+        yield models
 
 
 async def collect_stats(state: ServerState, model: Model) -> dict[str, Any]:
@@ -170,8 +213,9 @@ async def collect_stats(state: ServerState, model: Model) -> dict[str, Any]:
 def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/cache", summary="Contents of the prefix caches")
     async def cache(request: Request) -> dict[str, Any]:
-        salt, models = get_tenant_salt(request), _list_loaded_models(state)
-        return {"models": {model.name: await collect_cache_contents(state, model, salt) for model in models}}
+        salt = get_tenant_salt(request)
+        with hold_loaded_models(state) as models:
+            return {"models": {model.name: await collect_cache_contents(state, model, salt) for model in models}}
 
     async def run_with_prompt(
         body: ExplainRequest, request: Request, work: Callable[[Model, PromptInput, str], ResultT]

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ErrorFormats, ReceiveError
 from afterglow.server.logs import start_record
 from afterglow.server.metrics import Metrics
+from afterglow.server.models import hold_models
 from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # need no key and respond during shutdown
@@ -171,7 +172,8 @@ class AuthMiddleware:
         try:
             error = self._check_request(scope)
             if error is None:
-                await self.app(scope, self._limit_body(receive), send_and_record)
+                with hold_models():
+                    await self.app(scope, self._limit_body(receive), send_and_record)
             else:
                 response = self._error_formats.build_response(error, scope["path"])
                 await response(scope, receive, send_and_record)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -14,6 +15,25 @@ from afterglow.engine.types.request import Usage
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_BUCKETS_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 INTER_TOKEN_BUCKETS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+@dataclass(slots=True)
+class SlotCounters:
+    """Loads and unloads of one model since the server started."""
+
+    loads: int = 0
+    unloads: int = 0
+    load_seconds: float = 0.0
+    unload_seconds: float = 0.0
+
+
+class SlotStatus(Protocol):
+    """What the metrics read from a model slot."""
+
+    name: str
+    nbytes: Mapping[str, int]
+    counters: SlotCounters
+    has_room: bool
 
 
 class Metrics:
@@ -55,11 +75,26 @@ class Metrics:
             "Speculative decoding: draft tokens, accepted tokens, mean draft length, seconds saved",
             "statistic",
         )
+        self.model_loaded = gauge("afterglow_model_loaded", "Whether the model is loaded")
+        self.model_bytes = gauge("afterglow_model_bytes", "Estimated memory of the model if it is loaded", "device")
+        self.model_swaps = gauge("afterglow_model_swaps", "Loads and unloads of the model since the start", "kind")
+        self.model_swap_seconds = gauge("afterglow_model_swap_seconds", "Seconds of all loads and unloads", "kind")
         self.cache_tiers = gauge("afterglow_cache", "Prefix cache tiers: size, limit and counters", "tier", "counter")
 
     def build_latency_recorder(self, model: str) -> LatencyRecorder:
         """Return the latency recorder of one choice."""
         return LatencyRecorder(self, model)
+
+    def record_slot(self, slot: SlotStatus) -> None:
+        """Set the gauges that mirror the state of a model slot."""
+        name, counters = slot.name, slot.counters
+        self.model_loaded.labels(name).set(slot.has_room)
+        for device, nbytes in slot.nbytes.items():
+            self.model_bytes.labels(name, device).set(nbytes if slot.has_room else 0)
+        self.model_swaps.labels(name, "load").set(counters.loads)
+        self.model_swaps.labels(name, "unload").set(counters.unloads)
+        self.model_swap_seconds.labels(name, "load").set(counters.load_seconds)
+        self.model_swap_seconds.labels(name, "unload").set(counters.unload_seconds)
 
     def record_engine_stats(self, model: str, stats: EngineStats) -> None:
         """Set the gauges that mirror the counters of an engine."""

@@ -1,50 +1,188 @@
-"""Registry of the served models by name. A model is loaded at startup or by the first request for it."""
+"""Registry of the served models by name: loads them on demand and unloads them to make room or when they expire.
+
+`ModelSlot` is one model and its load state. `ModelRegistry` owns the budget: it alone decides which models are loaded.
+One condition guards the state of all slots. It is held briefly, never during a load or an unload.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
-from afterglow.errors import AfterglowError, Closed, ModelNotFound
-from afterglow.server.errors import invalid_request_error
+from afterglow.errors import AfterglowError, Closed, ModelNotFound, OutOfMemory
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.logs import logger
+from afterglow.server.metrics import SlotCounters
+from afterglow.server.model_budget import ByteMap, ResidentModel, check_fits, choose_first_models, plan_room
 
 OpenModel: TypeAlias = Callable[[], Model]
+SlotState: TypeAlias = Literal["not loaded", "loading", "ready", "warm", "unloading", "restarting", "failed"]
 RETRY_AFTER_SECONDS = 10.0  # until then, requests for a model that could not be loaded get the same error
+STORE_TIMEOUT_SECONDS = 30.0  # for the prefix cache of a model that is unloaded
+UNLOAD_TIMEOUT_SECONDS = 30.0  # how long an unload that a client asks for waits for running requests
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """How a model is served: the function that loads it, its estimated bytes by device, and when it is unloaded."""
+
+    open_model: OpenModel
+    nbytes: ByteMap = field(default_factory=dict)
+    keep_alive: float = math.inf  # seconds without a request after which it is unloaded
+    pinned: bool = False  # it is never unloaded
 
 
 class ModelSlot:
-    """One served model, loaded or not."""
+    """One served model, loaded or not. Create it with a `ModelRegistry`."""
 
-    def __init__(self, name: str, open_model: OpenModel) -> None:
+    def __init__(self, name: str, served: ServedModel, registry: ModelRegistry) -> None:
         self.name = name
-        self._open_model = open_model
+        self.nbytes = served.nbytes
+        self.pinned = served.pinned
+        self.default_keep_alive = served.keep_alive
+        self.keep_alive = served.keep_alive
         self.created = int(time.time())
+        self.last_used = time.monotonic()  # end of the last request, or the load
+        self.active_requests = 0
+        self.counters = SlotCounters()
         self.model: Model | None = None
-        self._lock = threading.Lock()  # held briefly, never during a load
+        self.has_room = False  # its bytes count as taken
+        self.is_leaving = False  # it is being unloaded, or will be when its requests have ended
+        self._registry = registry
+        self._changed = registry.changed
+        self._open_model = served.open_model
+        self._waiters: list[Future[Model]] = []  # requests that wait for the model
         self._loading: Future[Model] | None = None  # the load that runs, or the last one that failed
+        self._unloading: Future[None] | None = None  # the unload that runs
         self._retry_time = 0.0  # when a failed load may be repeated
         self._closed = False
 
-    def start_load(self) -> Future[Model]:
-        """Return the future model: on first use, and after its engine could not be restarted, a new load is started.
+    # --- properties
 
-        All callers share one load. The error of a failed load is returned for `RETRY_AFTER_SECONDS`.
+    @property
+    def state(self) -> SlotState:
+        """Load state.
+
+        `warm`: unloaded; the vocabulary is open and the weights may be in the page cache. `unloading`: it is unloaded
+        when its requests have ended. `restarting`: the engine died. `failed`: restarts failed too.
         """
-        with self._lock:
+        model, is_loading = self.model, self.is_loading
+        if self.is_leaving:
+            return "unloading"
+        if model is None:
+            return "loading" if is_loading else "not loaded"
+        if model.is_active:
+            return "ready"
+        if model.needs_restart:
+            return "restarting" if is_loading else "failed"
+        if model.has_engine:
+            return "restarting"
+        return "loading" if is_loading else "warm"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests can be sent to the engine now. An engine that restarts accepts them, too."""
+        return self.model is not None and self.model.has_engine and not self.model.needs_restart and not self.is_leaving
+
+    @property
+    def expires_at(self) -> float | None:
+        """When the model is unloaded unless it is used, by the monotonic clock; None: not for lack of use."""
+        if self.pinned or self.keep_alive == math.inf or self.active_requests or not self.is_usable:
+            return None
+        return self.last_used + self.keep_alive
+
+    @property
+    def restore_seconds(self) -> float:
+        """Mean seconds of a load; 1 if it was never loaded."""
+        return self.counters.load_seconds / self.counters.loads if self.counters.loads else 1.0
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load runs or waits for room."""
+        return self._loading is not None and not self._loading.done()
+
+    # --- use
+
+    def acquire(self) -> Future[Model]:
+        """Return the future model for one request, which must call `release` at its end. Loads it if necessary.
+
+        The model is not unloaded before that. A future that is cancelled before it has a result is not counted.
+        """
+        with self._changed:
+            future: Future[Model] = Future()
+            load = self.start_load()
+            self._waiters.append(future)
+            if load.done():  # the model is loaded, or has failed to load a short time ago
+                self._resolve_waiters(load)
+            return future
+
+    def release(self, *, is_use: bool = True) -> None:
+        """End the use of the model by one request. `is_use` False: it does not prolong the time to live."""
+        with self._changed:
+            self.active_requests -= 1
+            if is_use:
+                self.last_used = time.monotonic()
+            self._changed.notify_all()
+
+    def try_acquire(self) -> Model | None:
+        """Return the model for one request if it is loaded. The request must call `release`."""
+        with self._changed:
+            if not self.is_usable:
+                return None
+            self.active_requests += 1
+            return self.model
+
+    def set_keep_alive(self, seconds: float | None) -> None:
+        """Set the seconds without a request after which the model is unloaded. None: never; 0: after this request.
+
+        It holds until another request sets it or the model is unloaded.
+        """
+        with self._changed:
+            self.keep_alive = math.inf if seconds is None else seconds
+            self._changed.notify_all()
+
+    def _hand_out(self, future: Future[Model]) -> None:
+        """Give the model to one request, unless it was cancelled."""
+        assert self.model is not None
+        if future.set_running_or_notify_cancel():
+            self.active_requests += 1
+            future.set_result(self.model)
+
+    def _resolve_waiters(self, load: Future[Model]) -> None:
+        """Give the model, or the error of its load, to all requests that wait for it."""
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
+            if (error := load.exception()) is None:
+                self._hand_out(future)
+            elif future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    # --- loading
+
+    def start_load(self) -> Future[Model]:
+        """Return the future model; start a load unless it is loaded. All callers share one load.
+
+        After an unload that has begun, the model is loaded again. The error of a failed load is returned for
+        `RETRY_AFTER_SECONDS`.
+        """
+        with self._changed:
             if self._closed:
                 raise Closed("server")
             if self._loading is not None and (not self._loading.done() or time.monotonic() < self._retry_time):
                 return self._loading
             future: Future[Model] = Future()
             future.set_running_or_notify_cancel()  # a request that is cancelled must not cancel the load
-            if self.model is not None and not self.model.needs_restart:
+            if self.is_usable and self.model is not None:
                 future.set_result(self.model)
             else:
                 self._loading = future
@@ -57,35 +195,59 @@ class ModelSlot:
         return self.start_load().result()
 
     def _load(self, future: Future[Model]) -> None:
-        started = time.monotonic()
         try:
-            model = self._build_model()
-            logger.info("loaded %s in %.1f s", self.name, time.monotonic() - started)
+            self._registry.make_room(self)
+            try:
+                model = self._build_model()
+            except OutOfMemory:
+                if not self._registry.free_memory(self):
+                    raise
+                model = self._build_model()
         except BaseException as error:  # raised in the requests that wait for it
-            logger.error("%s could not be loaded: %s", self.name, error)
-            with self._lock:
-                self._retry_time = time.monotonic() + RETRY_AFTER_SECONDS
-                if not future.done():
-                    future.set_exception(error)
-            return
-        with self._lock:
             if not self._closed:
+                logger.error("%s could not be loaded: %s", self.name, error)
+            with self._changed:
+                self._retry_time = time.monotonic() + RETRY_AFTER_SECONDS
+                self.has_room = False
+                self._finish_load(future, error)
+            return
+        with self._changed:
+            is_late = self._closed
+            if not is_late:
                 self.model, self._loading = model, None
-                future.set_result(model)
-                return
-        model.close()
+                self.last_used = time.monotonic()
+                self._finish_load(future, None)
+        if is_late:
+            model.close()
+
+    def _finish_load(self, future: Future[Model], error: BaseException | None) -> None:
+        if not future.done():
+            if error is None and self.model is not None:
+                future.set_result(self.model)
+            else:
+                future.set_exception(error)
+        self._resolve_waiters(future)
+        self._changed.notify_all()
 
     def _build_model(self) -> Model:
-        if self.model is not None:
-            self.model.activate()  # the vocabulary stays open: other threads may be using it
-            return self.model
-        model = self._open_model()
+        model, started = self.model, time.monotonic()
+        if model is not None and self.is_usable:  # an unload was given up while requests waited
+            return model
+        if model is not None:
+            model.activate()  # the vocabulary stays open: other threads may be using it
+        else:
+            model = self._open_model()
         try:
             if model.can_generate:
                 prepare(model)
         except BaseException:
-            model.close()
+            if self.model is None:
+                model.close()
             raise
+        seconds = time.monotonic() - started
+        self.counters.loads += 1
+        self.counters.load_seconds += seconds
+        logger.info("loaded %s in %.1f s", self.name, seconds)
         return model
 
     def retry_failed(self) -> None:
@@ -93,24 +255,83 @@ class ModelSlot:
         if self.state == "failed" and not self._closed:
             self.start_load()
 
+    # --- unloading
+
+    def start_unload(self) -> Future[None]:
+        """Unload the model when its requests have ended: store its prefix cache on disk, then end its engine.
+
+        Requests from now on wait until it is loaded again. All callers share one unload.
+        """
+        with self._changed:
+            if self._unloading is not None and not self._unloading.done():
+                return self._unloading
+            future: Future[None] = Future()
+            if not self.has_room or self.is_loading or self.model is None:
+                future.set_result(None)
+            else:
+                self.is_leaving, self._unloading = True, future
+                threading.Thread(target=self._unload, args=[future], name=f"unload-{self.name}", daemon=True).start()
+            return future
+
+    def unload(self, timeout: float = UNLOAD_TIMEOUT_SECONDS) -> None:
+        """Unload the model. Blocking. Raises status 409 if it is pinned or still busy after `timeout` seconds."""
+        if self.pinned:
+            raise APIError(409, f"{self.name!r} is pinned and never unloaded", param="model", code="model_pinned")
+        future = self.start_unload()
+        with self._changed:
+            is_idle = self._changed.wait_for(lambda: not self.active_requests or future.done(), timeout)
+            if not is_idle:
+                self.is_leaving = False  # the unload thread gives up
+                self._changed.notify_all()
+        future.result()
+        if not is_idle:
+            message = f"{self.name!r} is busy: {self.active_requests} requests run after {timeout:g} s; retry later"
+            raise APIError(409, message, param="model", code="model_busy", retry_after=1)
+
+    def _unload(self, future: Future[None]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not (self.active_requests and self.is_leaving) or self._closed)
+            model = self.model if self.is_leaving and not self._closed else None
+        started = time.monotonic()
+        try:
+            if model is not None:
+                self._release_engine(model, started)
+        except BaseException as error:
+            logger.exception("%s could not be unloaded", self.name)
+            future.set_exception(error)
+        with self._changed:
+            if model is not None:
+                self.has_room, self.keep_alive = model.has_engine, self.default_keep_alive
+                self.counters.unloads += 1
+                self.counters.unload_seconds += time.monotonic() - started
+            self.is_leaving = False
+            if not future.done():
+                future.set_result(None)
+            self._changed.notify_all()
+
+    def _release_engine(self, model: Model, started: float) -> None:
+        report = model.deactivate(STORE_TIMEOUT_SECONDS)
+        seconds = time.monotonic() - started
+        if report is None:
+            logger.warning("unloaded %s in %.1f s: its engine had died, so its KV cache was lost", self.name, seconds)
+            return
+        stored = f"stored {report.files} files, {report.nbytes / 1e6:.1f} MB, of {report.sequences} sequences"
+        lost = "" if report.is_complete else "; the rest of the KV cache was lost"
+        dropped = f"; {report.dropped_files} files were dropped" if report.dropped_files else ""
+        logger.info(
+            "unloaded %s in %.1f s: %s in %.1f s%s%s", self.name, seconds, stored, report.seconds, lost, dropped
+        )
+
     def close(self) -> None:
         """Close the model without waiting for a load. Waiting requests and later loads get `Closed`."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             if self._loading is not None and not self._loading.done():
                 self._loading.set_exception(Closed("server"))
+                self._resolve_waiters(self._loading)
+            self._changed.notify_all()
         if self.model is not None:
             self.model.close()
-
-    @property
-    def state(self) -> str:
-        """`not loaded`, `loading`, `ready`, `restarting` if the engine died, `failed` if restarts failed too."""
-        is_loading = self._loading is not None and not self._loading.done()
-        if (model := self.model) is None:
-            return "loading" if is_loading else "not loaded"
-        if model.is_active:
-            return "ready"
-        return "failed" if model.needs_restart and not is_loading else "restarting"
 
 
 def prepare(model: Model) -> None:
@@ -121,16 +342,27 @@ def prepare(model: Model) -> None:
 
 
 class ModelRegistry(Closeable):
-    """All served models.
+    """All served models and their common budget.
 
-    >>> registry = ModelRegistry({"small": lambda: afterglow.load(path, host="process", name="small")})
+    >>> registry = ModelRegistry({"small": ServedModel(lambda: afterglow.load(path, host="process", name="small"))})
     >>> registry.get_slot("small").state
     'not loaded'
     """
 
-    def __init__(self, models: Mapping[str, OpenModel]) -> None:
-        """`models` are functions that load a model, by the name under which it is served."""
-        self.slots = {name: ModelSlot(name, open_model) for name, open_model in models.items()}
+    def __init__(self, models: Mapping[str, ServedModel], limits: ByteMap | None = None) -> None:
+        """`models` by the name under which they are served. `limits` are the bytes of all models, by device.
+
+        Raises `OutOfMemory` if a model does not fit beside the pinned ones, or the pinned ones together.
+        """
+        self.changed = threading.Condition(threading.RLock())
+        self.limits = dict(limits or {})
+        self.slots = {name: ModelSlot(name, served, self) for name, served in models.items()}
+        self._queue: list[ModelSlot] = []  # loads that wait for room, in the order in which they may have it
+        self._timer: threading.Thread | None = None
+        self._closed = False
+        for name, served in models.items():
+            pinned = [_describe(slot) for slot in self.slots.values() if slot.pinned and slot.name != name]
+            check_fits(name, served.nbytes, pinned, self.limits)
 
     def get_slot(self, name: str | None) -> ModelSlot:
         """Return the slot of a model. `None` selects the only served model."""
@@ -144,12 +376,157 @@ class ModelRegistry(Closeable):
             raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]
 
-    def load_all(self) -> None:
-        """Load all models concurrently."""
-        for future in [slot.start_load() for slot in self.slots.values()]:
+    def load_first(self) -> list[str]:
+        """Load the pinned models and as many of the others as fit, concurrently; return their names."""
+        pinned = [name for name, slot in self.slots.items() if slot.pinned]
+        names = choose_first_models({name: slot.nbytes for name, slot in self.slots.items()}, pinned, self.limits)
+        for future in [self.slots[name].start_load() for name in names]:
             future.result()
+        return names
+
+    # --- room
+
+    def make_room(self, slot: ModelSlot) -> None:
+        """Wait until a model that is to be loaded has room, and unload others for it. The first load is served first.
+
+        Raises `OutOfMemory` if there can be no room.
+        """
+        with self.changed:
+            self._start_timer()
+            self._queue.append(slot)
+            try:
+                self.changed.wait_for(lambda: self._closed or (self._queue[0] is slot and self._take_room(slot)))
+            finally:
+                self._queue.remove(slot)
+                self.changed.notify_all()
+        if self._closed:
+            raise Closed("server")
+
+    def _take_room(self, slot: ModelSlot) -> bool:
+        """Take the room of a model if it is free; otherwise start the unloads that make it."""
+        if slot.is_leaving:
+            return False
+        if slot.has_room:
+            return True
+        residents = [_describe(other) for other in self.slots.values() if other.has_room]
+        plan = plan_room(slot.name, slot.nbytes, residents, self.limits)
+        for name in (*plan.unload, *plan.drain):
+            if not self.slots[name].is_loading:  # otherwise its first requests are served before
+                logger.info("unloading %s to make room for %s", name, slot.name)
+                self.slots[name].start_unload()
+        slot.has_room = plan.can_load
+        return plan.can_load
+
+    def free_memory(self, slot: ModelSlot) -> bool:
+        """Unload all idle models that are not pinned, after a load that failed for lack of memory; return if any."""
+        with self.changed:
+            others = [other for other in self.slots.values() if other is not slot and other.is_usable]
+            idle = [other for other in others if not (other.pinned or other.active_requests)]
+            unloads = [other.start_unload() for other in idle]
+        for unload in unloads:
+            unload.result()
+        return bool(unloads)
+
+    # --- time to live
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Thread(target=self._run_timer, name="afterglow-model-timer", daemon=True)
+            self._timer.start()
+
+    def _run_timer(self) -> None:
+        """Unload models that have expired, until the registry is closed."""
+        with self.changed:
+            while not self._closed:
+                now = time.monotonic()
+                expiries = {name: slot.expires_at for name, slot in self.slots.items()}
+                times = {name: moment for name, moment in expiries.items() if moment is not None}
+                for name in [name for name, moment in times.items() if moment <= now]:
+                    self.slots[name].start_unload()
+                later = [moment - now for moment in times.values() if moment > now]
+                self.changed.wait(min(later, default=None))
 
     def close(self) -> None:
         """Close all models concurrently. Running requests end with an error."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
         with ThreadPoolExecutor(max(1, len(self.slots))) as pool:
             list(pool.map(ModelSlot.close, self.slots.values()))
+
+
+def _describe(slot: ModelSlot) -> ResidentModel:
+    return ResidentModel(
+        name=slot.name,
+        nbytes=slot.nbytes,
+        last_used=slot.last_used,
+        restore_seconds=slot.restore_seconds,
+        pinned=slot.pinned,
+        is_busy=slot.active_requests > 0 or slot.is_loading,
+        is_leaving=slot.is_leaving,
+    )
+
+
+# --- the models that a request uses
+
+
+class HeldModels:
+    """Models that one HTTP request has got. They are not unloaded before its end."""
+
+    def __init__(self) -> None:
+        self._models: dict[ModelSlot, Model] = {}
+        self._ended = False
+
+    def get(self, slot: ModelSlot) -> Model | None:
+        """Return the model of a slot if the request holds it."""
+        return self._models.get(slot)
+
+    def add(self, slot: ModelSlot, model: Model) -> None:
+        """Hold an acquired model until the end of the request."""
+        if self._ended:
+            slot.release()
+        else:
+            self._models[slot] = model
+
+    def release(self) -> None:
+        """Release all models at the end of the request."""
+        self._ended = True
+        for slot in self._models:
+            slot.release()
+        self._models.clear()
+
+
+_held_models: ContextVar[HeldModels] = ContextVar("held_models")
+
+
+@contextlib.contextmanager
+def hold_models() -> Iterator[None]:
+    """Keep the models that the request in this context gets from being unloaded until its end."""
+    held = HeldModels()
+    _held_models.set(held)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+async def get_held_model(slot: ModelSlot) -> Model:
+    """Return the model of a slot, loaded if necessary, and hold it until the end of the current request.
+
+    Outside a request it is not held.
+    """
+    held = _held_models.get(None)
+    if held is not None and (model := held.get(slot)) is not None:
+        return model
+    future = slot.acquire()
+    try:
+        model = await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if not future.cancel():
+            slot.release()
+        raise
+    if held is None:
+        slot.release()
+    else:
+        held.add(slot, model)
+    return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,24 @@ from afterglow.errors import InvalidArgument
 from afterglow.media.policy import MediaPolicy
 
 KEY_DIGEST_PREFIX = "sha256:"
+DURATION_PATTERN = re.compile(r"(-)?(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?")
 TextList = Annotated[tuple[str, ...], pydantic.BeforeValidator(parse_list)]
+
+
+def parse_keep_alive(value: Any) -> Any:
+    """Return a duration in seconds: a number, or text such as `90`, `5m` or `1h30m`. A negative one is infinite.
+
+    >>> parse_keep_alive("1h30m"), parse_keep_alive(0), parse_keep_alive("-1")
+    (5400.0, 0, inf)
+    """
+    if isinstance(value, str):
+        match = DURATION_PATTERN.fullmatch(value.strip())
+        if match is None or not any(match.groups()[1:]):
+            raise ValueError("must be a number of seconds, or a duration such as 90s, 5m or 1h30m; negative: for ever")
+        sign, hours, minutes, seconds = match.groups()
+        total = 3600 * float(hours or 0) + 60 * float(minutes or 0) + float(seconds or 0)
+        value = -1 if sign else total
+    return math.inf if isinstance(value, int | float) and value < 0 else value
 
 
 def hash_api_key(key: str) -> str:
@@ -42,6 +60,10 @@ def read_api_keys(path: Path) -> list[str]:
     if not keys:
         raise InvalidArgument("api_key_file", f"{path} has no keys")
     return keys
+
+
+KeepAlive = Annotated[float, pydantic.Field(ge=0), pydantic.BeforeValidator(parse_keep_alive)]
+"""Seconds without a request after which a model is unloaded; infinite: never."""
 
 
 class ServerSettings(pydantic.BaseModel):
@@ -129,6 +151,21 @@ class ServerSettings(pydantic.BaseModel):
         ge=1,
         description="Memory for the media of all requests: files in the server (more get status 429), decoding in the "
         "engine process of a model (more wait); also the decoded size of all media of one request.",
+    )
+    memory_bytes: ByteCount | None = pydantic.Field(
+        None,
+        ge=1,
+        description="RAM for all models: weights, KV caches, RAM prefix caches and engine processes. Models that do "
+        "not fit together are loaded in turn. Default: most of the free RAM.",
+    )
+    gpu_memory_bytes: ByteCount | None = pydantic.Field(
+        None, ge=1, description="Memory for all models on each GPU. Default: most of the free memory."
+    )
+    keep_alive: KeepAlive = pydantic.Field(
+        math.inf,
+        description="Seconds without a request after which a model is unloaded, or a duration such as `5m`; "
+        "negative: never. Its KV cache is stored on disk first. Default: a model stays until another one needs its "
+        "memory.",
     )
     max_stored_responses: int = pydantic.Field(256, ge=0, description="Maximum number of stored responses.")
     max_stored_response_bytes: ByteCount = pydantic.Field(

@@ -17,7 +17,7 @@ from afterglow.media.budget import MediaBudget
 from afterglow.server.admission import AdmissionQueue
 from afterglow.server.errors import invalid_request_error, to_api_error
 from afterglow.server.metrics import Metrics
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, get_held_model
 from afterglow.server.settings import ServerSettings
 
 ResultT = TypeVar("ResultT")
@@ -50,11 +50,8 @@ class ServerState(Closeable):
         self._pending_stats: dict[str, asyncio.Future[EngineStats]] = {}
 
     async def get_model(self, name: str | None) -> Model:
-        """Return a model by name and load it if necessary."""
-        slot = self.models.get_slot(name)
-        model = slot.model
-        if model is None or model.needs_restart:
-            model = await asyncio.wrap_future(slot.start_load())
+        """Return a model by name, loaded if necessary. It is not unloaded before the end of the HTTP request."""
+        model = await get_held_model(self.models.get_slot(name))
         model.attach_event_loop(asyncio.get_running_loop())
         return model
 
@@ -125,7 +122,8 @@ class ServerState(Closeable):
         """Refresh the gauges of queues and engines. An engine that does not respond in time keeps its old values."""
         pending = []
         for name, slot in self.models.slots.items():
-            if (model := slot.model) is None:
+            self.metrics.record_slot(slot)
+            if (model := slot.model) is None or not slot.is_usable:
                 continue
             queue = self.get_admission_queue(model)
             self.metrics.choices_in_flight.labels(name).set(queue.in_flight)

@@ -26,6 +26,7 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.loop import CallResult, EngineLoop, close_engine, describe_error, try_call
 from afterglow.engine.host.pipe import MessagePipe, Outbox
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.request import EngineEvent, Failed, Usage
 from afterglow.errors import AfterglowError, EngineError, InvalidArgument
 
@@ -47,6 +48,7 @@ class ChildHost:
         self._factory: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._loop = EngineLoop(self._deliver)
         self._reported_fraction = 0.0  # of the load
+        self._store_timeout = CLOSE_TIMEOUT_SECONDS  # for the prefix cache, when the engine closes
 
     def read_messages(self) -> None:
         """Handle messages as they arrive, also while the engine computes. Exit if the parent is gone."""
@@ -77,6 +79,7 @@ class ChildHost:
             case "call":
                 self._loop.enqueue(functools.partial(self._call, key, content))
             case "close":
+                self._store_timeout = key
                 self._loop.close()
 
     def run_engine(self) -> bool:
@@ -95,7 +98,7 @@ class ChildHost:
         except BaseException as error:
             self._send("crashed", describe_error(error), traceback.format_exc())
             return False
-        close_engine(engine)
+        self._send("closed", content=close_engine(engine, self._store_timeout))
         return True
 
     def _report_progress(self, fraction: float) -> None:

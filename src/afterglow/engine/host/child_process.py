@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 
 from afterglow.engine.host.pipe import MessageListener, MessagePipe, Outbox
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 
 ENTRY_CODE = "from afterglow.engine.host.child_main import main; main()"
-CLOSE_TIMEOUT_SECONDS = 5.0  # for an orderly shutdown
+RELEASE_TIMEOUT_SECONDS = 2.0  # for an orderly shutdown, after the prefix cache is stored
 EXIT_TIMEOUT_SECONDS = 1.0  # from the closed pipe to the exit of the process
 KILL_TIMEOUT_SECONDS = 10.0  # a process that waits for a device may survive SIGKILL for a while
 
@@ -48,21 +49,21 @@ class ChildProcess:
         """Whether its engine is built."""
         return self.ready_since is not None
 
-    def send(self, kind: str, key: str | int | tuple[str, ...] | None = None, content: bytes | None = None) -> None:
+    def send(self, kind: str, key: str | float | tuple[str, ...] | None = None, content: bytes | None = None) -> None:
         """Queue a message. It is dropped if the child is gone, which the listener detects."""
         self._outbox.put((kind, key, content))
 
-    def shut_down(self) -> None:
-        """End the process: in order if it is ready, otherwise at once."""
-        self.set_exit_deadline()
+    def shut_down(self, store_timeout: float) -> None:
+        """End the process: in order if it is ready, with `store_timeout` for its prefix cache, otherwise at once."""
+        self.set_exit_deadline(store_timeout)
         if self.is_ready:
-            self.send("close")
+            self.send("close", store_timeout)
         else:
             self.kill()
 
-    def set_exit_deadline(self) -> None:
+    def set_exit_deadline(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """Limit the remaining time of a child that was told to exit or announced its exit."""
-        self.deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
+        self.deadline = time.monotonic() + store_timeout + RELEASE_TIMEOUT_SECONDS
 
     def kill(self) -> None:
         """Kill the process and everything it started."""

@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from afterglow.closeable import Closeable
+from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.build import EngineSpec, build_engine, open_projector
 from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.remote_calls import EngineInfo
 from afterglow.engine.host.thread import EngineThread
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
+from afterglow.engine.types.counters import StoreReport
 from afterglow.errors import Closed, LoadVetoed, WrongState
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf.probe import list_split_files
@@ -146,13 +149,18 @@ class Lifecycle(Closeable, ABC):
                 self._restart(self._host)
                 self._earlier_restarts = earlier_restarts + 1
 
-    def deactivate(self) -> None:
-        """ACTIVE → WARM: stop the engine and release the device; the weights stay in RAM."""
+    def deactivate(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport | None:
+        """ACTIVE → WARM: stop the engine and release the device; the weights stay in RAM.
+
+        The engine has `store_timeout` seconds to write its prefix cache to disk. Returns what it wrote, or None if it
+        had crashed.
+        """
         self.owner.check()
         with self._lock:
             self.require("deactivate", LoadState.ACTIVE)
-            self._deactivate()
+            report = self._deactivate(store_timeout)
             self._state = LoadState.WARM
+            return report
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything."""
@@ -204,7 +212,7 @@ class Lifecycle(Closeable, ABC):
     def _restart(self, crashed: EngineHost) -> None: ...
 
     @abstractmethod
-    def _deactivate(self) -> None: ...
+    def _deactivate(self, store_timeout: float) -> StoreReport | None: ...
 
     @abstractmethod
     def _stop_engine(self) -> None: ...
@@ -276,15 +284,19 @@ class ThreadLifecycle(Lifecycle):
         self._engine_resources.close()
         self._start_engine(self.model)
 
-    def _deactivate(self) -> None:
+    def _deactivate(self, store_timeout: float) -> StoreReport | None:
         old = self.model
         if self._uses_gpu:
             self._run_hooks(LoadState.WARM)
         model = self._load_warm(None) if self._uses_gpu else old
+        host = self._host
+        assert isinstance(host, EngineThread)
+        host.close(store_timeout)
         self._stop_engine()
         self._model = model
         if old is not model:
             old.close()
+        return host.store_report
 
     def _stop_engine(self) -> None:
         self._host = self._context = None
@@ -307,6 +319,10 @@ class ProcessLifecycle(Lifecycle):
     <LoadState.ACTIVE: 'active'>
     """
 
+    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
+        super().__init__(spec, hooks)
+        self._reload_factory: Callable[[], Engine] | None = None  # while WARM: skips what the last engine found out
+
     @property
     def model_info(self) -> ModelInfo:
         """Facts about the model. Raises `WrongState` unless the model is or was ACTIVE since it was loaded."""
@@ -314,9 +330,13 @@ class ProcessLifecycle(Lifecycle):
 
     def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel:
         model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), progress=progress)
-        for path in list_split_files(self.spec.path):
-            start_reading(path)
+        self._start_reading_weights()
         return model
+
+    def _start_reading_weights(self) -> None:
+        with contextlib.suppress(OSError):  # the file is gone; the next load says so
+            for path in list_split_files(self.spec.path):
+                start_reading(path)
 
     def _activate(self, progress: ProgressCallback | None) -> None:
         self._run_hooks(LoadState.ACTIVE)
@@ -325,7 +345,7 @@ class ProcessLifecycle(Lifecycle):
             if model is None:
                 model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True))
                 stack.callback(model.close)
-            host = stack.enter_context(EngineProcess(self.spec, progress=progress))
+            host = stack.enter_context(EngineProcess(self._reload_factory or self.spec, progress=progress))
             self._info = host.call(remote_calls.get_engine_info)
             stack.pop_all()
         self._model, self._host = model, host
@@ -335,11 +355,18 @@ class ProcessLifecycle(Lifecycle):
         self._host = EngineProcess(self.spec)
         crashed.close()
 
-    def _deactivate(self) -> None:
+    def _deactivate(self, store_timeout: float) -> StoreReport | None:
+        host = self._host
+        assert isinstance(host, EngineProcess)
+        host.close(store_timeout)
         self._stop_engine()
+        self._reload_factory = host.restart_factory
+        self._start_reading_weights()
+        return host.store_report
 
     def _stop_engine(self) -> None:
         host, self._host = self._host, None
+        self._reload_factory = None
         if host is not None:
             self._earlier_restarts += host.restarts
             host.close()

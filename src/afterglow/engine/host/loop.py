@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.sampling.token_constraints import TokenConstraint
+from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import EngineEvent, Failed, Finished, Request, Usage
 from afterglow.errors import AfterglowError, Cancelled, InvalidArgument
 
@@ -152,13 +154,14 @@ def try_call(function: Callable[[ArgumentT], Any], argument: ArgumentT) -> CallR
         return None, error
 
 
-def close_engine(engine: Engine) -> None:
+def close_engine(engine: Engine, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport:
     """Close an engine, even one that crashed. Native resources are always released."""
     try:
-        engine.close()
+        return engine.close(store_timeout)
     except Exception:
         logger.exception("the engine did not close cleanly")
         engine.backend.close()
+        return StoreReport()
 
 
 def describe_error(error: BaseException) -> str:

@@ -22,7 +22,9 @@ from afterglow.engine.host.child_main import pack, unpack
 from afterglow.engine.host.child_process import ChildProcess
 from afterglow.engine.host.loop import describe_error, logger
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
-from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
+from afterglow.engine.types.counters import StoreReport
+from afterglow.engine.types.request import EngineEvent, Failed, PrefillProgress, Request, Usage
 from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
 from afterglow.llama.model import ProgressCallback
 
@@ -76,6 +78,7 @@ class EngineProcess(Closeable):
         that does not respond for `silence_timeout` seconds is killed and restarted.
         """
         self.restarts = 0
+        self.store_report: StoreReport | None = None  # of the close; None: not closed, or the child died before
         self._label = str(getattr(factory, "path", "an engine"))  # in the log
         self._progress = progress
         self._factory = pack("factory", factory)
@@ -105,6 +108,12 @@ class EngineProcess(Closeable):
         """Process id of the child, or None if there is no child."""
         child = self._child
         return None if child is None else child.process.pid
+
+    @property
+    def restart_factory(self) -> Callable[[], Engine]:
+        """The factory with which the next child starts: it skips what the last one has found out."""
+        factory: Callable[[], Engine] = unpack("factory", self._factory)
+        return factory
 
     @property
     def is_ready(self) -> bool:
@@ -164,14 +173,17 @@ class EngineProcess(Closeable):
             raise error
         return value  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """End every request with `Closed` and stop the child. May be called twice. Has no effect in a fork."""
+    def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """End every request with `Closed` and stop the child, with `store_timeout` seconds for its prefix cache.
+
+        May be called twice. Has no effect in a fork. `store_report` says what was stored.
+        """
         if not self._pending.owner.is_current:  # the pipe leads to the engine of the parent
             return
         with self._pending.lock:
             self._pending.close(Closed("engine"))
             if self._child is not None and not self._closing.is_set():
-                self._child.shut_down()
+                self._child.shut_down(store_timeout)
             self._closing.set()
             self._attach_event_loop(None)
         if threading.current_thread() is not self._supervisor:
@@ -217,10 +229,11 @@ class EngineProcess(Closeable):
             error, uptime = self._run_child()
             if not self._started.done():
                 return error  # the constructor raises it
+            if self._closing.is_set():
+                break
             failures = failures + 1 if uptime is None else 0
             reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
-            if not self._closing.is_set():
-                logger.error("the engine of %s died: %s", self._label, reason)
+            logger.error("the engine of %s died: %s", self._label, reason)
             if failures == MAX_FAILED_STARTS:
                 logger.error("the engine of %s could not be restarted %d times", self._label, failures)
                 return EngineCrashed(f"process could not be restarted: {reason}")
@@ -239,7 +252,7 @@ class EngineProcess(Closeable):
             self._child = child
             child.listener.attach_event_loop(self._event_loop)
             if self._closing.is_set():
-                child.shut_down()
+                child.kill()
         try:
             reason = self._monitor_child(child)
         finally:
@@ -300,13 +313,7 @@ class EngineProcess(Closeable):
         child.has_responded = True
         match kind:
             case "events":
-                for event in content:
-                    if not isinstance(event, PrefillProgress):
-                        self._repeatable_requests.pop(event.request_id, None)
-                        self._repeated_ids.discard(event.request_id)
-                self._pending.deliver(content)
-                if self._repeats:
-                    self._send_next_repeat()
+                self._deliver_events(content)
             case "answer":
                 self._repeatable_calls.pop(key, None)
                 self._pending.resolve_call(key, content)
@@ -315,6 +322,8 @@ class EngineProcess(Closeable):
             case "ready":
                 self._factory = content or self._factory
                 self._mark_ready(child)
+            case "closed":
+                self.store_report = content
             case "failed":
                 child.start_error = content
                 child.set_exit_deadline()
@@ -322,6 +331,15 @@ class EngineProcess(Closeable):
                 child.crash_reason = key
                 child.set_exit_deadline()
                 logger.error("the engine crashed in its process\n%s", content)
+
+    def _deliver_events(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if not isinstance(event, PrefillProgress):
+                self._repeatable_requests.pop(event.request_id, None)
+                self._repeated_ids.discard(event.request_id)
+        self._pending.deliver(events)
+        if self._repeats:
+            self._send_next_repeat()
 
     def _report_progress(self, child: ChildProcess, fraction: float) -> None:
         if self._progress is None or self._started.done():  # a restart has no caller

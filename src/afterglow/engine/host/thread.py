@@ -13,6 +13,8 @@ from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.loop import EngineLoop, close_engine, describe_error, logger, try_call
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
+from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Request
 from afterglow.errors import AfterglowError, Closed, EngineCrashed, InvalidArgument
 
@@ -31,6 +33,8 @@ class EngineThread(Closeable):
         self._pending = PendingRequests(self.cancel)
         self._loop = EngineLoop(self._pending.deliver)
         self.has_crashed = False
+        self.store_report: StoreReport | None = None  # of the close
+        self._store_timeout = CLOSE_TIMEOUT_SECONDS
         self._engine: Engine | None = None
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(factory,), name="afterglow-engine", daemon=True)
@@ -86,10 +90,14 @@ class EngineThread(Closeable):
             raise error
         return _resolve(value)  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """End every request with `Closed` and stop the thread. May be called twice. Has no effect in a fork."""
+    def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """End every request with `Closed` and stop the thread, with `store_timeout` seconds for the prefix cache.
+
+        May be called twice. Has no effect in a fork. `store_report` says what was stored.
+        """
         if not self._pending.owner.is_current:
             return
+        self._store_timeout = store_timeout
         self._pending.close(Closed("engine"))
         self._loop.close()
         if threading.current_thread() is not self._thread:
@@ -112,7 +120,7 @@ class EngineThread(Closeable):
             self.has_crashed = True
         self._pending.close(reason)
         self._pending.fail_all(reason)
-        close_engine(engine)
+        self.store_report = close_engine(engine, self._store_timeout)
 
 
 def _resolve(value: ResultT | Future[ResultT]) -> ResultT:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from afterglow.engine.kvcache.blocks import StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_checkpoint_positions
@@ -27,6 +28,7 @@ from afterglow.engine.kvcache.radix_tree import RadixTree
 from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
 from afterglow.engine.kvcache.store import TieredStore
 from afterglow.engine.types.backend import Backend, BackendState
+from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length, round_down_to_grid
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError, KVCacheFull
@@ -266,15 +268,30 @@ class PrefixCache:
                 return True
         return False
 
-    def close(self, *, store_idle: bool = True, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
-        """Store the valuable idle sequences, newest first, and wait at most `timeout` seconds for the disk."""
-        deadline = time.monotonic() + timeout
-        if len(self.store.tiers) > 1 and store_idle:
-            for slot in sorted(self.slots, key=lambda slot: -slot.last_used):
-                if len(slot) and not slot.busy and time.monotonic() < deadline:
-                    self._write_to_disk(slot)
+    def close(self, *, store_idle: bool = True, timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport:
+        """Store all idle sequences and what only RAM holds, newest first, within `timeout` seconds; close the tiers.
+
+        Nothing is stored without a disk tier, or without `store_idle`.
+        """
+        started = time.monotonic()
+        deadline = started + timeout
+        idle = [slot for slot in self.slots if len(slot) and not slot.busy]
+        report = StoreReport(sequences=len(idle))
+        disk = self.store.disk_tier
+        if disk is not None and store_idle:
+            before = replace(disk.counters)
+            for slot in sorted(idle, key=lambda slot: -slot.last_used):
+                if time.monotonic() < deadline:
+                    self._write_to_disk(slot, keep_all=True)
                     self.store.flush(max(0.0, deadline - time.monotonic()))
+            self.store.write_back_all()
+            report.is_complete = self.store.flush(max(0.0, deadline - time.monotonic()))
+            report.files = disk.counters.saves - before.saves
+            report.nbytes = disk.counters.saved_bytes - before.saved_bytes
+            report.dropped_files = disk.counters.rejected_saves - before.rejected_saves
         self.store.close(max(0.0, deadline - time.monotonic()))
+        report.seconds = time.monotonic() - started
+        return report
 
     def swap_out(self, sequence: Sequence) -> SavedSequence | None:
         """Save the sequence of a preempted job to RAM; return None if it must be computed again."""
@@ -358,10 +375,13 @@ class PrefixCache:
         if self._count_recoverable(slot) < len(slot) > remaining:
             self.eviction_history.add(slot.entries, slot.namespace)
 
-    def _store_if_valuable(self, slot: Sequence, remaining: int = 0) -> None:
-        """Store a sequence in RAM, and on disk if there is one, if that is worth its cost."""
+    def _store_if_valuable(self, slot: Sequence, remaining: int = 0, *, keep_all: bool = False) -> None:
+        """Store a sequence in RAM, and on disk if there is one, if that is worth its cost or everything is kept."""
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
-            if not (self._can_store and self.is_current(slot) and self._is_worth_storing(slot, remaining)):
+            if not (self._can_store and self.is_current(slot)):
+                return
+            is_stored = self._count_recoverable(slot) == len(slot)
+            if is_stored or not (keep_all or self._is_worth_storing(slot, remaining)):
                 return
             capabilities = self._backend.capabilities
             if not capabilities.has_partial_state:
@@ -376,9 +396,9 @@ class PrefixCache:
                 self._add_checkpoint(slot, state)
             self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
 
-    def _write_to_disk(self, slot: Sequence) -> None:
+    def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False) -> None:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
-        self._store_if_valuable(slot)
+        self._store_if_valuable(slot, keep_all=keep_all)
         self.store.write_back_prompt(slot.entries, slot.namespace)
 
     def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:

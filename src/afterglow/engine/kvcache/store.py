@@ -198,6 +198,11 @@ class TieredStore:
         self.write_back(self.find_stored_prefix(entries, salt).blocks)
         self.write_back(self.checkpoints.find_on_path(entries, salt))
 
+    def write_back_all(self) -> None:
+        """Copy everything in RAM to the tiers that do not hold it."""
+        self.write_back(self.ram)
+        self.write_back(self.checkpoints.all_checkpoints)
+
     # --- loading
 
     def protect(self, stored_prefix: StoredPrefix) -> None:
@@ -303,10 +308,9 @@ class TieredStore:
         for block in self.tree:
             self.tree.remove(block)
 
-    def flush(self, timeout: float) -> None:
-        """Wait until all tiers have written what is queued, for at most `timeout` seconds each."""
-        for tier in self.tiers:
-            tier.flush(timeout)
+    def flush(self, timeout: float) -> bool:
+        """Wait until all tiers have written what is queued, for at most `timeout` seconds each; return if they have."""
+        return all([tier.flush(timeout) for tier in self.tiers])
 
     def close(self, timeout: float = 0.0) -> None:
         """Close the tiers, after at most `timeout` seconds for queued writes."""

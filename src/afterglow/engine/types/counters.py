@@ -59,3 +59,15 @@ class TierCounters:
         self.hit_entries += entries
         self.loaded_bytes += nbytes
         self.seconds_saved += max(0.0, seconds_saved)
+
+
+@dataclass(slots=True)
+class StoreReport:
+    """What an engine wrote to the disk tier when it was closed."""
+
+    sequences: int = 0  # idle sequences in the KV cache
+    files: int = 0
+    nbytes: int = 0
+    dropped_files: int = 0  # there was no space, or the disk failed
+    seconds: float = 0.0
+    is_complete: bool = False  # whether everything was written in time

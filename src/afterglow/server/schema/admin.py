@@ -7,8 +7,10 @@ from typing import Any, Literal
 import pydantic
 
 from afterglow.api.sampling_defaults import SamplingSource
+from afterglow.server.models import UNLOAD_TIMEOUT_SECONDS, SlotState
 from afterglow.server.openai.schema.chat import ChatFields, ChatMessage
 from afterglow.server.schema.base import OptionalModel, StrictModel
+from afterglow.server.settings import KeepAlive
 
 
 class TokenizeRequest(StrictModel):
@@ -48,6 +50,22 @@ class SamplingDefault(StrictModel):
     source: SamplingSource
 
 
+class LoadModelRequest(StrictModel):
+    model: OptionalModel = None
+    keep_alive: KeepAlive | None = pydantic.Field(
+        None,
+        description="Seconds without a request after which the model is unloaded, or a duration such as `5m`; "
+        "negative: never. Unset: as in the settings.",
+    )
+
+
+class UnloadModelRequest(StrictModel):
+    model: OptionalModel = None
+    timeout: float = pydantic.Field(
+        UNLOAD_TIMEOUT_SECONDS, ge=0, le=3600, description="Seconds to wait for running requests; then status 409."
+    )
+
+
 class ModelCard(StrictModel):
     id: str
     object: Literal["model"] = "model"
@@ -55,6 +73,12 @@ class ModelCard(StrictModel):
     owned_by: str = "afterglow"
     context_length: int | None = None
     loaded: bool
+    state: SlotState
+    bytes: dict[str, int] = pydantic.Field(description="Estimated memory of the loaded model, by device.")
+    pinned: bool = pydantic.Field(description="Whether the model is never unloaded.")
+    active_requests: int
+    last_used: float | None = pydantic.Field(None, description="Unix time of the end of the last request, or the load.")
+    expires_at: float | None = pydantic.Field(None, description="Unix time of the unload if there is no request.")
     capabilities: list[str]
     sampling: dict[str, SamplingDefault] | None = pydantic.Field(
         None, description="Sampling of requests that do not set it, and where each value comes from."
@@ -94,4 +118,4 @@ class ClearResponse(StrictModel):
 
 class HealthResponse(StrictModel):
     status: Literal["ok", "starting", "shutting down"]
-    models: dict[str, str]
+    models: dict[str, SlotState]
