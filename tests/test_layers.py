@@ -78,6 +78,7 @@ ORDERS = {
         generation
         openai.schema
         openai
+        ollama
         schema.admin
         admin
         app

@@ -1,4 +1,4 @@
-"""`afterglow serve`: serve models over an OpenAI-compatible HTTP API."""
+"""`afterglow serve`: serve models over HTTP, with the APIs of OpenAI and Ollama."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import functools
 import logging
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 
 import typer
 from rich.console import Console
 
+from afterglow import registry
 from afterglow.api.load import apply_disk_cache, load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
@@ -23,18 +25,21 @@ from afterglow.engine.host.build import DraftSource
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.paths import get_cache_directory
+from afterglow.registry import LocalModel
 from afterglow.server.auth import is_loopback_name
 from afterglow.server.logs import logger, write_logs
 from afterglow.server.models import ModelRegistry, ServedModel
-from afterglow.server.serve import bind
+from afterglow.server.serve import bind, bind_ollama
 from afterglow.server.serve import serve as run_server
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
+INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not named on the command line
+
 
 @options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
-    """Serve models over an OpenAI-compatible HTTP API.
+    """Serve models over HTTP, with the APIs of OpenAI and Ollama.
 
     Each model runs in its own engine process. Ctrl-C shuts down after running requests finish; a second Ctrl-C
     cancels them.
@@ -55,6 +60,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         raise InvalidArgument("--projector", reason)
     with (
         bind(settings.server) as listener,
+        bind_ollama(settings.server) or contextlib.nullcontext() as ollama_listener,
         ServerState(build_model_registry(models, settings), settings.server) as state,
     ):
         if not settings.server.lazy_load:
@@ -63,25 +69,48 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
-        run_server(state, listener, lambda: print_startup_message(console, address, list(paths), requires_key))
+        ollama_address = None if ollama_listener is None else format_server_url(ollama_listener)
+        run_server(
+            state,
+            listener,
+            lambda: print_startup_message(console, address, list(paths), requires_key, ollama_address),
+            ollama_listener=ollama_listener,
+        )
 
 
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models. Only the drafter can differ between models."""
     drafts = parse_drafts(settings.load_options["draft"], models)
 
-    def open_model(name: str) -> Model:
+    def build_served(name: str, model: str | Path, context: int | None = None) -> ServedModel:
         load_options: LoadOptions = {**settings.load_options, "draft": drafts.get(name)}
-        return load(
-            models[name],
-            host="process",
-            name=name,
-            media_policy=settings.server.media_policy,
-            sampling_defaults=settings.sampling_defaults,
-            **load_options,
+        if context is not None:
+            load_options["context"] = context
+
+        def open_model() -> Model:
+            return load(
+                model,
+                host="process",
+                name=name,
+                media_policy=settings.server.media_policy,
+                sampling_defaults=settings.sampling_defaults,
+                **load_options,
+            )
+
+        return ServedModel(
+            open_model,
+            path=registry.resolve(model),
+            with_context=functools.partial(build_served, name, model) if settings.server.allow_reload else None,
         )
 
-    return ModelRegistry({name: ServedModel(functools.partial(open_model, name)) for name in models})
+    def build_installed(model: LocalModel) -> ServedModel:
+        served = build_served(model.name, model.name)
+        return replace(served, keep_alive=INSTALLED_KEEP_ALIVE_SECONDS, is_installed=True)
+
+    return ModelRegistry(
+        {name: build_served(name, model) for name, model in models.items()},
+        build_installed=build_installed if settings.server.ollama else None,
+    )
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:
@@ -141,11 +170,15 @@ def print_storage_notice(console: Console, settings: Settings) -> None:
         marker.touch()
 
 
-def print_startup_message(console: Console, address: str, names: list[str], requires_key: bool) -> None:
-    """Print the URL and an example request."""
+def print_startup_message(
+    console: Console, address: str, names: list[str], requires_key: bool, ollama_address: str | None = None
+) -> None:
+    """Print the URL, that of Ollama's port, and an example request."""
     key = ' -H "Authorization: Bearer $KEY"' if requires_key else ""
     body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
     console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C shuts down[/]", soft_wrap=True)
+    if ollama_address is not None:
+        console.print(f"Ollama API also at [bold]{ollama_address}[/]", soft_wrap=True)
     console.print("[dim]example request:[/]", soft_wrap=True)
     example = f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"  {example}", soft_wrap=True, markup=False)

@@ -9,19 +9,22 @@ from starlette.types import ASGIApp
 from afterglow.server import admin, errors
 from afterglow.server.auth import AuthMiddleware
 from afterglow.server.errors import ErrorFormats
+from afterglow.server.ollama import router as ollama
+from afterglow.server.ollama.errors import build_error_body as build_ollama_error_body
 from afterglow.server.openai import chat, completions, embeddings, responses
 from afterglow.server.openai.errors import build_error_body
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
 DESCRIPTION = "OpenAI-compatible API for local language models. Unsupported fields are rejected, never ignored."
-ROUTE_MODULES = (chat, completions, responses, embeddings, admin)
-ERROR_FORMATS = ErrorFormats(default=build_error_body)  # another API adds its path prefix
+ROUTE_MODULES = (chat, completions, responses, embeddings, admin, ollama)
+ERROR_FORMATS = ErrorFormats(default=build_error_body, by_prefix={"/api/": build_ollama_error_body})
 
 
 def build_routed_app(state: ServerState) -> FastAPI:
     """Return the application without middleware."""
     app = FastAPI(title="afterglow", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
+    app.state.server = state
     errors.install_error_handlers(app, ERROR_FORMATS)
     for module in ROUTE_MODULES:
         app.include_router(module.build_router(state))
