@@ -9,6 +9,7 @@ from typing import Any
 
 from afterglow.api.model import Model
 from afterglow.api.options import PromptOptions
+from afterglow.chat.constraints.response_format import forbid_additional_properties
 from afterglow.chat.content import Attachment
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.prompt import TruncationPolicy
@@ -137,9 +138,10 @@ def get_logprobs(body: OllamaGenerationBody) -> int | None:
 
 
 def build_response_format(body: OllamaGenerationBody) -> dict[str, Any] | None:
-    """Convert `format` to a response format."""
+    """Convert `format` to a response format. As in Ollama, objects have no properties that the schema does not name."""
     if isinstance(body.format, dict):
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": body.format}}
+        schema = forbid_additional_properties(body.format)
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}
     return {"type": "json_object"} if body.format == "json" else None
 
 

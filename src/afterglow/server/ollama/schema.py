@@ -135,6 +135,9 @@ class OllamaChatRequest(OllamaGenerationBody):
 
     messages: list[OllamaMessage] | None = None
     tools: list[OllamaTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | None = pydantic.Field(
+        None, description="Whether the model may or must call a tool. Ollama has no such field; its clients get `auto`."
+    )
 
 
 class OllamaGenerateRequest(OllamaGenerationBody):
