@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from afterglow.api.options import LoadOptions, format_default, get_fields
-from afterglow.cli.settings import SERVER_FIELDS, SETTINGS_FIELDS
+from afterglow.cli.settings import MODEL_TABLE_FIELDS, SERVER_FIELDS, SETTINGS_FIELDS, TABLE_FIELDS
 
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 PAGE = """\
@@ -48,6 +48,24 @@ to `yarn_beta_slow`. `run` and `perplexity` use one sequence and have no flag fo
 
 {model}
 
+### Tables of models
+
+`[models.NAME]` describes one model for `serve`, which serves all of them if it has no arguments, or those that it
+names. Beside the keys above, which override the common setting for this model wherever that is set, a table has:
+
+{table}
+
+```toml
+[models.assistant]
+model = "qwen3-8b.gguf"
+context = 32768
+pinned = true
+
+[models.vision]
+model = "gemma3-4b.gguf"
+keep_alive = "10m"
+```
+
 ## Responses
 
 {responses}
@@ -64,9 +82,11 @@ lists are singular and can be repeated: `--api-key`, `--allow-host`, `--allow-or
 def build_page() -> str:
     """Return the text of the page."""
     model = ["model", *get_fields(LoadOptions)]
-    responses = [name for name in SETTINGS_FIELDS if name not in (*model, "server")]
+    responses = [name for name in SETTINGS_FIELDS if name not in (*model, *TABLE_FIELDS)]
+    own = [name for name in MODEL_TABLE_FIELDS if name not in get_fields(LoadOptions)]
     return PAGE.format(
         model=build_table((name, SETTINGS_FIELDS[name]) for name in model),
+        table=build_table((name, MODEL_TABLE_FIELDS[name]) for name in own),
         responses=build_table((name, SETTINGS_FIELDS[name]) for name in responses),
         server=build_table(SERVER_FIELDS.items()),
     )
@@ -85,6 +105,8 @@ def format_type(name: str, annotation: Any) -> str:
     """Return a type in words."""
     if name.endswith("_bytes"):
         return "size"
+    if name == "keep_alive":
+        return "duration"
     if get_origin(annotation) is Annotated:
         return format_type(name, get_args(annotation)[0])
     if get_origin(annotation) is Literal:

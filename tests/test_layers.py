@@ -72,6 +72,7 @@ ORDERS = {
     "server": """
         errors settings logs sealing
         metrics schema sse limits admission model_budget
+        model_bytes
         models
         state auth
         media

@@ -57,7 +57,7 @@ def _build_flag(name: str, field: FieldInfo) -> Any:
         return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=help_text)]
     if name == "draft" or (isinstance(field.default, tuple) and name in SERVER_FIELDS):
         return Annotated[list[str] | None, typer.Option(flag, help=f"{help_text} Repeatable.")]
-    if kinds in ({int}, {float}) and not name.endswith("_bytes"):
+    if kinds in ({int}, {float}) and not name.endswith(("_bytes", "keep_alive")):  # those may have units
         kind = int if kinds == {int} else float
         option = typer.Option(flag, help=help_text, min=limits.get("ge"), max=limits.get("le"))
         return Annotated[kind | None, option]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from afterglow import registry
-from afterglow.api.load import apply_disk_cache, load
+from afterglow.api.load import apply_disk_cache, build_engine_settings, build_engine_spec, load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
 from afterglow.cli import options
@@ -28,6 +28,14 @@ from afterglow.paths import get_cache_directory
 from afterglow.registry import LocalModel
 from afterglow.server.auth import is_loopback_name
 from afterglow.server.logs import logger, write_logs
+from afterglow.server.model_budget import RAM, share_ram_tier
+from afterglow.server.model_bytes import (
+    MAX_RAM_TIER_BYTES,
+    choose_limits,
+    estimate_min_ram_tier,
+    estimate_model_bytes,
+    list_gpus,
+)
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.serve import bind, bind_ollama
 from afterglow.server.serve import serve as run_server
@@ -48,7 +56,8 @@ def serve(command: typer.Context, models: options.ModelsArgument = None) -> None
     os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
     is_verbose = logging.getLogger().level == logging.DEBUG
     with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
-        serve_models(dict(map(parse_model_argument, models or [settings.model])), settings)
+        arguments = models or list(settings.models) or [settings.model]
+        serve_models(dict(resolve_model_argument(argument, settings) for argument in arguments), settings)
 
 
 def serve_models(models: Mapping[str, str], settings: Settings) -> None:
@@ -65,7 +74,10 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
     ):
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
-                state.models.load_first()
+                loaded = state.models.load_first()
+            if later := [name for name in paths if name not in loaded]:
+                limit = f"{state.models.limits[RAM] // 1024**2:,} MiB"
+                console.print(f"{', '.join(later)}: loaded on demand; all models share {limit} of RAM", soft_wrap=True)
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
@@ -79,38 +91,101 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
 
 
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
-    """Build the registry of the served models. Only the drafter can differ between models."""
-    drafts = parse_drafts(settings.load_options["draft"], models)
-
-    def build_served(name: str, model: str | Path, context: int | None = None) -> ServedModel:
-        load_options: LoadOptions = {**settings.load_options, "draft": drafts.get(name)}
-        if context is not None:
-            load_options["context"] = context
-
-        def open_model() -> Model:
-            return load(
-                model,
-                host="process",
-                name=name,
-                media_policy=settings.server.media_policy,
-                sampling_defaults=settings.sampling_defaults,
-                **load_options,
-            )
-
-        return ServedModel(
-            open_model,
-            path=registry.resolve(model),
-            with_context=functools.partial(build_served, name, model) if settings.server.allow_reload else None,
-        )
+    """Build the registry of the served models with their budget. Raises `OutOfMemory` if a model cannot fit."""
+    options = build_load_options(models, settings)
+    nbytes, limits = plan_budget(models, options, settings)
 
     def build_installed(model: LocalModel) -> ServedModel:
-        served = build_served(model.name, model.name)
-        return replace(served, keep_alive=INSTALLED_KEEP_ALIVE_SECONDS, is_installed=True)
+        one = {model.name: model.name}
+        load_options = build_load_options(one, settings)
+        model_bytes, _ = plan_budget(one, load_options, settings)
+        served = build_served_model(model.name, model.name, load_options[model.name], model_bytes[model.name], settings)
+        keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
+        return replace(served, keep_alive=keep_alive, is_installed=True)
 
     return ModelRegistry(
-        {name: build_served(name, model) for name, model in models.items()},
+        {
+            name: build_served_model(name, model, options[name], nbytes[name], settings)
+            for name, model in models.items()
+        },
+        limits,
         build_installed=build_installed if settings.server.ollama else None,
     )
+
+
+def build_served_model(
+    name: str, model: str | Path, load_options: LoadOptions, nbytes: Mapping[str, int], settings: Settings
+) -> ServedModel:
+    """Describe how a model is served, from its options of `load` and its estimated bytes."""
+    server, table = settings.server, settings.get_model_table(name)
+
+    def open_model() -> Model:
+        return load(
+            model,
+            host="process",
+            name=name,
+            media_policy=server.media_policy,
+            sampling_defaults=settings.sampling_defaults,
+            **load_options,
+        )
+
+    def change_context(context: int) -> ServedModel:
+        changed: dict[str, LoadOptions] = {name: {**load_options, "context": context}}
+        changed_bytes, _ = plan_budget({name: model}, changed, settings)
+        return build_served_model(name, model, changed[name], changed_bytes[name], settings)
+
+    return ServedModel(
+        open_model,
+        nbytes=nbytes,
+        keep_alive=server.keep_alive if table.keep_alive is None else table.keep_alive,
+        pinned=table.pinned,
+        path=registry.resolve(model),
+        with_context=change_context if server.allow_reload else None,
+    )
+
+
+def build_load_options(names: Collection[str], settings: Settings) -> dict[str, LoadOptions]:
+    """Return the options of `load` of each model: those of its table, else the common ones."""
+    drafts = parse_drafts(settings.load_options["draft"], names)
+    options: dict[str, LoadOptions] = {}
+    for name in names:
+        table = settings.get_model_table(name).load_options
+        draft = parse_drafts(table["draft"], [name]) if "draft" in table else drafts
+        options[name] = {**settings.load_options, **table, "draft": draft.get(name)}
+        if settings.private:
+            options[name]["disk_cache"] = False
+    return options
+
+
+def plan_budget(
+    models: Mapping[str, str | Path], options: Mapping[str, LoadOptions], settings: Settings
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Return the estimated bytes of each model by device, and the limits of all models.
+
+    Sets the options that are chosen from the budget: the layers on the GPU and the size of the RAM tier.
+    """
+    gpus, pinned = list_gpus(), [name for name in models if settings.get_model_table(name).pinned]
+    nbytes, minimum = {}, {}
+    for name, model in models.items():
+        spec = build_engine_spec(
+            registry.resolve(model),
+            options[name],
+            build_engine_settings(None, options[name], options[name], label=""),
+            draft=options[name]["draft"],  # type: ignore[arg-type]
+        )
+        options[name]["gpu_layers"] = spec.model_settings.gpu_layers
+        nbytes[name] = estimate_model_bytes(spec, gpus)
+        minimum[name] = estimate_min_ram_tier(spec)
+    largest = {RAM: max(nbytes[name][RAM] + minimum[name] for name in models)}
+    limits = choose_limits(settings.server.memory_bytes, settings.server.gpu_memory_bytes, gpus, largest)
+    fixed = {name: nbytes[name][RAM] + (options[name]["ram_cache_bytes"] or 0) for name in models}
+    shared = {name: 0 if options[name]["ram_cache_bytes"] is not None else minimum[name] for name in models}
+    tiers = share_ram_tier(fixed, shared, pinned, limits[RAM], maximum=MAX_RAM_TIER_BYTES)
+    for name in models:
+        if options[name]["ram_cache_bytes"] is None:
+            options[name]["ram_cache_bytes"] = tiers[name]
+        nbytes[name][RAM] += options[name]["ram_cache_bytes"] or 0
+    return nbytes, limits
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:
@@ -130,6 +205,13 @@ def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) ->
         draft: DraftSource = "mtp" if source == "mtp" else resolve_or_pull(source)
         drafts |= dict.fromkeys([name] if name else names, draft)
     return drafts
+
+
+def resolve_model_argument(argument: str, settings: Settings) -> tuple[str, str]:
+    """Return the served name and the model name or path of an argument, which may be the name of a model table."""
+    name, model = parse_model_argument(argument)
+    table = settings.models.get(argument)
+    return (name, model) if table is None else (argument, table.model or argument)
 
 
 def parse_model_argument(model: str) -> tuple[str, str]:

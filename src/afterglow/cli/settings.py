@@ -28,7 +28,7 @@ from afterglow.api.options import (
     suggest_name,
 )
 from afterglow.errors import InvalidArgument
-from afterglow.server.settings import ServerSettings
+from afterglow.server.settings import KeepAlive, ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
 # Read elsewhere, before the settings are loaded.
@@ -38,6 +38,38 @@ RESERVED_VARIABLES = frozenset(
 # Options of a response that are settings, with their defaults there. Those of sampling are defaults of the model.
 RESPONSE_DEFAULTS = {"max_tokens": None, "seed": None, "reasoning": None, "overflow": "shift"}
 GENERATION_DEFAULTS = {**RESPONSE_DEFAULTS, **dict.fromkeys(get_fields(SamplingOptions))}
+
+
+class ModelTable(pydantic.BaseModel):
+    """A table `[models.NAME]` of the settings file; with the options of `load`, whose fields are added below."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = pydantic.Field(
+        None, description="Model name from `afterglow models`, or path. Default: the name of the table."
+    )
+    keep_alive: KeepAlive | None = pydantic.Field(
+        None, description="As `keep_alive` of the server, for this model. Default: that of the server."
+    )
+    pinned: bool = pydantic.Field(False, description="Load the model at startup and never unload it.")
+    chat_template: Path | None = pydantic.Field(
+        None, description="File with a Jinja chat template that replaces the one of the model."
+    )
+
+    @property
+    def load_options(self) -> LoadOptions:
+        """Options of `load` that the table sets."""
+        names = [name for name in get_fields(LoadOptions) if name in self.model_fields_set]
+        return cast(LoadOptions, {name: getattr(self, name) for name in names})
+
+
+_LOAD_FIELDS: dict[str, Any] = {
+    name: (hint, get_fields(LoadOptions)[name].default)
+    for name, hint in get_type_hints(LoadOptions, include_extras=True).items()
+    if name not in ModelTable.model_fields
+}
+_CompleteModelTable: type[ModelTable] = pydantic.create_model("ModelTable", __base__=ModelTable, **_LOAD_FIELDS)
+MODEL_TABLE_FIELDS: dict[str, FieldInfo] = _CompleteModelTable.model_fields
 
 
 class Settings(BaseSettings):
@@ -68,6 +100,9 @@ class Settings(BaseSettings):
         description="Write nothing of conversations to disk: no disk prefix cache, whatever `disk_cache` is.",
     )
     loop_guard: bool = pydantic.Field(True, description="Stop a response that repeats itself without end.")
+    models: dict[str, ModelTable] = pydantic.Field(
+        default_factory=dict, description="Models to serve by name, each with its own options."
+    )
     server: ServerSettings = pydantic.Field(default_factory=lambda: ServerSettings())  # type: ignore[call-arg]
 
     @property
@@ -75,6 +110,10 @@ class Settings(BaseSettings):
         """Options of `load`. Private mode has no disk cache."""
         options = cast(LoadOptions, {name: getattr(self, name) for name in get_fields(LoadOptions)})
         return {**options, "disk_cache": False} if self.private else options
+
+    def get_model_table(self, name: str) -> ModelTable:
+        """Return the table of a model; an empty one if there is none."""
+        return self.models.get(name) or _CompleteModelTable()  # type: ignore[call-arg]
 
     @property
     def generation_options(self) -> ChatGenerationOptions:
@@ -98,18 +137,22 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Return the sources in the order of their precedence: flags, environment, file."""
-        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_file(get_settings_path()))
+        # AFTERGLOW_MODELS is a directory: only the file has tables of models.
+        environment = {name: value for name, value in env_settings().items() if name != "models"}
+        file = InitSettingsSource(settings_cls, _read_file(get_settings_path()))
+        return init_settings, InitSettingsSource(settings_cls, environment), file
 
 
 _GENERATION_TYPES = get_type_hints(ChatGenerationOptions, include_extras=True)
 _OPTION_FIELDS: dict[str, Any] = {
-    name: (hint, get_fields(LoadOptions)[name].default)
-    for name, hint in get_type_hints(LoadOptions, include_extras=True).items()
-    if name not in Settings.model_fields
+    name: field for name, field in _LOAD_FIELDS.items() if name not in Settings.model_fields
 } | {name: (_GENERATION_TYPES[name], default) for name, default in GENERATION_DEFAULTS.items()}
+_OPTION_FIELDS["models"] = (dict[str, _CompleteModelTable], Settings.model_fields["models"])  # type: ignore[valid-type]
 _CompleteSettings = pydantic.create_model("Settings", __base__=Settings, **_OPTION_FIELDS)
 SETTINGS_FIELDS: dict[str, FieldInfo] = _CompleteSettings.model_fields
 SERVER_FIELDS: dict[str, FieldInfo] = ServerSettings.model_fields
+# Settings that are tables of the file: how many names lead to one of their keys, and their keys.
+TABLE_FIELDS = {"server": (2, SERVER_FIELDS), "models": (3, MODEL_TABLE_FIELDS)}
 
 
 def parse_reasoning(value: bool | int | str | None) -> bool | int | str | None:
@@ -134,7 +177,8 @@ def load_command_settings(command: typer.Context) -> Settings:
     if isinstance(flags.get("draft"), list | tuple):  # a repeatable flag
         flags["draft"] = ",".join(flags["draft"])
     server = {name: value for name, value in flags.items() if name in SERVER_FIELDS}
-    return load_settings(server=server, **{name: value for name, value in flags.items() if name in SETTINGS_FIELDS})
+    names = SETTINGS_FIELDS.keys() - {"models"}  # an argument of `serve`, not a setting
+    return load_settings(server=server, **{name: value for name, value in flags.items() if name in names})
 
 
 def load_settings(**flags: Any) -> Settings:
@@ -166,7 +210,7 @@ def _get_variable(*names: str) -> str:
 
 def _check_variables() -> None:
     """Raise `InvalidArgument` for a variable that is not a setting."""
-    known = {_get_variable(name) for name in SETTINGS_FIELDS if name != "server"}
+    known = {_get_variable(name) for name in SETTINGS_FIELDS if name not in TABLE_FIELDS}
     known |= {_get_variable("server", name) for name in SERVER_FIELDS} | RESERVED_VARIABLES
     for variable in os.environ:
         if variable.startswith(ENVIRONMENT_PREFIX) and variable.upper() not in known:
@@ -176,8 +220,10 @@ def _check_variables() -> None:
 def _convert_error(error: pydantic.ValidationError, flags: Mapping[str, Any]) -> InvalidArgument:
     """Return an error that names the flag, the variable or the key of the file of the first invalid setting."""
     errors = error.errors(include_url=False)
-    names = [str(part) for part in errors[0]["loc"][: 2 if errors[0]["loc"][0] == "server" else 1]]
-    table = flags.get("server", {}) if len(names) == 2 else flags
+    location = errors[0]["loc"]
+    depth, known = TABLE_FIELDS.get(str(location[0]), (1, SETTINGS_FIELDS))
+    names = [str(part) for part in location[:depth]]
+    table = flags.get("server", {}) if names[0] == "server" else {} if names[0] == "models" else flags
     if names[-1] in table and names != ["server"]:
         place = get_flag(names[-1])
     elif (variable := _get_variable(*names)) in os.environ:
@@ -185,7 +231,6 @@ def _convert_error(error: pydantic.ValidationError, flags: Mapping[str, Any]) ->
     else:
         place = f"{get_settings_path()}: {'.'.join(names)}"
     if errors[0]["type"] == "extra_forbidden":
-        known = SERVER_FIELDS if len(names) == 2 else SETTINGS_FIELDS
         return InvalidArgument(place, f"is not a setting; {suggest_name(names[-1], known)}")
     return InvalidArgument(place, describe_errors(errors, len(names), show_value="api_keys" not in names))
 

@@ -168,6 +168,21 @@ class ServerSettings(pydantic.BaseModel):
         description="Memory for the media of all requests: files in the server (more get status 429), decoding in the "
         "engine process of a model (more wait); also the decoded size of all media of one request.",
     )
+    memory_bytes: ByteCount | None = pydantic.Field(
+        None,
+        ge=1,
+        description="RAM for all models: weights, KV caches, RAM prefix caches and engine processes. Models that do "
+        "not fit together are loaded in turn. Default: most of the free RAM.",
+    )
+    gpu_memory_bytes: ByteCount | None = pydantic.Field(
+        None, ge=1, description="Memory for all models on each GPU. Default: most of the free memory."
+    )
+    keep_alive: KeepAlive = pydantic.Field(
+        math.inf,
+        description="Seconds without a request after which a model is unloaded, or a duration such as `5m`; "
+        "negative: never. Its KV cache is stored on disk first. Default: a model stays until another one needs its "
+        "memory.",
+    )
     max_stored_responses: int = pydantic.Field(256, ge=0, description="Maximum number of stored responses.")
     max_stored_response_bytes: ByteCount = pydantic.Field(
         64 * 1024 * 1024, ge=0, description="Maximum size of all stored responses."
