@@ -152,6 +152,7 @@ def test_the_commands_have_the_same_flags_for_the_model(command: str, monkeypatc
     monkeypatch.setenv("AFTERGLOW_SETTINGS", "/dev/null")
     arguments = []
     values = {name: value for name, value in VALUES.items() if (command, name) != ("run", "sequences")}
+    values |= {"yarn_ext_factor": 0.0}  # the only value that `yarn_attn_factor` allows
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True or value is False:

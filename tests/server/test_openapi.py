@@ -21,6 +21,8 @@ ROUTES = {
     "/v1/models",
     "/v1/models/{name}",
     "/v1/health",
+    "/models/load",
+    "/models/unload",
     "/tokenize",
     "/detokenize",
     "/apply-template",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import time
@@ -73,7 +74,7 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/models/load", summary="Load a model; others are unloaded if there is no room")
     async def load_model(body: LoadModelRequest) -> ModelCard:
         slot = state.models.get_slot(body.model)
-        await state.get_model(slot.name)
+        await asyncio.wrap_future(slot.start_load())
         if body.keep_alive is not None:
             slot.set_keep_alive(body.keep_alive)
         return build_model_card(slot)

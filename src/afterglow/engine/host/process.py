@@ -229,10 +229,11 @@ class EngineProcess(Closeable):
             error, uptime = self._run_child()
             if not self._started.done():
                 return error  # the constructor raises it
+            if self._closing.is_set():
+                break
             failures = failures + 1 if uptime is None else 0
             reason = error.reason if isinstance(error, EngineCrashed) else describe_error(error)
-            if not self._closing.is_set():
-                logger.error("the engine of %s died: %s", self._label, reason)
+            logger.error("the engine of %s died: %s", self._label, reason)
             if failures == MAX_FAILED_STARTS:
                 logger.error("the engine of %s could not be restarted %d times", self._label, failures)
                 return EngineCrashed(f"process could not be restarted: {reason}")
