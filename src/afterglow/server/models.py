@@ -67,7 +67,8 @@ class ModelSlot:
         self.is_leaving = False  # it is being unloaded, or will be when its requests have ended
         self._registry = registry
         self._changed = registry.changed
-        self._served = served
+        self._open_model = served.open_model
+        self._with_context = served.with_context
         self._waiters: list[Future[Model]] = []  # requests that wait for the model
         self._loading: Future[Model] | None = None  # the load that runs, or the last one that failed
         self._unloading: Future[None] | None = None  # the unload that runs
@@ -243,7 +244,7 @@ class ModelSlot:
         if model is not None:
             model.activate()  # the vocabulary stays open: other threads may be using it
         else:
-            model = self._served.open_model()
+            model = self._open_model()
         try:
             if model.can_generate:
                 prepare(model)
@@ -300,15 +301,15 @@ class ModelSlot:
 
         Raises status 400 if that is not allowed, and status 409 if the model is in use.
         """
-        if self._served.with_context is None:
+        if self._with_context is None:
             raise invalid_request_error("context", f"{self.name!r} may not be loaded with another context length")
-        served = self._served.with_context(context)
+        served = self._with_context(context)
         self.unload()
         with self._changed:
             if self.is_usable or self.is_loading:
                 raise APIError(409, f"{self.name!r} is in use; retry later", param="model", code="model_busy")
             old, self.model = self.model, None
-            self._served, self.nbytes = served, served.nbytes
+            self._open_model, self.nbytes = served.open_model, served.nbytes
         if old is not None:
             old.close()
         self.load()
