@@ -26,6 +26,7 @@ BENCHMARKS = {
     "server": (195, 40),
     "memory": (235, 60),
     "images": (30, 25),
+    "swap": (400, 60),
     "agents": (2470, 75),
 }
 

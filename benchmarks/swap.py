@@ -1,0 +1,140 @@
+"""Alternating turns of three models with room for one: afterglow swaps them, llama-server is restarted for each swap.
+
+Each model has one growing conversation. A turn is timed from the moment at which the client wants it to the end of its
+answer, swap included; the two servers take turns. llama-server of this build has no mode that serves several models, so
+it is stopped and started with the other model.
+
+    python benchmarks/swap.py [--quick] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peers import Afterglow, LlamaServer, ServerSize
+from report import Row, print_report
+from synthetic_inputs import random_text
+
+from afterglow import registry
+from afterglow.api.load import build_engine_spec
+from afterglow.api.options import LoadOptions, check_options
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.server.model_budget import RAM
+from afterglow.server.model_bytes import estimate_min_ram_tier, estimate_model_bytes
+
+MAX_RATIO = 0.3
+BUDGET_FACTOR = 1.2  # of the memory of one model
+NAMES = ("first", "second", "third")
+ANSWER_TOKENS = 16
+CONTEXT, SLOTS = 4096, 1
+
+
+class SwappingAfterglow(Afterglow):
+    """`afterglow serve` with several models and a budget for one of them."""
+
+    def __init__(self, size: ServerSize, directory: Path, models: dict[str, Path], budget: int) -> None:
+        super().__init__(size, directory)
+        self._models, self._budget = models, budget
+
+    def build_command(self) -> list[str]:
+        command = [part for part in super().build_command() if not part.startswith("model=")]
+        models = [f"{name}={path}" for name, path in self._models.items()]
+        return [*command, *models, "--memory-bytes", str(self._budget)]
+
+
+class Conversation:
+    """A conversation that grows by one question and one answer per turn."""
+
+    def __init__(self, name: str, words: int) -> None:
+        self.name = name
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": random_text(f"{name} system", words)}]
+        self._turn = 0
+        self._known_tokens = 0
+
+    def take_turn(self, ask: Callable[[dict[str, Any]], Any], words: int) -> tuple[int, int]:
+        """Ask the next question; return the computed prompt tokens and those that are new."""
+        self._turn += 1
+        question = random_text(f"{self.name} {self._turn}", words)
+        self._messages.append({"role": "user", "content": question})
+        chunks = list(ask({"model": self.name, "messages": self._messages, "max_tokens": ANSWER_TOKENS}))
+        text = "".join(chunk.text for chunk in chunks)
+        prompt = max(chunk.prompt_tokens for chunk in chunks)
+        computed = max(chunk.computed_tokens for chunk in chunks)
+        new = prompt - self._known_tokens
+        self._known_tokens = prompt + max(chunk.generated_tokens for chunk in chunks)
+        self._messages.append({"role": "assistant", "content": text})
+        return computed, new
+
+
+def measure(turns: int, words: int, question_words: int, threads: int) -> list[Row]:
+    source = registry.pull("smollm2")
+    with tempfile.TemporaryDirectory(prefix="afterglow-swap-") as folder:
+        root = Path(folder)
+        models = {name: Path(shutil.copy(source, root / f"{name}.gguf")) for name in NAMES}
+        size = ServerSize(model=source, threads=threads, slots=SLOTS, context=CONTEXT)
+        (root / "ours").mkdir()
+        (root / "theirs").mkdir()
+        ours = SwappingAfterglow(size, root / "ours", models, int(BUDGET_FACTOR * estimate_bytes(source)))
+        theirs: LlamaServer | None = None
+        conversations = [{name: Conversation(name, words) for name in NAMES} for _ in range(2)]
+        our_seconds, their_seconds, excess, peak = [], [], 0, 0
+        ours.start()
+        try:
+            for turn in range(turns):
+                name = NAMES[turn % len(NAMES)]
+                started = time.perf_counter()
+                computed, new = conversations[0][name].take_turn(ours.chat, question_words)
+                our_seconds.append(time.perf_counter() - started)
+                excess = max(excess, computed - new)
+                peak = max(peak, ours.resident_bytes)
+                started = time.perf_counter()
+                if theirs is not None:
+                    theirs.stop()
+                theirs = LlamaServer(
+                    ServerSize(model=models[name], threads=threads, slots=SLOTS, context=CONTEXT), root / "theirs"
+                )
+                theirs.start()
+                conversations[1][name].take_turn(theirs.chat, question_words)
+                their_seconds.append(time.perf_counter() - started)
+                print(f"turn {turn:2} {name:6} {our_seconds[-1]:6.2f} s  llama-server {their_seconds[-1]:6.2f} s")
+        finally:
+            ours.stop()
+            if theirs is not None:
+                theirs.stop()
+    later = slice(len(NAMES), None)  # the first turn of a model is cold on both
+    ratio = sum(our_seconds[later]) / sum(their_seconds[later])
+    return [
+        Row(f"{turns} turns after a swap, median", statistics.median(our_seconds[later]), "s"),
+        Row("llama-server, restarted, median", statistics.median(their_seconds[later]), "s"),
+        Row("all turns but the first of each model", sum(our_seconds[later]), "s", share=ratio, bar=MAX_RATIO),
+        Row("computed beyond the new tokens, maximum", excess, "", bar=1),
+        Row("resident memory, server and engine, maximum", peak / 1024**2, "MiB"),
+    ]
+
+
+def estimate_bytes(model: Path) -> int:
+    """Return the RAM of one model as the server counts it."""
+    options = check_options(LoadOptions, {"context": CONTEXT, "sequences": SLOTS})
+    spec = build_engine_spec(model, options, EngineSettings(), draft=None)
+    return estimate_model_bytes(spec, [])[RAM] + estimate_min_ram_tier(spec)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer turns and shorter conversations")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    sizes = (9, 300, 30) if arguments.quick else (30, 1000, 60)
+    return print_report("swap", measure(*sizes, threads=arguments.threads))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
