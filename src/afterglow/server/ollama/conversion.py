@@ -18,7 +18,7 @@ from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
-from afterglow.server.schema.sampling import SAMPLING_FIELD_NAMES, SamplingFields
+from afterglow.server.schema.sampling import SamplingFields
 from afterglow.server.state import ServerState
 
 GO_TEMPLATE_PATTERN = re.compile(r"\{\{-?\s*(?:\.[A-Za-z]|\$\.?|(?:if|range|with|end|else|define|template|block)\b)")
@@ -94,13 +94,13 @@ def merge_options(created: CreatedModel | None, options: OllamaOptions | None) -
 
 def build_sampling_fields(options: OllamaOptions, model: Model) -> SamplingFields:
     """Convert options to the sampling fields of the server. -1 is the context for a window, and no seed."""
-    values = {name: value for name in SAMPLING_FIELD_NAMES if (value := getattr(options, name)) is not None}
+    values = options.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
     if values.get("seed") == RANDOM_SEED:
         del values["seed"]
     values.setdefault("repeat_last_n", model.sampling_defaults.sampling.repeat_last_n)
     if values["repeat_last_n"] < 0:
         values["repeat_last_n"] = model.context_length
-    return SamplingFields.model_validate({**values, "logit_bias": options.logit_bias, "deadline": options.deadline})
+    return SamplingFields.model_validate(values)
 
 
 def build_generation_fields(
