@@ -42,6 +42,7 @@ NOT_RUN = {
     "needs systemd": 3,
     "needs the source of llama.cpp": 1,
     "removes files of the user": 1,
+    "port 11434 may be in use": 1,
 }
 
 

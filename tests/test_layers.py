@@ -81,6 +81,7 @@ ORDERS = {
         anthropic.conversion anthropic.formatting anthropic.diagnostics
         anthropic
         openai
+        ollama
         schema.admin
         admin
         app

@@ -45,6 +45,7 @@ PLAN = {
     "parallel_tool_calls": "test_parallel_tool_calls_are_allowed",
     "response_format": "test_a_format_allows_exactly_its_texts",
     "reasoning": "test_reasoning_ends_at_its_budget_and_the_answer_follows",
+    "chat_template": "test_a_request_can_have_a_chat_template_of_its_own",
     "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",
     "replay": "test_replay_can_be_turned_off_on_load_and_per_request",
 }
@@ -238,6 +239,12 @@ CHAT_FLAGS = {  # that are not settings
     "resume": "test_a_conversation_is_saved_and_resumed",
     "id": "test_a_conversation_is_resumed_by_its_id",
 }
+SERVER_OLLAMA = {
+    "ollama": "test_installed_models_are_listed_and_loaded_on_demand",
+    "ollama_port": "test_a_port_that_is_taken_is_an_error_with_advice",
+    "allow_reload": "test_a_longer_context_reloads_the_model",
+    "manage_models": "test_created_models_outlive_the_server",
+}
 FORMATS = dict.fromkeys(RESPONSE_FORMAT_FIELDS, "test_a_format_allows_exactly_its_texts") | {
     "text": "test_the_text_format_has_no_grammar"
 }
@@ -263,6 +270,10 @@ TABLES = {
     "ServerSettings for media": (
         [name for name in ServerSettings.model_fields if name in SERVER_MEDIA or "media" in name],
         SERVER_MEDIA,
+    ),
+    "ServerSettings for the Ollama API": (
+        [name for name in ServerSettings.model_fields if name in SERVER_OLLAMA or "ollama" in name],
+        SERVER_OLLAMA,
     ),
     "Sampling": (list_fields(Sampling), SAMPLING),
     "Request": (list_fields(Request), ENGINE_REQUEST),

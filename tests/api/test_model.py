@@ -600,3 +600,15 @@ def test_a_chat_drops_its_oldest_turns_on_request():
         assert response.usage.prompt_tokens <= 192  # a quarter of the context is for the response
         assert response.usage.generated_tokens >= 64
         assert model.chat("hi", max_tokens=4, overflow="shift").truncation is None
+
+
+def test_a_request_can_have_a_chat_template_of_its_own() -> None:
+    templates = [
+        f"{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}{number}" for number in range(6)
+    ]
+    with afterglow.load(models.get_path("successor-attention"), context=64) as model:
+        usual = model.apply_chat_template("xy").text
+        texts = [model.apply_chat_template("xy", chat_template=template).text for template in [*templates, *templates]]
+        assert texts == [f"xy{number}" for number in range(6)] * 2  # more templates than stay open
+        assert model.chat("xy", chat_template=templates[0].removesuffix("0"), max_tokens=3, temperature=0).text == "z ."
+        assert model.apply_chat_template("xy").text == usual

@@ -37,6 +37,18 @@ ROUTES = {
     "/cache/pin",
     "/cache/unpin",
     "/cache/clear",
+    "/api/version",
+    "/api/tags",
+    "/api/ps",
+    "/api/show",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
+    "/api/pull",
+    "/api/create",
+    "/api/copy",
+    "/api/delete",
 }
 
 
@@ -74,6 +86,9 @@ def check_case(case: Any) -> None:
         case.body["model"] = "tiny"
         if "/v1/" in case.path and "embeddings" not in case.path:
             case.body["deadline"] = 0.2
+        if case.path in ("/api/chat", "/api/generate"):
+            case.body["options"] = {**(case.body.get("options") or {}), "deadline": 0.2}
+        case.body.pop("keep_alive", None)  # other tests use the models of this server
     response = case.call(timeout=240)
     assert response.status_code < 500, f"{response.status_code} {response.text[:500]} for {case.body!r}"
 

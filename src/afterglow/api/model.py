@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -85,6 +86,7 @@ GREEDY = Sampling(temperature=0)
 DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("temperature", "top_k", "top_p", "min_p")
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
+MAX_REQUEST_TEMPLATES = 4  # whose renderers stay open
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -465,7 +467,7 @@ class Model(Closeable):
             options: See `PromptOptions`.
         """
         checked = check_options(PromptOptions, options, others=("tools", "salt", "breakpoints"))
-        return self._get_chat().plan(
+        return self._get_chat(checked["chat_template"]).plan(
             to_messages(messages),
             ChatOptions(
                 tools=tools,
@@ -979,11 +981,12 @@ class Model(Closeable):
             raise InvalidArgument("model", f"{self.name!r} only computes embeddings")
         return host
 
-    def _get_chat(self) -> Chat:
-        """Return the chat of the loaded weights; a reload creates a new one."""
-        return self._chat_slot.get_chat(self._lifecycle.model, self._build_chat)
+    def _get_chat(self, template: str | None = None) -> Chat:
+        """Return the chat of the loaded weights, with another template if one is given; a reload creates a new one."""
+        build = functools.partial(self._build_chat, template)
+        return self._chat_slot.get_chat(self._lifecycle.model, build, template)
 
-    def _build_chat(self) -> Chat:
+    def _build_chat(self, template: str | None) -> Chat:
         reference = weakref.ref(self)  # a chat must not keep its model alive
 
         def get_media_support() -> MediaSupport:
@@ -993,11 +996,11 @@ class Model(Closeable):
 
         return Chat(
             self.vocabulary,
-            self.chat_template,
+            self.chat_template if template is None else template,
             self._media_policy,
             get_media_support,
             boundaries=self._needs_boundaries,
-            replay_store=self._open_replay_store() if self._replays else None,
+            replay_store=self._open_replay_store() if self._replays and template is None else None,
         )
 
     def _open_replay_store(self) -> ReplayStore | None:
@@ -1056,30 +1059,39 @@ class Model(Closeable):
 
 
 class ChatSlot:
-    """The chat of a model, for the weights that are loaded. Holds no reference to the model."""
+    """Chats of a model, for the weights that are loaded: its own, and those of the last templates of requests.
+
+    Holds no reference to the model.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._weights: object = None
-        self._chat: Chat | None = None
+        self._chats: OrderedDict[str | None, Chat] = OrderedDict()  # by template; None: that of the model
 
-    def get_chat(self, weights: object, build: Callable[[], Chat]) -> Chat:
-        """Return the chat of these weights; replace one of other weights."""
+    def get_chat(self, weights: object, build: Callable[[], Chat], template: str | None = None) -> Chat:
+        """Return the chat of these weights and this template; replace those of other weights."""
         with self._lock:
-            if self._chat is None or self._weights is not weights:
-                self._replace(weights, build())
-            assert self._chat is not None
-            return self._chat
+            if self._weights is not weights:
+                self._close_all()
+                self._weights = weights
+            if template not in self._chats:
+                self._chats[template] = build()
+            self._chats.move_to_end(template)
+            others = [key for key in self._chats if key is not None]
+            if len(others) > MAX_REQUEST_TEMPLATES:
+                self._chats.pop(others[0]).close()  # a request that still uses it starts its renderer again
+            return self._chats[template]
 
     def close(self) -> None:
-        """Close the chat. The next use builds a new one."""
+        """Close the chats. The next use builds a new one."""
         with self._lock:
-            self._replace(None, None)
+            self._close_all()
+            self._weights = None
 
-    def _replace(self, weights: object, chat: Chat | None) -> None:
-        old, self._chat, self._weights = self._chat, chat, weights
-        if old is not None:
-            old.close()
+    def _close_all(self) -> None:
+        while self._chats:
+            self._chats.popitem()[1].close()
 
 
 def release_in_background(lifecycle: Lifecycle, chat_slot: ChatSlot) -> None:

@@ -421,6 +421,10 @@ class PromptOptions(TypedDict, total=False):
             "in the chat template.",
         ),
     ]
+    chat_template: Annotated[
+        str | None,
+        _option(None, "Jinja chat template of this request, as text. Default: the one of the model."),
+    ]
     chat_template_kwargs: Annotated[Mapping[str, Any] | None, _option(None, "Additional variables for the template.")]
     replay: Annotated[
         bool,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +21,9 @@ from afterglow.api.sampling_defaults import build_sampling_defaults
 from afterglow.cli.settings import load_settings
 from afterglow.cli.show import describe_sampling
 from afterglow.llama.gguf.footprint import estimate_footprint
-from afterglow.llama.gguf.header import GGUFHeader, read_header
+from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import list_split_files
+from afterglow.llama.gguf.summary import count_parameters, find_quantization, list_tensors
 from afterglow.llama.settings import ContextSettings
 from afterglow.registry import CATALOG, DEFAULT_MODEL, DownloadProgress
 
@@ -108,16 +107,16 @@ def print_model_path(name: ModelNamePositional) -> None:
 def collect_facts(path: Path) -> dict[str, Any]:
     """Collect what the header of a model file says. A fact that the file does not have is None."""
     headers = [read_header(part) for part in list_split_files(path)]
-    metadata, tensors = headers[0].metadata, [tensor for header in headers for tensor in header.tensors]
+    metadata = headers[0].metadata
     architecture = metadata.get("general.architecture")
-    settings, weights = ContextSettings(), sum(tensor.nbytes for tensor in tensors)
+    settings, weights = ContextSettings(), sum(tensor.nbytes for tensor in list_tensors(headers))
     context = estimate_footprint(headers[0], settings).context_bytes
     return {
         "path": str(path),
         "size_bytes": sum(header.file_size for header in headers),
         "title": metadata.get("general.name"),
         "architecture": architecture,
-        "parameters": sum(prod(tensor.shape) for tensor in tensors),
+        "parameters": count_parameters(headers),
         "quantization": find_quantization(headers),
         "context_length": metadata.get(f"{architecture}.context_length"),
         "embedding_length": metadata.get(f"{architecture}.embedding_length"),
@@ -127,14 +126,6 @@ def collect_facts(path: Path) -> dict[str, Any]:
         "weights_bytes": weights,
         f"memory_with_a_context_of_{settings.cells}_bytes": weights + context,
     }
-
-
-def find_quantization(headers: list[GGUFHeader]) -> str:
-    """Return the tensor type that has most of the bytes."""
-    nbytes: Counter[str] = Counter()
-    for tensor in (tensor for header in headers for tensor in header.tensors):
-        nbytes[tensor.type] += tensor.nbytes
-    return nbytes.most_common(1)[0][0] if nbytes else "none"
 
 
 def format_fact(key: str, value: object) -> str:

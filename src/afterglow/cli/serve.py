@@ -1,12 +1,13 @@
-"""`afterglow serve`: serve models over an OpenAI-compatible HTTP API."""
+"""`afterglow serve`: serve models over HTTP, with the APIs of OpenAI and Ollama."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 
@@ -24,6 +25,7 @@ from afterglow.engine.host.build import DraftSource
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.paths import get_cache_directory
+from afterglow.registry import LocalModel
 from afterglow.server.auth import is_loopback_name
 from afterglow.server.logs import logger, write_logs
 from afterglow.server.model_budget import RAM, share_ram_tier
@@ -35,15 +37,17 @@ from afterglow.server.model_bytes import (
     list_gpus,
 )
 from afterglow.server.models import ModelRegistry, ServedModel
-from afterglow.server.serve import bind
+from afterglow.server.serve import bind, bind_ollama
 from afterglow.server.serve import serve as run_server
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
+INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not named on the command line
+
 
 @options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
-    """Serve models over an OpenAI-compatible HTTP API.
+    """Serve models over HTTP, with the APIs of OpenAI and Ollama.
 
     Each model runs in its own engine process. Ctrl-C shuts down after running requests finish; a second Ctrl-C
     cancels them.
@@ -65,6 +69,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         raise InvalidArgument("--projector", reason)
     with (
         bind(settings.server) as listener,
+        bind_ollama(settings.server) or contextlib.nullcontext() as ollama_listener,
         ServerState(build_model_registry(models, settings), settings.server) as state,
     ):
         if not settings.server.lazy_load:
@@ -76,40 +81,66 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
-        run_server(state, listener, lambda: print_startup_message(console, address, list(paths), requires_key))
+        ollama_address = None if ollama_listener is None else format_server_url(ollama_listener)
+        run_server(
+            state,
+            listener,
+            lambda: print_startup_message(console, address, list(paths), requires_key, ollama_address),
+            ollama_listener=ollama_listener,
+        )
 
 
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models with their budget. Raises `OutOfMemory` if a model cannot fit."""
-    server, tables = settings.server, {name: settings.get_model_table(name) for name in models}
     options = build_load_options(models, settings)
     nbytes, limits = plan_budget(models, options, settings)
 
-    def open_model(name: str) -> Model:
+    def build_installed(model: LocalModel) -> ServedModel:
+        one = {model.name: model.name}
+        load_options = build_load_options(one, settings)
+        model_bytes, _ = plan_budget(one, load_options, settings)
+        served = build_served_model(model.name, model.name, load_options[model.name], model_bytes[model.name], settings)
+        keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
+        return replace(served, keep_alive=keep_alive, is_installed=True)
+
+    return ModelRegistry(
+        {
+            name: build_served_model(name, model, options[name], nbytes[name], settings)
+            for name, model in models.items()
+        },
+        limits,
+        build_installed=build_installed if settings.server.ollama else None,
+    )
+
+
+def build_served_model(
+    name: str, model: str | Path, load_options: LoadOptions, nbytes: Mapping[str, int], settings: Settings
+) -> ServedModel:
+    """Describe how a model is served, from its options of `load` and its estimated bytes."""
+    server, table = settings.server, settings.get_model_table(name)
+
+    def open_model() -> Model:
         return load(
-            models[name],
+            model,
             host="process",
             name=name,
             media_policy=server.media_policy,
             sampling_defaults=settings.sampling_defaults,
-            **options[name],
+            **load_options,
         )
 
-    def get_keep_alive(name: str) -> float:
-        keep_alive = tables[name].keep_alive
-        return server.keep_alive if keep_alive is None else keep_alive
+    def change_context(context: int) -> ServedModel:
+        changed: dict[str, LoadOptions] = {name: {**load_options, "context": context}}
+        changed_bytes, _ = plan_budget({name: model}, changed, settings)
+        return build_served_model(name, model, changed[name], changed_bytes[name], settings)
 
-    return ModelRegistry(
-        {
-            name: ServedModel(
-                functools.partial(open_model, name),
-                nbytes=nbytes[name],
-                keep_alive=get_keep_alive(name),
-                pinned=tables[name].pinned,
-            )
-            for name in models
-        },
-        limits,
+    return ServedModel(
+        open_model,
+        nbytes=nbytes,
+        keep_alive=server.keep_alive if table.keep_alive is None else table.keep_alive,
+        pinned=table.pinned,
+        path=registry.resolve(model),
+        with_context=change_context if server.allow_reload else None,
     )
 
 
@@ -221,11 +252,15 @@ def print_storage_notice(console: Console, settings: Settings) -> None:
         marker.touch()
 
 
-def print_startup_message(console: Console, address: str, names: list[str], requires_key: bool) -> None:
-    """Print the URL and an example request."""
+def print_startup_message(
+    console: Console, address: str, names: list[str], requires_key: bool, ollama_address: str | None = None
+) -> None:
+    """Print the URL, that of Ollama's port, and an example request."""
     key = ' -H "Authorization: Bearer $KEY"' if requires_key else ""
     body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
     console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C shuts down[/]", soft_wrap=True)
+    if ollama_address is not None:
+        console.print(f"Ollama API also at [bold]{ollama_address}[/]", soft_wrap=True)
     console.print("[dim]example request:[/]", soft_wrap=True)
     example = f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"  {example}", soft_wrap=True, markup=False)

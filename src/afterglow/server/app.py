@@ -12,17 +12,19 @@ from afterglow.server.anthropic import messages as anthropic_messages
 from afterglow.server.anthropic import models as anthropic_models
 from afterglow.server.auth import AuthMiddleware
 from afterglow.server.errors import ErrorFormats
+from afterglow.server.ollama import router as ollama
+from afterglow.server.ollama.errors import build_error_body as build_ollama_error_body
 from afterglow.server.openai import chat, completions, embeddings, responses
 from afterglow.server.openai.errors import build_error_body
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
-DESCRIPTION = "OpenAI- and Anthropic-compatible API for local language models. No field is ignored silently."
+DESCRIPTION = "API of OpenAI, Anthropic and Ollama for local language models. No field is ignored silently."
 # The first matching route responds: those of `anthropic_models` match only Anthropic's clients.
-ROUTE_MODULES = (chat, completions, responses, embeddings, anthropic_messages, anthropic_models, admin)
+ROUTE_MODULES = (chat, completions, responses, embeddings, anthropic_messages, anthropic_models, ollama, admin)
 ERROR_FORMATS = ErrorFormats(  # another API adds its path prefix
     default=build_error_body,
-    by_prefix={"/v1/messages": anthropic_errors.build_error_body},
+    by_prefix={"/v1/messages": anthropic_errors.build_error_body, "/api/": build_ollama_error_body},
     status_by_prefix={"/v1/messages": anthropic_errors.get_status},
 )
 
@@ -30,6 +32,7 @@ ERROR_FORMATS = ErrorFormats(  # another API adds its path prefix
 def build_routed_app(state: ServerState) -> FastAPI:
     """Return the application without middleware."""
     app = FastAPI(title="afterglow", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
+    app.state.server = state
     errors.install_error_handlers(app, ERROR_FORMATS)
     for module in ROUTE_MODULES:
         app.include_router(module.build_router(state))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,12 +20,15 @@ from afterglow.api.model import Model
 from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.chat import ChatPlan
+from afterglow.chat.constraints.grammar import build_grammar
+from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.prompt import Breakpoint, PromptBreakpoint, Truncation, TruncationPolicy
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
+from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.engine.types.request import Request, Token
 from afterglow.server import limits
 from afterglow.server.errors import APIError
@@ -141,17 +144,28 @@ class PromptRequest(GenerationRequest):
 
     prompts: Sequence[FittedPrompt]
     ignore_eos: bool = False
+    response_format: Any = None
 
     @property
     def choices(self) -> int:
         """Number of choices of all prompts."""
         return self.n * len(self.prompts)
 
+    def check_limits(self, state: ServerState) -> None:
+        """Raise `limit_exceeded` if the request exceeds a limit of the server."""
+        GenerationRequest.check_limits(self, state)
+        limits.check_grammar_size("response_format", self.response_format, state.settings)
+
     def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
         """Build the engine requests."""
         options["ignore_eos"] = self.ignore_eos
+        spec = parse_response_format(self.response_format).spec
+        constraint = None if spec is None else GrammarConstraint(grammar=build_grammar(spec))
         return [
-            PlannedPrompt(model.build_request(prompt, **options), model.build_text_format(prompt.truncation))
+            PlannedPrompt(
+                replace(model.build_request(prompt, **options), constraint=constraint),
+                model.build_text_format(prompt.truncation),
+            )
             for prompt in self.prompts
         ]
 
@@ -188,6 +202,14 @@ class Formatter(Protocol):
 
     def format_error(self, error: APIError) -> bytes:
         """Format the error that ends a stream."""
+
+
+class StreamBuilder(Protocol):
+    """Builds the streaming response of an API. It must call `on_close` when the stream ends."""
+
+    def __call__(
+        self, events: AsyncIterator[bytes], /, *, ping_seconds: float, on_close: Callable[[], None]
+    ) -> Response: ...
 
 
 class Generation:
@@ -256,10 +278,12 @@ class Generation:
         """Whether a token is part of the output. End-of-generation tokens are not."""
         return token.token not in self._eog_tokens
 
-    async def respond(self, formatter: Formatter, *, stream: bool) -> Response:
-        """Return the HTTP response, whole or as server-sent events, and close the generation at its end.
+    async def respond(
+        self, formatter: Formatter, *, stream: bool, build_stream: StreamBuilder = EventStreamResponse
+    ) -> Response:
+        """Return the HTTP response, whole or as a stream, by default of server-sent events.
 
-        An error before the first event of a stream is raised.
+        The generation is closed at its end. An error before the first event of a stream is raised.
         """
         if not stream:
             with contextlib.closing(self):
@@ -270,7 +294,7 @@ class Generation:
             self.close()
             raise
         events = report_errors(formatter.stream_events(deltas), formatter.format_error)
-        return EventStreamResponse(events, ping_seconds=self._state.settings.ping_seconds, on_close=self.close)
+        return build_stream(events, ping_seconds=self._state.settings.ping_seconds, on_close=self.close)
 
     def close(self) -> None:
         """Cancel running choices and release the resources of the request."""

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, ModelNotFound, OutOfMemory
+from afterglow.registry import LocalModel
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.logs import logger
 from afterglow.server.metrics import SlotCounters
@@ -40,6 +42,9 @@ class ServedModel:
     nbytes: ByteMap = field(default_factory=dict)
     keep_alive: float = math.inf  # seconds without a request after which it is unloaded
     pinned: bool = False  # it is never unloaded
+    path: Path | None = None  # of its file
+    is_installed: bool = False  # it was added because a client named it, not on the command line
+    with_context: Callable[[int], ServedModel] | None = None  # the same with another context length, if that is allowed
 
 
 class ModelSlot:
@@ -51,6 +56,8 @@ class ModelSlot:
         self.pinned = served.pinned
         self.default_keep_alive = served.keep_alive
         self.keep_alive = served.keep_alive
+        self.path = served.path
+        self.is_installed = served.is_installed
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load
         self.active_requests = 0
@@ -61,6 +68,7 @@ class ModelSlot:
         self._registry = registry
         self._changed = registry.changed
         self._open_model = served.open_model
+        self._with_context = served.with_context
         self._waiters: list[Future[Model]] = []  # requests that wait for the model
         self._loading: Future[Model] | None = None  # the load that runs, or the last one that failed
         self._unloading: Future[None] | None = None  # the unload that runs
@@ -288,6 +296,24 @@ class ModelSlot:
             message = f"{self.name!r} is busy: {self.active_requests} requests run after {timeout:g} s; retry later"
             raise APIError(409, message, param="model", code="model_busy", retry_after=1)
 
+    def reload(self, context: int) -> None:
+        """Load the model again with another context length. Blocking.
+
+        Raises status 400 if that is not allowed, and status 409 if the model is in use.
+        """
+        if self._with_context is None:
+            raise invalid_request_error("context", f"{self.name!r} may not be loaded with another context length")
+        served = self._with_context(context)
+        self.unload()
+        with self._changed:
+            if self.is_usable or self.is_loading:
+                raise APIError(409, f"{self.name!r} is in use; retry later", param="model", code="model_busy")
+            old, self.model = self.model, None
+            self._open_model, self.nbytes = served.open_model, served.nbytes
+        if old is not None:
+            old.close()
+        self.load()
+
     def _unload(self, future: Future[None]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not (self.active_requests and self.is_leaving) or self._closed)
@@ -349,13 +375,22 @@ class ModelRegistry(Closeable):
     'not loaded'
     """
 
-    def __init__(self, models: Mapping[str, ServedModel], limits: ByteMap | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        limits: ByteMap | None = None,
+        *,
+        build_installed: Callable[[LocalModel], ServedModel] | None = None,
+    ) -> None:
         """`models` by the name under which they are served. `limits` are the bytes of all models, by device.
+
+        With `build_installed`, models on this machine are served as soon as a client names one.
 
         Raises `OutOfMemory` if a model does not fit beside the pinned ones, or the pinned ones together.
         """
         self.changed = threading.Condition(threading.RLock())
         self.limits = dict(limits or {})
+        self._build_installed = build_installed
         self.slots = {name: ModelSlot(name, served, self) for name, served in models.items()}
         self._queue: list[ModelSlot] = []  # loads that wait for room, in the order in which they may have it
         self._timer: threading.Thread | None = None
@@ -375,6 +410,25 @@ class ModelRegistry(Closeable):
         if name not in self.slots:
             raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]
+
+    def add_installed(self, model: LocalModel) -> ModelSlot | None:
+        """Return the slot of a model on this machine, added if necessary; None if only named models are served."""
+        if self._build_installed is None:
+            return None
+        served = self._build_installed(model)
+        with self.changed:
+            if model.name not in self.slots:
+                pinned = [_describe(slot) for slot in self.slots.values() if slot.pinned]
+                check_fits(model.name, served.nbytes, pinned, self.limits)
+                self.slots = {**self.slots, model.name: ModelSlot(model.name, served, self)}  # others may iterate
+            return self.slots[model.name]
+
+    def remove(self, slot: ModelSlot) -> None:
+        """Unload a model and serve it no more. Blocking. Raises status 409 if it is in use."""
+        slot.unload()
+        with self.changed:
+            self.slots = {name: other for name, other in self.slots.items() if other is not slot}
+        slot.close()
 
     def load_first(self) -> list[str]:
         """Load the pinned models and as many of the others as fit, concurrently; return their names."""

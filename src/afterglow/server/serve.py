@@ -167,21 +167,44 @@ class Server(uvicorn.Server):
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a listening socket. Raises `InvalidArgument` if the address is not available."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return _bind(settings.host, settings.port, "port", "")
+
+
+def bind_ollama(settings: ServerSettings) -> socket.socket | None:
+    """Return a second listening socket on Ollama's port if the settings ask for it.
+
+    Raises `InvalidArgument` if the address is not available.
+    """
+    if not settings.ollama:
+        return None
+    return _bind(settings.host, settings.ollama_port, "ollama_port", "; if Ollama is running, stop it first")
+
+
+def _bind(host: str, port: int, setting: str, advice: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((settings.host, settings.port))
+            listener.bind((host, port))
             listener.listen(SOCKET_BACKLOG)
             stack.pop_all()
             return listener
     except OSError as error:
-        raise InvalidArgument("port", f"cannot listen on {settings.host}:{settings.port}: {error}") from None
+        raise InvalidArgument(setting, f"cannot listen on {host}:{port}: {error}{advice}") from None
 
 
-def serve(state: ServerState, listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+def serve(
+    state: ServerState,
+    listener: socket.socket,
+    on_ready: Callable[[], None] = lambda: None,
+    *,
+    ollama_listener: socket.socket | None = None,
+) -> None:
     """Serve until a signal ends the server, then release all resources."""
+    listeners = [listener] if ollama_listener is None else [listener, ollama_listener]
+    if ollama_listener is not None:
+        state.ollama_port = ollama_listener.getsockname()[1]
     app, middleware = build_application(state)
     config = uvicorn.Config(
         app,
@@ -198,7 +221,8 @@ def serve(state: ServerState, listener: socket.socket, on_ready: Callable[[], No
         ),
     )
     try:
-        Server(config, state, middleware, on_ready).run(sockets=[listener])
+        Server(config, state, middleware, on_ready).run(sockets=listeners)
     finally:
         state.close()
-        listener.close()
+        for opened in listeners:
+            opened.close()

@@ -62,7 +62,7 @@ def read_api_keys(path: Path) -> list[str]:
     return keys
 
 
-KeepAlive = Annotated[float, pydantic.Field(ge=0), pydantic.BeforeValidator(parse_keep_alive)]
+KeepAlive = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=True), pydantic.BeforeValidator(parse_keep_alive)]
 """Seconds without a request after which a model is unloaded; infinite: never."""
 
 
@@ -77,6 +77,22 @@ class ServerSettings(pydantic.BaseModel):
 
     host: str = pydantic.Field("127.0.0.1", description="Address to listen on; 127.0.0.1 is for this machine only.")
     port: int = pydantic.Field(8080, ge=0, le=65_535, description="Port to listen on; 0 selects a free port.")
+    ollama: bool = pydantic.Field(
+        False,
+        description="Also listen on the port of Ollama, for clients whose address is fixed, and serve every installed "
+        "model by name, as Ollama does. The Ollama API itself is on both ports.",
+    )
+    ollama_port: int = pydantic.Field(
+        11434, ge=0, le=65_535, description="Second port, with `ollama`; 0 selects a free port."
+    )
+    allow_reload: bool = pydantic.Field(
+        False,
+        description="Load a model again with a longer context if a request to the Ollama API needs one (`num_ctx`). "
+        "Default: such requests get status 400.",
+    )
+    manage_models: bool = pydantic.Field(
+        True, description="Let clients pull, create, copy and delete models with the Ollama API."
+    )
     api_keys: Annotated[
         tuple[Annotated[str, pydantic.AfterValidator(hash_api_key)], ...], pydantic.BeforeValidator(parse_list)
     ] = pydantic.Field(

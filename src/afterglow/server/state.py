@@ -42,6 +42,7 @@ class ServerState(Closeable):
         self.models = models
         self.settings = settings
         self.metrics = Metrics()
+        self.ollama_port: int | None = None  # second port of the server, if it has one
         self.media_budget = MediaBudget()  # of the media files of all requests
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")

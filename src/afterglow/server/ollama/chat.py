@@ -1,0 +1,80 @@
+"""Route /api/chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from afterglow.chat.messages import Message
+from afterglow.server.auth import get_tenant_salt
+from afterglow.server.generation import ConversationRequest, start_generation
+from afterglow.server.ollama import conversion
+from afterglow.server.ollama.created_models import CreatedModel
+from afterglow.server.ollama.details import format_time
+from afterglow.server.ollama.formatting import ChatLineFormatter, LineStreamResponse
+from afterglow.server.ollama.library import ModelLibrary
+from afterglow.server.ollama.routing import OllamaRoute
+from afterglow.server.ollama.schema import OllamaChatRequest, OllamaGenerationBody, OllamaMessage
+from afterglow.server.state import ServerState
+
+EMPTY_MESSAGE = {"role": "assistant", "content": ""}
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """Return the router of this route."""
+    router = APIRouter(route_class=OllamaRoute)
+    library = ModelLibrary(state)
+
+    @router.post("/api/chat", summary="Ollama: continue a conversation")
+    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+        work = create_chat(state, library, body, get_tenant_salt(request))
+        return await state.run_while_connected(request, work, "messages")
+
+    return router
+
+
+async def create_chat(state: ServerState, library: ModelLibrary, body: OllamaChatRequest, salt: str) -> Response:
+    """Generate the next message of a conversation."""
+    if not body.messages:
+        return await load_or_unload(state, library, body, {"message": EMPTY_MESSAGE})
+    num_ctx = body.options.num_ctx if body.options else None
+    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    options = conversion.merge_options(opened.created, body.options)
+    request = ConversationRequest(
+        messages=add_created_messages(opened.created, body.messages),
+        tools=conversion.build_tools(body.tools),
+        prompt_options={**conversion.build_prompt_options(body, opened.created), "tool_choice": body.tool_choice},
+        overflow=conversion.get_overflow(body, options),
+        **conversion.build_generation_fields(state, body, options, opened.model, salt),
+    )
+    generation = await start_generation(state, opened.slot_name, request)
+    formatter = ChatLineFormatter(opened, generation, logprobs=bool(body.logprobs))
+    return await generation.respond(formatter, stream=body.stream is not False, build_stream=LineStreamResponse)
+
+
+def add_created_messages(created: CreatedModel | None, messages: list[OllamaMessage]) -> list[Message]:
+    """Return the conversation with the system prompt and the first messages of a created model."""
+    if created is None:
+        return conversion.build_messages(messages)
+    complete = conversion.build_messages([*created.first_messages, *messages])
+    system = [Message(role="system", content=created.system)] if created.system else []
+    return complete if complete[0].role == "system" else [*system, *complete]
+
+
+async def load_or_unload(
+    state: ServerState, library: ModelLibrary, body: OllamaGenerationBody, content: dict[str, Any]
+) -> Response:
+    """Respond to a request without a prompt: load the model, or unload it if `keep_alive` is 0."""
+    if body.keep_alive == 0:
+        found = await state.run_text_work(lambda: library.find(body.model))
+        if found.slot is not None:
+            await state.run_engine_call(found.slot.unload)
+        reason = "unload"
+    else:
+        num_ctx = body.options.num_ctx if body.options else None
+        await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+        reason = "load"
+    head = {"model": body.model, "created_at": format_time()}
+    return JSONResponse({**head, **content, "done": True, "done_reason": reason})

@@ -1,0 +1,168 @@
+"""Conversion of Ollama bodies to messages, tools, sampling fields and options of a generation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from afterglow.api.model import Model
+from afterglow.api.options import PromptOptions
+from afterglow.chat.constraints.response_format import forbid_additional_properties
+from afterglow.chat.content import Attachment
+from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.prompt import TruncationPolicy
+from afterglow.chat.tools.tool import Tool, build_tool
+from afterglow.server import limits
+from afterglow.server.errors import invalid_request_error
+from afterglow.server.ollama.created_models import CreatedModel
+from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
+from afterglow.server.schema.sampling import SamplingFields
+from afterglow.server.state import ServerState
+
+GO_TEMPLATE_PATTERN = re.compile(r"\{\{-?\s*(?:\.[A-Za-z]|\$\.?|(?:if|range|with|end|else|define|template|block)\b)")
+RANDOM_SEED = -1
+
+
+# --- messages
+
+
+def build_messages(messages: Sequence[OllamaMessage]) -> list[Message]:
+    """Convert messages. Tool calls and their results get ids if they have none.
+
+    A result belongs to the first call of the last assistant message that has its name and no result yet.
+    """
+    converted: list[Message] = []
+    pending: list[ToolCall] = []
+    call_count = 0
+    for message in messages:
+        calls = []
+        for call in message.tool_calls or ():
+            # Nine letters and digits: some templates check this.
+            call_id, call_count = call.id or f"call{call_count:05d}", call_count + 1
+            arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+            calls.append(ToolCall(id=call_id, name=call.function.name, arguments=arguments))
+        pending = calls if message.role == "assistant" else pending
+        result_id = message.tool_call_id
+        if message.role == "tool" and result_id is None:
+            result_id = take_call_id(pending, message.tool_name)
+        converted.append(
+            Message(
+                role=message.role,
+                content=message.content or "",
+                reasoning=message.thinking,
+                tool_calls=tuple(calls),
+                tool_call_id=result_id,
+                name=message.tool_name,
+                attachments=build_images(message.images),
+            )
+        )
+    return converted
+
+
+def take_call_id(pending: list[ToolCall], name: str | None) -> str:
+    """Remove the call that a result belongs to from the calls without result, and return its id."""
+    if not pending:
+        return ""
+    named = [index for index, call in enumerate(pending) if call.name == name]
+    return pending.pop(named[0] if named else 0).id
+
+
+def build_images(images: Sequence[str] | None) -> tuple[Attachment, ...]:
+    """Convert images in base64, which precede the text."""
+    sources = [image if image.startswith("data:") else f"data:image/*;base64,{image}" for image in images or ()]
+    return tuple(Attachment(kind="image", source=source) for source in sources)
+
+
+def build_tools(tools: Sequence[OllamaTool] | None) -> list[Tool]:
+    """Convert the tools of a body."""
+    return [
+        build_tool(function.name, function.description, function.parameters, function.strict, where=where)
+        for where, function in ((f"tools[{index}].function", tool.function) for index, tool in enumerate(tools or ()))
+    ]
+
+
+# --- options
+
+
+def merge_options(created: CreatedModel | None, options: OllamaOptions | None) -> OllamaOptions:
+    """Return the options of a request over the parameters of a created model."""
+    base = OllamaOptions.model_validate({}) if created is None else created.options
+    return base if options is None else base.model_copy(update=options.model_dump(exclude_none=True))
+
+
+def build_sampling_fields(options: OllamaOptions, model: Model) -> SamplingFields:
+    """Convert options to the sampling fields of the server. -1 is the context for a window, and no seed."""
+    values = options.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+    if values.get("seed") == RANDOM_SEED:
+        del values["seed"]
+    values.setdefault("repeat_last_n", model.sampling_defaults.sampling.repeat_last_n)
+    if values["repeat_last_n"] < 0:
+        values["repeat_last_n"] = model.context_length
+    return SamplingFields.model_validate(values)
+
+
+def build_generation_fields(
+    state: ServerState, body: OllamaGenerationBody, options: OllamaOptions, model: Model, salt: str
+) -> dict[str, Any]:
+    """Build the fields that all generation requests have."""
+    return {
+        "sampling_fields": build_sampling_fields(options, model),
+        "max_tokens": get_max_tokens(options),
+        "stop": limits.parse_stops(options.stop, state.settings),
+        "logprobs": get_logprobs(body),
+        "salt": salt,
+    }
+
+
+def get_max_tokens(options: OllamaOptions) -> int | None:
+    """Return the maximum number of generated tokens; None for Ollama's -1 and -2.
+
+    >>> get_max_tokens(OllamaOptions(num_predict=-1)), get_max_tokens(OllamaOptions(num_predict=5))
+    (None, 5)
+    """
+    return None if options.num_predict is None or options.num_predict < 0 else options.num_predict
+
+
+def get_overflow(body: OllamaGenerationBody, options: OllamaOptions) -> TruncationPolicy:
+    """Return what happens to a prompt that is too long. Nothing is dropped unless the request says so."""
+    return options.overflow or ("shift" if body.truncate else "refuse")
+
+
+def get_logprobs(body: OllamaGenerationBody) -> int | None:
+    """Return the number of alternatives to each token; None without log-probabilities."""
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_request_error("top_logprobs", "`top_logprobs` requires `logprobs`")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def build_response_format(body: OllamaGenerationBody) -> dict[str, Any] | None:
+    """Convert `format` to a response format. As in Ollama, objects have no properties that the schema does not name."""
+    if isinstance(body.format, dict):
+        schema = forbid_additional_properties(body.format)
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}
+    return {"type": "json_object"} if body.format == "json" else None
+
+
+def build_prompt_options(
+    body: OllamaGenerationBody, created: CreatedModel | None, template: str | None = None
+) -> PromptOptions:
+    """Build the options of `Model.plan_chat`, except `tools`."""
+    return {
+        "response_format": build_response_format(body),
+        "reasoning": body.think,
+        "chat_template": check_template(template or (created.template if created else None)),
+    }
+
+
+def check_template(template: str | None) -> str | None:
+    """Return a template; raise status 400 for one in Go's language.
+
+    >>> check_template("{% for message in messages %}{{ message.content }}{% endfor %}")[:6]
+    '{% for'
+    """
+    if template and GO_TEMPLATE_PATTERN.search(template):
+        message = "`template` must be a Jinja chat template; templates in Go's language are not supported"
+        raise invalid_request_error("template", message)
+    return template or None

@@ -1,0 +1,101 @@
+"""Created models: names for a model with a system prompt, a template, messages and parameters of their own.
+
+Each is a file in the data directory, so that it outlives the server. A damaged file is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pydantic
+
+from afterglow.llama.atomic_write import write_atomically
+from afterglow.paths import get_data_directory
+from afterglow.server.errors import invalid_request_error
+from afterglow.server.logs import logger
+from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}(/[A-Za-z0-9][A-Za-z0-9._-]{0,79})?(:[A-Za-z0-9._-]{1,80})?")
+DEFAULT_TAG = ":latest"
+
+
+class CreatedModel(pydantic.BaseModel):
+    """A model that a client created from another one."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    name: str  # with a tag
+    source: str  # name of the model whose file it uses
+    system: str | None = None
+    template: str | None = None
+    parameters: dict[str, Any] = pydantic.Field(default_factory=dict)
+    messages: list[dict[str, Any]] = pydantic.Field(default_factory=list)
+    license: str | None = None
+    modified: float = pydantic.Field(default_factory=time.time)
+
+    @property
+    def options(self) -> OllamaOptions:
+        """The parameters as options of a request."""
+        return OllamaOptions.model_validate(self.parameters)
+
+    @property
+    def first_messages(self) -> list[OllamaMessage]:
+        """Messages with which every conversation begins."""
+        return [OllamaMessage.model_validate(message) for message in self.messages]
+
+
+def add_tag(name: str) -> str:
+    """Return a name with its tag, which is `latest` by default.
+
+    >>> add_tag("smollm2"), add_tag("owner/model:8b")
+    ('smollm2:latest', 'owner/model:8b')
+    """
+    return name if ":" in name.rpartition("/")[2] else name + DEFAULT_TAG
+
+
+class CreatedModelStore:
+    """The created models of this machine. Files are read at every use: several servers may share the directory."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or get_data_directory("models")
+
+    def find(self, name: str) -> CreatedModel | None:
+        """Return a created model by its name, with or without the default tag."""
+        return self._read(self._get_path(name))
+
+    def list_all(self) -> list[CreatedModel]:
+        """List the created models by name."""
+        models = (self._read(path) for path in sorted(self._directory.glob("*.json")))
+        return [model for model in models if model is not None]
+
+    def save(self, model: CreatedModel) -> None:
+        """Write a created model, or replace one of the same name. Raises status 400 if the name is not valid."""
+        if not NAME_PATTERN.fullmatch(model.name):
+            message = f"the name {model.name[:200]!r} is invalid: letters, digits, `.`, `_`, `-`, one `/` and a tag"
+            raise invalid_request_error("model", message)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(self._get_path(model.name), [model.model_dump_json(indent=2).encode()])
+
+    def delete(self, name: str) -> bool:
+        """Delete a created model; return whether there was one."""
+        path = self._get_path(name)
+        if self._read(path) is None:
+            return False
+        path.unlink(missing_ok=True)
+        return True
+
+    def _get_path(self, name: str) -> Path:
+        return self._directory / f"{quote(add_tag(name), safe='')[:200]}.json"
+
+    def _read(self, path: Path) -> CreatedModel | None:
+        try:
+            return CreatedModel.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("the created model in %s cannot be read: %s", path, error)
+            return None

@@ -1,0 +1,113 @@
+"""Routes /api/embed and /api/embeddings."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from numpy.typing import NDArray
+
+from afterglow.api.model import Model
+from afterglow.errors import PromptTooLong
+from afterglow.server import limits
+from afterglow.server.errors import invalid_request_error
+from afterglow.server.logs import get_record
+from afterglow.server.ollama.formatting import to_nanoseconds
+from afterglow.server.ollama.library import ModelLibrary
+from afterglow.server.ollama.routing import OllamaRoute
+from afterglow.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from afterglow.server.state import ServerState
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """Return the router of these routes."""
+    router = APIRouter(route_class=OllamaRoute)
+    library = ModelLibrary(state)
+
+    @router.post("/api/embed", summary="Ollama: embed texts")
+    async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
+        return await state.run_while_connected(request, create_embeddings(state, library, body), "input")
+
+    @router.post("/api/embeddings", summary="Ollama: embed one text, in the old form")
+    async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
+        return await state.run_while_connected(request, create_embedding(state, library, body), "prompt")
+
+    return router
+
+
+async def create_embeddings(state: ServerState, library: ModelLibrary, body: OllamaEmbedRequest) -> Response:
+    """Embed each text."""
+    texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
+    limits.check_limit(state.settings, "max_inputs", "input", len(texts))
+    num_ctx = body.options.num_ctx if body.options else None
+    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    width = opened.model.engine_info.embedding_width
+    if (body.dimensions or 0) > width:
+        raise invalid_request_error("dimensions", f"`dimensions` is {body.dimensions:,}; the embeddings have {width:,}")
+    tokens = await state.run_text_work(
+        lambda: [tokenize_text(opened.model, text, truncate=bool(body.truncate)) for text in texts]
+    )
+    vectors = await embed_all(state, opened.model, tokens)
+    return JSONResponse(
+        {
+            "model": body.model,
+            "embeddings": [shorten_vector(vector, body.dimensions or width).tolist() for vector in vectors],
+            "total_duration": to_nanoseconds(time.monotonic() - opened.started),
+            "load_duration": to_nanoseconds(opened.load_seconds),
+            "prompt_eval_count": sum(map(len, tokens)),
+        }
+    )
+
+
+async def create_embedding(state: ServerState, library: ModelLibrary, body: OllamaEmbeddingsRequest) -> Response:
+    """Embed one text. Without a text, the model is loaded."""
+    num_ctx = body.options.num_ctx if body.options else None
+    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    if not body.prompt:
+        return JSONResponse({"embedding": []})
+    text = body.prompt
+    tokens = await state.run_text_work(lambda: tokenize_text(opened.model, text, truncate=False))
+    (vector,) = await embed_all(state, opened.model, [tokens])
+    return JSONResponse({"embedding": vector.tolist()})
+
+
+async def embed_all(state: ServerState, model: Model, texts: Sequence[list[int]]) -> list[NDArray[np.float32]]:
+    """Embed tokenized texts. The engine serves other requests between two of them."""
+    ticket = state.get_admission_queue(model).admit(1)
+    try:
+        vectors = [await state.run_engine_call(functools.partial(model.embed, tokens)) for tokens in texts]
+    finally:
+        ticket.release()
+    record = get_record()
+    record.model, record.prompt_tokens = model.name, sum(map(len, texts))
+    return vectors
+
+
+def tokenize_text(model: Model, text: str, *, truncate: bool) -> list[int]:
+    """Tokenize a text with the special tokens of the model. With `truncate`, one that is too long loses its end."""
+    tokens, limit = model.tokenize(text, bos=True), model.max_embedding_tokens
+    if not tokens:
+        raise invalid_request_error("input", "`input` must not contain empty texts")
+    if len(tokens) <= limit:
+        return tokens
+    if not truncate:
+        raise PromptTooLong(len(tokens), limit)
+    end = tokens[-1:] if tokens[-1] in model.vocabulary.control_tokens else []
+    return tokens[: limit - len(end)] + end
+
+
+def shorten_vector(vector: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    """Return the first dimensions of a vector, normalized to length 1.
+
+    >>> shorten_vector(np.array([3.0, 4.0, 12.0], np.float32), 2).round(1).tolist()
+    [0.6000000238418579, 0.800000011920929]
+    """
+    if dimensions >= len(vector):
+        return vector
+    shortened = vector[:dimensions]
+    norm = float(np.linalg.norm(shortened))
+    return (shortened / norm).astype(np.float32) if norm else shortened

@@ -1,0 +1,169 @@
+"""Models by the names of Ollama's API: served ones, created ones, and those that are installed on this machine.
+
+A name without a tag has the tag `latest`. Ollama's own models have the names that they have in Ollama.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from afterglow import registry
+from afterglow.api.model import Model
+from afterglow.errors import ModelNotFound
+from afterglow.registry import LocalModel
+from afterglow.server.errors import invalid_request_error
+from afterglow.server.models import ModelSlot
+from afterglow.server.ollama.created_models import DEFAULT_TAG, CreatedModel, CreatedModelStore, add_tag
+from afterglow.server.ollama.details import FileDetails, describe_file
+from afterglow.server.state import ServerState
+
+OLLAMA_PREFIX = "ollama:"  # of Ollama's models in the registry
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryModel:
+    """A model that clients can name."""
+
+    name: str  # with a tag
+    path: Path | None = None
+    slot: ModelSlot | None = None  # None: it is not served yet
+    installed: LocalModel | None = None  # None: it is not in the models directories, or served from the command line
+    created: CreatedModel | None = None
+
+    def describe(self) -> FileDetails | None:
+        """Describe its file; None if the file is not known. Blocking."""
+        return None if self.path is None else describe_file(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A loaded model for one request."""
+
+    requested_name: str
+    slot_name: str
+    model: Model
+    created: CreatedModel | None
+    started: float  # by the monotonic clock
+    loaded: float
+
+    @property
+    def load_seconds(self) -> float:
+        """Seconds that the request waited for the model."""
+        return self.loaded - self.started
+
+
+class ModelLibrary:
+    """Finds models by name and loads them."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self.created_models = CreatedModelStore()
+
+    def find(self, name: str) -> LibraryModel:
+        """Return a model by name; raise `ModelNotFound` if there is none. Blocking."""
+        created = None if self._find_slot(name) else self.created_models.find(name)
+        found = self._find_slot(created.source) if created else self._find_slot(name)
+        found = found or find_installed(created.source if created else name)
+        if found is None:
+            names = ", ".join(model.name for model in self.list_all())
+            missing = f"{name} is made from {created.source}, which" if created else "it"
+            raise ModelNotFound(name[:200], f"{missing} is not on this machine; models: {names or 'none'}")
+        return found if created is None else replace(found, name=created.name, created=created)
+
+    def list_all(self) -> list[LibraryModel]:
+        """List all models by name: served ones first, then created and installed ones. Blocking."""
+        models = {model.name: model for model in map(describe_slot, self._state.models.slots.values())}
+        for created in self.created_models.list_all():
+            source = self._find_slot(created.source) or find_installed(created.source)
+            if source is not None:
+                models.setdefault(created.name, replace(source, name=created.name, created=created))
+        paths = {model.path for model in models.values() if model.created is None}
+        for local in list_installed_models():
+            if local.path not in paths:
+                installed = describe_installed(local)
+                models.setdefault(installed.name, installed)
+        return list(models.values())
+
+    def _find_slot(self, name: str) -> LibraryModel | None:
+        slots = self._state.models.slots
+        return next((describe_slot(slots[spelling]) for spelling in list_spellings(name) if spelling in slots), None)
+
+    async def get_slot(self, name: str) -> tuple[LibraryModel, ModelSlot]:
+        """Return a model and its slot. An installed model that is not served gets one if the server allows it."""
+        found = await self._state.run_text_work(lambda: self.find(name))
+        if found.slot is not None:
+            return found, found.slot
+        local = found.installed
+        assert local is not None
+        slot = await self._state.run_text_work(lambda: self._state.models.add_installed(local))
+        if slot is None:
+            reason = f"it is installed, but not served: start the server with `afterglow serve {local.name}`"
+            raise ModelNotFound(name[:200], f"{reason}, or with `--ollama`, which serves every installed model")
+        return replace(found, slot=slot), slot
+
+    async def open(self, name: str, *, num_ctx: int | None, keep_alive: float | None) -> OpenedModel:
+        """Load a model for a request, and set how long it stays loaded. It is not unloaded before the request ends."""
+        started = time.monotonic()
+        found, slot = await self.get_slot(name)
+        context = num_ctx or (found.created.options.num_ctx if found.created else None)
+        if context is not None:
+            await self._ensure_context(slot, context)
+        model = await self._state.get_model(slot.name)
+        if keep_alive is not None:
+            slot.set_keep_alive(keep_alive)
+        return OpenedModel(name, slot.name, model, found.created, started, time.monotonic())
+
+    async def _ensure_context(self, slot: ModelSlot, context: int) -> None:
+        """Load a model again if its context is too short; raise status 400 with both numbers if that is not possible.
+
+        Called before the request holds the model: a model that is held is not unloaded.
+        """
+        model = await asyncio.wrap_future(slot.start_load())
+        if context <= model.context_length:
+            return
+        loaded = f"`options.num_ctx` is {context:,}; {slot.name!r} is loaded with a context of {model.context_length:,}"
+        trained = model.info.trained_context_length
+        if context > trained:
+            raise invalid_request_error("options.num_ctx", f"{loaded} and was trained for {trained:,}")
+        if not self._state.settings.allow_reload:
+            advice = f"start the server with `--context {context}`, or allow clients to change it with `--allow-reload`"
+            raise invalid_request_error("options.num_ctx", f"{loaded}: {advice}")
+        await self._state.run_engine_call(lambda: slot.reload(context))
+
+
+def list_spellings(name: str) -> list[str]:
+    """List the names that mean the same model.
+
+    >>> list_spellings("smollm2"), list_spellings("smollm2:latest"), list_spellings("qwen3:4b")
+    (['smollm2', 'smollm2:latest'], ['smollm2:latest', 'smollm2'], ['qwen3:4b'])
+    """
+    other = name.removesuffix(DEFAULT_TAG) if name.endswith(DEFAULT_TAG) else add_tag(name)
+    return list(dict.fromkeys([name, other]))
+
+
+def list_installed_models() -> list[LocalModel]:
+    """List the models on this machine, including those of other programs."""
+    return [*registry.list_installed(), *registry.discover_models()]
+
+
+def find_installed(name: str) -> LibraryModel | None:
+    """Return an installed model by name. Paths are not names: a client must not choose files."""
+    spellings = list_spellings(name)
+    names = {*spellings, *(OLLAMA_PREFIX + spelling for spelling in spellings)}
+    return next((describe_installed(local) for local in list_installed_models() if local.name in names), None)
+
+
+def describe_slot(slot: ModelSlot) -> LibraryModel:
+    """Describe a served model."""
+    installed = None
+    if slot.is_installed and slot.path is not None:
+        installed = LocalModel(slot.name, slot.path, 0, "")
+    return LibraryModel(add_tag(slot.name.removeprefix(OLLAMA_PREFIX)), slot.path, slot, installed)
+
+
+def describe_installed(local: LocalModel) -> LibraryModel:
+    """Describe a model that is not served."""
+    return LibraryModel(add_tag(local.name.removeprefix(OLLAMA_PREFIX)), local.path, installed=local)

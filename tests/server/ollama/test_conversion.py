@@ -1,0 +1,100 @@
+"""Messages, tools and options of Ollama bodies as the server uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from afterglow.server.errors import APIError
+from afterglow.server.ollama import conversion
+from afterglow.server.ollama.created_models import CreatedModel
+from afterglow.server.ollama.schema import OllamaChatRequest, OllamaMessage, OllamaOptions
+
+
+def build(*messages: dict[str, Any]) -> list[Any]:
+    return conversion.build_messages([OllamaMessage.model_validate(message) for message in messages])
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_without_ids_and_their_results_get_the_same_ids() -> None:
+    calling, second, first = build(
+        {"role": "assistant", "tool_calls": [call("add", a=1), call("subtract", b=2)]},
+        {"role": "tool", "content": "-2", "tool_name": "subtract"},
+        {"role": "tool", "content": "1", "tool_name": "add"},
+    )
+    add, subtract = calling.tool_calls
+    assert (add.arguments, subtract.arguments) == ('{"a": 1}', '{"b": 2}')
+    assert add.id != subtract.id
+    assert (first.tool_call_id, second.tool_call_id) == (add.id, subtract.id)
+    assert all(len(made.id) == 9 and made.id.isalnum() for made in calling.tool_calls)
+
+
+def test_results_without_names_belong_to_the_calls_in_order() -> None:
+    calling, *results = build(
+        {"role": "assistant", "tool_calls": [call("add"), call("add")]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "3"},
+    )
+    assert [result.tool_call_id for result in results] == [*(made.id for made in calling.tool_calls), ""]
+
+
+def test_ids_of_the_client_are_kept() -> None:
+    calling, result = build(
+        {"role": "assistant", "tool_calls": [{"id": "mine", **call("add")}]},
+        {"role": "tool", "content": "1", "tool_call_id": "mine"},
+    )
+    assert calling.tool_calls[0].id == result.tool_call_id == "mine"
+
+
+def test_the_same_conversation_has_the_same_ids() -> None:
+    turn = {"role": "assistant", "tool_calls": [call("add")]}
+    assert build(turn) == build(turn)
+    first, second = build(turn, turn)
+    assert first.tool_calls[0].id != second.tool_calls[0].id
+
+
+def test_thinking_and_images_belong_to_their_messages() -> None:
+    (own,) = build({"role": "assistant", "content": "yes", "thinking": "hm"})
+    assert own.reasoning == "hm"
+    (asked,) = build({"role": "USER", "content": "what?", "images": ["aGk=", "data:image/png;base64,aGk="]})
+    assert [image.source for image in asked.attachments] == ["data:image/*;base64,aGk=", "data:image/png;base64,aGk="]
+    assert (asked.role, asked.attachments[0].offset) == ("user", 0)
+
+
+def test_options_of_the_request_replace_parameters_of_a_created_model() -> None:
+    created = CreatedModel(name="a:latest", source="b", parameters={"temperature": 0.1, "top_k": 3})
+    options = conversion.merge_options(created, OllamaOptions.model_validate({"top_k": 7}))
+    assert (options.temperature, options.top_k, options.min_p) == (0.1, 7, None)
+
+
+@pytest.mark.parametrize(("given", "tokens"), [(None, None), (-1, None), (-2, None), (0, 0), (7, 7)])
+def test_num_predict_is_the_limit_unless_it_is_negative(given: int | None, tokens: int | None) -> None:
+    assert conversion.get_max_tokens(OllamaOptions.model_validate({"num_predict": given})) == tokens
+
+
+@pytest.mark.parametrize(
+    ("format", "expected"),
+    [("", None), (None, None), ("json", "json_object"), ({"type": "object"}, "json_schema")],
+)
+def test_formats(format: Any, expected: str | None) -> None:
+    body = OllamaChatRequest.model_validate({"model": "m", "format": format})
+    response_format = conversion.build_response_format(body)
+    assert (response_format and response_format["type"]) == expected
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ .Prompt }}", "{{- range .Messages }}{{ end }}", "{{ if .System }}x{{ end }}", "{{ $.Model }}"]
+)
+def test_templates_of_go_are_refused(template: str) -> None:
+    with pytest.raises(APIError, match="Jinja"):
+        conversion.check_template(template)
+
+
+def test_templates_of_jinja_are_accepted() -> None:
+    template = "{% for message in messages %}{{ message.content }}{{- '' }}{% endfor %}"
+    assert conversion.check_template(template) == template

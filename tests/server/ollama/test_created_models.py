@@ -1,0 +1,53 @@
+"""Created models are files that outlive the server."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from afterglow.server.errors import APIError
+from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore, add_tag
+
+
+def test_a_created_model_is_found_with_and_without_its_default_tag(tmp_path: Path) -> None:
+    model = CreatedModel(name="pirate:latest", source="tiny", system="Arr", parameters={"top_k": 3})
+    CreatedModelStore(tmp_path).save(model)
+    again = CreatedModelStore(tmp_path)  # as after a restart
+    assert again.find("pirate") == again.find("pirate:latest") == model
+    assert again.find("pirate:other") is None
+    assert again.list_all() == [model]
+
+
+def test_a_deleted_model_is_gone(tmp_path: Path) -> None:
+    store = CreatedModelStore(tmp_path)
+    store.save(CreatedModel(name="pirate:latest", source="tiny"))
+    assert store.delete("pirate")
+    assert not store.delete("pirate")
+    assert store.list_all() == []
+
+
+@pytest.mark.parametrize("name", ["../x:latest", "a b:latest", "/x", "x" * 300, "a/b/c:d", "ünlaut:latest", ":latest"])
+def test_other_names_are_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(APIError, match="invalid"):
+        CreatedModelStore(tmp_path / "models").save(CreatedModel(name=name, source="tiny"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CreatedModelStore(tmp_path)
+    store.save(CreatedModel(name="good:latest", source="tiny"))
+    (tmp_path / "bad%3Alatest.json").write_text("{")
+    with caplog.at_level(logging.WARNING, logger="afterglow.server"):
+        assert [model.name for model in store.list_all()] == ["good:latest"]
+    assert "bad%3Alatest.json cannot be read" in caplog.text
+    assert store.find("bad") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tagged"),
+    [("a", "a:latest"), ("a:8b", "a:8b"), ("owner/a", "owner/a:latest"), ("host:80/a", "host:80/a:latest")],
+)
+def test_a_name_without_a_tag_has_the_default_tag(name: str, tagged: str) -> None:
+    assert add_tag(name) == tagged

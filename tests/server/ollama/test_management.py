@@ -1,0 +1,388 @@
+"""Models of the Ollama API: installed ones on demand, created ones, downloads, unloading, and the second port."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from afterglow import registry
+from afterglow.errors import Cancelled, DownloadFailed, InvalidArgument, ModelNotFound
+from afterglow.server.app import build_application
+from afterglow.server.models import ModelRegistry
+from afterglow.server.ollama.library import ModelLibrary
+from afterglow.server.ollama.management import pull_model
+from afterglow.server.serve import bind_ollama
+from afterglow.server.settings import ServerSettings
+from afterglow.server.state import ServerState
+from afterglow.testing import models
+from support.media_files import encode_image
+from support.media_prompts import color_image
+from support.server_process import CYCLE, ServerProcess, run_server, wait_until
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+GREEDY = {"num_predict": 8, "temperature": 0}
+PARAMETERS = {"num_predict": 4, "temperature": 0}
+
+
+# --- a server that serves installed models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A machine with a file in the models directory, a model of Ollama, and a model with a projector."""
+    folder = tmp_path_factory.mktemp("machine")
+    (folder / "models").mkdir()
+    shutil.copy(models.get_path("successor-attention"), folder / "models" / "mine.gguf")
+    (folder / "vision").mkdir()
+    shutil.copy(models.get_path("colors"), folder / "vision" / "colors.gguf")
+    shutil.copy(models.get_path("projector-colors"), folder / "vision" / "mmproj.gguf")
+    write_ollama_model(folder / "ollama", "mini", "1b")
+    return folder
+
+
+def write_ollama_model(root: Path, name: str, tag: str) -> None:
+    """Write a model and its parameters as Ollama stores them."""
+    layers = []
+    for kind, data in (("model", models.get_path("successor-window").read_bytes()), ("params", json.dumps(PARAMETERS))):
+        content = data if isinstance(data, bytes) else data.encode()
+        digest = hashlib.sha256(content).hexdigest()
+        (root / "blobs").mkdir(parents=True, exist_ok=True)
+        (root / "blobs" / f"sha256-{digest}").write_bytes(content)
+        layers.append({"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digest}"})
+    manifest = root / "manifests" / "registry.example" / "library" / name / tag
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"layers": layers}))
+
+
+def build_environment(folder: Path) -> dict[str, str]:
+    return {
+        "AFTERGLOW_MODELS": str(folder / "models"),
+        "AFTERGLOW_DATA": str(folder / "data"),
+        "OLLAMA_MODELS": str(folder / "ollama"),
+        "HOME": str(folder / "home"),
+        "XDG_CACHE_HOME": str(folder / "home"),
+    }
+
+
+@pytest.fixture(scope="module")
+def machine(caches_of_our_own: None, folder: Path) -> Iterator[ServerProcess]:
+    """A server for all installed models, with its second port."""
+    arguments = [f"tiny={models.get_path('successor-attention')}", str(folder / "vision" / "colors.gguf")]
+    options = ["--ollama", "--ollama-port", "0", "--allow-reload", "--context", "256", "--sequences", "2"]
+    with run_server(*arguments, *options, **build_environment(folder)) as process:
+        yield process
+
+
+@pytest.fixture
+def client(machine: ServerProcess) -> Iterator[ollama.Client]:
+    client = ollama.Client(host=find_second_url(machine), timeout=240)
+    with client._client:
+        yield client
+
+
+def find_second_url(machine: ServerProcess) -> str:
+    return machine.wait_for_log(r"Ollama API also at (http://\S+)")[1]
+
+
+def list_running(client: ollama.Client) -> dict[str, Any]:
+    return {str(model.model): model for model in client.ps().models}
+
+
+@pytest.mark.native
+def test_only_the_second_port_says_that_ollama_is_running(machine: ServerProcess) -> None:
+    second = httpx.get(find_second_url(machine))
+    assert (second.status_code, second.text) == (200, "Ollama is running")
+    assert httpx.head(find_second_url(machine)).status_code == 200
+    assert machine.http.get("/").status_code == 404
+    assert httpx.get(f"{find_second_url(machine)}/v1/models").json() == machine.http.get("/v1/models").json()
+
+
+@pytest.mark.native
+def test_the_version_is_that_of_the_api(client: ollama.Client, machine: ServerProcess) -> None:
+    version = machine.http.get("/api/version").json()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version["version"])
+    assert machine.http.head("/api/version").status_code == machine.http.head("/api/tags").status_code == 200
+
+
+@pytest.mark.native
+def test_installed_models_are_listed_and_loaded_on_demand(client: ollama.Client) -> None:
+    names = {model.model for model in client.list().models}
+    assert {"tiny:latest", "colors:latest", "mine.gguf:latest", "mini:1b"} <= names
+    assert "mine.gguf:latest" not in list_running(client)
+    assert client.chat("mine.gguf", MESSAGES, options=GREEDY).message.content == CYCLE[:8]
+    running = list_running(client)["mine.gguf:latest"]
+    assert running.context_length == 256
+    assert running.size
+    assert running.expires_at
+    assert running.expires_at.year < 2100  # it is unloaded if nobody uses it
+    assert list_running(client)["tiny:latest"].expires_at.year > 2100
+
+
+@pytest.mark.native
+def test_a_model_of_ollama_has_its_name_and_its_parameters(client: ollama.Client) -> None:
+    assert "num_predict" in (client.show("mini:1b").parameters or "")
+    assert client.generate("mini:1b", "hello", options={"temperature": 0, "num_predict": 3}).response == CYCLE[:3]
+    with pytest.raises(ollama.ResponseError, match="no model called 'mini'") as raised:
+        client.generate("mini", "hello")
+    assert raised.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="belongs to ollama"):
+        client.delete("mini:1b")
+
+
+@pytest.mark.native
+def test_a_path_is_not_a_name(client: ollama.Client, folder: Path) -> None:
+    for path in (folder / "models" / "mine.gguf", models.get_path("embedding")):
+        with pytest.raises(ollama.ResponseError, match="no model called"):
+            client.embed(str(path), "hello")
+
+
+@pytest.mark.native
+def test_a_model_is_unloaded_and_loaded_again(client: ollama.Client) -> None:
+    answered = client.chat("tiny", MESSAGES, options=GREEDY, keep_alive=0)
+    assert answered.message.content == CYCLE[:8]
+    assert wait_until(60, lambda: "tiny:latest" not in list_running(client))
+    assert client.generate("tiny", "").done_reason == "load"
+    assert "tiny:latest" in list_running(client)
+    assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+    assert "tiny:latest" not in list_running(client)
+    again = client.chat("tiny", MESSAGES, options=GREEDY)
+    assert again.message.content == CYCLE[:8]
+    assert (again.load_duration or 0) > 10**6  # it was loaded for this request
+
+
+@pytest.mark.native
+def test_a_longer_context_reloads_the_model(client: ollama.Client) -> None:
+    assert client.chat("tiny", MESSAGES, options={**GREEDY, "num_ctx": 512}).message.content == CYCLE[:8]
+    assert list_running(client)["tiny:latest"].context_length == 512
+    long = [{"role": "user", "content": "x" * 400}]
+    assert client.chat("tiny", long, options=GREEDY).prompt_eval_count > 400
+    with pytest.raises(ollama.ResponseError, match=r"100,000.*4,096"):
+        client.chat("tiny", MESSAGES, options={"num_ctx": 100_000})
+
+
+@pytest.mark.native
+def test_images(client: ollama.Client) -> None:
+    assert "vision" in (client.show("colors").capabilities or ())
+    for letter in "RB":
+        image = color_image(letter)
+        data = encode_image(Image.frombytes("RGB", (image.width, image.height), image.pixels))
+        asked = [{"role": "user", "content": "What is this?", "images": [data]}]
+        assert client.chat("colors", asked, options={"temperature": 0}).message.content == letter
+        generated = client.generate("colors", "What is this?", images=[base64.b64encode(data).decode()])
+        assert (generated.response, generated.context) == (letter, None)
+
+
+@pytest.mark.native
+def test_created_models_have_settings_of_their_own(client: ollama.Client, machine: ServerProcess) -> None:
+    plain = client.chat("tiny", MESSAGES, options=GREEDY)
+    statuses = [
+        part.status
+        for part in client.create(
+            "pirate",
+            from_="tiny",
+            system="Talk like a pirate.",
+            parameters={"num_predict": 3, "stop": ["xyz"]},
+            license="CC0",
+            stream=True,
+        )
+    ]
+    assert statuses[-1] == "success"
+    pirate = client.chat("pirate:latest", MESSAGES, options={"temperature": 0})
+    assert (pirate.message.content, pirate.model) == (CYCLE[:3], "pirate:latest")
+    assert (pirate.prompt_eval_count or 0) > (plain.prompt_eval_count or 0)
+    assert client.chat("pirate", MESSAGES, options=GREEDY).message.content == CYCLE[:8]
+    told = client.chat("pirate", [{"role": "system", "content": "no"}, *MESSAGES], options={"num_predict": 1})
+    assert told.prompt_eval_count < pirate.prompt_eval_count
+    assert (client.generate("pirate", "hello").prompt_eval_count) == pirate.prompt_eval_count
+    shown = client.show("pirate")
+    assert shown.license == "CC0"
+    assert shown.details
+    assert shown.details.parent_model == "tiny"
+    assert "SYSTEM" in (shown.modelfile or "")
+    assert "num_predict" in (shown.parameters or "")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    first = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    client.create("echo", from_="pirate", template=template, messages=first, system="")
+    assert client.chat("echo", MESSAGES, options={"temperature": 0}).prompt_eval_count == len("xyhello")
+    # A created model does not change the prefix cache: it is that of its source.
+    assert machine.post("/api/chat", {"model": "pirate", "messages": MESSAGES, "stream": False}).json()[
+        "prompt_eval_cached_count"
+    ]
+
+
+@pytest.mark.native
+def test_copies_and_deletion(client: ollama.Client, folder: Path) -> None:
+    client.create("first", from_="tiny", parameters={"num_predict": 2})
+    client.copy("first", "second")
+    assert client.delete("first").status == "success"
+    assert client.chat("second", MESSAGES, options={"temperature": 0}).message.content == CYCLE[:2]
+    with pytest.raises(ollama.ResponseError, match="no model called 'first'"):
+        client.chat("first", MESSAGES)
+    shutil.copy(models.get_path("embedding"), folder / "models" / "waste.gguf")
+    assert len(client.embed("waste.gguf", "x").embeddings[0]) == 64
+    client.delete("waste.gguf")
+    assert not (folder / "models" / "waste.gguf").exists()
+    assert "waste.gguf:latest" not in list_running(client)
+
+
+@pytest.mark.native
+def test_what_cannot_be_changed_is_refused(client: ollama.Client, machine: ServerProcess) -> None:
+    for change, reason in (
+        (lambda: client.delete("tiny"), "command line"),
+        (lambda: client.create("tiny", from_="colors"), "choose another name"),
+        (lambda: client.copy("tiny", "colors:latest"), "choose another name"),
+        (lambda: client.copy("nothing", "x"), "no model called"),
+        (lambda: client.create("x", from_="nothing"), "no model called"),
+        (lambda: client.create("../x", from_="tiny"), "invalid"),
+        (lambda: client.create("x", from_="tiny", template="{{ .Prompt }}"), "Jinja"),
+        (lambda: client.create("x", from_="tiny", quantize="q4_0"), "`quantize` is not supported"),
+        (lambda: client.create("x", from_="tiny", files={"a": "b"}), "`files` is not supported"),
+        (lambda: client.create("x", from_="tiny", adapters={"a": "b"}), "`adapters` is not supported"),
+        (lambda: client.create("x", from_="tiny", parameters={"temprature": 1}), "did you mean 'temperature'"),
+        (lambda: client.create("x"), "`from` is missing"),
+        (lambda: client.pull("no such model"), "no model called"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=reason):
+            change()
+    assert "x:latest" not in {model.model for model in client.list().models}
+    assert client.chat("tiny", MESSAGES, options=GREEDY).message.content == CYCLE[:8]
+
+
+@pytest.mark.native
+def test_pulling_what_is_there_succeeds_at_once(client: ollama.Client) -> None:
+    assert client.pull("mini:1b").status == "success"
+    assert [part.status for part in client.pull("tiny", stream=True)][-1] == "success"
+
+
+@pytest.mark.native
+def test_an_error_in_a_stream_is_its_last_line(client: ollama.Client, machine: ServerProcess) -> None:
+    options = {"temperature": 0, "num_predict": -1, "num_ctx": 4000}  # several seconds of tokens
+    stream = client.generate("mine.gguf", "hello", options=options, stream=True)
+    parts = iter(stream)
+    assert next(parts).response == "a"
+    for engine in machine.list_engines():
+        engine.send_signal(signal.SIGKILL)
+    with pytest.raises(ollama.ResponseError, match="engine"):
+        list(parts)
+    assert client.chat("tiny", MESSAGES, options=GREEDY).message.content == CYCLE[:8]
+
+
+@pytest.mark.native
+def test_created_models_outlive_the_server(client: ollama.Client, folder: Path) -> None:
+    client.create("lasting", from_="tiny", parameters={"num_predict": 5})
+    arguments = [
+        f"tiny={models.get_path('successor-attention')}",
+        "--lazy-load",
+        "--context",
+        "256",
+        "--no-manage-models",
+    ]
+    with run_server(*arguments, **build_environment(folder)) as later:
+        body = {"model": "lasting", "messages": MESSAGES, "stream": False}
+        assert later.post("/api/chat", body).json()["message"]["content"] == CYCLE[:5]
+        # This server serves only what its command line names, and its models cannot be changed.
+        refused = later.post("/api/chat", {**body, "model": "mine.gguf"})
+        assert (refused.status_code, "afterglow serve mine.gguf" in refused.json()["error"]) == (404, True)
+        refused = later.post("/api/copy", {"source": "tiny", "destination": "copied"})
+        assert (refused.status_code, "manage_models" in refused.json()["error"]) == (403, True)
+
+
+# --- without a model
+
+
+def test_a_port_that_is_taken_is_an_error_with_advice() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(InvalidArgument, match=f"127.0.0.1:{port}.*if Ollama is running, stop it"):
+            bind_ollama(ServerSettings(ollama=True, ollama_port=port))  # type: ignore[call-arg]
+
+
+def test_there_is_no_second_socket_by_default() -> None:
+    assert bind_ollama(ServerSettings()) is None  # type: ignore[call-arg]
+
+
+@pytest.fixture
+def state() -> Iterator[ServerState]:
+    with ServerState(ModelRegistry({}), ServerSettings()) as state:  # type: ignore[call-arg]
+        yield state
+
+
+def collect_reports(state: ServerState, name: str, count: int | None = None) -> list[dict[str, Any]]:
+    """Return the first reports of a pull."""
+
+    async def collect() -> list[dict[str, Any]]:
+        reports: list[dict[str, Any]] = []
+        async with contextlib.aclosing(pull_model(state, ModelLibrary(state), name)) as pulled:  # type: ignore[type-var]
+            async for report in pulled:
+                reports.append(report)
+                if len(reports) == count:
+                    break
+        return reports
+
+    return asyncio.run(collect())
+
+
+def test_a_pull_reports_its_progress(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pull(name: str, report: Callable[[int, int | None], None]) -> Path:
+        assert name == "smollm2"
+        report(10, 100)
+        report(100, 100)
+        return Path("smollm2")
+
+    monkeypatch.setattr(registry, "pull", pull)
+    reports = collect_reports(state, "smollm2:latest")
+    digest = f"sha256:{registry.CATALOG['smollm2'].source.sha256}"
+    assert reports[0] == {"status": "pulling manifest"}
+    assert [(report["digest"], report["completed"], report["total"]) for report in reports[1:3]] == [
+        (digest, 10, 100),
+        (digest, 100, 100),
+    ]
+    assert reports[-1] == {"status": "success"}
+
+
+def test_a_client_that_leaves_ends_its_download(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[BaseException] = []
+
+    def pull(name: str, report: Callable[[int, int | None], None]) -> Path:
+        try:
+            while True:
+                report(1, 100)
+        except Cancelled as error:
+            ended.append(error)
+            raise
+
+    monkeypatch.setattr(registry, "pull", pull)
+    assert len(collect_reports(state, "smollm2", count=3)) == 3
+    assert wait_until(60, lambda: ended)
+
+
+def test_a_failed_download_is_the_last_line(monkeypatch: pytest.MonkeyPatch, state: ServerState) -> None:
+    def pull(name: str, report: Callable[[int, int | None], None]) -> Path:
+        raise DownloadFailed(name, "the disk is full")
+
+    monkeypatch.setattr(registry, "pull", pull)
+    with TestClient(build_application(state)[0], "http://localhost") as client:
+        whole = client.post("/api/pull", json={"model": "smollm2", "stream": False})
+        assert (whole.status_code, "disk is full" in whole.json()["error"]) == (503, True)
+        lines = client.post("/api/pull", json={"name": "smollm2"}).text.splitlines()
+        assert "disk is full" in json.loads(lines[-1])["error"]
+    with pytest.raises(ModelNotFound):
+        collect_reports(state, "unknown")

@@ -1,0 +1,107 @@
+"""Durations, options and field classes of the Ollama bodies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ollama._types as client_types
+import pydantic
+import pytest
+
+from afterglow.server.logs import start_record
+from afterglow.server.ollama import schema
+
+CLIENT_BODIES: list[tuple[type[pydantic.BaseModel], type[pydantic.BaseModel]]] = [
+    (schema.OllamaChatRequest, client_types.ChatRequest),
+    (schema.OllamaGenerateRequest, client_types.GenerateRequest),
+    (schema.OllamaEmbedRequest, client_types.EmbedRequest),
+    (schema.OllamaEmbeddingsRequest, client_types.EmbeddingsRequest),
+    (schema.OllamaPullRequest, client_types.PullRequest),
+    (schema.OllamaCreateRequest, client_types.CreateRequest),
+    (schema.OllamaCopyRequest, client_types.CopyRequest),
+    (schema.OllamaDeleteRequest, client_types.DeleteRequest),
+    (schema.OllamaShowRequest, client_types.ShowRequest),
+    (schema.OllamaOptions, client_types.Options),
+    (schema.OllamaMessage, client_types.Message),
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(0, 0), ("0", 0), (10, 10), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), (-1, math.inf)]
+)
+def test_keep_alive_is_seconds_or_a_duration(value: Any, seconds: float) -> None:
+    assert schema.OllamaChatRequest.model_validate({"model": "m", "keep_alive": value}).keep_alive == seconds
+
+
+@pytest.mark.parametrize("value", ["", "soon", "5x", "m", True])
+def test_other_durations_are_refused(value: Any) -> None:
+    with pytest.raises(pydantic.ValidationError, match="keep_alive"):
+        schema.OllamaChatRequest.model_validate({"model": "m", "keep_alive": value})
+
+
+@pytest.mark.parametrize(("body", "client_type"), CLIENT_BODIES)
+def test_every_field_that_the_client_sends_is_declared(
+    body: type[pydantic.BaseModel], client_type: type[pydantic.BaseModel]
+) -> None:
+    assert set(client_type.model_fields) - set(body.model_fields) == set()
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"no option 'tempature': did you mean 'temperature'\?"):
+        schema.OllamaOptions.model_validate({"tempature": 1})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_predict": -3}, {"num_ctx": 0}, {"repeat_last_n": -2}, {"temperature": "hot"}, {"stop": 5}, {"top_k": True}],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        schema.OllamaOptions.model_validate(options)
+
+
+LOAD_OPTIONS = {
+    "num_batch": 64,
+    "num_gpu": 1,
+    "main_gpu": 0,
+    "num_thread": 4,
+    "use_mmap": True,
+    "use_mlock": False,
+    "low_vram": True,
+    "numa": True,
+    "f16_kv": False,
+    "draft_num_predict": 4,
+    "num_keep": 4,
+    "tfs_z": 0.5,
+    "penalize_newline": False,
+    "logits_all": True,
+    "embedding_only": True,
+}
+
+
+@pytest.mark.parametrize("name", LOAD_OPTIONS)
+def test_an_option_without_effect_is_named(name: str) -> None:
+    record = start_record("POST", "/api/chat")
+    schema.OllamaOptions.model_validate({name: LOAD_OPTIONS[name]})
+    assert record.ignored_fields == [f"options.{name}"]
+
+
+def test_an_option_that_describes_what_is_done_anyway_is_not_named() -> None:
+    record = start_record("POST", "/api/chat")
+    schema.OllamaOptions.model_validate({"tfs_z": 1.0, "low_vram": False, "f16_kv": True, "vocab_only": False})
+    assert record.ignored_fields == []
+
+
+@pytest.mark.parametrize("name", LOAD_OPTIONS)
+def test_a_strict_server_refuses_options_without_effect(name: str) -> None:
+    start_record("POST", "/api/chat", refuses_hints=True)
+    with pytest.raises(pydantic.ValidationError, match=r"not supported|must be"):
+        schema.OllamaOptions.model_validate({name: LOAD_OPTIONS[name]})
+    start_record("", "")
+
+
+@pytest.mark.parametrize("name", ["files", "adapters", "quantize", "modelfile", "remote_host"])
+def test_what_cannot_be_created_is_refused_by_name(name: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=f"{name}\n.*is not supported"):
+        schema.OllamaCreateRequest.model_validate({"model": "m", "from": "n", name: "x"})
