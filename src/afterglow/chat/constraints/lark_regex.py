@@ -90,8 +90,6 @@ Node: TypeAlias = Expression | Reference | Choice | Repetition
 def convert_lark(grammar: str) -> str:
     """Convert a grammar to a regular expression in the syntax of Rust. Raises `InvalidGrammar`.
 
-    >>> print(convert_lark('start: "a" b+\\nb: "x" | "(" b ")"')[:32])
-    a(?:(?:x|\\((?:(?:x|\\((?:(?:x|\\((?
     >>> convert_lark('start: item | start "," item\\nitem: /[0-9]+/')
     '(?:[0-9]+)(?:,(?:[0-9]+))*'
     """
