@@ -8,7 +8,9 @@ with real clients: the vocabulary has the merges of `merges.txt`, which were tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -24,6 +26,8 @@ CONTEXT_LENGTH_TOKENS = 131_072
 NEXT_TOKEN_LOGIT = 64.0
 MIN_MARGIN_LOGIT = 24.0  # to the second most likely token: it is sampled at any temperature
 MIN_PIECE_CHARACTERS = 3
+CALL_PATTERN = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+STRING_PATTERN = re.compile(r': "((?:[^"\\]|\\.)*)"')
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 END_OF_TEXT_TOKEN, _, TURN_END_TOKEN, PADDING_TOKEN = range(len(CONTROL_TOKENS))
 _DECODER = Llama(embedding_length=128, layers=1, heads=1, kv_heads=1, feed_forward_length=32)
@@ -92,7 +96,7 @@ def write_scripted_model(path: Path, answers: Sequence[str], *, answer_without_t
     alphabet = build_byte_alphabet()
     base = [*alphabet, *(merge.replace(" ", "") for merge in merges)]
     used = set(base)
-    chains = [list(_split_answer(answer, alphabet, used)) for answer in scripts.values()]
+    chains = [_split_answer(answer, alphabet, used) for answer in scripts.values()]
     control = [*CONTROL_TOKENS, *scripts]
     tokens = [*control, *base, *(piece for chain in chains for piece in chain)]
     kinds = [TokenType.CONTROL] * len(control) + [TokenType.NORMAL] * (len(tokens) - len(control))
@@ -104,20 +108,40 @@ def write_scripted_model(path: Path, answers: Sequence[str], *, answer_without_t
         _write_tensors(writer, len(tokens), _find_successors(chains, first=len(control) + len(base)))
 
 
-def _split_answer(answer: str, alphabet: Sequence[str], used: set[str]) -> Iterator[str]:
+def _split_answer(answer: str, alphabet: Sequence[str], used: set[str]) -> list[str]:
     """Split a text into the tokens of its chain, in GPT-2's spelling. No token may occur twice in a vocabulary."""
     spelled = ["".join(alphabet[byte] for byte in character.encode()) for character in answer]
-    start = 0
-    while start < len(spelled):
-        for end in range(start + MIN_PIECE_CHARACTERS, len(spelled) + 1):
-            rest = len(spelled) - end
-            if (piece := "".join(spelled[start:end])) not in used and not 0 < rest < 2 * MIN_PIECE_CHARACTERS:
-                break
-        else:
-            raise InvalidArgument("answers", f"must not end alike or be very short, such as {answer[start:]!r}")
-        used.add(piece)
-        yield piece
-        start = end
+    ends = _find_free_positions(answer)
+
+    def split(start: int) -> list[str] | None:
+        if start == len(spelled):
+            return []
+        for end in ends[bisect_left(ends, start + MIN_PIECE_CHARACTERS) :]:
+            piece = "".join(spelled[start:end])
+            if piece not in used:
+                used.add(piece)
+                if (rest := split(end)) is not None:
+                    return [piece, *rest]
+                used.remove(piece)
+        return None
+
+    if (pieces := split(0)) is None:
+        raise InvalidArgument("answers", f"must not be short and equal, but contains {answer!r} again")
+    return pieces
+
+
+def _find_free_positions(answer: str) -> list[int]:
+    """Return the positions where a token may end: outside of calls, and inside the string arguments of calls.
+
+    The other text of a call follows from the definition of the tool. If a token started there, the grammar of the
+    tools would replace it by the one of the tokenizer.
+    """
+    positions = set(range(1, len(answer) + 1))
+    for call in CALL_PATTERN.finditer(answer):
+        positions -= set(range(call.start(1) + 1, call.end()))
+        for value in [*STRING_PATTERN.finditer(answer, *call.span(1))][1:]:  # the first one is the name of the tool
+            positions |= {end for end in range(value.start(1) + 1, value.end(1)) if answer[end - 1] != "\\"}
+    return sorted(positions)
 
 
 def _find_successors(chains: Sequence[Sequence[str]], first: int) -> dict[int, int]:
