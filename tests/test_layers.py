@@ -76,7 +76,9 @@ ORDERS = {
         state auth
         media
         generation
-        openai.schema
+        openai.schema anthropic.errors anthropic.schema
+        anthropic.conversion anthropic.formatting
+        anthropic
         openai
         schema.admin
         admin

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import cache
 from afterglow.engine.kvcache.disk.index import open_index
+from afterglow.engine.kvcache.pins import MAX_EXPIRING_PINS
+from afterglow.engine.types.request import RetainedPrefix
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import InvalidArgument
 from support.play import KINDS, ask, fake, prompt, reference
@@ -165,3 +169,85 @@ def test_pins_use_at_most_half_of_the_disk_tier(tmp_path):
 def test_a_system_length_beyond_the_prompt_is_rejected():
     with pytest.raises(InvalidArgument, match="system"):
         ask(small_engine("attention"), [1, 2, 3], system_length=4)
+
+
+@every_kind
+def test_a_pin_with_expiry_protects_its_prefix_until_it_expires(kind, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    engine = small_engine(kind)
+    ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), retained=(RetainedPrefix(43, 300.0),))
+    run_other_prompts(engine, kind)
+    now += 299
+    assert ask(engine, [*SYSTEM, 9, 9]).cached == 43, "and this use restarts the retention"
+    now += 299
+    run_other_prompts(engine, kind)
+    assert ask(engine, [*SYSTEM, 8, 8]).cached == 43
+    now += 301
+    run_other_prompts(engine, kind)
+    pin_manager = engine.prefix_cache.store.pin_manager
+    assert (list(pin_manager.pins), pin_manager.nbytes) == ([], 0)
+    assert ask(engine, [*SYSTEM, 7, 7]).cached == 0
+
+
+def test_pins_with_expiry_are_bounded_in_number_and_give_way_to_others():
+    engine = small_engine("attention", nbytes=2_000_000)
+    ask(engine, prompt(60, 1))
+    for number in range(MAX_EXPIRING_PINS + 5):
+        cache.pin(engine, prompt(20, 100 + number), retention_seconds=300.0)
+    pins = engine.prefix_cache.store.pin_manager.pins
+    assert [pin.entries.tolist() for pin in pins] == [prompt(20, 105 + number) for number in range(MAX_EXPIRING_PINS)]
+    small = small_engine("attention")
+    ask(small, prompt(60, 1))
+    ask(small, prompt(60, 2))  # now the size of an entry is known
+    cache.pin(small, prompt(100, 3), retention_seconds=300.0)
+    cache.pin(small, prompt(100, 4))
+    assert [pin.can_expire for pin in small.prefix_cache.store.pin_manager.pins] == [False]
+    cache.pin(small, prompt(100, 5), retention_seconds=300.0)
+    assert len(small.prefix_cache.store.pin_manager.pins) == 1, "it does not fit, which is no error"
+
+
+def test_the_stronger_of_two_pins_on_a_prefix_counts():
+    engine = small_engine("attention")
+    cache.pin(engine, SYSTEM, retention_seconds=300.0)
+    cache.pin(engine, SYSTEM, retention_seconds=3600.0)
+    cache.pin(engine, SYSTEM, retention_seconds=300.0)
+    (pin,) = engine.prefix_cache.store.pin_manager.pins
+    assert pin.retention_seconds == 3600.0
+    cache.pin(engine, SYSTEM)
+    cache.pin(engine, SYSTEM, retention_seconds=300.0)
+    assert (pin.can_expire, pin.gives_way) == (False, False)
+
+
+@every_kind
+def test_the_disk_tier_keeps_a_pin_with_expiry_over_a_restart_until_it_expires(kind, tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    settings = EngineSettings(
+        block_size=8,
+        ram_cache_bytes=10**7,
+        disk_cache_directory=tmp_path / "prefix",
+        disk_cache_bytes=12_000 if kind == "recurrent" else 20_000,
+    )
+    engine = fake(kind, settings, sequences=1)
+    ask(engine, [*SYSTEM, 5, 6, 7], boundaries=frozenset({43}), retained=(RetainedPrefix(43, 300.0),))
+    run_until_evicted_from_disk(engine, 100)
+    for wait_seconds, cached in ((0, 43), (10**6, 0)):  # so long that the age of a file outweighs its value
+        now += wait_seconds
+        engine = fake(kind, settings, sequences=1)
+        run_until_evicted_from_disk(engine, 1000 + wait_seconds)
+        engine = fake(kind, settings, sequences=1)
+        assert ask(engine, [*SYSTEM, 9, 9]).cached == cached
+        engine.close()
+
+
+def run_until_evicted_from_disk(engine: Engine, seed: int) -> None:
+    """Run other prompts until the disk tier has evicted files, and close the engine."""
+    writer = engine.prefix_cache.store.disk_tier.writer
+    for number in range(16):
+        ask(engine, prompt(60, seed + number))
+        while engine.run_idle_task():
+            pass
+        assert writer.flush(20)
+    assert writer.counters.evictions > 0
+    engine.close()

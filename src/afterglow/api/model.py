@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -43,7 +44,7 @@ from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream
-from afterglow.chat.prompt import ChatPrompt, Truncation, TruncationPolicy
+from afterglow.chat.prompt import Breakpoint, ChatPrompt, Truncation, TruncationPolicy
 from afterglow.chat.replay import ReplayStore
 from afterglow.chat.replay_disk import SqliteReplays
 from afterglow.chat.tools.tool import ToolLike
@@ -65,9 +66,9 @@ from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
 from afterglow.engine.types.media import EncodedMedia, MediaPart
-from afterglow.engine.types.request import Request
+from afterglow.engine.types.request import Request, RetainedPrefix
 from afterglow.errors import InvalidArgument, PromptTooLong, UnsupportedOperation, UnsupportedOption
-from afterglow.llama.checks import check_integer
+from afterglow.llama.checks import check_float, check_integer
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import ModelInfo, ModelSettings
@@ -206,6 +207,11 @@ class Model(Closeable):
     def can_generate(self) -> bool:
         """Whether the model generates text. An embedding model does not."""
         return self.info.is_causal
+
+    @property
+    def can_reason(self) -> bool:
+        """Whether the chat template of the model has a format for reasoning."""
+        return self._get_chat().reasoning_format is not None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -433,7 +439,13 @@ class Model(Closeable):
 
     @document_options(PromptOptions)
     def plan_chat(
-        self, messages: ChatInput, *, tools: Sequence[ToolLike] = (), salt: str = "", **options: Unpack[PromptOptions]
+        self,
+        messages: ChatInput,
+        *,
+        tools: Sequence[ToolLike] = (),
+        salt: str = "",
+        breakpoints: Sequence[Breakpoint] = (),
+        **options: Unpack[PromptOptions],
     ) -> ChatPlan:
         """Render a conversation with the chat template of the model, and prepare its token constraints.
 
@@ -441,9 +453,11 @@ class Model(Closeable):
             messages: As for `chat`.
             tools: As for `chat`.
             salt: That of the request: only messages that were generated with it are replayed.
+            breakpoints: Positions up to which later prompts are likely to be the same. They are boundaries of the
+                prompt, and those with a retention are pinned for that time.
             options: See `PromptOptions`.
         """
-        checked = check_options(PromptOptions, options, others=("tools", "salt"))
+        checked = check_options(PromptOptions, options, others=("tools", "salt", "breakpoints"))
         return self._get_chat().plan(
             to_messages(messages),
             ChatOptions(
@@ -455,6 +469,7 @@ class Model(Closeable):
                 chat_template_kwargs=checked["chat_template_kwargs"] or {},
                 replay=checked["replay"],
                 salt=salt,
+                breakpoints=breakpoints,
             ),
         )
 
@@ -574,6 +589,7 @@ class Model(Closeable):
         if checked["overflow"] != "refuse":
             prompt = self.fit_prompt(prompt, checked["overflow"], checked["max_tokens"])
         entries, media = self._build_entries(prompt)
+        breakpoints = prompt.breakpoints if isinstance(prompt, ChatPrompt) else ()
         return Request(
             id=str(next(self._request_ids)),
             entries=entries,
@@ -584,7 +600,13 @@ class Model(Closeable):
             logprobs=checked["logprobs"],
             sequence=checked["sequence"],
             boundaries=frozenset(checked["boundaries"])
-            | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset()),
+            | (prompt.boundaries if isinstance(prompt, ChatPrompt) else frozenset())
+            | {breakpoint.length for breakpoint in breakpoints},
+            retained=tuple(
+                RetainedPrefix(breakpoint.length, breakpoint.retention_seconds)
+                for breakpoint in breakpoints
+                if breakpoint.retention_seconds is not None
+            ),
             system_length=prompt.system_length if isinstance(prompt, ChatPrompt) else 0,
             priority=checked["priority"],
             deadline=checked["deadline"],
@@ -621,8 +643,11 @@ class Model(Closeable):
 
     # --- prefix cache
 
-    def pin(self, prompt: PromptInput, *, salt: str = "") -> None:
+    def pin(self, prompt: PromptInput, *, salt: str = "", retention_seconds: float | None = None) -> None:
         """Pin a prefix, e.g. a system prompt: it is never evicted, whether it is cached now or later.
+
+        With `retention_seconds`, the pin expires that time after the last request that used the prefix. Such pins are
+        few (64), and give way to other pins.
 
         Raises `InvalidArgument` if pins would take more than half of the RAM budget, and `PromptTooLong` if the prefix
         does not fit into the context. On disk, a pinned prefix stays pinned for the next start.
@@ -631,7 +656,9 @@ class Model(Closeable):
         >>> model.unpin("You are a helpful assistant.")
         True
         """
-        self._get_host().call(functools.partial(cache.pin, entries=self._build_entries(prompt)[0], salt=salt))
+        seconds = math.inf if retention_seconds is None else check_float("retention_seconds", retention_seconds, 0)
+        entries = self._build_entries(prompt)[0]
+        self._get_host().call(functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds))
 
     def unpin(self, prompt: PromptInput, *, salt: str = "") -> bool:
         """Remove a pin, so that the prefix can be evicted again; return False if exactly this prefix is not pinned.

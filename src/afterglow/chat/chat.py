@@ -14,7 +14,7 @@ from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_tool_choice
 from afterglow.chat.content import load_attachments
 from afterglow.chat.messages import Message, MessageLike, parse_messages
-from afterglow.chat.multimodal import TEXT_ONLY, MediaSupport, extract_media, filter_media
+from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputFormat, OutputParser, OutputPart, PlainTextParser, join_parts
 from afterglow.chat.output.reasoning import (
     HARMONY_REASONING,
@@ -23,7 +23,15 @@ from afterglow.chat.output.reasoning import (
     detect_reasoning_format,
     find_overlap,
 )
-from afterglow.chat.prompt import ChatPrompt, PromptBuilder, RenderedConversation, Truncation
+from afterglow.chat.prompt import (
+    Breakpoint,
+    ChatPrompt,
+    Conversation,
+    PromptBuilder,
+    RenderedConversation,
+    Truncation,
+    cut_messages,
+)
 from afterglow.chat.replay import (
     GeneratedMessage,
     Place,
@@ -61,6 +69,7 @@ class ChatOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     replay: bool = True  # use the sampled tokens of generated messages
     salt: str = ""  # of the tenant whose generated messages may be replayed
+    breakpoints: Sequence[Breakpoint] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,26 +156,30 @@ class Chat(Closeable):
         response_format = parse_response_format(options.response_format)
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
         definitions = [tool.definition for tool in tools]
-        parsed, placeholders = extract_media(
-            parse_messages(messages), self._media_support(), self.media_policy, definitions, chat_template_kwargs
+        parsed_messages = parse_messages(messages)
+        extracted, placeholders = extract_media(
+            parsed_messages, self._media_support(), self.media_policy, definitions, chat_template_kwargs
         )
-        parsed, prefill = split_prefill(parsed)
-        client_messages = parsed
-        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in parsed)
-        if uses_tools and self.tool_family is GENERIC:
-            parsed, definitions = render_tools_as_text(parsed, tools), []
-        elif tools and not self._renders_tools:
-            parsed, definitions = add_tool_instructions(parsed, tools, self.tool_family.instructions), []
+        breakpoints = [move_breakpoint(breakpoint, parsed_messages, placeholders) for breakpoint in options.breakpoints]
+        client_messages, prefill = split_prefill(extracted)
+        conversation = self._write_tools(client_messages, tools)
         rendered = self._prompt_builder.render(
-            parsed,
-            tools=definitions,
+            conversation.messages,
+            tools=conversation.tools or (),
             chat_template_kwargs=chat_template_kwargs,
             placeholders=placeholders,
             prefill=prefill,
             continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
         )
         replay_plan = self._plan_replay(rendered, client_messages, tools, options)
-        prompt = self._prompt_builder.build(rendered, () if replay_plan is None else replay_plan.spans)
+        prompt = self._prompt_builder.build(
+            rendered,
+            () if replay_plan is None else replay_plan.spans,
+            [
+                (self._diverge_at(breakpoint, client_messages, tools, rendered.separator), breakpoint.retention_seconds)
+                for breakpoint in breakpoints
+            ],
+        )
         prompt = prompt if replay_plan is None else replace(prompt, replay=replay_plan.report)
         starts_in = self._find_output_position(prompt.text, prefill)
         return ChatPlan(
@@ -183,6 +196,24 @@ class Chat(Closeable):
             parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
             place=None if replay_plan is None or prefill is not None else replay_plan.place,
         )
+
+    def _write_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Conversation:
+        """Return a conversation with its tools as definitions for the template, or as text if it renders none."""
+        uses_tools = tools or any(message.tool_calls or message.role == "tool" for message in messages)
+        if uses_tools and self.tool_family is GENERIC:
+            return Conversation(render_tools_as_text(messages, tools), [])
+        if tools and not self._renders_tools:
+            return Conversation(add_tool_instructions(messages, tools, self.tool_family.instructions), [])
+        return Conversation(messages, [tool.definition for tool in tools])
+
+    def _diverge_at(
+        self, breakpoint: Breakpoint, messages: Sequence[Message], tools: Sequence[Tool], separator: str
+    ) -> Conversation:
+        """Return a conversation that is the same up to a breakpoint and differs from there on."""
+        if breakpoint.tools is None:
+            return self._write_tools(cut_messages(messages, breakpoint, separator), tools)
+        others = [] if breakpoint.tools < len(tools) else [Tool(name="another_tool")]
+        return self._write_tools(messages, [*tools[: breakpoint.tools], *others])
 
     def create_parser(
         self, tools: Sequence[Tool], starts_in: OutputPosition, *, is_continued: bool = False
@@ -447,6 +478,15 @@ def split_prefill(messages: list[Message]) -> tuple[list[Message], Message | Non
     if len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls:
         return messages[:-1], messages[-1]
     return messages, None
+
+
+def move_breakpoint(breakpoint: Breakpoint, messages: Sequence[Message], placeholders: MediaPlaceholders) -> Breakpoint:
+    """Return a breakpoint in the messages with placeholders instead of attachments."""
+    if breakpoint.offset is None or not breakpoint.attachments or breakpoint.message >= len(messages):
+        return breakpoint
+    first = sum(len(message.attachments) for message in messages[: breakpoint.message])
+    numbers = range(first, first + breakpoint.attachments)
+    return replace(breakpoint, offset=breakpoint.offset + sum(map(placeholders.count_characters, numbers)))
 
 
 def parse_with_prefix(parse: Callable[[str], Any] | None, prefix: str) -> Callable[[str], Any] | None:

@@ -58,6 +58,10 @@ class MediaPlaceholders:
         for index, piece in enumerate(re.split(f"{self.delimiter}(\\d+){self.delimiter}", text)):
             yield -1 - int(piece) if index % 2 else piece
 
+    def count_characters(self, number: int) -> int:
+        """Return the length of placeholder `number` in a message; 0 if there is none because media are dropped."""
+        return 2 * len(self.delimiter) + len(str(number)) if number < len(self.media) else 0
+
     def describe(self, number: int) -> str:
         """Return a text that identifies the content of placeholder `number`."""
         return "".join(e.digest.hex() if isinstance(e, Media) else f" {e}" for e, _ in self.media[number])

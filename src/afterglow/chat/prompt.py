@@ -40,6 +40,29 @@ class ReplayReport:
     misses: Mapping[int, ReplayMiss] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakpoint:
+    """Position in a conversation up to which later prompts are likely to be the same, as the client declares it.
+
+    >>> Breakpoint(message=0)  # the end of the first message
+    Breakpoint(tools=None, message=0, offset=None, attachments=0, retention_seconds=None)
+    """
+
+    tools: int | None = None  # after this many tools. None: in a message
+    message: int = 0  # index of the message
+    offset: int | None = None  # in the text of the message. None: its end
+    attachments: int = 0  # attachments of the message that are before the offset
+    retention_seconds: float | None = None  # the prefix is pinned for this time after its last use
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBreakpoint:
+    """A breakpoint in a prompt: the prefix of `length` entries ends there."""
+
+    length: int
+    retention_seconds: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Prompt entries, and the lengths at which a later prompt of the same conversation may diverge."""
@@ -50,6 +73,7 @@ class ChatPrompt:
     system_length: int = 0  # entries of the system messages and tools
     media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # media parts by digest
     replay: ReplayReport = field(default_factory=ReplayReport)
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -76,6 +100,14 @@ class ReplayedSpan:
     tokens: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages and tool definitions as a template renders them. `tools` None: those of the prompt."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedConversation:
     """A rendered conversation before it is tokenized. `separator` is the character that escapes client text in it."""
@@ -86,7 +118,7 @@ class RenderedConversation:
     control_pattern: re.Pattern[str]
     messages: Sequence[Message]
     has_tools: bool
-    render_other: Callable[[Sequence[Message]], str]  # renders other messages with the same options
+    render_other: Callable[[Conversation], str]  # renders another conversation with the same options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +176,13 @@ class PromptBuilder:
         client_messages = messages if prefill is None else [*messages, prefill]
         separator = find_unused_character(client_messages, list(tools), chat_template_kwargs)
         escape = functools.cache(functools.partial(self._escaper.escape, separator=separator))
-        options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, "escape": escape}
-        text = self._render(messages, separator, **options)
+        options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "escape": escape}
+
+        def render_other(other: Conversation) -> str:
+            other_tools = tools if other.tools is None else other.tools
+            return self._render(other.messages, separator, tools=other_tools, add_generation_prompt=False, **options)
+
+        text = self._render(messages, separator, tools=tools, **options)
         if continuation is not None:
             text += continuation(text, escape)
         return RenderedConversation(
@@ -155,20 +192,28 @@ class PromptBuilder:
             control_pattern=self._control_pattern,
             messages=messages,
             has_tools=bool(tools),
-            render_other=lambda others: self._render(others, separator, add_generation_prompt=False, **options),
+            render_other=render_other,
         )
 
-    def build(self, rendered: RenderedConversation, replays: Sequence[ReplayedSpan] = ()) -> ChatPrompt:
-        """Tokenize a rendered conversation. `replays` are in order and do not overlap."""
+    def build(
+        self,
+        rendered: RenderedConversation,
+        replays: Sequence[ReplayedSpan] = (),
+        breakpoints: Sequence[tuple[Conversation, float | None]] = (),
+    ) -> ChatPrompt:
+        """Tokenize a rendered conversation. `replays` are in order and do not overlap.
+
+        `breakpoints` are conversations that diverge from this one at a breakpoint, with their retention.
+        """
         text, separator, placeholders = rendered.text, rendered.separator, rendered.placeholders
         spans = self._tokenize_spans(rendered, replays)
         tokens = [token for span in spans for token in span.tokens]
         boundaries, system_length = set[int](), 0
 
-        def count_shared_tokens(other_messages: Sequence[Message]) -> int:
-            """Count the tokens that the prompt shares with the rendering of these messages."""
+        def count_shared_tokens(other: Conversation) -> int:
+            """Count the tokens that the prompt shares with the rendering of another conversation."""
             try:
-                common = len(find_common_prefix(rendered.render_other(other_messages), text))
+                common = len(find_common_prefix(rendered.render_other(other), text))
             except InvalidTemplate:
                 return 0  # some templates render only complete conversations
             count = 0
@@ -187,12 +232,14 @@ class PromptBuilder:
                 rendered.messages, separator, count_shared_tokens, rendered.has_tools
             )
         entries, positions, media = expand_placeholders(tokens, placeholders)
+        lengths = [(positions[count_shared_tokens(other)], retention) for other, retention in breakpoints]
         return ChatPrompt(
             entries=entries,
             boundaries=frozenset(positions[boundary] for boundary in boundaries - {0, len(tokens)}),
             text=placeholders.replace_with_labels(text.replace(separator, "")),
             system_length=positions[system_length],
             media=media,
+            breakpoints=tuple(PromptBreakpoint(length, retention) for length, retention in lengths if length),
         )
 
     def _tokenize_spans(self, rendered: RenderedConversation, replays: Sequence[ReplayedSpan]) -> list[ReplayedSpan]:
@@ -210,7 +257,7 @@ class PromptBuilder:
         self,
         messages: Sequence[Message],
         separator: str,
-        count_shared_tokens: Callable[[Sequence[Message]], int],
+        count_shared_tokens: Callable[[Conversation], int],
         has_tools: bool,
     ) -> tuple[set[int], int]:
         """Return the boundaries, and the length of the system messages and tools, in tokens."""
@@ -218,20 +265,14 @@ class PromptBuilder:
         # A later prompt is likely to diverge after the system messages and after one of the last messages.
         last_counts = range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)
         for count in {system_count, *last_counts} - {0}:
-            boundary = count_shared_tokens(self._blank_next_message(messages, count, separator))
-            boundary = boundary or count_shared_tokens(messages[:count])
+            boundary = count_shared_tokens(Conversation(blank_next_message(messages, count, separator)))
+            boundary = boundary or count_shared_tokens(Conversation(messages[:count]))
             boundaries.add(boundary)
             system_length = boundary if count == system_count else system_length
         if has_tools and not system_count:
-            system_length = count_shared_tokens(self._blank_next_message(messages, 0, separator))
+            system_length = count_shared_tokens(Conversation(blank_next_message(messages, 0, separator)))
             boundaries.add(system_length)
         return boundaries, system_length
-
-    def _blank_next_message(self, messages: Sequence[Message], count: int, separator: str) -> list[Message]:
-        """Return the first `count` messages and an empty next one: an edited next message diverges at its content."""
-        next_message = messages[count : count + 1]
-        blank = [replace(message, content=separator, reasoning=None, tool_calls=()) for message in next_message]
-        return [*messages[:count], *blank]
 
     def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
         """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
@@ -269,6 +310,23 @@ class PromptBuilder:
     def _tokenize_span(self, text: str, separator: str) -> list[int]:
         text = text.replace(separator, "") if separator else text
         return self._tokenize_cached(text) if text else []
+
+
+def blank_next_message(messages: Sequence[Message], count: int, separator: str) -> list[Message]:
+    """Return the first `count` messages and an empty next one: an edited next message diverges at its content."""
+    next_message = messages[count : count + 1]
+    blank = [replace(message, content=separator, reasoning=None, tool_calls=()) for message in next_message]
+    return [*messages[:count], *blank]
+
+
+def cut_messages(messages: Sequence[Message], breakpoint: Breakpoint, separator: str) -> list[Message]:
+    """Return messages that are the same up to a breakpoint and differ from there on."""
+    index = min(breakpoint.message, len(messages) - 1)
+    if breakpoint.offset is None or index < breakpoint.message:
+        return blank_next_message(messages, index + 1, separator)
+    message = messages[index]
+    cut = replace(message, content=message.content[: breakpoint.offset] + separator, tool_calls=())
+    return [*messages[:index], cut]
 
 
 def count_system_messages(messages: Sequence[Message]) -> int:

@@ -28,7 +28,14 @@ from typing import Any, Protocol
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.multimodal import MediaPlaceholders
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta, join_parts
-from afterglow.chat.prompt import RenderedConversation, ReplayedSpan, ReplayMiss, ReplayReport, find_common_prefix
+from afterglow.chat.prompt import (
+    Conversation,
+    RenderedConversation,
+    ReplayedSpan,
+    ReplayMiss,
+    ReplayReport,
+    find_common_prefix,
+)
 from afterglow.errors import InvalidTemplate
 
 MAX_MESSAGE_ENDS = 64  # control tokens after the start of a message that may end it
@@ -391,7 +398,7 @@ class Replayer:
             number = sum(other.role == "assistant" for other in self.messages[: message.place.index])
             indexes = [index for index, other in enumerate(rendered.messages) if other.role == "assistant"]
             with contextlib.suppress(InvalidTemplate, IndexError):
-                others = rendered.render_other(rendered.messages[: indexes[number] + 1])
+                others = rendered.render_other(Conversation(rendered.messages[: indexes[number] + 1]))
                 yield start + len(find_common_prefix(others, text)[start:].rstrip())
 
     def _has_same_parts(self, generated: GeneratedMessage, before: str, rendered: str) -> bool:

@@ -199,9 +199,14 @@ class Engine:
         if not job.admitted_at:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
+            self._report_progress(job, reused)
         job.checkpoint_positions = self.prefix_cache.checkpoint_positions(sequence, job.prompt, request.boundaries)
         self._mark_running(waiting, sequence)
         return True
+
+    def _report_progress(self, job: Job, computed: int) -> None:
+        progress = PrefillProgress(job.request.id, computed, len(job.prompt), job.prompt_cells, job.cached_cells)
+        self._events.append(progress)
 
     def _follow_leader(self, waiting: WaitingJob, reuse_length: int) -> bool:
         """Make the job wait if a running job is computing more of its prefix than is cached. Return whether it does."""
@@ -223,6 +228,16 @@ class Engine:
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
         self._remove_job(job)
+        self._retain_prefixes(job)
+
+    def _retain_prefixes(self, job: Job) -> None:
+        """Pin the prefixes that the request asks for, and restart the retention of those that it used."""
+        pin_manager = self.prefix_cache.store.pin_manager
+        namespace = self.prefix_cache.build_namespace(job.request.salt)
+        pin_manager.use(job.prompt, namespace)
+        for prefix in job.request.retained:
+            entries = job.prompt[: prefix.length]
+            pin_manager.pin(entries, namespace, retention_seconds=prefix.seconds)
 
     def _fail(self, job: Job, error: AfterglowError) -> None:
         self._events.append(Failed(job.request.id, error, job.build_usage()))
@@ -312,7 +327,7 @@ class Engine:
                 tokens += self._sample(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
                 job, length = running.job, len(running.sequence)
-                self._events.append(PrefillProgress(job.request.id, length, len(job.prompt)))
+                self._report_progress(job, length)
                 if length in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
                     self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count

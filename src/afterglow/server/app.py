@@ -7,6 +7,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from afterglow.server import admin, errors
+from afterglow.server.anthropic import errors as anthropic_errors
+from afterglow.server.anthropic import messages as anthropic_messages
+from afterglow.server.anthropic import models as anthropic_models
 from afterglow.server.auth import AuthMiddleware
 from afterglow.server.errors import ErrorFormats
 from afterglow.server.openai import chat, completions, embeddings, responses
@@ -14,9 +17,14 @@ from afterglow.server.openai.errors import build_error_body
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
-DESCRIPTION = "OpenAI-compatible API for local language models. Unsupported fields are rejected, never ignored."
-ROUTE_MODULES = (chat, completions, responses, embeddings, admin)
-ERROR_FORMATS = ErrorFormats(default=build_error_body)  # another API adds its path prefix
+DESCRIPTION = "OpenAI- and Anthropic-compatible API for local language models. No field is ignored silently."
+# The first matching route responds: those of `anthropic_models` match only Anthropic's clients.
+ROUTE_MODULES = (chat, completions, responses, embeddings, anthropic_messages, anthropic_models, admin)
+ERROR_FORMATS = ErrorFormats(  # another API adds its path prefix
+    default=build_error_body,
+    by_prefix={"/v1/messages": anthropic_errors.build_error_body},
+    status_by_prefix={"/v1/messages": anthropic_errors.get_status},
+)
 
 
 def build_routed_app(state: ServerState) -> FastAPI:

@@ -161,8 +161,10 @@ class AuthMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["request-id"] = headers["x-request-id"] = record.id  # as Anthropic and OpenAI call it
                 if record.ignored_fields:
-                    MutableHeaders(scope=message)["x-afterglow-ignored"] = ", ".join(record.ignored_fields)
+                    headers["x-afterglow-ignored"] = ", ".join(record.ignored_fields)
             await send(message)
 
         self.active_requests += 1

@@ -72,13 +72,17 @@ class ErrorFormats:
 
     default: ErrorFormat
     by_prefix: Mapping[str, ErrorFormat] = field(default_factory=dict)
+    status_by_prefix: Mapping[str, Callable[[APIError], int]] = field(default_factory=dict)  # if an API differs
 
     def build_response(self, error: APIError, path: str) -> JSONResponse:
         """Return the HTTP response for an error of a request to `path`."""
         formats = [build_body for prefix, build_body in self.by_prefix.items() if path.startswith(prefix)]
+        statuses = [
+            get_status(error) for prefix, get_status in self.status_by_prefix.items() if path.startswith(prefix)
+        ]
         get_record().finish_reason = error.code or error.error_type
         headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-        return JSONResponse((formats or [self.default])[0](error), error.status, headers)
+        return JSONResponse((formats or [self.default])[0](error), (statuses or [error.status])[0], headers)
 
 
 class ReceiveError(HTTPException):

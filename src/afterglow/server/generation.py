@@ -19,10 +19,11 @@ from fastapi.responses import JSONResponse
 from afterglow.api.model import Model
 from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
+from afterglow.chat.chat import ChatPlan
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
-from afterglow.chat.prompt import Truncation, TruncationPolicy
+from afterglow.chat.prompt import Breakpoint, PromptBreakpoint, Truncation, TruncationPolicy
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.request import Request, Token
@@ -41,6 +42,7 @@ class PlannedPrompt:
 
     request: Request
     output_format: OutputFormat
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class ConversationRequest(GenerationRequest):
 
     messages: list[Message]
     tools: Sequence[Tool] = ()
+    breakpoints: Sequence[Breakpoint] = ()  # positions that later prompts share, and how long they are pinned
     prompt_options: PromptOptions
     overflow: TruncationPolicy = "refuse"
 
@@ -114,14 +117,22 @@ class ConversationRequest(GenerationRequest):
 
     def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
         """Render the conversation to a prompt that fits the context. Blocking."""
+
+        def build_plan(messages: list[Message]) -> ChatPlan:
+            is_complete = len(messages) == len(self.messages)  # the positions are those of all messages
+            return model.plan_chat(
+                messages,
+                tools=self.tools,
+                salt=self.salt,
+                breakpoints=self.breakpoints if is_complete else (),
+                **self.prompt_options,
+            )
+
         plan = fit_plan(
-            self.messages,
-            lambda messages: model.plan_chat(messages, tools=self.tools, salt=self.salt, **self.prompt_options),
-            self.overflow,
-            context=model.context_length,
-            max_tokens=self.max_tokens,
+            self.messages, build_plan, self.overflow, context=model.context_length, max_tokens=self.max_tokens
         )
-        return [PlannedPrompt(plan.apply_to(model.build_request(plan.prompt, **options)), plan.output_format)]
+        request = plan.apply_to(model.build_request(plan.prompt, **options))
+        return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +265,7 @@ class Generation:
             with contextlib.closing(self):
                 return JSONResponse(await formatter.build_response())
         try:
-            deltas = await wait_for_first_item(self.stream_deltas())
+            deltas = await wait_for_first_item(self.stream_deltas(), lambda item: item[1].progress is None)
         except BaseException:
             self.close()
             raise

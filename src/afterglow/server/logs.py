@@ -11,6 +11,7 @@ import logging.handlers
 import queue
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class RequestRecord:
 
     method: str
     path: str
+    id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")  # sent in the header `request-id`
     started: float = field(default_factory=time.monotonic)
     model: str | None = None
     prompt_tokens: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -77,28 +78,38 @@ async def report_errors(
         yield format_error(api_error)
 
 
-async def wait_for_first_item(items: AsyncIterator[ItemT]) -> AsyncIterator[ItemT]:
-    """Wait for the first item, at most `ERROR_STATUS_WINDOW_SECONDS`, and return an iterator over all items.
+async def wait_for_first_item(
+    items: AsyncIterator[ItemT], is_output: Callable[[ItemT], bool] = lambda item: True
+) -> AsyncIterator[ItemT]:
+    """Wait for the first item that `is_output`, and return an iterator over all items.
 
-    Raises an error that occurs within this time.
+    Waits at most `ERROR_STATUS_WINDOW_SECONDS`. Raises an error that occurs within this time.
     """
-    first = asyncio.ensure_future(anext(items, None))
-    try:
-        await asyncio.wait({first}, timeout=ERROR_STATUS_WINDOW_SECONDS)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        raise
-    return _chain_first_item(first, items)
+    early: list[ItemT] = []
+    deadline = time.monotonic() + ERROR_STATUS_WINDOW_SECONDS
+    while True:
+        following = asyncio.ensure_future(anext(items, None))
+        try:
+            await asyncio.wait({following}, timeout=max(0.0, deadline - time.monotonic()))
+            item = following.result() if following.done() else None
+        except BaseException:
+            following.cancel()
+            raise
+        if item is None or is_output(item):
+            return _chain_items(early, following, items)
+        early.append(item)
 
 
-async def _chain_first_item(first: asyncio.Future[ItemT | None], items: AsyncIterator[ItemT]) -> AsyncIterator[ItemT]:
+async def _chain_items(
+    early: list[ItemT], following: asyncio.Future[ItemT | None], items: AsyncIterator[ItemT]
+) -> AsyncIterator[ItemT]:
     try:
-        item = await first
-        if item is not None:
+        for item in early:
             yield item
+        following_item = await following
+        if following_item is not None:
+            yield following_item
             async for item in items:
                 yield item
     finally:
-        first.cancel()
+        following.cancel()

@@ -300,7 +300,7 @@ def test_a_cancel_event_ends_a_request(slow):
     cancel_event = threading.Event()
     threading.Timer(0.1, cancel_event.set).start()
     stream = slow.submit(build_long_request("one"))
-    (end,) = stream.iterate_until(cancel_event)
+    *_, end = stream.iterate_until(cancel_event)
     assert isinstance(end.error, Cancelled)
 
 

@@ -7,6 +7,7 @@ disk tier; they need no engine and may run while other processes use the directo
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,8 +73,13 @@ def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
     }
 
 
-def pin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "") -> None:
-    """Pin a prefix: it is never evicted from any tier, whether it is cached now or later.
+def pin(
+    engine: Engine,
+    entries: Sequence[Entry] | NDArray[np.int64],
+    salt: str = "",
+    retention_seconds: float = math.inf,
+) -> None:
+    """Pin a prefix: it is not evicted from any tier, whether it is cached now or later, until the pin expires.
 
     Raises `InvalidArgument` if pins would take more than half of the budget, and `PromptTooLong` if the prefix does not
     fit into the context.
@@ -82,7 +88,8 @@ def pin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str 
     cells, limit = engine.interner.count_cells(interned), engine.backend.capabilities.cells_per_sequence
     if cells > limit:
         raise PromptTooLong(cells, limit)
-    engine.prefix_cache.store.pin_manager.pin(interned, engine.prefix_cache.build_namespace(salt))
+    namespace = engine.prefix_cache.build_namespace(salt)
+    engine.prefix_cache.store.pin_manager.pin(interned, namespace, retention_seconds=retention_seconds)
 
 
 def unpin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "") -> bool:

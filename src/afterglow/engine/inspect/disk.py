@@ -6,6 +6,7 @@ It needs no engine, and engines may use the directory at the same time.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def list_conversations(directory: Path) -> list[StoredConversation]:
                 idle_seconds=max(0.0, time.time() - path.last_row.last_used),
                 hits=max(row.hits for row in path.rows),
                 seconds_saved=sum(row.hits * row.seconds for row in uncounted if row in path.rows),
-                pinned=any(row.pinned for row in path.rows),
+                pinned=any(row.is_pinned for row in path.rows),
                 first_entries=tuple(map(int, path.entries[:PREVIEW_ENTRIES])),
             )
         )
@@ -142,10 +143,10 @@ def pin(directory: Path, id: str, *, pinned: bool = True) -> StoredConversation:
         rows = index.list_rows(conversation.model)
         paths = build_paths(directory, rows)
         target = next(path for path in paths if path.last_row.key.hex().startswith(conversation.id))
-        other_pinned = [path for path in paths if path is not target and path.last_row.pinned]
+        other_pinned = [path for path in paths if path is not target and path.last_row.is_pinned]
         protected = {row.name for path in other_pinned for row in (*path.rows, *_find_checkpoints(path, rows))}
         names = {row.name for row in (*target.rows, *_find_checkpoints(target, rows))}
-        index.pin(names if pinned else names - protected, pinned=pinned)
+        index.pin(names if pinned else names - protected, until=math.inf if pinned else 0.0)
     return conversation
 
 

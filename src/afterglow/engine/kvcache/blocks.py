@@ -36,9 +36,13 @@ class Block:
     layout: bytes = b""
     rows: NDArray[np.uint8] | None = None
     file_bytes: int = 0  # 0: not on disk
-    pinned: bool = False
+    pinned_until: float = 0.0  # wall-clock time; infinite for a pin without expiry, 0 if it is not pinned
     hits: int = 0
     last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_until > 0.0
 
     @property
     def is_on_disk(self) -> bool:

@@ -36,8 +36,12 @@ class Checkpoint:
     start: int = 0  # number of entries in the full blocks before it
     key: bytes = b""
     tier: str = "ram"  # name of the tier that holds the state
-    pinned: bool = False  # a pinned prefix is restored from it
+    pinned_until: float = 0.0  # as of a block; a pinned prefix is restored from it
     last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_until > 0.0
 
     @property
     def position(self) -> int:

@@ -20,7 +20,9 @@ class Evictable(Protocol):
     """Stored data as the policy sees it."""
 
     key: bytes
-    pinned: bool
+
+    @property
+    def pinned(self) -> bool: ...
 
 
 EvictableT = TypeVar("EvictableT", bound=Evictable)

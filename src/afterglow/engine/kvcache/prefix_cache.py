@@ -143,6 +143,7 @@ class PrefixCache:
 
     def acquire(self, plan: PrefixPlan, salt: str = "") -> tuple[Sequence, int]:
         """Apply a plan; return its sequence, now busy, and the number of prompt entries that it holds."""
+        self.store.pin_manager.expire()
         target = plan.slot if isinstance(plan, Continue) else plan.target
         if target in self._idle_tree:
             self._idle_tree.remove(target)

@@ -15,7 +15,7 @@ from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.tier import DiskTier
 from afterglow.engine.kvcache.disk.writer import logger
-from afterglow.engine.kvcache.pins import PinManager
+from afterglow.engine.kvcache.pins import PinManager, PinnedSpan, find_expiry
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.kvcache.tier import Tier
@@ -160,6 +160,7 @@ class TieredStore:
             return False
         parent = path[-1].key if path else self.hasher.get_root_key(sequence.namespace)
         first_cell = self._interner.count_cells(entries[:start])
+        pin_spans = self.pin_manager.pins.find_spans(sequence.entries, sequence.namespace)
         for chunk_start, chunk, count in zip(starts, chunks, cell_counts, strict=True):
             rows = cells.copy_rows(first_cell, first_cell + count)
             block = Block(
@@ -171,7 +172,7 @@ class TieredStore:
                 nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
                 layout=cells.layout,
                 rows=rows,
-                pinned=self.is_pinned(sequence.entries, sequence.namespace, chunk_start),
+                pinned_until=self.find_pin_expiry(pin_spans, chunk_start),
             )
             redundant_blocks = self.tree.add(block)
             for tier in self.tiers:
@@ -288,7 +289,11 @@ class TieredStore:
 
     def is_pinned(self, entries: Entries, salt: str, index: int) -> bool:
         """Return whether the entry at this index is part of a pinned prefix."""
-        return self.pin_manager.pins.is_pinned(entries, salt, index)
+        return self.find_pin_expiry(self.pin_manager.pins.find_spans(entries, salt), index) > 0.0
+
+    def find_pin_expiry(self, spans: SequenceOf[PinnedSpan], index: int) -> float:
+        """Return until when the entry at this index is pinned; 0 if it is not."""
+        return find_expiry(spans, index)
 
     def clear(self) -> None:
         """Remove every block from all tiers, including pinned ones."""

@@ -19,6 +19,13 @@ from afterglow.llama.sampling import Sampling
 FinishReason: TypeAlias = Literal["stop", "length", "deadline"]
 
 
+class RetainedPrefix(NamedTuple):
+    """Leading entries of a prompt that stay pinned for a time after the request."""
+
+    length: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """Generation request: one prompt and the options of its generation. Immutable.
@@ -31,6 +38,7 @@ class Request:
     entries: Sequence[Entry] | NDArray[np.int64]  # prompt: token ids, and one `Media` entry per image or audio clip
     media: Mapping[bytes, MediaPart] = field(default_factory=dict)  # content of the media entries, by digest
     boundaries: frozenset[int] = frozenset()  # ends of messages: later prompts may diverge there; checkpoint positions
+    retained: tuple[RetainedPrefix, ...] = ()  # pinned when the request has finished
     system_length: int = 0  # leading entries of system messages and tools, which other requests are likely to share
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None  # to generate. None: until the model ends the text or its sequence is full
@@ -105,11 +113,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Number of prompt entries that are in the KV cache."""
+    """Number of prompt entries that are in the KV cache. The first one follows as soon as the plan is known."""
 
     request_id: str
     computed_entries: int
     prompt_entries: int
+    prompt_tokens: int = 0  # as in `Usage`
+    cached_tokens: int = 0  # as in `Usage`
 
 
 class Token(NamedTuple):

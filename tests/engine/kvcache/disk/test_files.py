@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import struct
@@ -99,7 +100,7 @@ def test_the_mode_of_a_file_says_whether_it_is_pinned(path: Path) -> None:
     disk_files.set_pinned(path, pinned=True)
     assert disk_files.read_header(path)[0].pinned
     assert bytes(disk_files.load_file(path).payload) == BLOCK.payload[0]
-    disk_files.write_file(path.parent, replace(BLOCK, pinned=True))  # replaces a file that is write-protected
+    disk_files.write_file(path.parent, replace(BLOCK, pinned_until=math.inf))  # replaces a file that is write-protected
     assert disk_files.read_header(path)[0].pinned
     disk_files.set_pinned(path, pinned=False)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

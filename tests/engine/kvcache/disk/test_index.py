@@ -226,7 +226,7 @@ def test_an_eviction_that_is_interrupted_leaves_no_file_without_those_before_it(
     deleted: list[Path] = []
     monkeypatch.setattr(disk_index.disk_files, "delete_file", deleted.append)
     with open_index(folder) as index:
-        (root,) = [row for row in index.list_rows() if not row.start and not row.pinned]
+        (root,) = [row for row in index.list_rows() if not row.start and not row.is_pinned]
         index.evict(root)
     files = [disk_index.disk_files.read_header(path)[0] for path in deleted]
     assert len(files) > 5

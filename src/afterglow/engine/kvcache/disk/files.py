@@ -30,7 +30,7 @@ CHECKSUM_BYTES = 32
 HEADER = struct.Struct("<B32s32s32sQQ8xQQQdd")
 HEADER_OFFSET_BYTES = len(MAGIC) + CHECKSUM_BYTES
 MAX_FILE_BYTES = 2**40
-UNPINNED_MODE, PINNED_MODE = 0o600, 0o400  # the pin is in the mode, so that it outlives the index
+UNPINNED_MODE, PINNED_MODE = 0o600, 0o400  # a pin without expiry is in the mode, so that it outlives the index
 LABEL_FILE_NAME = "name"
 MAX_LABEL_BYTES = 4096
 
@@ -50,8 +50,13 @@ class CacheFile:
     value: float  # seconds saved per byte, including everything that it depends on
     layout: bytes
     payload: Sequence[Buffer]
-    pinned: bool = False  # the mode of the file: see `PINNED_MODE`
+    pinned_until: float = 0.0  # not in the file. If infinite, the mode says so: see `PINNED_MODE`
     needs_cells: bool = True  # not in the file. False: a checkpoint of a model without attention cells
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the file is pinned without expiry."""
+        return self.pinned_until == math.inf
 
     @property
     def name(self) -> str:
@@ -158,7 +163,7 @@ def read_header(path: Path) -> tuple[CacheFile, int]:
         header, cache_file, payload_bytes = _read_header(file)
     if path.name != cache_file.name:
         raise InvalidState("its name does not match its key")
-    return replace(cache_file, pinned=is_pinned(path)), len(header) + payload_bytes
+    return replace(cache_file, pinned_until=math.inf if is_pinned(path) else 0.0), len(header) + payload_bytes
 
 
 def is_pinned(path: Path) -> bool:

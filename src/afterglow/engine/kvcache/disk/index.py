@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import time
@@ -29,6 +30,8 @@ INDEX_FILE_SUFFIXES = ("", "-journal", "-wal", "-shm")  # the last two are of ol
 DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: other columns
 LOCK_TIMEOUT_SECONDS = 10.0  # for locks of other processes
 SQLITE_CACHE_KIB = 512  # small: the page cache of the system holds the rest, and can be reclaimed
+PINNED_FOREVER = 1
+PINNED_CONDITION = f"(pinned = {PINNED_FOREVER} OR pinned > ?)"  # the parameter is the time
 STALE_AFTER_SECONDS = 3600.0  # after this time, remove a temporary file even if its process is alive
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
@@ -61,7 +64,15 @@ class IndexRow:
     seconds: float
     last_used: float
     hits: int
-    pinned: bool
+    pinned: int  # 0, `PINNED_FOREVER`, or the wall-clock time until which it is pinned
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.is_pinned_forever or self.pinned > time.time()
+
+    @property
+    def is_pinned_forever(self) -> bool:
+        return self.pinned == PINNED_FOREVER
 
 
 class DiskIndex:
@@ -144,12 +155,18 @@ class DiskIndex:
 
     def count_bytes(self, *, pinned_only: bool = False) -> int:
         """Return the total size of all files, or of the pinned ones."""
-        query = "SELECT COALESCE(SUM(nbytes), 0) FROM items" + (" WHERE pinned = 1" if pinned_only else "")
-        return int(self._connection.execute(query).fetchone()[0])
+        query, parameters = "SELECT COALESCE(SUM(nbytes), 0) FROM items", list[float]()
+        if pinned_only:
+            query, parameters = f"{query} WHERE {PINNED_CONDITION}", [time.time()]
+        return int(self._connection.execute(query, parameters).fetchone()[0])
 
     def find_lru_pinned(self, count: int) -> list[IndexRow]:
-        """Return the least recently used pinned files; of equal age, those deepest in a prompt first."""
-        return self._select("WHERE pinned = 1 ORDER BY last_used ASC, start DESC LIMIT ?", count)
+        """Return the pinned files to unpin first: those with an expiry, then the least recently used ones.
+
+        Of equal age, those deepest in a prompt are first.
+        """
+        order = f"ORDER BY pinned = {PINNED_FOREVER}, last_used ASC, start DESC LIMIT ?"
+        return self._select(f"WHERE {PINNED_CONDITION} {order}", time.time(), count)
 
     def list_rows(self, model: str | None = None, after_number: int = 0) -> list[IndexRow]:
         """Return the files of one model, or of all, with a number above `after_number`, prefixes first."""
@@ -182,7 +199,7 @@ class DiskIndex:
             # Rounded: small differences of measured times do not change the order of eviction.
             "value": round(compute_log_value(cache_file.value, 1)),
             "last_used": time.time(),
-            "pinned": int(cache_file.pinned),
+            "pinned": encode_pin(cache_file.pinned_until),
         }
         placeholders = ", ".join("?" * len(row))
         query = f"INSERT OR REPLACE INTO items ({', '.join(row)}) VALUES ({placeholders})"
@@ -206,13 +223,16 @@ class DiskIndex:
         statement = "UPDATE items SET last_used = ?, hits = hits + 1 WHERE name = ?"
         self._execute_many(statement, [(now, name) for name in names])
 
-    def pin(self, names: Iterable[str], *, pinned: bool) -> None:
-        """Pin or unpin files, by their mode and in the index."""
+    def pin(self, names: Iterable[str], *, until: float) -> None:
+        """Pin files until a wall-clock time, or unpin them (0). A pin without expiry is also the mode of the file."""
         rows = [row for name in names if (row := self.find_row(name)) is not None]
+        if 0.0 < until < math.inf:  # a weaker pin
+            rows = [row for row in rows if not row.is_pinned_forever]
         for row in rows:
             with contextlib.suppress(FileNotFoundError):
-                disk_files.set_pinned(self.get_path(row), pinned=pinned)
-        self._execute_many("UPDATE items SET pinned = ? WHERE name = ?", [(int(pinned), row.name) for row in rows])
+                disk_files.set_pinned(self.get_path(row), pinned=until == math.inf)
+        values: list[tuple[object, ...]] = [(encode_pin(until), row.name) for row in rows]
+        self._execute_many("UPDATE items SET pinned = ? WHERE name = ?", values)
 
     def get_path(self, row: IndexRow) -> Path:
         return self._directory / row.model / row.name
@@ -226,7 +246,7 @@ class DiskIndex:
         now = time.time()
         self._connection.execute("UPDATE items SET last_used = ? WHERE last_used > ?", (now, now))
         order = "ORDER BY value + last_used / ? ASC, start DESC LIMIT ?"
-        return self._select(f"WHERE pinned = 0 {order}", HALF_LIFE_SECONDS, count)
+        return self._select(f"WHERE NOT {PINNED_CONDITION} {order}", now, HALF_LIFE_SECONDS, count)
 
     def find_dependents(self, row: IndexRow) -> list[IndexRow]:
         """Return the files that are useless without this one: its children, and the checkpoints inside it."""
@@ -258,7 +278,7 @@ class DiskIndex:
             victims, pending = [row], self.find_dependents(row)
             while pending:
                 dependent = pending.pop()
-                if not dependent.pinned:
+                if not dependent.is_pinned:
                     victims.append(dependent)
                     pending += self.find_dependents(dependent)
             for victim in reversed(victims):
@@ -311,8 +331,8 @@ class DiskIndex:
             else:
                 present.add((path.parent.name, path.name))
                 with contextlib.suppress(OSError):
-                    if row.pinned != disk_files.is_pinned(path):
-                        self.pin([path.name], pinned=True)
+                    if row.is_pinned_forever != disk_files.is_pinned(path):
+                        self.pin([path.name], until=math.inf)
         self.remove(name for _, name in listed.keys() - present)
 
     def _list_folders(self) -> list[Path]:
@@ -355,6 +375,15 @@ def is_damage(error: Exception) -> bool:
     if not isinstance(error, sqlite3.Error):
         return True  # a value of a wrong type
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE_CODES  # extended codes have the kind in the low byte
+
+
+def encode_pin(until: float) -> int:
+    """Return the value of the column `pinned` for a pin that ends at a wall-clock time.
+
+    >>> encode_pin(0.0), encode_pin(math.inf), encode_pin(1_000_000_000.5)
+    (0, 1, 1000000001)
+    """
+    return PINNED_FOREVER if until == math.inf else math.ceil(until)
 
 
 def _identify(status: os.stat_result) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -126,7 +127,7 @@ class DiskTier:
                 entries=row.entries,
                 cells=row.cells,
                 nbytes=row.nbytes,
-                pinned=bool(row.pinned),
+                pinned_until=math.inf if row.is_pinned_forever else 0.0,  # the index protects files with an expiry
                 hits=row.hits,
                 last_used=time.monotonic() - idle_seconds,
             )
@@ -200,9 +201,9 @@ class DiskTier:
         self.writer.touch(names)
 
     def pin(self, data: Sequence[Block | Checkpoint]) -> None:
-        for pinned in (True, False):
-            names = [build_file_name(get_kind(item), item.key) for item in data if item.pinned == pinned]
-            self.writer.pin(names, pinned=pinned)
+        for until in {item.pinned_until for item in data}:
+            names = [build_file_name(get_kind(item), item.key) for item in data if item.pinned_until == until]
+            self.writer.pin(names, until=until)
 
     def clear(self) -> None:
         """Delete all files of this model."""
@@ -245,7 +246,7 @@ class DiskTier:
             value=self._value_per_byte,
             layout=block.layout,
             payload=[rows.reshape(-1).data],
-            pinned=block.pinned,
+            pinned_until=block.pinned_until,
         )
 
     def _build_checkpoint_file(self, key: bytes) -> CacheFile | None:
@@ -266,7 +267,7 @@ class DiskTier:
             value=seconds / checkpoint.nbytes if is_standalone else self._value_per_byte,
             layout=b"",
             payload=self._backend.serialize_state(checkpoint.state),
-            pinned=checkpoint.pinned,
+            pinned_until=checkpoint.pinned_until,
             needs_cells=not is_standalone,
         )
 

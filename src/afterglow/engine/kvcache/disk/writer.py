@@ -128,9 +128,9 @@ class DiskWriter:
         """Record the use of files."""
         self._submit(functools.partial(self._with_index, lambda index: index.touch(list(names))))
 
-    def pin(self, names: Iterable[str], *, pinned: bool) -> None:
-        """Pin or unpin files."""
-        self._submit(functools.partial(self._with_index, lambda index: index.pin(list(names), pinned=pinned)))
+    def pin(self, names: Iterable[str], *, until: float) -> None:
+        """Pin files until a wall-clock time; 0 unpins them."""
+        self._submit(functools.partial(self._with_index, lambda index: index.pin(list(names), until=until)))
 
     def remove(self, kind: FileKind, key: bytes) -> None:
         """Delete a file."""
@@ -368,7 +368,7 @@ class DiskWriter:
             return False
         # Unpin the least recently used files while pinned files exceed their share of the limit.
         while index.count_bytes(pinned_only=True) > self.limit * MAX_PINNED_FRACTION:
-            index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], pinned=False)
+            index.pin([row.name for row in index.find_lru_pinned(EVICTION_BATCH_FILES)], until=0.0)
         while (excess := index.count_bytes() + nbytes - self.limit) > 0:
             candidates = index.find_eviction_candidates(EVICTION_BATCH_FILES)
             if not candidates:

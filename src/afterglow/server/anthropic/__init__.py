@@ -1,0 +1,1 @@
+"""The Anthropic Messages API: bodies, conversion to messages, formatters and errors."""

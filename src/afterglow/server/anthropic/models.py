@@ -1,0 +1,65 @@
+"""Routes /v1/models for clients of the Anthropic API, which send the header `anthropic-version`."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.routing import Match
+from starlette.types import Scope
+
+from afterglow.errors import ModelNotFound
+from afterglow.server.anthropic.errors import build_error_body
+from afterglow.server.errors import to_api_error
+from afterglow.server.models import ModelSlot
+from afterglow.server.schema.base import StrictRoute
+from afterglow.server.state import ServerState
+
+VERSION_HEADER = "anthropic-version"
+
+
+class AnthropicRoute(StrictRoute):
+    """Route that matches only requests with Anthropic's version header."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether the route matches a request."""
+        if VERSION_HEADER not in Headers(scope=scope):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """Return the router of these routes."""
+    router = APIRouter(route_class=AnthropicRoute, include_in_schema=False)
+
+    @router.get("/v1/models", summary="List the served models")
+    async def list_models() -> dict[str, Any]:
+        data = [build_model_info(slot) for slot in state.models.slots.values()]
+        ids = [model["id"] for model in data] or [None]
+        return {"data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+
+    @router.get("/v1/models/{name:path}", summary="Retrieve a model", response_model=None)
+    async def retrieve_model(name: str) -> dict[str, Any] | JSONResponse:
+        try:
+            return build_model_info(state.models.get_slot(name))
+        except ModelNotFound as error:
+            return JSONResponse(build_error_body(to_api_error(error)), 404)
+
+    return router
+
+
+def build_model_info(slot: ModelSlot) -> dict[str, Any]:
+    """Build Anthropic's model object of a slot."""
+    context_length = None if slot.model is None else slot.model.context_length
+    return {
+        "type": "model",
+        "id": slot.name,
+        "display_name": slot.name,
+        "created_at": datetime.datetime.fromtimestamp(slot.created, datetime.UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": context_length,
+        "max_tokens": context_length,
+    }
