@@ -416,7 +416,11 @@ class Chat(Closeable):
                 "lark_grammar": self.tool_family.build_calls_grammar(tool_choice.tools, parallel, self._write_literal)
             }
         except UnsupportedOption:
-            if tool_choice.mode == "required" or spec is not None or any(tool.strict for tool in tool_choice.tools):
+            if (
+                tool_choice.mode == "required"
+                or spec is not None
+                or any(tool.must_conform for tool in tool_choice.tools)
+            ):
                 raise
             return None
         if tool_choice.mode == "required":
@@ -437,7 +441,7 @@ class Chat(Closeable):
                 (trigger.encode(), build(tool_choice.tools, self._write_literal, trigger)) for trigger in triggers
             )
         except UnsupportedOption:
-            if any(tool.strict for tool in tool_choice.tools):
+            if any(tool.must_conform for tool in tool_choice.tools):
                 raise
             return None
         begun = max(find_overlap(prompt.text, trigger) for trigger in triggers)  # functionary's prompts end with `>>>`

@@ -11,6 +11,7 @@ from afterglow.chat.constraints.json_schema import to_enforceable_schema
 from afterglow.chat.output.parts import OutputParser
 from afterglow.chat.tools.grammar.lark import LarkGrammar
 from afterglow.chat.tools.parsing.parser import CallIdFactory, generate_call_id
+from afterglow.chat.tools.text_input import build_enforced_parameters
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
@@ -104,6 +105,8 @@ def _to_enforceable_tools(tools: Sequence[Tool]) -> list[Tool]:
     if not tools:
         raise InvalidArgument("tools", "must not be empty if a call is enforced")
     return [
-        replace(tool, parameters=to_enforceable_schema(tool.parameters, f"tools.{tool.name}.parameters"))
+        replace(
+            tool, parameters=to_enforceable_schema(build_enforced_parameters(tool), f"tools.{tool.name}.parameters")
+        )
         for tool in tools
     ]

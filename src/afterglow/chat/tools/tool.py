@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.tools.function_schema import build_schema, convert_value, get_parameter_hints, parse_docstring
 from afterglow.errors import InvalidArgument, UnsupportedOperation
 
+TEXT_PARAMETER = "input"  # of tools that take a text
 NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 TOOL_FIELDS = frozenset({"type", "function"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
@@ -26,9 +27,20 @@ def _build_empty_schema() -> dict[str, Any]:
     return {"type": "object", "properties": {}}
 
 
+@dataclass(frozen=True, slots=True)
+class TextInput:
+    """Input of a tool that takes a text instead of arguments, and the grammar that the text must match, if any."""
+
+    syntax: Literal["text", "lark", "regex"] = "text"
+    definition: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """Tool that a model may call. `parameters` is the JSON schema of its arguments.
+
+    A tool with `text_input` takes a text instead. To templates, parsers and models it is a function with one parameter,
+    `input`: `build_text_tool`.
 
     >>> def add(a: int, b: int = 1) -> int:
     ...     "Add two numbers."
@@ -43,6 +55,12 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=_build_empty_schema)
     function: Callable[..., Any] | None = None
     strict: bool = False
+    text_input: TextInput | None = None
+
+    @property
+    def must_conform(self) -> bool:
+        """Whether a call that does not conform is never acceptable: of strict tools, and of texts with a grammar."""
+        return self.strict or (self.text_input is not None and self.text_input.syntax != "text")
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -136,6 +154,28 @@ def build_tool(
     except (TypeError, ValueError) as error:
         raise InvalidArgument(where, f"must be JSON: {error}") from None
     return Tool(name=name, description=description or "", parameters=schema, strict=bool(strict))
+
+
+def build_text_tool(name: Any, description: str | None, text_input: TextInput, *, where: str) -> Tool:
+    """Build a tool that takes a text, as a function with the parameter `input`.
+
+    >>> build_text_tool("run", "Run code.", TextInput(), where="tools[0]").parameters["required"]
+    ['input']
+    """
+    about = "The complete input of the tool, as plain text."
+    if text_input.syntax != "text":
+        about = f"{about} It must match this {text_input.syntax} grammar:\n{text_input.definition}"
+    return Tool(
+        name=_check_name(name, f"{where}.name"),
+        description=description or "",
+        parameters={
+            "type": "object",
+            "properties": {TEXT_PARAMETER: {"type": "string", "description": about}},
+            "required": [TEXT_PARAMETER],
+            "additionalProperties": False,
+        },
+        text_input=text_input,
+    )
 
 
 def _parse_function(function: Callable[..., Any], where: str) -> Tool:

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from afterglow.api.options import PromptOptions
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.output.response import Delta
-from afterglow.chat.tools.tool import build_tool
+from afterglow.chat.template.capabilities import reads_variable
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.generation import ConversationRequest, Generation, start_generation
+from afterglow.server.logs import get_record
 from afterglow.server.openai.formatting import build_token_logprobs, build_truncation, build_usage
 from afterglow.server.openai.response_items import (
+    InputItemParser,
     OutputItemBuilder,
+    OutputItemOptions,
     ResponseEvent,
+    dump_input_item,
     generate_id,
-    parse_input_items,
 )
 from afterglow.server.openai.response_store import ResponseStore, StoredResponse
+from afterglow.server.openai.response_tools import ResponseToolSet, dump_tools
 from afterglow.server.openai.schema.chat import dump_fields
-from afterglow.server.openai.schema.responses import ResponseRequest
+from afterglow.server.openai.schema.responses import (
+    INCLUDE_ENCRYPTED_REASONING,
+    INCLUDE_LOGPROBS,
+    ResponseRequest,
+)
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.sse import format_event
 from afterglow.server.state import ServerState
 
-INCLUDE_LOGPROBS = "message.output_text.logprobs"
+DEFAULT_LISTED_ITEMS, MAX_LISTED_ITEMS = 20, 100
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -49,6 +58,17 @@ def build_router(state: ServerState) -> APIRouter:
     async def retrieve(id: str, request: Request) -> dict[str, Any]:
         return find_response(store, id, get_tenant_salt(request), 404, "id").response
 
+    @router.get("/v1/responses/{id}/input_items", summary="List the input items of a stored response")
+    async def list_input_items(
+        id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED_ITEMS)] = DEFAULT_LISTED_ITEMS,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        items = find_response(store, id, get_tenant_salt(request), 404, "id").input_items
+        return list_items(items if order == "asc" else items[::-1], after, limit)
+
     @router.delete("/v1/responses/{id}", summary="Delete a stored response")
     async def delete(id: str, request: Request) -> dict[str, Any]:
         find_response(store, id, get_tenant_salt(request), 404, "id")
@@ -67,33 +87,95 @@ def find_response(store: ResponseStore, id: str, salt: str, status: int, param: 
     return stored
 
 
+def list_items(items: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """Return a page of items: those after the item with the id `after`."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise invalid_request_error("after", f"`after` is {after[:80]!r}, which is no input item of this response")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": start + limit < len(items),
+    }
+
+
 async def create_response(state: ServerState, store: ResponseStore, body: ResponseRequest, salt: str) -> Response:
     """Generate a response and return it whole or as a stream."""
-    history: list[Message] = []
-    if body.previous_response_id is not None:
-        history = find_response(store, body.previous_response_id, salt, 400, "previous_response_id").messages
     if body.stream_options is not None and not body.stream:
         raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
-    messages = [*history, *parse_input_items(body.input)]
-    if not messages:
+    tools = ResponseToolSet(body.tools or ())
+    conversation = build_conversation(store, body, tools, salt)
+    if not conversation.messages:
         raise invalid_request_error("input", "`input` must not be empty")
-    generation = await start_generation(state, body.model, build_generation_request(body, messages, salt))
-    formatter = ResponseFormatter(body, generation, store, messages, salt)
+    report_vacuous_includes(body)
+    variables = await build_template_variables(state, body)
+    request = build_generation_request(body, conversation.messages, tools, variables, salt)
+    generation = await start_generation(state, body.model, request)
+    formatter = ResponseFormatter(body, generation, store, conversation, tools, salt)
     return await generation.respond(formatter, stream=bool(body.stream))
 
 
-def build_generation_request(body: ResponseRequest, messages: list[Message], salt: str) -> ConversationRequest:
+@dataclass(frozen=True, slots=True)
+class ResponseConversation:
+    """Conversation of a request without the instructions: as messages and as stored items."""
+
+    messages: list[Message]
+    items: list[dict[str, Any]]
+
+
+def build_conversation(
+    store: ResponseStore, body: ResponseRequest, tools: ResponseToolSet, salt: str
+) -> ResponseConversation:
+    """Return the conversation of the previous response, if any, and the input."""
+    messages: list[Message] = []
+    items: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        previous = find_response(store, body.previous_response_id, salt, 400, "previous_response_id")
+        messages, items = previous.messages, previous.items
+    parser = InputItemParser(tools, salt, lambda id: store.find_item(id, salt))
+    input_items = parser.resolve_references(body.input)
+    return ResponseConversation(
+        [*messages, *parser.build_messages(input_items)], [*items, *map(dump_input_item, input_items)]
+    )
+
+
+def report_vacuous_includes(body: ResponseRequest) -> None:
+    """Report values of `include` that are about items which no response here has."""
+    for value in body.include or ():
+        if value not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING):
+            if get_record().refuses_hints:
+                raise invalid_request_error("include", f"`include` has {value!r}, which has no effect here")
+            get_record().add_ignored(f"include ({value})")
+
+
+async def build_template_variables(state: ServerState, body: ResponseRequest) -> dict[str, Any]:
+    """Return variables of the chat template. Those that the template does not read are reported."""
+    if body.text is None or body.text.verbosity is None:
+        return {}
+    model = await state.get_generating_model(body.model)
+    if reads_variable(model.chat_template or "", "verbosity"):
+        return {"verbosity": body.text.verbosity}
+    if body.text.verbosity != "medium":
+        if get_record().refuses_hints:
+            raise invalid_request_error("text.verbosity", "`text.verbosity` has no effect with this chat template")
+        get_record().add_ignored("text.verbosity")
+    return {}
+
+
+def build_generation_request(
+    body: ResponseRequest, messages: list[Message], tools: ResponseToolSet, variables: dict[str, Any], salt: str
+) -> ConversationRequest:
     """Convert the body to a generation request."""
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
     include_logprobs = body.top_logprobs is not None or INCLUDE_LOGPROBS in (body.include or ())
-    tools = [
-        build_tool(tool.name, tool.description, tool.parameters, tool.strict, where=f"tools[{index}]")
-        for index, tool in enumerate(body.tools or ())
-    ]
     return ConversationRequest(
         messages=[*system, *messages],
-        tools=tools,
-        prompt_options=build_prompt_options(body),
+        tools=tools.tools,
+        prompt_options={**build_prompt_options(body, tools), "chat_template_kwargs": variables},
         sampling_fields=body,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if include_logprobs else None,
@@ -102,13 +184,11 @@ def build_generation_request(body: ResponseRequest, messages: list[Message], sal
     )
 
 
-def build_prompt_options(body: ResponseRequest) -> PromptOptions:
+def build_prompt_options(body: ResponseRequest, tools: ResponseToolSet) -> PromptOptions:
     """Build the keyword arguments of `Model.plan_chat`, except `tools`."""
-    if not body.tools and (body.tool_choice not in (None, "none", "auto")):
+    choice = tools.build_choice(body.tool_choice)
+    if not tools.tools and (choice not in (None, "none", "auto")):
         raise invalid_request_error("tool_choice", "the request has no `tools`")
-    choice = dump_fields(body.tool_choice)
-    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
-        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": choice["tools"]}}
     return {
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -135,18 +215,26 @@ class ResponseFormatter:
         body: ResponseRequest,
         generation: Generation,
         store: ResponseStore,
-        messages: list[Message],
+        conversation: ResponseConversation,
+        tools: ResponseToolSet,
         salt: str,
     ) -> None:
         self._body = body
         self._generation = generation
         self._store = store
-        self._messages = messages
+        self._conversation = conversation
         self._salt = salt
-        self._item_builder = OutputItemBuilder()
+        self._item_builder = OutputItemBuilder(
+            OutputItemOptions(
+                tools=tools,
+                salt=salt,
+                has_summary=get_summary_mode(body) is not None,
+                has_encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in (body.include or ()),
+            )
+        )
         self._pending_logprobs: list[dict[str, Any]] = []  # of tokens whose text has not been emitted yet
         self._sequence_number = 0
-        self._head = build_response_head(body, generation)
+        self._head = build_response_head(body, generation, tools)
 
     def add_delta(self, delta: Delta) -> list[ResponseEvent]:
         """Add a delta to the output items and return its events."""
@@ -192,7 +280,8 @@ class ResponseFormatter:
             "usage": self._build_usage(build_usage(self._generation)),
         }
         if self._body.store is not False:
-            self._store.put(response, [*self._messages, chat_response.message], self._salt)
+            messages = [*self._conversation.messages, chat_response.message]
+            self._store.put(response, messages, self._salt, self._conversation.items)
         return [*events, {"type": f"response.{status}", "response": response}]
 
     def format_error(self, error: APIError) -> bytes:
@@ -224,10 +313,15 @@ class ResponseFormatter:
         }
 
 
-def build_response_head(body: ResponseRequest, generation: Generation) -> dict[str, Any]:
+def get_summary_mode(body: ResponseRequest) -> str | None:
+    """Return the requested kind of summary of the reasoning."""
+    return None if body.reasoning is None else body.reasoning.summary or body.reasoning.generate_summary
+
+
+def build_response_head(body: ResponseRequest, generation: Generation, tools: ResponseToolSet) -> dict[str, Any]:
     """Build the fields of a response that are known before generation."""
     format = {"type": "text"} if body.text is None or body.text.format is None else dump_fields(body.text.format)
-    optional = {"description": None, "parameters": None, "strict": None}
+    verbosity = {} if body.text is None or body.text.verbosity is None else {"verbosity": body.text.verbosity}
     head = {
         "id": generate_id("resp"),
         "object": "response",
@@ -240,17 +334,24 @@ def build_response_head(body: ResponseRequest, generation: Generation) -> dict[s
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "reasoning": {
+            "effort": body.reasoning.effort if body.reasoning else None,
+            "summary": get_summary_mode(body),
+        },
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": format},
+        "text": {"format": format, **verbosity},
         "tool_choice": dump_fields(body.tool_choice) or "auto",
-        "tools": [{**optional, **dump_fields(tool)} for tool in body.tools or ()],
+        "tools": dump_tools(tools.offered),
         "top_logprobs": body.top_logprobs,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "safety_identifier": body.safety_identifier,
+        "max_tool_calls": body.max_tool_calls,
         "system_fingerprint": generation.model.fingerprint,
     }
     return head | build_truncation(generation)

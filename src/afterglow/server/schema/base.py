@@ -45,11 +45,11 @@ class StrictModel(pydantic.BaseModel):
         raise PydanticCustomError("unsupported_parameter", message, {"values": values, "reason": reason})
 
 
-def supports_only(*allowed: Any, reason: str) -> Any:
-    """Declare a documented field of which only some values are supported."""
+def supports_only(*allowed: Any, reason: str, alias: str | None = None) -> Any:
+    """Declare a documented field of which only some values are supported. `alias`: its name, if Python reserves it."""
     values = " or ".join(json.dumps(value) for value in allowed)
     rule: dict[str, Any] = {"x-only": list(allowed), "x-reason": reason}
-    return pydantic.Field(None, description=f"Only {values}: {reason}.", json_schema_extra=rule)
+    return pydantic.Field(None, alias=alias, description=f"Only {values}: {reason}.", json_schema_extra=rule)
 
 
 def hint(reason: str, *allowed: Any, name: str = "") -> Any:

@@ -9,9 +9,11 @@ from typing import Any
 
 from afterglow.chat.constraints.grammar import JSON_GRAMMAR_OPTIONS, LiteralFormatter
 from afterglow.chat.constraints.json_schema import to_llguidance_schema
+from afterglow.chat.constraints.lark_regex import escape_regex
 from afterglow.chat.tools.tool import Tool
 
 QUOTED_LITERAL_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
+UNESCAPED_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
 MAX_PARALLEL_CALLS = 16  # in one answer, if the grammar enforces calls
 
 
@@ -91,6 +93,26 @@ class LarkGrammar:
         escaped = re.escape(json.loads(head[0])).replace("/", "\\/")
         return self.add_rule(f"{text[:-1]}{escaped}/ {literal[head.end() :]}")
 
+    def add_pattern_until_rule(self, pattern: str, ending: str, *, excluded: str, excluded_start: str = "") -> str:
+        """Add a rule for a text that a pattern matches, up to and including `ending`.
+
+        The text does not contain `excluded`, with which a parser ends it, and does not begin with `excluded_start`.
+        """
+        literal = self._write_literal(ending)
+        head = QUOTED_LITERAL_PATTERN.match(literal)
+        is_text = head is not None and head.end() == len(literal)
+        # Before a control token, the text of the ending must end the terminal.
+        end = "" if head is None or is_text else escape_regex(json.loads(head[0]))
+        terminal = f"T{len(self._rules)}"
+        forbidden = [f"(?s:.*){escape_regex(excluded)}(?s:.*)"]
+        forbidden += [f"{escape_regex(excluded_start)}(?s:.*)"] if excluded_start else []
+        expressions = [f"(?:{pattern}){end}", *forbidden]
+        first, *others = (f"/{_escape_slashes(expression)}/" for expression in expressions)
+        self._rules.append(f"{terminal}: {' & ~'.join([first, *others])}")
+        if is_text:
+            return self.add_rule(terminal, f"[suffix={literal}]")
+        return self.add_rule(f"{terminal} {literal if head is None else literal[head.end() :]}")
+
     def add_calls_rule(self, call: str, parallel: bool, separator: str) -> str:
         """Add a rule for a call. Return an expression for one call, or for one or more if `parallel`.
 
@@ -102,6 +124,11 @@ class LarkGrammar:
     def to_lark(self, start: str) -> str:
         """Return the complete grammar."""
         return "\n".join([f"start: {start}", *self._rules, "SPACE: /[ \\n]/", ""])
+
+
+def _escape_slashes(pattern: str) -> str:
+    """Return a pattern as it is written between slashes."""
+    return UNESCAPED_SLASH.sub(r"\1\\/", pattern)
 
 
 def join_alternatives(expressions: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from afterglow.errors import UnsupportedOption
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
 ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+FULL_PATTERN = re.compile(r"\^\(\?:(.*)\)\$", re.DOTALL)  # of a whole text, as text inputs have it
+PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)  # beside escapes and classes
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
@@ -114,6 +117,15 @@ def build_text_until_rule(
 
     With `allow_own_lines`, a newline may surround the text. `first` is the class of its first character.
     """
+    if (pattern := get_full_pattern(node.schema)) is not None:
+        own_line = grammar.literal("\n") if allow_own_lines else ""
+        text = grammar.add_pattern_until_rule(
+            pattern,
+            "\n" + ending if allow_own_lines else ending,
+            excluded=ending,
+            excluded_start="" if first == "." else "<",
+        )
+        return f"{own_line} {text}"
     node.check_keywords(STRING_KEYWORDS)
     if node.allowed_values is not None:
         allowed = [value for value in node.allowed_values if isinstance(value, str)]
@@ -128,6 +140,23 @@ def build_text_until_rule(
         text = grammar.add_text_until_rule("\n" + ending, min_length=min_length, max_length=max_length)
         return f"{newline} {text}"
     return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length, first=first)
+
+
+def get_full_pattern(schema: Mapping[str, Any]) -> str | None:
+    """Return the pattern of a string schema without other keywords, if it is one group between anchors.
+
+    >>> get_full_pattern({"type": "string", "pattern": "^(?:a|b)$"})
+    'a|b'
+    """
+    match = FULL_PATTERN.fullmatch(str(schema.get("pattern", "")))
+    if match is None or set(schema) != {"type", "pattern"} or schema["type"] != "string":
+        return None
+    depth = 0
+    for paren in PARENTHESIS.findall(match[1]):
+        depth += {"(": 1, ")": -1}.get(paren, 0)
+        if depth < 0:  # the group ends before the end of the pattern
+            return None
+    return match[1]
 
 
 def build_bare_or_json_rule(
