@@ -244,7 +244,9 @@ def wait_until_ready(
                 raise
         if process is not None and process.poll() is not None:
             assert log_path is not None
-            raise AfterglowError("the server did not start: " + " ".join(log_path.read_text().splitlines()[-LOG_LINES:]))
+            raise AfterglowError(
+                "the server did not start: " + " ".join(log_path.read_text().splitlines()[-LOG_LINES:])
+            )
         if time.monotonic() > deadline:
             raise AfterglowError(f"the server at {url} was not ready within {LOAD_TIMEOUT_SECONDS:,.0f} s")
         time.sleep(POLL_SECONDS)
