@@ -6,10 +6,10 @@ a client sends is stored; the token counts are from the log of the server. Run b
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +92,14 @@ def executables() -> Path:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Path]:
+def repository(tmp_path: Path) -> Path:
     directory = tmp_path / "repository"
     directory.mkdir()
     (directory / "notes.txt").write_text("The sky is blue.\n")
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "Start"]):
         subprocess.run([*git, *arguments], cwd=directory, check=True)
-    yield directory
+    return directory
 
 
 def list_requests(server: ServerProcess, path: str) -> list[LoggedRequest]:
@@ -124,7 +124,7 @@ def test_an_agent_edits_a_file_and_computes_only_what_is_new(
         server.wait_for_log("finish=stop")
         requests = list_requests(server, case.path)
     assert [request.finish for request in requests] == ["tool_calls", "tool_calls", "stop"]
-    for before, request in zip(requests, requests[1:], strict=False):
+    for before, request in itertools.pairwise(requests):
         new = request.prompt - before.prompt - before.generated
         assert 0 < new < 1000
         assert request.prompt - request.cached <= new + 1, requests

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 import afterglow
 from afterglow.engine.host import remote_calls
-from afterglow.errors import Closed, EngineError, ModelNotFound
+from afterglow.errors import Closed, EngineError, InvalidArgument, ModelNotFound
 from afterglow.server import models as served_models
 from afterglow.server.app import build_application
 from afterglow.server.models import ModelRegistry, ModelSlot
@@ -38,6 +38,20 @@ BODIES: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": [{"role": "user", "content": "hello"}]},
     "/cache/explain": {"prompt": "abc"},
 }
+
+
+def test_an_alias_or_a_pattern_names_a_served_model() -> None:
+    def never() -> Any:
+        raise AssertionError
+
+    registry = ModelRegistry(dict.fromkeys(("small", "big"), never), ["o3=big", "claude-opus-*=big", "claude-*=small"])
+    names = {"o3": "big", "claude-opus-4": "big", "claude-haiku-4": "small", "small": "small"}
+    assert {name: registry.get_slot(name).name for name in names} == names
+    for name in ("o30", "Claude-haiku-4", "gpt-5"):
+        with pytest.raises(ModelNotFound, match="served models: small, big"):
+            registry.get_slot(name)
+    with pytest.raises(InvalidArgument, match=r"'gpt-\*' must be a served model \(small\), not 'huge'"):
+        ModelRegistry({"small": never}, ["gpt-*=huge"])
 
 
 @pytest.mark.native

@@ -81,7 +81,8 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
             **load_options,
         )
 
-    return ModelRegistry({name: functools.partial(open_model, name) for name in models})
+    openers = {name: functools.partial(open_model, name) for name in models}
+    return ModelRegistry(openers, settings.server.aliases)
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:

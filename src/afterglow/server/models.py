@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
-from afterglow.errors import AfterglowError, Closed, ModelNotFound
+from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFound
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import logger
 
@@ -128,18 +129,25 @@ class ModelRegistry(Closeable):
     'not loaded'
     """
 
-    def __init__(self, models: Mapping[str, OpenModel]) -> None:
-        """`models` are functions that load a model, by the name under which it is served."""
+    def __init__(self, models: Mapping[str, OpenModel], aliases: Sequence[str] = ()) -> None:
+        """`models` are functions that load a model, by the name under which it is served. `aliases`: PATTERN=MODEL."""
         self.slots = {name: ModelSlot(name, open_model) for name, open_model in models.items()}
+        self._aliases = [(pattern.strip(), name.strip()) for pattern, _, name in (a.partition("=") for a in aliases)]
+        for pattern, name in self._aliases:
+            if name not in self.slots:
+                reason = f"of {pattern!r} must be a served model ({', '.join(self.slots)}), not {name!r}"
+                raise InvalidArgument("aliases", reason)
 
     def get_slot(self, name: str | None) -> ModelSlot:
-        """Return the slot of a model. `None` selects the only served model."""
+        """Return the slot of a model by its name or an alias. `None` selects the only served model."""
         served = ", ".join(self.slots)
         if name is None:
             if len(self.slots) > 1:
                 message = f"`model` is missing, and several models are served: {served}"
                 raise invalid_request_error("model", message, "missing_required_parameter")
             return next(iter(self.slots.values()))
+        if name not in self.slots:
+            name = next((model for pattern, model in self._aliases if fnmatchcase(name, pattern)), name)
         if name not in self.slots:
             raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]
