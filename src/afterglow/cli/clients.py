@@ -179,7 +179,7 @@ def _build_crush(endpoint: Endpoint) -> Setup:
     )
 
 
-# The context of each: its first prompt in tokens of SmolLM2, and as much again to work with, rounded up.
+# First prompts in tokens of SmolLM2: Claude Code 11,759, Codex 8,820, OpenCode 7,615; and about as much again to work.
 CLIENTS = {
     client.name: client
     for client in (
