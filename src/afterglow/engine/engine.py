@@ -48,6 +48,7 @@ class Engine:
     >>> while engine.is_busy:
     ...     for event in engine.step():
     ...         print(type(event).__name__)
+    PrefillProgress
     Token
     ...
     Finished
@@ -123,7 +124,10 @@ class Engine:
         self.prefix_cache.notice_adapters()
         self._end_cancelled_and_expired()
         self._admit_waiting()
-        if batch := self._schedule():
+        has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
+        if has_plan and not any(running.is_decoding for running in self._running):
+            pass  # the plan is reported before a decode that may take seconds
+        elif batch := self._schedule():
             self._decode(batch)
         elif self._running and not self._events:
             self.media_scheduler.wait()
@@ -200,7 +204,9 @@ class Engine:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
             self._report_progress(job, reused)
-        job.checkpoint_positions = self.prefix_cache.checkpoint_positions(sequence, job.prompt, request.boundaries)
+        job.checkpoint_positions = self.prefix_cache.checkpoint_positions(
+            sequence, job.prompt, request.boundaries, frozenset(prefix.length for prefix in request.retained)
+        )
         self._mark_running(waiting, sequence)
         return True
 

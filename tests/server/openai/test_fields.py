@@ -18,6 +18,10 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from afterglow.chat.messages import Message
+from afterglow.chat.prompt import Breakpoint
+from afterglow.server.openai.response_tools import ResponseToolSet
+from afterglow.server.openai.responses import build_generation_request
 from afterglow.server.openai.schema.chat import ChatRequest
 from afterglow.server.openai.schema.completions import CompletionRequest
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
@@ -640,7 +644,8 @@ def _(server: ServerProcess) -> None:
     (only_one,) = server.respond(tool_choice=allowed, **free)["output"]
     assert only_one["name"] == "other"
     assert server.respond(tool_choice="required")["error"]["param"] == "tool_choice"
-    assert server.respond(tools=[{"type": "web_search"}])["error"]["param"].startswith("tools[0]")
+    assert server.respond(tools=[{"type": "web_search"}])["error"]["param"] == "tools[0]"
+    assert server.respond(tools=[{"type": "unknown"}])["error"]["param"] == "tools[0]"
 
 
 @checks("responses", "text")
@@ -649,7 +654,8 @@ def _(server: ServerProcess) -> None:
     response = server.respond(text={"format": format}, temperature=1, seed=1, max_output_tokens=50)
     assert json.loads(get_output(response)) in (12, 13)
     assert response["text"]["format"]["name"] == "n"
-    assert server.respond(text={"verbosity": "high"})["error"]["param"] == "text.verbosity"
+    response = server.post("/v1/responses", {"model": "tiny", "input": "x", "text": {"verbosity": "high"}})
+    assert response.headers["x-afterglow-ignored"] == "text.verbosity"  # the template does not read it
 
 
 @checks("responses", "reasoning")
@@ -659,7 +665,8 @@ def _(server: ServerProcess) -> None:
     assert [item["type"] for item in without["output"]] == ["message"]
     assert [item["type"] for item in with_reasoning["output"]] == ["reasoning"]
     assert with_reasoning["usage"]["output_tokens_details"]["reasoning_tokens"] == 8
-    assert server.respond(reasoning={"summary": "auto"})["error"]["param"] == "reasoning.summary"
+    (item,) = server.respond(model="reasoning", reasoning={"effort": "high", "summary": "auto"})["output"]
+    assert [part["text"] for part in item["summary"]] == [part["text"] for part in item["content"]] == [CYCLE[:8]]
 
 
 @checks("responses", "top_logprobs", "include")
@@ -670,7 +677,9 @@ def _(server: ServerProcess) -> None:
     plain = server.respond(include=["message.output_text.logprobs"])["output"][0]["content"][0]["logprobs"]
     assert len(plain) == 8
     assert server.respond()["output"][0]["content"][0]["logprobs"] == []
-    assert server.respond(include=["reasoning.encrypted_content"])["error"]["param"] == "include[0]"
+    (item,) = server.respond(model="reasoning", include=["reasoning.encrypted_content"])["output"]
+    assert CYCLE[:8] not in item["encrypted_content"]
+    assert server.respond(include=["something"])["error"]["param"] == "include[0]"
 
 
 @checks("responses", "truncation", "overflow")
@@ -688,23 +697,46 @@ def _(server: ServerProcess) -> None:
 
 
 register_labels("responses", "user", "safety_identifier", "prompt_cache_key")
-register_restricted(
-    "responses",
-    service_tier=("default", "priority"),
-    prompt_cache_options=({"mode": "implicit"}, {"ttl": "30m"}),
-    prompt_cache_retention=("in_memory", "24h"),
-    background=(False, True),
-)
+register_restricted("responses", prompt_cache_options=({"mode": "implicit"}, {"ttl": "30m"}), background=(False, True))
 register_unsupported(
     "responses",
     access_programs={},
     context_management=[{"type": "compaction"}],
     conversation="conv_1",
     image={},
-    max_tool_calls=3,
     moderation={"model": "m"},
     prompt={"id": "p"},
 )
+
+
+@checks("responses", "prompt_cache_retention")
+def _(server: ServerProcess) -> None:
+    tools = ResponseToolSet(())
+    for retention, expected in (
+        (None, []),
+        ("in_memory", []),
+        ("24h", [Breakpoint(message=1, retention_seconds=86400)]),
+    ):
+        body = ResponseRequest(input="hello", instructions="be brief", prompt_cache_retention=retention)  # type: ignore[arg-type]
+        request = build_generation_request(body, [Message(role="user", content="hello")], tools, {}, "")
+        assert request.breakpoints == expected
+        response = server.post(
+            "/v1/responses",
+            {"model": "tiny", "input": "hello", "max_output_tokens": 1} | {"prompt_cache_retention": retention},
+        )
+        assert response.status_code == 200
+        assert "x-afterglow-ignored" not in response.headers
+
+
+@checks("responses", "client_metadata", "service_tier", "max_tool_calls")
+def _(server: ServerProcess) -> None:
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 3, "temperature": 0}
+    hints = {"client_metadata": {"a": 1}, "service_tier": "flex", "max_tool_calls": 3}
+    response = server.post("/v1/responses", {**body, **hints})
+    assert set(response.headers["x-afterglow-ignored"].split(", ")) == set(hints)
+    plain = server.post("/v1/responses", {**body, "service_tier": "auto"})
+    assert "x-afterglow-ignored" not in plain.headers
+    assert get_output(response.json()) == get_output(plain.json())
 
 
 @pytest.mark.native

@@ -31,6 +31,7 @@ class EventStream:
 
     >>> for event in engine_thread.submit(request):
     ...     print(type(event).__name__)
+    PrefillProgress
     Token
     Finished
     """

@@ -293,8 +293,17 @@ class PrefixCache:
         """Free the RAM of a swapped-out sequence."""
         self.store.ram.budget.remove("swapped", saved.nbytes)
 
-    def checkpoint_positions(self, sequence: Sequence, entries: Entries, boundaries: frozenset[int]) -> list[int]:
-        """Return the positions at which the rest of the prefill of a prompt must pause for checkpoints."""
+    def checkpoint_positions(
+        self,
+        sequence: Sequence,
+        entries: Entries,
+        boundaries: frozenset[int],
+        required: frozenset[int] = frozenset(),
+    ) -> list[int]:
+        """Return the positions at which the rest of the prefill of a prompt must pause for checkpoints.
+
+        `required` are boundaries that the client declared: they are not replaced by a position close to them.
+        """
         start, namespace = len(sequence), sequence.namespace
         if not self._backend.capabilities.has_partial_state:
             return []
@@ -308,12 +317,14 @@ class PrefixCache:
         near = [
             position
             for position in positions
-            if position <= start + MAX_SKIPPED_STOP_ENTRIES and (entries[start:position] >= 0).all()
+            if position <= start + MAX_SKIPPED_STOP_ENTRIES
+            and position not in required
+            and (entries[start:position] >= 0).all()
         ]
         if start and near and not self.grid:
             # Take one checkpoint at the current end instead: a pause right after it costs another decode.
             self.take_checkpoint(sequence)
-            positions = positions[len(near) :]
+            positions = [position for position in positions if position not in near]
         return positions
 
     def take_checkpoint(self, sequence: Sequence) -> None:

@@ -16,6 +16,7 @@ from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.checks import check_float, check_integer
 from afterglow.llama.sampling import Sampling
 
+LONG_PREFILL_ENTRIES = 256
 FinishReason: TypeAlias = Literal["stop", "length", "deadline"]
 
 
@@ -120,6 +121,11 @@ class PrefillProgress:
     prompt_entries: int
     prompt_tokens: int = 0  # as in `Usage`
     cached_tokens: int = 0  # as in `Usage`
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the rest of the prefill may take seconds."""
+        return self.prompt_entries - self.computed_entries > LONG_PREFILL_ENTRIES
 
 
 class Token(NamedTuple):

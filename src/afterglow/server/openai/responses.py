@@ -12,6 +12,7 @@ from afterglow.api.options import PromptOptions
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.output.response import Delta
+from afterglow.chat.prompt import Breakpoint
 from afterglow.chat.template.capabilities import reads_variable
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
@@ -38,6 +39,7 @@ from afterglow.server.schema.base import StrictRoute
 from afterglow.server.sse import format_event
 from afterglow.server.state import ServerState
 
+RETENTION_SECONDS = {"24h": 24 * 3600.0}
 DEFAULT_LISTED_ITEMS, MAX_LISTED_ITEMS = 20, 100
 
 
@@ -180,8 +182,15 @@ def build_generation_request(
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if include_logprobs else None,
         overflow=body.overflow or ("shift" if body.truncation == "auto" else "refuse"),
+        breakpoints=build_breakpoints(body, len(system) + len(messages)),
         salt=salt,
     )
+
+
+def build_breakpoints(body: ResponseRequest, message_count: int) -> list[Breakpoint]:
+    """Return the position to pin: `prompt_cache_retention` keeps the prompt for a time after its last use."""
+    seconds = RETENTION_SECONDS.get(body.prompt_cache_retention or "")
+    return [] if seconds is None else [Breakpoint(message=message_count - 1, retention_seconds=seconds)]
 
 
 def build_prompt_options(body: ResponseRequest, tools: ResponseToolSet) -> PromptOptions:

@@ -315,8 +315,8 @@ class ResponseRequest(SamplingFields):
         "there is a single service tier", "auto", "default"
     )
     prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = hint(
-        "entries are evicted only when space is needed", "in_memory"
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = pydantic.Field(
+        None, description="24h: the prompt is pinned in the prefix cache for 24 hours after its last use."
     )
     background: bool | None = supports_only(False, reason="responses are generated while the client waits")
     access_programs: Any = unsupported("there are no access programs")
