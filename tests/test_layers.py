@@ -74,10 +74,10 @@ ORDERS = {
         metrics schema sse limits admission
         models
         state auth
-        media
+        media explain
         generation
         openai.schema anthropic.errors anthropic.schema
-        anthropic.conversion anthropic.formatting
+        anthropic.conversion anthropic.formatting anthropic.diagnostics
         anthropic
         openai
         schema.admin

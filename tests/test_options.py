@@ -94,6 +94,7 @@ ENGINE_REQUEST = {
     "entries": "test_entries_must_be_valid_tokens_or_media",
     "media": "test_c18_media_that_does_not_match_the_entries_is_rejected",
     "boundaries": "test_c4_message_boundaries_are_always_checkpoint_positions",
+    "retained": "test_a_pin_with_expiry_protects_its_prefix_until_it_expires",
     "system_length": "test_system_prompts_stay_cached_if_pin_system_prompts_is_set",
     "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_concurrently",
     "max_tokens": "test_max_tokens_and_stops_apply_inside_a_grammar",

@@ -7,7 +7,12 @@ import json
 import pytest
 
 import afterglow
+from afterglow.chat.chat import move_breakpoint
+from afterglow.chat.content import Attachment
+from afterglow.chat.messages import Message
+from afterglow.chat.multimodal import MediaPlaceholders
 from afterglow.chat.output.parts import ParsedOutput, join_parts
+from afterglow.chat.prompt import Breakpoint
 from afterglow.engine.sampling.grammar import GrammarCompiler
 from afterglow.errors import InvalidGrammar
 from afterglow.testing import models
@@ -189,3 +194,68 @@ def test_the_recipient_of_functionary_is_not_part_of_the_text_without_tools():
         assert parse(model.plan_chat("Where?"), "all\nIn Bern.").text == "In Bern."
         response = model.chat("Where?", response_format=RESPONSE_FORMAT, max_tokens=100)
     assert response.parsed == json.loads(response.text)
+
+
+# A tool is rendered before the system prompt, as by Llama; a system prompt before the tools is the other common order.
+TOOL_TEMPLATES = {
+    "tools first": (
+        "{% if tools %}<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <tool_call> #}"
+    ),
+    "system first": (
+        "<|im_start|>system\n{{ messages[0].content }}"
+        "{% if tools %}<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>{% endif %}<|im_end|>\n"
+        "{% for m in messages[1:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <tool_call> #}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TOOL_TEMPLATES)
+def test_a_breakpoint_is_where_a_prompt_diverges_if_what_follows_changes(template):
+    other_tool = {"type": "function", "function": {"name": "maps", "parameters": SCHEMA}}
+    messages = [("system", "Be brief."), ("user", "one two"), ("assistant", "three"), ("user", "four")]
+    breakpoints = [
+        Breakpoint(tools=1),
+        Breakpoint(tools=2),
+        Breakpoint(message=0),
+        Breakpoint(message=1, offset=3, retention_seconds=300.0),
+        Breakpoint(message=3),
+    ]
+    with load(TOOL_TEMPLATES[template]) as model:
+        prompt = model.plan_chat(messages, tools=[WEATHER, other_tool], breakpoints=breakpoints).prompt
+        texts = [
+            model.detokenize(prompt.entries[: breakpoint.length], special=True) for breakpoint in prompt.breakpoints
+        ]
+        request = model.build_request(prompt)
+    assert texts[0].endswith('"required": ["city"], "additionalProperties": false}}}')
+    assert "maps" not in texts[0]
+    assert texts[1].count("additionalProperties") == 2
+    assert texts[1].endswith("}}}")
+    assert texts[2].endswith("<|im_start|>user\n")
+    assert texts[3].endswith("<|im_start|>user\none")
+    assert texts[4].endswith("four<|im_end|>\n")
+    assert request.boundaries == {breakpoint.length for breakpoint in prompt.breakpoints}
+    assert request.retained == ((prompt.breakpoints[3].length, 300.0),)
+
+
+def test_breakpoints_are_found_around_media():
+    messages = [Message(role="user", content="abcd", attachments=(picture(2), picture(2), picture(4)))]
+    placeholders = MediaPlaceholders("\ue000", ((), (), ()))
+    moved = [
+        move_breakpoint(Breakpoint(message=0, offset=offset, attachments=count), messages, placeholders).offset
+        for offset, count in ((2, 0), (2, 1), (2, 2), (4, 2), (4, 3))
+    ]
+    content = "ab\ue0000\ue000\ue0001\ue000cd\ue0002\ue000"
+    assert [content[:offset] for offset in moved] == [
+        "ab",
+        "ab\ue0000\ue000",
+        "ab\ue0000\ue000\ue0001\ue000",
+        "ab\ue0000\ue000\ue0001\ue000cd",
+        content,
+    ]
+
+
+def picture(offset: int) -> Attachment:
+    return Attachment(kind="image", source="cat.png", offset=offset)

@@ -13,6 +13,8 @@ from support.server_process import ServerProcess
 pytestmark = pytest.mark.native
 
 ROUTES = {
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",

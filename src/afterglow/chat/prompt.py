@@ -350,5 +350,8 @@ def find_common_prefix(left: str, right: str) -> str:
 
 
 def count_common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two token sequences."""
+    if left == right[: len(left)]:  # the usual case, without a loop over the tokens
+        return len(left)
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (first, second) in pairs if first != second), min(len(left), len(right)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -12,13 +11,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from afterglow.api.model import Model, PromptInput
-from afterglow.chat.miss_reasons import explain_miss
-from afterglow.chat.multimodal import get_media_label
 from afterglow.chat.prompt import ChatPrompt, ReplayReport
 from afterglow.engine.host.remote_calls import CachedSequence
-from afterglow.engine.types.entries import Entry, Media
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.explain import explain_prompt_miss, format_entries
 from afterglow.server.media import load_media
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot
@@ -228,15 +225,6 @@ def unpin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:
     return PinResponse(model=model.name, tokens=tokens, pinned=False)
 
 
-def format_entries(model: Model, entries: Sequence[Entry]) -> str:
-    """Format entries as text, with a label for each media entry. Entries of an engine encode media as negatives."""
-    text, label = "", get_media_label(model.engine_info.media)
-    for is_media, group in itertools.groupby(entries, key=lambda entry: isinstance(entry, Media) or entry < 0):
-        run = list(group)
-        text += label * len(run) if is_media else model.detokenize(run, special=True)  # type: ignore[arg-type]
-    return text
-
-
 async def collect_cache_contents(state: ServerState, model: Model, salt: str) -> dict[str, Any]:
     """Collect the cache contents of one engine, with text previews of the sequences of this tenant."""
     contents = await state.run_engine_call(lambda: model.get_cache_contents(salt))
@@ -264,15 +252,9 @@ def _format_sequence(model: Model, sequence: CachedSequence) -> dict[str, Any]:
 
 def explain_prompt(model: Model, prompt: PromptInput, salt: str) -> dict[str, Any]:
     """Compare a prompt with the nearest cached prefix: token counts, the texts at the difference, and the reason."""
-    entries = list(model.build_request(prompt).entries)
-    miss = model.explain_miss(prompt, salt=salt)
+    explained = explain_prompt_miss(model, prompt, salt)
+    entries, miss, report = explained.entries, explained.miss, explained.report
     explanation, position, cached_entries = miss.explanation, miss.common_length, miss.cached_entries
-    report = explain_miss(
-        explanation,
-        shared_text=format_entries(model, entries[:position]),
-        prompt_text=format_entries(model, entries[position:]),
-        cached_text=format_entries(model, cached_entries),
-    )
     return {
         "prompt_tokens": explanation.prompt_entries,
         "reused_tokens": explanation.reused_entries,

@@ -144,3 +144,21 @@ def test_the_three_kinds_of_prompt_tokens_add_up_on_random_turns(server: ServerP
             kinds |= {name for name, value in usage.items() if value}
             messages.append({"role": "assistant", "content": [text("abcd")]})
     assert {"input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"} <= kinds
+
+
+def test_diagnostics_say_which_part_of_the_prompt_changed(server: ServerProcess) -> None:
+    def diagnose(**changes: Any) -> Any:
+        body = {"model": "tiny", "max_tokens": 2, "diagnostics": {"previous_message_id": "msg_1"}, **base, **changes}
+        response = server.post("/v1/messages", body).json()
+        assert "diagnostics" in response, response
+        return response["diagnostics"] and response["diagnostics"]["cache_miss_reason"]
+
+    base: Body = {"system": "diagnosed " + FILLER, "messages": [{"role": "user", "content": "first " + FILLER}]}
+    send(server, {"model": "tiny", **base})
+    answer = {"role": "assistant", "content": "abcd"}
+    assert diagnose(messages=[*base["messages"], answer, {"role": "user", "content": "and?"}]) is None
+    changed = diagnose(messages=[{"role": "user", "content": "other words"}])
+    assert changed["type"] == "messages_changed"
+    assert changed["cache_missed_input_tokens"] > 100
+    assert diagnose(system="diagnosed otherwise " + FILLER)["type"] == "system_changed"
+    assert diagnose(diagnostics=None) is None

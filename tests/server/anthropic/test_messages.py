@@ -19,6 +19,7 @@ from support.server_process import CYCLE, ServerProcess, run_server
 pytestmark = pytest.mark.native
 
 GREEDY = {"temperature": 0}
+EPHEMERAL: Any = {"type": "ephemeral"}
 PICK: Any = {
     "name": "pick",
     "description": "Pick a letter.",
@@ -175,6 +176,31 @@ def test_output_format_constrains_the_text(client: anthropic.Anthropic) -> None:
     output_config: Any = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
     message = create(client, max_tokens=100, output_config=output_config)
     assert json.loads(message.content[0].model_dump()["text"]) == {"a": 1}
+
+
+def test_a_request_as_coding_agents_send_it_is_accepted(client: anthropic.Anthropic) -> None:
+    system: Any = [
+        {"type": "text", "text": "You are an agent."},
+        {"type": "text", "text": "Be careful.", "cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}},
+    ]
+    response = client.beta.messages.with_raw_response.create(
+        model="hybrid",
+        max_tokens=32_000,
+        system=system,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": EPHEMERAL}]}],
+        tools=[PICK],
+        thinking={"type": "adaptive"},
+        output_config={"effort": "high"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        metadata={"user_id": "somebody"},
+        betas=["interleaved-thinking-2025-05-14"],
+        stop_sequences=["e"],
+        extra_body=GREEDY,
+    )
+    message = response.parse()
+    assert (message.content[0].model_dump()["text"], message.stop_reason) == ("abcd", "stop_sequence")
+    ignored = "context_management, cache_control.scope, metadata, thinking, output_config.effort"
+    assert sorted(response.headers["x-afterglow-ignored"].split(", ")) == sorted(ignored.split(", "))
 
 
 # --- tools

@@ -23,6 +23,7 @@ class PrefixMiss:
     explanation: Explanation
     common_length: int  # entries that the prompt shares with the nearest cached prefix
     cached_entries: tuple[int, ...]  # cached entries after those; empty if the prompt only continues the prefix
+    cached_length: int = 0  # entries of the nearest cached prefix
 
 
 def explain_miss(engine: Engine, request: Request) -> PrefixMiss:
@@ -35,7 +36,10 @@ def explain_miss(engine: Engine, request: Request) -> PrefixMiss:
             nearest, common_length = cached, shared
     following = engine.interner.to_portable_entries(nearest[common_length : common_length + MAX_SHOWN_ENTRIES])
     return PrefixMiss(
-        explanation=engine.explain(request), common_length=common_length, cached_entries=tuple(map(int, following))
+        explanation=engine.explain(request),
+        common_length=common_length,
+        cached_entries=tuple(map(int, following)),
+        cached_length=len(nearest),
     )
 
 

@@ -139,7 +139,15 @@ def build_stop(response: ChatResponse, max_tokens: int) -> dict[str, Any]:
 class MessageFormatter:
     """Formats a generation as a message, whole or as events."""
 
-    def __init__(self, generation: Generation, *, max_tokens: int, salt: str, omit_thinking: bool) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        max_tokens: int,
+        salt: str,
+        omit_thinking: bool = False,
+        diagnostics: dict[str, Any] | None = None,
+    ) -> None:
         self._generation = generation
         self._max_tokens = max_tokens
         self._builder = BlockBuilder(salt, omit_thinking=omit_thinking)
@@ -151,6 +159,7 @@ class MessageFormatter:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "diagnostics": diagnostics,
         }
 
     async def build_response(self) -> dict[str, Any]:
