@@ -72,7 +72,7 @@ def _build_claude(endpoint: Endpoint) -> Setup:
             "CLAUDE_CODE_SUBAGENT_MODEL": endpoint.model,
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_output_tokens),
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context_tokens),
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a line of the system prompt that changes with every request
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # the first line of the system prompt, which may change
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "API_TIMEOUT_MS": str(TIMEOUT_MILLISECONDS),
         }
