@@ -1,5 +1,5 @@
 # `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
-.PHONY: help chat test test-full unit check docs setup bench bench-quick bench-pages lock clean
+.PHONY: help chat test test-full test-clients unit check docs setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -20,7 +20,10 @@ test: .venv/development check   ## everything CI runs, in two processes
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/development check   ## the same with the long variants
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "full or not full" --timeout 3600
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not clients" --timeout 3600
+
+test-clients: .venv/development   ## Claude Code, Codex and OpenCode on a real server; needs npm, fetches 250 MB once
+	@$(BIN)/python -m pytest -m clients tests/clients
 
 unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full)"

@@ -36,7 +36,7 @@ NOT_RUN = {
     "listens on all addresses": 1,
     "make targets": 1,
     "needs Docker": 1,
-    "needs OpenCode": 1,
+    "needs a coding agent": 4,
     "needs Windows": 1,
     "needs macOS": 1,
     "needs systemd": 3,

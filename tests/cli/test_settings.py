@@ -235,6 +235,7 @@ def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("c\n\nd\n")
     repeated = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
     repeated += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys"), "--allow-host", "n"]
+    repeated += ["--alias", "gpt-*=big", "--alias", "o3=other"]
     flags = (
         LOAD_FLAGS
         | CHAT_FLAGS
@@ -253,6 +254,17 @@ def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     assert settings.server.api_keys == tuple(map(hash_api_key, "abcd"))
     server = settings.server
     assert (server.allow_hosts, server.allow_origins, server.media_hosts) == (("n",), ("o",), ("h",))
+    assert server.aliases == ("gpt-*=big", "o3=other")
+
+
+def test_aliases_are_a_table_of_the_file_or_a_list(file, monkeypatch):
+    file.write_text("[server.aliases]\n'claude-*' = 'small'\no3 = 'big'\n")
+    assert load_settings().server.aliases == ("claude-*=small", "o3=big")
+    monkeypatch.setenv("AFTERGLOW_SERVER_ALIASES", "gpt-*=small,o3=big")
+    assert load_settings().server.aliases == ("gpt-*=small", "o3=big")
+    monkeypatch.setenv("AFTERGLOW_SERVER_ALIASES", "gpt-*")
+    with pytest.raises(InvalidArgument, match=r"AFTERGLOW_SERVER_ALIASES.*PATTERN=MODEL, not 'gpt-\*'"):
+        load_settings()
 
 
 def test_absent_flags_do_not_override_the_file(file, monkeypatch):

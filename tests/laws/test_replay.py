@@ -20,6 +20,7 @@ from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.parts import OutputPart, join_parts
 from afterglow.chat.prompt import ReplayMiss
 from afterglow.chat.replay import Replayer, ReplayStore
+from afterglow.chat.tools.tool import Tool
 from afterglow.engine.types.request import Finished, Usage
 from afterglow.errors import InvalidTemplate
 from support import fetched
@@ -96,7 +97,7 @@ class Conversation:
         self.chat = Chat(self.vocabulary, template, replay_store=store, boundaries=False)  # type: ignore[arg-type]
 
     def plan(self, messages: Sequence[Message], **options: Any) -> ChatPlan:
-        return self.chat.plan(messages, ChatOptions(tools=TOOLS, **options))
+        return self.chat.plan(messages, ChatOptions(**{"tools": TOOLS, **options}))
 
     def generate(
         self, messages: Sequence[Message], output: str, *, finish: str = "stop", ends: bool = True, **options: Any
@@ -274,6 +275,22 @@ def test_calls_are_matched_by_their_meaning_if_the_client_changes_their_ids(ids:
         message = replace(answer.message, tool_calls=calls)
         plan = conversation.plan([QUESTION, message, *continue_after(replace(answer, message=message))])
         assert plan.prompt.replay.replayed_tokens == len(answer.tokens)
+
+
+@pytest.mark.parametrize(("added", "replayed"), [(False, True), (True, False), (0, False)])
+def test_an_argument_that_the_client_adds_is_no_change_if_it_is_the_default(added: object, replayed: bool) -> None:
+    properties = {"file": {"type": "string"}, "all": {"type": "boolean", "default": False}}
+    tool = Tool(name="edit", parameters={"type": "object", "properties": properties, "required": ["file"]})
+    with open_conversation(CHATML) as conversation:
+        answer = conversation.generate(
+            [QUESTION], '<tool_call>{"name": "edit", "arguments": {"file":"a"}}</tool_call>', tools=[tool]
+        )
+        calls = [replace(call, arguments=json.dumps({"file": "a", "all": added})) for call in answer.message.tool_calls]
+        history = [QUESTION, replace(answer.message, tool_calls=tuple(calls)), *continue_after(answer)]
+        plan = conversation.plan(history, tools=[tool])
+        assert plan.prompt.replay.replayed_tokens == (len(answer.tokens) if replayed else 0)
+        if not replayed:
+            assert plan.prompt.tokens == conversation.plan(history, tools=[tool], replay=False).prompt.tokens
 
 
 def test_call_ids_tell_answers_with_the_same_meaning_apart() -> None:

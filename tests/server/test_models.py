@@ -24,7 +24,7 @@ import afterglow
 from afterglow.engine.host import remote_calls
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import Closed, EngineError, ModelNotFound, OutOfMemory
+from afterglow.errors import Closed, EngineError, InvalidArgument, ModelNotFound, OutOfMemory
 from afterglow.server import models as served_models
 from afterglow.server.app import build_application
 from afterglow.server.errors import APIError
@@ -45,6 +45,21 @@ BODIES: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": [{"role": "user", "content": "hello"}]},
     "/cache/explain": {"prompt": "abc"},
 }
+
+
+def test_an_alias_or_a_pattern_names_a_served_model() -> None:
+    def never() -> Any:
+        raise AssertionError
+
+    aliases = ["o3=big", "claude-opus-*=big", "claude-*=small"]
+    registry = ModelRegistry(dict.fromkeys(("small", "big"), ServedModel(never)), aliases=aliases)
+    names = {"o3": "big", "claude-opus-4": "big", "claude-haiku-4": "small", "small": "small"}
+    assert {name: registry.get_slot(name).name for name in names} == names
+    for name in ("o30", "Claude-haiku-4", "gpt-5"):
+        with pytest.raises(ModelNotFound, match="served models: small, big"):
+            registry.get_slot(name)
+    with pytest.raises(InvalidArgument, match=r"'gpt-\*' must be a served model \(small\), not 'huge'"):
+        ModelRegistry({"small": ServedModel(never)}, aliases=["gpt-*=huge"])
 
 
 @pytest.mark.native

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ class PageRunner:
     def _run_shell(self, block: Block, directory: Path) -> None:
         if block.code.startswith(SERVE):
             self._stop_server()
-            command = block.code.removeprefix(SERVE).split("#")[0].split()
+            command = shlex.split(block.code.removeprefix(SERVE), comments=True)
             assert "\n" not in block.code.strip(), f"{block}: a server is a block of its own"
             environment = {**self.environment, "AFTERGLOW_CONTEXT": "2048"}
             self._server = ServerProcess(*command, **environment)

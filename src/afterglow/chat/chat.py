@@ -262,7 +262,8 @@ class Chat(Closeable):
             adapted = adapt_messages([message], self._template.get_capabilities())
             return None if len(adapted) > 1 or adapted[0].tool_calls else adapted[0].content.strip()
 
-        return Replayer(self._replay_store, options.salt, messages, parse, write_as_text).plan(rendered)
+        defaults = {tool.name: tool.defaults for tool in tools}
+        return Replayer(self._replay_store, options.salt, messages, parse, write_as_text, defaults).plan(rendered)
 
     def forget_answers(self) -> None:
         """Remove all generated messages, on disk too."""

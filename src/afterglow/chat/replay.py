@@ -22,8 +22,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.multimodal import MediaPlaceholders
@@ -43,6 +44,9 @@ MAX_CACHED_CHECKS = 8192  # of rendered messages
 CONTEXT_CHARACTERS = 256  # before a message, for its parser
 RECORD_BYTES = 400  # of a generated message in RAM, beside its tokens; measured with tracemalloc
 DIGEST_BYTES = 16
+
+CallDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]  # of the arguments of tools, by the name of the tool
+NO_DEFAULTS: CallDefaults = MappingProxyType({})
 
 
 def digest(*values: bytes) -> bytes:
@@ -81,10 +85,32 @@ def compute_meaning(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Mea
 def describe_call(call: ToolCall) -> str:
     """Return name and arguments of a call as canonical JSON; arguments that are no JSON as they are."""
     try:
-        arguments = _normalize_numbers(json.loads(call.arguments or "{}"))
+        arguments = json.loads(call.arguments or "{}")
     except ValueError:
         arguments = [call.arguments]
-    return json.dumps([call.name, arguments], sort_keys=True)
+    return _write_canonical([call.name, arguments])
+
+
+def drop_defaults(call: ToolCall, defaults: CallDefaults) -> ToolCall:
+    """Return a call without the arguments that have the default of their schema. Clients such as Claude Code add them.
+
+    >>> call = ToolCall(id="", name="edit", arguments='{"file": "a", "all": false}')
+    >>> drop_defaults(call, {"edit": {"all": False}}).arguments
+    '{"file": "a"}'
+    """
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    known = {name: _write_canonical(value) for name, value in defaults.get(call.name, {}).items()}
+    kept = {name: value for name, value in arguments.items() if known.get(name) != _write_canonical(value)}
+    return replace(call, arguments=json.dumps(kept))
+
+
+def _write_canonical(value: Any) -> str:
+    return json.dumps(_normalize_numbers(value), sort_keys=True)
 
 
 def _normalize_numbers(value: Any) -> Any:
@@ -96,8 +122,9 @@ def _normalize_numbers(value: Any) -> Any:
     return [_normalize_numbers(item) for item in value] if isinstance(value, list) else value
 
 
-def compute_outline(parts: Sequence[OutputPart]) -> bytes:
-    """Compute the digest of the parts in their order. White space around texts does not count: templates strip it."""
+def compute_outline(parts: Sequence[OutputPart], defaults: CallDefaults = NO_DEFAULTS) -> bytes:
+    """Compute the digest of the parts in their order, without arguments that have a default. White space around texts
+    does not count: templates strip it."""
     pieces: list[tuple[str, str]] = []
     calls = {part.index: None for part in parts if isinstance(part, ToolCallDelta)}
     complete = dict(zip(calls, join_parts(parts).tool_calls, strict=True))
@@ -105,7 +132,7 @@ def compute_outline(parts: Sequence[OutputPart]) -> bytes:
         match part:
             case ToolCallDelta(index):
                 if (call := complete.pop(index, None)) is not None:
-                    pieces.append(("call", describe_call(call)))
+                    pieces.append(("call", describe_call(drop_defaults(call, defaults))))
             case TextDelta(text) | ReasoningDelta(text):
                 kind = "text" if isinstance(part, TextDelta) else "reasoning"
                 if pieces and pieces[-1][0] == kind:
@@ -307,6 +334,7 @@ class Replayer:
     messages: Sequence[Message]  # as the client sent them
     parse: Callable[[str, str], Sequence[OutputPart]]
     write_as_text: Callable[[Message], str | None] = lambda message: None
+    defaults: CallDefaults = field(default_factory=lambda: NO_DEFAULTS)
 
     def plan(self, rendered: RenderedConversation) -> ReplayPlan:
         """Find the replayed spans of a rendered conversation."""
@@ -373,7 +401,8 @@ class Replayer:
         meaning = compute_meaning(message.content, message.reasoning or "", message.tool_calls)
         if meaning.text != generated.meaning.text:
             return "message edited"
-        if meaning.calls != generated.meaning.calls:
+        without_defaults = [drop_defaults(call, self.defaults) for call in message.tool_calls]
+        if generated.meaning.calls not in (meaning.calls, compute_meaning("", "", without_defaults).calls):
             return "arguments changed"
         return None if meaning.reasoning == generated.meaning.reasoning else "reasoning changed"
 
@@ -405,7 +434,8 @@ class Replayer:
         """Return whether a rendered message has the generated parts in their order."""
         if not all(id in rendered for id in generated.written_ids):
             return False
-        if compute_outline(self.parse(before, rendered)) == generated.outline:
+        parts = self.parse(before, rendered)
+        if generated.outline in (compute_outline(parts), compute_outline(parts, self.defaults)):
             return True
         message = self.messages[generated.place.index]
         return rendered.strip() == self.write_as_text(message) and generated.outline == compute_outline(

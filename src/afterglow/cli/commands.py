@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "afterglow.cli.chat:chat",
     "run": "afterglow.cli.run:run",
     "serve": "afterglow.cli.serve:serve",
+    "launch": "afterglow.cli.launch:launch",
     "ps": "afterglow.cli.ps:ps",
     "models": "afterglow.cli.models:app",
     "pull": "afterglow.cli.models:pull_model",
@@ -51,7 +52,9 @@ def load_command(name: str) -> Any:
     target = getattr(importlib.import_module(module), attribute)
     if not isinstance(target, typer.Typer):
         application = typer.Typer(add_completion=False)
-        application.command(name)(target)
+        # Everything after the client of `launch` belongs to the client, options included.
+        settings = {"allow_interspersed_args": False, "ignore_unknown_options": False} if name == "launch" else None
+        application.command(name, context_settings=settings)(target)
         target = application
     return typer.main.get_command(target)
 

@@ -8,6 +8,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -35,9 +36,7 @@ def ps(
 ) -> None:
     """List the models of the running server: load state, context length, requests and restarts."""
     settings = load_command_settings(command).server
-    host = ANY_ADDRESS.get(settings.host, settings.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    rows = collect_models(url, api_key or find_api_key())
+    rows = collect_models(build_url(settings.host, settings.port), api_key or find_api_key())
     if as_json:
         typer.echo(json.dumps(rows))
     elif not sys.stdout.isatty():
@@ -48,6 +47,16 @@ def ps(
         for row in rows:
             table.add_row(*(str(row[column]) for column in COLUMNS))
         Console().print(table, markup=False)
+
+
+def build_url(host: str, port: int) -> str:
+    """Return the URL at which this machine reaches a server that listens on an address.
+
+    >>> build_url("0.0.0.0", 8080), build_url("::1", 8080)
+    ('http://127.0.0.1:8080', 'http://[::1]:8080')
+    """
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def collect_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
@@ -78,12 +87,22 @@ def find_api_key() -> str | None:
     return next((key for key in keys if key and not key.startswith(KEY_DIGEST_PREFIX)), None)
 
 
-def request_json(url: str, path: str, api_key: str | None) -> dict[str, Any]:
-    """Return the JSON body of a response. The status 503 of a server that is starting has one as well."""
+def request_json(
+    url: str,
+    path: str,
+    api_key: str | None,
+    content: Mapping[str, Any] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> dict[str, Any]:
+    """Return the JSON body of a response; with `content`, to a POST request. The status 503 of a server that is
+    starting has one as well."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    data = None if content is None else json.dumps(content).encode()
+    if data is not None:
+        headers["Content-Type"] = "application/json"
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is no web site
-        with opener.open(urllib.request.Request(url + path, headers=headers), timeout=TIMEOUT_SECONDS) as response:
+        with opener.open(urllib.request.Request(url + path, data, headers), timeout=timeout_seconds) as response:
             body: dict[str, Any] = json.loads(response.read())
     except urllib.error.HTTPError as error:
         if error.code == 401:

@@ -109,6 +109,7 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
             for name, model in models.items()
         },
         limits,
+        aliases=settings.server.aliases,
         build_installed=build_installed if settings.server.ollama else None,
     )
 

@@ -238,8 +238,9 @@ def _convert_error(error: pydantic.ValidationError, flags: Mapping[str, Any]) ->
 def get_flag(name: str) -> str:
     """Return the flag of a setting. The flag of a list of texts is singular, because it can be repeated.
 
-    >>> get_flag("max_queue"), get_flag("api_keys")
-    ('--max-queue', '--api-key')
+    >>> get_flag("max_queue"), get_flag("api_keys"), get_flag("aliases")
+    ('--max-queue', '--api-key', '--alias')
     """
     is_list = name in SERVER_FIELDS and isinstance(SERVER_FIELDS[name].default, tuple)
-    return f"--{name.removesuffix('s') if is_list else name}".replace("_", "-")
+    singular = name.removesuffix("es" if name.endswith("ses") else "s")
+    return f"--{singular if is_list else name}".replace("_", "-")

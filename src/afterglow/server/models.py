@@ -11,16 +11,17 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
-from afterglow.errors import AfterglowError, Closed, ModelNotFound, OutOfMemory
+from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFound, OutOfMemory
 from afterglow.registry import LocalModel
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.logs import logger
@@ -380,10 +381,12 @@ class ModelRegistry(Closeable):
         models: Mapping[str, ServedModel],
         limits: ByteMap | None = None,
         *,
+        aliases: Sequence[str] = (),
         build_installed: Callable[[LocalModel], ServedModel] | None = None,
     ) -> None:
         """`models` by the name under which they are served. `limits` are the bytes of all models, by device.
 
+        `aliases` are other names, as PATTERN=MODEL.
         With `build_installed`, models on this machine are served as soon as a client names one.
 
         Raises `OutOfMemory` if a model does not fit beside the pinned ones, or the pinned ones together.
@@ -398,15 +401,22 @@ class ModelRegistry(Closeable):
         for name, served in models.items():
             pinned = [_describe(slot) for slot in self.slots.values() if slot.pinned and slot.name != name]
             check_fits(name, served.nbytes, pinned, self.limits)
+        self._aliases = [(pattern.strip(), name.strip()) for pattern, _, name in (a.partition("=") for a in aliases)]
+        for pattern, name in self._aliases:
+            if name not in self.slots:
+                reason = f"of {pattern!r} must be a served model ({', '.join(self.slots)}), not {name!r}"
+                raise InvalidArgument("aliases", reason)
 
     def get_slot(self, name: str | None) -> ModelSlot:
-        """Return the slot of a model. `None` selects the only served model."""
+        """Return the slot of a model by its name or an alias. `None` selects the only served model."""
         served = ", ".join(self.slots)
         if name is None:
             if len(self.slots) > 1:
                 message = f"`model` is missing, and several models are served: {served}"
                 raise invalid_request_error("model", message, "missing_required_parameter")
             return next(iter(self.slots.values()))
+        if name not in self.slots:
+            name = next((model for pattern, model in self._aliases if fnmatchcase(name, pattern)), name)
         if name not in self.slots:
             raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]

@@ -35,6 +35,20 @@ def parse_keep_alive(value: Any) -> Any:
     return math.inf if isinstance(value, int | float) and value < 0 else value
 
 
+def parse_aliases(value: Any) -> Any:
+    """Return aliases as texts PATTERN=MODEL; in a TOML file they may be a table.
+
+    >>> parse_aliases({"claude-*": "small"}), parse_aliases("gpt-*=small,o3=big")
+    (['claude-*=small'], ['gpt-*=small', 'o3=big'])
+    """
+    aliases = [f"{name}={model}" for name, model in value.items()] if isinstance(value, dict) else parse_list(value)
+    for alias in aliases if isinstance(aliases, list | tuple) else ():
+        pattern, _, model = str(alias).partition("=")
+        if not pattern.strip() or not model.strip():
+            raise ValueError(f"must be PATTERN=MODEL, not {alias!r}")
+    return aliases
+
+
 def hash_api_key(key: str) -> str:
     """Return the digest of an API key. A digest is returned as it is, so that settings need not contain the key.
 
@@ -109,6 +123,11 @@ class ServerSettings(pydantic.BaseModel):
     )
     allow_origins: TextList = pydantic.Field(
         (), description="CORS origins allowed to connect; `*`: all. Requests of other web pages get status 403."
+    )
+    aliases: Annotated[tuple[str, ...], pydantic.BeforeValidator(parse_aliases)] = pydantic.Field(
+        (),
+        description="Other names of served models as PATTERN=MODEL, e.g. `claude-*=small`; the first pattern that "
+        "matches counts. In the file also a table.",
     )
     strict: bool = pydantic.Field(
         False,

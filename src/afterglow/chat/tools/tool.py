@@ -68,6 +68,18 @@ class Tool:
         function: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {**function, **({"strict": True} if self.strict else {})}}
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Arguments that have a default in the schema.
+
+        >>> schema = {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}}
+        >>> Tool(name="edit", parameters=schema).defaults
+        {'all': False}
+        """
+        properties = self.parameters.get("properties", {})
+        schemas = {name: schema for name, schema in properties.items() if isinstance(schema, dict)}
+        return {name: schema["default"] for name, schema in schemas.items() if "default" in schema}
+
     def call(self, arguments: str) -> Any:
         """Check the JSON arguments that a model wrote, convert them to the hinted types, and call the function."""
         if self.function is None:

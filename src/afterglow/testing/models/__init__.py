@@ -105,5 +105,5 @@ def get_path(name: str, directory: Path | None = None) -> Path:
 
 @cache
 def _read_sources() -> bytes:
-    modules = [module for module in resources.files(__name__).iterdir() if module.name.endswith(".py")]
+    modules = [module for module in resources.files(__name__).iterdir() if module.name.endswith((".py", ".txt"))]
     return b"".join(module.read_bytes() for module in sorted(modules, key=lambda module: module.name))

@@ -26,13 +26,12 @@ class Llama:
     kv_heads: int = 2
     feed_forward_length: int = 128
     embedding_gain: float = 1.0
-
-    @property
-    def head_size(self) -> int:
-        return self.embedding_length // self.heads
+    head_size: int = 16
 
     def build_metadata(self) -> Mapping[str, MetadataInput]:
+        sizes = {"attention.key_length": self.head_size, "attention.value_length": self.head_size}
         return {
+            **(sizes if self.heads * self.head_size != self.embedding_length else {}),
             "block_count": self.layers,
             "feed_forward_length": self.feed_forward_length,
             "attention.head_count": self.heads,
