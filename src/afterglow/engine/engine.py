@@ -33,7 +33,7 @@ from afterglow.engine.speculation.speculator import Drafter, Speculator
 from afterglow.engine.types.backend import Backend, DecodeSpan
 from afterglow.engine.types.counters import EngineCounters
 from afterglow.engine.types.entries import EntryInterner
-from afterglow.engine.types.request import EngineEvent, Failed, Finished, FinishReason, PrefillProgress, Request
+from afterglow.engine.types.request import EngineEvent, Failed, Finished, FinishReason, Request
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.engine.verify import FinishCause, drop_rejected, sample_and_verify
 from afterglow.errors import AfterglowError, Cancelled, DecodeFailed, InvalidArgument, KVCacheFull
@@ -312,7 +312,7 @@ class Engine:
                 tokens += self._sample(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
                 job, length = running.job, len(running.sequence)
-                self._events.append(PrefillProgress(job.request.id, length, len(job.prompt)))
+                self._events.append(job.build_progress(length))
                 if length in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
                     self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count

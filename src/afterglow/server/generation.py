@@ -25,13 +25,19 @@ from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.prompt import Truncation, TruncationPolicy
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
-from afterglow.engine.types.request import Request, Token
+from afterglow.engine.types.request import PrefillProgress, Request, Token
 from afterglow.server import limits
 from afterglow.server.errors import APIError
 from afterglow.server.logs import get_record
 from afterglow.server.media import load_media
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
-from afterglow.server.sse import EventStreamResponse, report_errors, wait_for_first_item
+from afterglow.server.sse import (
+    EventStreamResponse,
+    PingFormat,
+    format_ping_comment,
+    report_errors,
+    wait_for_first_item,
+)
 from afterglow.server.state import ServerState, merge_streams
 
 
@@ -194,6 +200,7 @@ class Generation:
         self.model = model
         self.prompts = prompts
         self.created = int(time.time())
+        self.prefill_progress: PrefillProgress | None = None  # of the newest delta; None once there are tokens
         self._state = state
         self._resources = resources
         self._streams = streams
@@ -216,8 +223,9 @@ class Generation:
         return sum(counter.reasoning_tokens for counter in self._reasoning_counters)
 
     async def stream_deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield deltas as they arrive, each with the index of its choice."""
+        """Yield deltas as they arrive, each with the index of its choice. During prefill they have a `progress`."""
         async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
+            self.prefill_progress = delta.progress
             if delta.token is not None:
                 self._latency_recorders[index].record_token()
                 self._record.generated_tokens = (self._record.generated_tokens or 0) + 1
@@ -245,10 +253,12 @@ class Generation:
         """Whether a token is part of the output. End-of-generation tokens are not."""
         return token.token not in self._eog_tokens
 
-    async def respond(self, formatter: Formatter, *, stream: bool) -> Response:
+    async def respond(
+        self, formatter: Formatter, *, stream: bool, format_ping: PingFormat = format_ping_comment
+    ) -> Response:
         """Return the HTTP response, whole or as server-sent events, and close the generation at its end.
 
-        An error before the first event of a stream is raised.
+        An error before the first event of a stream is raised. `format_ping` formats the signs of life of the stream.
         """
         if not stream:
             with contextlib.closing(self):
@@ -259,7 +269,12 @@ class Generation:
             self.close()
             raise
         events = report_errors(formatter.stream_events(deltas), formatter.format_error)
-        return EventStreamResponse(events, ping_seconds=self._state.settings.ping_seconds, on_close=self.close)
+        return EventStreamResponse(
+            events,
+            ping_seconds=self._state.settings.ping_seconds,
+            build_ping=lambda: format_ping(self.prefill_progress),
+            on_close=self.close,
+        )
 
     def close(self) -> None:
         """Cancel running choices and release the resources of the request."""

@@ -88,7 +88,12 @@ class ServerSettings(pydantic.BaseModel):
     shutdown_seconds: float = pydantic.Field(
         30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C; a second signal ends them."
     )
-    ping_seconds: float = pydantic.Field(15.0, gt=0, description="Interval of keep-alive comments on idle streams.")
+    ping_seconds: float = pydantic.Field(
+        10.0,
+        gt=0,
+        description="Interval of the signs of life of a stream: comments with the progress of a prefill, or the pings "
+        "of the API.",
+    )
     stall_seconds: float = pydantic.Field(
         30.0,
         gt=0,

@@ -293,6 +293,24 @@ for ROUTE, PATH, BODY in (
         assert server.post(path, {"model": "tiny", **body, "stream_options": options}).status_code == 400
 
 
+for ROUTE, PATH in (("chat", "/v1/chat/completions"), ("completions", "/v1/completions")):
+
+    @checks(ROUTE, "return_progress")
+    def _(server: ServerProcess, route: str = ROUTE, path: str = PATH) -> None:
+        def stream(text: str, **options: Any) -> list[dict[str, Any]]:
+            prompt = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+            return server.collect_events(path, {"model": "tiny", "max_tokens": 1, **prompt, **options})
+
+        assert not any("prompt_progress" in event for event in stream(f"{route} without progress " * 50))
+        events = stream(f"with progress of {route} " * 50, return_progress=True)
+        first, *others = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        processed = [first["processed"], *(progress["processed"] for progress in others)]
+        assert first["total"] > 1000
+        assert first["cache"] < processed[0]
+        assert processed == sorted(set(processed))
+        assert first["seconds_left"] >= 0
+
+
 @checks("responses", "stream_options")
 def _(server: ServerProcess) -> None:
     assert server.respond(stream_options={"include_obfuscation": True})["error"]["param"].startswith("stream_options")

@@ -105,11 +105,28 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Number of prompt entries that are in the KV cache."""
+    """Number of prompt entries that are in the KV cache, after each chunk of a prefill but the last.
+
+    >>> PrefillProgress("1", computed_entries=300, prompt_entries=400, cached_entries=100, seconds=2.0).seconds_left
+    1.0
+    """
 
     request_id: str
-    computed_entries: int
+    computed_entries: int  # including cached ones
     prompt_entries: int
+    cached_entries: int = 0  # prefix hit
+    seconds: float = 0.0  # since the prefill began
+
+    @property
+    def share(self) -> float:
+        """Share of the prompt that is in the KV cache, from 0 to 1."""
+        return self.computed_entries / self.prompt_entries
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate of the time until the first token, at the speed of this prefill. None if nothing is computed yet."""
+        computed = self.computed_entries - self.cached_entries
+        return self.seconds * (self.prompt_entries - self.computed_entries) / computed if computed > 0 else None
 
 
 class Token(NamedTuple):

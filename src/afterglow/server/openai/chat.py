@@ -18,6 +18,7 @@ from afterglow.server.generation import ConversationRequest, Generation, start_g
 from afterglow.server.openai.formatting import (
     ChunkFormatter,
     build_finish,
+    build_progress,
     build_token_logprobs,
     build_truncation,
     build_usage,
@@ -123,6 +124,8 @@ class ChatFormatter(ChunkFormatter):
         for index in range(self._body.n or 1):
             yield self._format_chunk(index, {"delta": {"role": "assistant", "content": ""}}, extra=truncation)
         async for index, delta in deltas:
+            if delta.progress is not None and self._body.return_progress:
+                yield self._format_chunk(index, {"delta": {}}, extra=build_progress(delta.progress))
             logprobs = self._build_logprobs([delta.token] if delta.token else [])
             if delta.parts or (logprobs and logprobs["content"]):
                 yield self._format_chunk(index, {"delta": build_delta(delta.parts)}, logprobs=logprobs)

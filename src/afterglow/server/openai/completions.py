@@ -19,7 +19,13 @@ from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import Generation, PromptRequest, start_generation
-from afterglow.server.openai.formatting import ChunkFormatter, build_finish, build_truncation, build_usage
+from afterglow.server.openai.formatting import (
+    ChunkFormatter,
+    build_finish,
+    build_progress,
+    build_truncation,
+    build_usage,
+)
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
@@ -152,6 +158,8 @@ class CompletionFormatter(ChunkFormatter):
             if echo or truncation:
                 yield self._format_chunk(index, {"text": echo}, logprobs=dump_logprobs(table), extra=truncation)
         async for index, delta in deltas:
+            if delta.progress is not None and self._body.return_progress:
+                yield self._format_chunk(index, {"text": ""}, extra=build_progress(delta.progress))
             text = "".join(part.text for part in delta.parts if isinstance(part, TextDelta))
             table = None if self._body.logprobs is None else LogprobsTable()
             if table is not None and delta.token is not None:

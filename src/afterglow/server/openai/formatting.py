@@ -7,7 +7,7 @@ from typing import Any
 
 from afterglow.api.model import Model
 from afterglow.chat.output.response import ChatResponse
-from afterglow.engine.types.request import Token, Usage
+from afterglow.engine.types.request import PrefillProgress, Token, Usage
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.openai.errors import build_error_body
@@ -110,6 +110,22 @@ def build_truncation(generation: Generation) -> dict[str, Any]:
     """Build the extension `overflow`: what was dropped from the prompt, or a list for several prompts."""
     reports = [truncation.report for truncation in generation.truncations]
     return {"overflow": reports[0] if len(generation.prompts) == 1 else reports} if reports else {}
+
+
+def build_progress(progress: PrefillProgress) -> dict[str, Any]:
+    """Build the extension `prompt_progress` of llama-server, with the estimated seconds until the first token.
+
+    >>> build_progress(PrefillProgress("1", computed_entries=300, prompt_entries=400, cached_entries=100, seconds=2.0))
+    {'prompt_progress': {'total': 400, 'cache': 100, 'processed': 300, 'time_ms': 2000, 'seconds_left': 1.0}}
+    """
+    fields = {
+        "total": progress.prompt_entries,
+        "cache": progress.cached_entries,
+        "processed": progress.computed_entries,
+        "time_ms": round(progress.seconds * 1000),
+        "seconds_left": None if progress.seconds_left is None else round(progress.seconds_left, 3),
+    }
+    return {"prompt_progress": fields}
 
 
 class ChunkFormatter:

@@ -188,6 +188,15 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = supports_only(False, reason="streams are not obfuscated")
 
 
+ReturnProgress: TypeAlias = Annotated[
+    bool | None,
+    pydantic.Field(
+        description="Stream chunks with `prompt_progress` during prefill: `total`, `cache` and `processed` tokens, "
+        "`time_ms`, `seconds_left`."
+    ),
+]
+
+
 class PromptCacheOptions(StrictModel):
     mode: str | None = supports_only("implicit", reason="every prompt uses the prefix cache")
     ttl: Any = unsupported("entries are evicted only when space is needed")
@@ -219,6 +228,7 @@ class ChatRequest(ChatFields):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: ReturnProgress = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
 

@@ -6,7 +6,7 @@ from typing import TypeAlias, cast
 
 import pydantic
 
-from afterglow.server.openai.schema.chat import StreamOptions
+from afterglow.server.openai.schema.chat import ReturnProgress, StreamOptions
 from afterglow.server.schema.base import Label, OptionalModel
 from afterglow.server.schema.sampling import SamplingFields
 
@@ -34,6 +34,7 @@ class CompletionRequest(PromptFields):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: ReturnProgress = None
     echo: bool | None = pydantic.Field(None, description="Return the prompt before the completion.")
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     user: Label = None
