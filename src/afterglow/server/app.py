@@ -14,7 +14,8 @@ from afterglow.server.openai.errors import build_error_body
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
-DESCRIPTION = "OpenAI-compatible API for local language models. Unsupported fields are rejected, never ignored."
+DESCRIPTION = "OpenAI-compatible API for local language models. No field is ignored silently."
+EXPOSED_HEADERS = ("x-afterglow-ignored", "x-afterglow-unenforced", "retry-after")  # to web pages of other origins
 ROUTE_MODULES = (chat, completions, responses, embeddings, admin)
 ERROR_FORMATS = ErrorFormats(default=build_error_body)  # another API adds its path prefix
 
@@ -35,4 +36,7 @@ def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     if not settings.allow_origins:
         return middleware, middleware
     origins = list(settings.allow_origins)
-    return CORSMiddleware(middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]), middleware
+    cors = CORSMiddleware(
+        middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
+    )
+    return cors, middleware

@@ -161,8 +161,7 @@ class AuthMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if record.ignored_fields:
-                    MutableHeaders(scope=message)["x-afterglow-ignored"] = ", ".join(record.ignored_fields)
+                MutableHeaders(scope=message).update(record.headers)
             await send(message)
 
         self.active_requests += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,15 +19,18 @@ from fastapi.responses import JSONResponse
 from afterglow.api.model import Model
 from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
+from afterglow.chat.constraints.grammar import build_grammar
+from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.prompt import Truncation, TruncationPolicy
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
+from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.engine.types.request import PrefillProgress, Request, Token
 from afterglow.server import limits
-from afterglow.server.errors import APIError
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.media import load_media
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
@@ -39,6 +42,7 @@ from afterglow.server.sse import (
     wait_for_first_item,
 )
 from afterglow.server.state import ServerState, merge_streams
+from afterglow.server.volatile import move_volatile_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,18 @@ class GenerationRequest(ABC):
         limits.check_limit(state.settings, "max_choices", "n", self.n)
         limits.check_limit(state.settings, "max_logit_bias", "logit_bias", len(self.sampling_fields.logit_bias or {}))
 
+    def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
+        """Return the request as the model can serve it, or raise the error of a field that it cannot honour."""
+        fields, context = self.sampling_fields, model.context_length
+        if fields.num_ctx is not None and fields.num_ctx > context:
+            message = f"`num_ctx` is {fields.num_ctx:,}; the context length is {context:,} (setting `context`)"
+            raise invalid_request_error("num_ctx", message)
+        for token in fields.stop_token_ids or ():
+            if not 0 <= token < model.vocabulary.size:
+                message = f"`stop_token_ids` must be tokens from 0 to {model.vocabulary.size - 1}, not {token}"
+                raise invalid_request_error("stop_token_ids", message)
+        return self
+
     async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
         """Return the request with its media loaded. They are released with `resources`."""
         return self
@@ -80,11 +96,15 @@ class GenerationRequest(ABC):
 
     def build_options(self, state: ServerState, model: Model) -> GenerationOptions:
         """Build the options of `Model.build_request`. The deadline is the smaller of those of request and server."""
-        deadlines = [self.sampling_fields.deadline, state.settings.deadline]
+        fields = self.sampling_fields
+        deadlines = [fields.deadline, state.settings.deadline]
         return {
             "max_tokens": self.max_tokens,
+            "min_tokens": fields.min_tokens or 0,
+            "ignore_eos": bool(fields.ignore_eos),
+            "use_prefix_cache": fields.cache_prompt is not False,
             "sampling": build_sampling(
-                self.sampling_fields,
+                fields,
                 model.sampling_defaults.sampling,
                 context_length=model.context_length,
                 vocabulary_size=model.vocabulary.size,
@@ -92,8 +112,20 @@ class GenerationRequest(ABC):
             "stop": self.stop,
             "logprobs": self.logprobs,
             "deadline": min((value for value in deadlines if value is not None), default=None),
-            "salt": self.salt,
+            "salt": self.cache_salt,
         }
+
+    @property
+    def cache_salt(self) -> str:
+        """Salt of the tenant, with that of the request."""
+        return (
+            self.salt if self.sampling_fields.cache_salt is None else f"{self.salt}\n{self.sampling_fields.cache_salt}"
+        )
+
+    def add_stop_tokens(self, request: Request) -> Request:
+        """Return the engine request with the stop tokens of the client."""
+        tokens = frozenset(self.sampling_fields.stop_token_ids or ())
+        return replace(request, stop_tokens=request.stop_tokens | tokens) if tokens else request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +136,7 @@ class ConversationRequest(GenerationRequest):
     tools: Sequence[Tool] = ()
     prompt_options: PromptOptions
     overflow: TruncationPolicy = "refuse"
+    reasoning_field: str = "reasoning_effort"  # of the body, for the header with the fields that had no effect
 
     def check_limits(self, state: ServerState) -> None:
         """Raise `limit_exceeded` if the request exceeds a limit of the server."""
@@ -114,6 +147,15 @@ class ConversationRequest(GenerationRequest):
         limits.check_grammar_size("tools", [tool.definition for tool in self.tools], settings)
         limits.check_grammar_size("response_format", self.prompt_options.get("response_format"), settings)
 
+    def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
+        """Return the request without reasoning if the model has none, and with volatile spans moved."""
+        GenerationRequest.adapt(self, state, model)
+        return replace(
+            self,
+            messages=move_volatile(state, self.messages),
+            prompt_options=drop_reasoning_hint(model, self.prompt_options, self.reasoning_field),
+        )
+
     async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
         """Return the request with its media loaded. They are released with `resources`."""
         return replace(self, messages=await load_media(state, model, self.messages, resources))
@@ -122,12 +164,13 @@ class ConversationRequest(GenerationRequest):
         """Render the conversation to a prompt that fits the context. Blocking."""
         plan = fit_plan(
             self.messages,
-            lambda messages: model.plan_chat(messages, tools=self.tools, salt=self.salt, **self.prompt_options),
+            lambda messages: model.plan_chat(messages, tools=self.tools, salt=self.cache_salt, **self.prompt_options),
             self.overflow,
             context=model.context_length,
             max_tokens=self.max_tokens,
         )
-        return [PlannedPrompt(plan.apply_to(model.build_request(plan.prompt, **options)), plan.output_format)]
+        request = self.add_stop_tokens(plan.apply_to(model.build_request(plan.prompt, **options)))
+        return [PlannedPrompt(request, plan.output_format)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,20 +178,48 @@ class PromptRequest(GenerationRequest):
     """Prompts to complete, without a chat template."""
 
     prompts: Sequence[FittedPrompt]
-    ignore_eos: bool = False
+    response_format: Mapping[str, Any] | None = None
 
     @property
     def choices(self) -> int:
         """Number of choices of all prompts."""
         return self.n * len(self.prompts)
 
+    def check_limits(self, state: ServerState) -> None:
+        """Raise `limit_exceeded` if the request exceeds a limit of the server."""
+        GenerationRequest.check_limits(self, state)
+        limits.check_grammar_size("response_format", self.response_format, state.settings)
+
     def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
-        """Build the engine requests."""
-        options["ignore_eos"] = self.ignore_eos
+        """Build the engine requests. Blocking."""
+        spec = parse_response_format(self.response_format).spec
+        constraint = None if spec is None else GrammarConstraint(grammar=build_grammar(spec))
         return [
-            PlannedPrompt(model.build_request(prompt, **options), model.build_text_format(prompt.truncation))
+            PlannedPrompt(
+                replace(self.add_stop_tokens(model.build_request(prompt, **options)), constraint=constraint),
+                model.build_text_format(prompt.truncation),
+            )
             for prompt in self.prompts
         ]
+
+
+def move_volatile(state: ServerState, messages: list[Message]) -> list[Message]:
+    """Return the messages with the volatile spans of the system prompt at its end, and count them."""
+    if state.settings.volatile == "keep":
+        return messages
+    moved, hits = move_volatile_spans(messages)
+    for rule, count in hits.items():
+        state.metrics.volatile_spans.labels(rule).inc(count)
+    return moved
+
+
+def drop_reasoning_hint(model: Model, options: PromptOptions, field: str) -> PromptOptions:
+    """Return the options without reasoning if the model has none: its field is a hint then."""
+    reasoning = options.get("reasoning")
+    asks_for_reasoning = reasoning not in (None, "none") and reasoning is not False
+    if asks_for_reasoning and not model.can_reason and get_record().accept_hint(field):
+        return {**options, "reasoning": None}
+    return options
 
 
 class ReasoningTokenCounter:
@@ -287,6 +358,7 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     """Admit a request, load its media and submit it to the engine."""
     model = await state.get_generating_model(model_name)
     request.check_limits(state)
+    request = request.adapt(state, model)
     ticket = state.get_admission_queue(model).admit(request.choices)
     resources = contextlib.ExitStack()
     resources.callback(ticket.release)

@@ -13,7 +13,7 @@ from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, ModelNotFound
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.logs import logger
+from afterglow.server.logs import get_record, logger
 
 OpenModel: TypeAlias = Callable[[], Model]
 RETRY_AFTER_SECONDS = 10.0  # until then, requests for a model that could not be loaded get the same error
@@ -143,6 +143,12 @@ class ModelRegistry(Closeable):
         if name not in self.slots:
             raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[name]
+
+    def get_requested_slot(self, name: str | None) -> ModelSlot:
+        """Return the slot for a request. If only one model is served, every name selects it, as a hint."""
+        if name not in self.slots and len(self.slots) == 1 and name is not None and get_record().accept_hint("model"):
+            return next(iter(self.slots.values()))
+        return self.get_slot(name)
 
     def load_all(self) -> None:
         """Load all models concurrently."""

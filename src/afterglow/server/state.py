@@ -51,7 +51,7 @@ class ServerState(Closeable):
 
     async def get_model(self, name: str | None) -> Model:
         """Return a model by name and load it if necessary."""
-        slot = self.models.get_slot(name)
+        slot = self.models.get_requested_slot(name)
         model = slot.model
         if model is None or model.needs_restart:
             model = await asyncio.wrap_future(slot.start_load())

@@ -34,6 +34,7 @@ class Request:
     system_length: int = 0  # leading entries of system messages and tools, which other requests are likely to share
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None  # to generate. None: until the model ends the text or its sequence is full
+    min_tokens: int = 0  # end-of-generation and stop tokens are forbidden until this many are generated
     stop: tuple[bytes, ...] = ()  # texts that end the generation; they may start or end inside a token
     stop_tokens: frozenset[int] = frozenset()
     constraint: GrammarConstraint | None = None  # grammar that the generated text must match
@@ -49,13 +50,15 @@ class Request:
     @property
     def is_constrained(self) -> bool:
         """Whether the request has a token constraint, which must be compiled before it starts."""
-        return self.constraint is not None or self.reasoning_budget is not None or bool(self.sampling.grammar)
+        has_grammar = self.constraint is not None or bool(self.sampling.grammar)
+        return has_grammar or self.reasoning_budget is not None or self.min_tokens > 0
 
     def check(self) -> None:
         """Raise `InvalidArgument` if a field has a wrong type or range, before an engine step could fail on it."""
         for name in ("max_tokens", "logprobs", "sequence"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, 0)
+        check_integer("min_tokens", self.min_tokens, 0)
         check_integer("priority", self.priority)
         check_integer("system_length", self.system_length, 0, len(self.entries))
         if self.constraint is not None and self.sampling.grammar:

@@ -26,7 +26,9 @@ from afterglow.server.openai.formatting import (
     build_truncation,
     build_usage,
 )
+from afterglow.server.openai.schema.chat import parse_max_tokens
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
+from afterglow.server.openai.schema.foreign import build_response_format
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -53,10 +55,10 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         prompts=prompts,
         sampling_fields=body,
         n=max(body.n or 1, body.best_of or 1),
-        max_tokens=body.max_tokens,
+        max_tokens=parse_max_tokens(body.max_tokens),
+        response_format=build_response_format(body),
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
-        ignore_eos=bool(body.ignore_eos),
         salt=salt,
     )
     request.check_limits(state)
@@ -88,7 +90,7 @@ def check_fields(state: ServerState, body: CompletionRequest) -> None:
 
 def fit_prompt(model: Model, body: CompletionRequest, prompt: str | list[int]) -> FittedPrompt:
     """Tokenize a prompt and truncate it to the context."""
-    overflow, max_tokens = body.overflow or "refuse", body.max_tokens
+    overflow, max_tokens = body.overflow or "refuse", parse_max_tokens(body.max_tokens)
     if body.suffix is None:
         return model.fit_prompt(prompt, overflow, max_tokens)
     assert isinstance(prompt, str)
@@ -129,7 +131,7 @@ class CompletionFormatter(ChunkFormatter):
         prompt_scores: list[list[TokenLogprob]],
     ) -> None:
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-        super().__init__(generation, head, "text_completion", body.stream_options)
+        super().__init__(generation, head, "text_completion", include_usage=body.includes_usage)
         self._body = body
         self._prompts = prompts
         self._prompt_scores = prompt_scores

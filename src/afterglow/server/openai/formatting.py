@@ -11,7 +11,6 @@ from afterglow.engine.types.request import PrefillProgress, Token, Usage
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.openai.errors import build_error_body
-from afterglow.server.openai.schema.chat import StreamOptions
 from afterglow.server.sse import DONE_EVENT, EventTemplate, format_event
 
 FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
@@ -131,12 +130,10 @@ def build_progress(progress: PrefillProgress) -> dict[str, Any]:
 class ChunkFormatter:
     """Common part of the formatters of completions and chat completions: head, chunks, and the end of a stream."""
 
-    def __init__(
-        self, generation: Generation, head: dict[str, Any], chunk_object: str, stream_options: StreamOptions | None
-    ) -> None:
+    def __init__(self, generation: Generation, head: dict[str, Any], chunk_object: str, *, include_usage: bool) -> None:
         model = generation.model
         self._generation = generation
-        self._include_usage = bool(stream_options and stream_options.include_usage)
+        self._include_usage = include_usage
         self._head = {
             **head,
             "created": generation.created,
