@@ -44,6 +44,7 @@ docs: .venv/docs            ## write the generated pages and build the documenta
 	@$(BIN)/python scripts/write_settings_page.py
 	@$(BIN)/python scripts/write_command_index.py
 	@$(BIN)/python scripts/write_options_page.py
+	@$(BIN)/python scripts/write_fields_page.py
 	@$(BIN)/python scripts/write_memory_tables.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"

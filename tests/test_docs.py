@@ -112,6 +112,7 @@ def test_a_deployment_file_of_a_page_is_the_one_in_the_repository(block: Block) 
     ("script", "arguments", "page"),
     [
         ("write_options_page.py", (), "reference/options.md"),
+        ("write_fields_page.py", (), "fields.md"),
         ("write_memory_tables.py", ("models.md",), "models.md"),
         ("write_memory_tables.py", ("memory.md",), "memory.md"),
     ],

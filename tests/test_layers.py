@@ -70,7 +70,7 @@ ORDERS = {
         miss_reasons
     """,
     "server": """
-        errors settings logs sealing
+        errors settings logs sealing volatile
         metrics schema sse limits admission model_budget
         model_bytes
         models

@@ -52,6 +52,7 @@ PLAN = {
 REQUEST = {
     "prompt": "test_a_completion_is_the_expected_one",
     "max_tokens": "test_max_tokens_ends_a_response",
+    "min_tokens": "test_boundaries_priority_and_ignore_eos_reach_the_engine",
     "temperature": "test_c14_a_seed_repeats_a_completion",
     **dict.fromkeys(
         ("top_k", "top_p", "min_p", "repeat_penalty"), "test_a_completion_stays_greedy_unless_an_option_asks_for_a_draw"
@@ -99,6 +100,7 @@ ENGINE_REQUEST = {
     "system_length": "test_system_prompts_stay_cached_if_pin_system_prompts_is_set",
     "sampling": "test_a_seed_gives_the_same_tokens_cold_warm_and_concurrently",
     "max_tokens": "test_max_tokens_and_stops_apply_inside_a_grammar",
+    "min_tokens": "test_a_completion_has_at_least_min_tokens",
     "stop": "test_a_stop_matches_as_soon_as_its_last_byte_arrives",
     "stop_tokens": "test_stop_tokens_end_a_completion",
     "constraint": "test_every_completion_matches_its_grammar",

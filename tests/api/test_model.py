@@ -424,8 +424,9 @@ def test_sampling_changes_the_completion():
 
 def test_boundaries_priority_and_ignore_eos_reach_the_engine():
     with afterglow.load(models.get_path("successor-attention"), context=256) as model:
-        request = model.build_request([1, 2, 3], boundaries=[2], priority=5, ignore_eos=True)
+        request = model.build_request([1, 2, 3], boundaries=[2], priority=5, ignore_eos=True, min_tokens=7)
     assert (request.boundaries, request.priority, request.ignore_eos) == (frozenset({2}), 5, True)
+    assert request.min_tokens == 7
 
 
 def test_stop_tokens_end_a_completion():

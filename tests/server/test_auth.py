@@ -149,6 +149,7 @@ def test_configured_hosts_and_origins_are_accepted() -> None:
         response = server.http.get("/v1/models", headers=headers)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "http://page.example"
+        assert "x-afterglow-ignored" in response.headers["access-control-expose-headers"]
         assert server.http.get("/v1/models", headers={**headers, "Host": "other.example"}).status_code == 403
         assert server.http.get("/v1/models", headers={**headers, "Origin": "http://b.example"}).status_code == 403
 

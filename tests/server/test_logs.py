@@ -45,8 +45,11 @@ def test_streams_errors_and_disconnects_have_their_finish_reason() -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
         server.collect_events("/v1/chat/completions", body)
         assert "generated=5" in find_line(server, "chat/completions 200 .*finish=length")
-        server.chat(model="other")
-        find_line(server, "INFO POST /v1/chat/completions 404 seconds=.* finish=model_not_found")
+        server.chat(modle="tiny")
+        find_line(server, "INFO POST /v1/chat/completions 400 seconds=.* finish=unknown_parameter")
+        for _ in range(2):
+            server.chat(keep_alive="5m")
+        assert server.stderr_text.count("INFO /v1/chat/completions: `keep_alive` has no effect here") == 1
         server.post("/v1/nothing%0AINFO%20forged", {})
         assert find_line(server, "nothing").startswith("INFO POST /v1/nothing\\nINFO forged 404 ")
         with server.http.stream(

@@ -44,6 +44,7 @@ from afterglow.chat.content import check_text
 from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
 from afterglow.chat.output.parts import OutputFormat, TextDelta
+from afterglow.chat.output.reasoning import detect_reasoning_format
 from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.prompt import Breakpoint, ChatPrompt, Truncation, TruncationPolicy
 from afterglow.chat.replay import ReplayStore
@@ -219,8 +220,12 @@ class Model(Closeable):
 
     @property
     def can_reason(self) -> bool:
-        """Whether the chat template of the model has a format for reasoning."""
-        return self._get_chat().reasoning_format is not None
+        """Whether the chat template of the model supports reasoning.
+
+        >>> model.can_reason
+        False
+        """
+        return detect_reasoning_format(self.chat_template) is not None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -605,6 +610,7 @@ class Model(Closeable):
             media=media,
             sampling=resolve_sampling(self._choose_base_sampling(checked), checked),
             max_tokens=checked["max_tokens"],
+            min_tokens=checked["min_tokens"],
             stop=encode_stops(checked["stop"]),
             logprobs=checked["logprobs"],
             sequence=checked["sequence"],

@@ -331,6 +331,9 @@ class GenerationOptions(SamplingOptions, total=False):
             ge=0,
         ),
     ]
+    min_tokens: Annotated[
+        int, _option(0, "End tokens are forbidden until this many tokens are generated.", ge=0, le=INT32_MAX)
+    ]
     seed: Annotated[
         int | None, _option(None, "Makes sampling repeatable. Default: a new random seed for each request.")
     ]

@@ -29,13 +29,14 @@ def check_policy(policy: Any) -> TruncationPolicy:
 def compute_prompt_limit(context: int, max_tokens: int | None) -> int:
     """Return the maximum cells of a truncated prompt.
 
-    The rest of the context is for the response: `max_tokens`, at most half of the context; without a limit a quarter of
-    the context, at most 4,096 tokens.
+    The rest of the context is for the response: `max_tokens`, at most half of the context; without a limit, or with one
+    that the context does not reach, a quarter of the context, at most 4,096 tokens.
 
     >>> compute_prompt_limit(4096, max_tokens=100), compute_prompt_limit(4096, max_tokens=None)
     (3996, 3072)
     """
-    reserved = min(context // 4, MAX_RESERVED_TOKENS) if max_tokens is None else min(max_tokens, context // 2)
+    has_limit = max_tokens is not None and max_tokens < context
+    reserved = min(max_tokens or 0, context // 2) if has_limit else min(context // 4, MAX_RESERVED_TOKENS)
     return context - max(reserved, 1)
 
 

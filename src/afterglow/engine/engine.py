@@ -203,16 +203,12 @@ class Engine:
         if not job.admitted_at:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
-            self._report_progress(job, reused)
+            self._events.append(job.build_progress(reused))
         job.checkpoint_positions = self.prefix_cache.checkpoint_positions(
             sequence, job.prompt, request.boundaries, frozenset(prefix.length for prefix in request.retained)
         )
         self._mark_running(waiting, sequence)
         return True
-
-    def _report_progress(self, job: Job, computed: int) -> None:
-        progress = PrefillProgress(job.request.id, computed, len(job.prompt), job.prompt_cells, job.cached_cells)
-        self._events.append(progress)
 
     def _follow_leader(self, waiting: WaitingJob, reuse_length: int) -> bool:
         """Make the job wait if a running job is computing more of its prefix than is cached. Return whether it does."""
@@ -333,7 +329,7 @@ class Engine:
                 tokens += self._sample(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
                 job, length = running.job, len(running.sequence)
-                self._report_progress(job, length)
+                self._events.append(job.build_progress(length))
                 if length in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
                     self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count

@@ -18,10 +18,11 @@ from afterglow.engine.host.remote_calls import CachedSequence
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import explain_prompt_miss, format_entries
+from afterglow.server.generation import drop_reasoning_hint, move_volatile
 from afterglow.server.media import load_media
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot
-from afterglow.server.openai.chat import build_prompt_options
+from afterglow.server.openai.chat import build_prompt_options, find_reasoning_field
 from afterglow.server.openai.formatting import format_replay_misses
 from afterglow.server.openai.schema.chat import ChatFields, build_message, build_tools
 from afterglow.server.schema.admin import (
@@ -158,8 +159,9 @@ async def build_prompt(
     state: ServerState, model: Model, body: ChatFields, resources: contextlib.ExitStack, salt: str
 ) -> ChatPrompt:
     """Render the prompt of a conversation. Its media are released with `resources`."""
-    messages = [build_message(message) for message in body.messages]
-    tools, options = build_tools(body.tools), build_prompt_options(body)
+    messages = move_volatile(state, [build_message(message) for message in body.messages]).messages
+    options = drop_reasoning_hint(model, build_prompt_options(body), find_reasoning_field(body))
+    tools = build_tools(body.tools)
     loaded = await load_media(state, model, messages, resources)
     return await state.run_text_work(lambda: model.apply_chat_template(loaded, tools=tools, salt=salt, **options))
 

@@ -20,6 +20,7 @@ from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
 DESCRIPTION = "API of OpenAI, Anthropic and Ollama for local language models. No field is ignored silently."
+EXPOSED_HEADERS = ("x-afterglow-ignored", "x-afterglow-unenforced", "retry-after")  # to web pages of other origins
 # The first matching route responds: those of `anthropic_models` match only Anthropic's clients.
 ROUTE_MODULES = (chat, completions, responses, embeddings, anthropic_messages, anthropic_models, ollama, admin)
 ERROR_FORMATS = ErrorFormats(  # another API adds its path prefix
@@ -46,4 +47,7 @@ def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     if not settings.allow_origins:
         return middleware, middleware
     origins = list(settings.allow_origins)
-    return CORSMiddleware(middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]), middleware
+    cors = CORSMiddleware(
+        middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
+    )
+    return cors, middleware

@@ -162,10 +162,8 @@ class AuthMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["request-id"] = headers["x-request-id"] = record.id  # as Anthropic and OpenAI call it
-                if record.ignored_fields:
-                    headers["x-afterglow-ignored"] = ", ".join(record.ignored_fields)
+                request_ids = {"request-id": record.id, "x-request-id": record.id}  # as Anthropic and OpenAI call it
+                MutableHeaders(scope=message).update(request_ids | record.headers)
             await send(message)
 
         self.active_requests += 1

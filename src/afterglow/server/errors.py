@@ -152,14 +152,16 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
     match first["type"]:
         case "json_invalid":
             return APIError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-        case "extra_forbidden":
-            return APIError(400, f"`{param}` is not a field of this request", param=param, code="unknown_parameter")
+        case "unknown_parameter":
+            param = format_param_path((*first["loc"], first["ctx"]["name"]), body)
+            return APIError(400, f"`{param}` {first['msg']}", param=param, code="unknown_parameter")
         case _ if param is None:
-            return APIError(400, "the body must be a JSON object with the content type application/json")
+            return APIError(400, "the body must be a JSON object")
         case "missing":
             return APIError(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
-        case "unsupported_parameter":
-            return APIError(400, f"`{param}` {first['msg']}", param=param, code="unsupported_parameter")
+        case "unsupported_parameter" | "same_field":
+            code = "unsupported_parameter" if first["type"] == "unsupported_parameter" else "invalid_value"
+            return APIError(400, f"`{param}` {first['msg']}", param=param, code=code)
     return APIError(400, f"`{param}`: {first['msg']}", param=param, code="invalid_value")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -29,14 +30,21 @@ from afterglow.chat.prompt import Breakpoint, PromptBreakpoint, Truncation, Trun
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.constraints import GrammarConstraint
-from afterglow.engine.types.request import Request, Token
+from afterglow.engine.types.request import PrefillProgress, Request, Token
 from afterglow.server import limits
-from afterglow.server.errors import APIError
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.media import load_media
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
-from afterglow.server.sse import EventStreamResponse, report_errors, wait_for_first_item
+from afterglow.server.sse import (
+    EventStreamResponse,
+    PingFormat,
+    format_ping_comment,
+    report_errors,
+    wait_for_first_item,
+)
 from afterglow.server.state import ServerState, merge_streams
+from afterglow.server.volatile import StablePrompt, move_volatile_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,18 @@ class GenerationRequest(ABC):
         limits.check_limit(state.settings, "max_choices", "n", self.n)
         limits.check_limit(state.settings, "max_logit_bias", "logit_bias", len(self.sampling_fields.logit_bias or {}))
 
+    def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
+        """Return the request as the model can serve it, or raise the error of a field that it cannot honour."""
+        fields, context = self.sampling_fields, model.context_length
+        if fields.num_ctx is not None and fields.num_ctx > context:
+            message = f"`num_ctx` is {fields.num_ctx:,}; the context length is {context:,} (setting `context`)"
+            raise invalid_request_error("num_ctx", message)
+        for token in fields.stop_token_ids or ():
+            if not 0 <= token < model.vocabulary.size:
+                message = f"`stop_token_ids` must be tokens from 0 to {model.vocabulary.size - 1}, not {token}"
+                raise invalid_request_error("stop_token_ids", message)
+        return self
+
     async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
         """Return the request with its media loaded. They are released with `resources`."""
         return self
@@ -79,11 +99,15 @@ class GenerationRequest(ABC):
 
     def build_options(self, state: ServerState, model: Model) -> GenerationOptions:
         """Build the options of `Model.build_request`. The deadline is the smaller of those of request and server."""
-        deadlines = [self.sampling_fields.deadline, state.settings.deadline]
+        fields = self.sampling_fields
+        deadlines = [fields.deadline, state.settings.deadline]
         return {
             "max_tokens": self.max_tokens,
+            "min_tokens": fields.min_tokens or 0,
+            "ignore_eos": bool(fields.ignore_eos),
+            "use_prefix_cache": fields.cache_prompt is not False,
             "sampling": build_sampling(
-                self.sampling_fields,
+                fields,
                 model.sampling_defaults.sampling,
                 context_length=model.context_length,
                 vocabulary_size=model.vocabulary.size,
@@ -91,8 +115,20 @@ class GenerationRequest(ABC):
             "stop": self.stop,
             "logprobs": self.logprobs,
             "deadline": min((value for value in deadlines if value is not None), default=None),
-            "salt": self.salt,
+            "salt": self.cache_salt,
         }
+
+    @property
+    def cache_salt(self) -> str:
+        """Salt of the tenant, with that of the request."""
+        return (
+            self.salt if self.sampling_fields.cache_salt is None else f"{self.salt}\n{self.sampling_fields.cache_salt}"
+        )
+
+    def add_stop_tokens(self, request: Request) -> Request:
+        """Return the engine request with the stop tokens of the client."""
+        tokens = frozenset(self.sampling_fields.stop_token_ids or ())
+        return replace(request, stop_tokens=request.stop_tokens | tokens) if tokens else request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +140,7 @@ class ConversationRequest(GenerationRequest):
     breakpoints: Sequence[Breakpoint] = ()  # positions that later prompts share, and how long they are pinned
     prompt_options: PromptOptions
     overflow: TruncationPolicy = "refuse"
+    reasoning_field: str = "reasoning_effort"  # of the body, for the header with the fields that had no effect
 
     def check_limits(self, state: ServerState) -> None:
         """Raise `limit_exceeded` if the request exceeds a limit of the server."""
@@ -113,6 +150,17 @@ class ConversationRequest(GenerationRequest):
         limits.check_limit(settings, "max_tools", "tools", len(self.tools))
         limits.check_grammar_size("tools", [tool.definition for tool in self.tools], settings)
         limits.check_grammar_size("response_format", self.prompt_options.get("response_format"), settings)
+
+    def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
+        """Return the request without reasoning if the model has none, and with volatile spans moved."""
+        GenerationRequest.adapt(self, state, model)
+        stable = move_volatile(state, self.messages, self.breakpoints)
+        return replace(
+            self,
+            messages=stable.messages,
+            breakpoints=stable.breakpoints,
+            prompt_options=drop_reasoning_hint(model, self.prompt_options, self.reasoning_field),
+        )
 
     async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
         """Return the request with its media loaded. They are released with `resources`."""
@@ -126,7 +174,7 @@ class ConversationRequest(GenerationRequest):
             return model.plan_chat(
                 messages,
                 tools=self.tools,
-                salt=self.salt,
+                salt=self.cache_salt,
                 breakpoints=self.breakpoints if is_complete else (),
                 **self.prompt_options,
             )
@@ -134,7 +182,7 @@ class ConversationRequest(GenerationRequest):
         plan = fit_plan(
             self.messages, build_plan, self.overflow, context=model.context_length, max_tokens=self.max_tokens
         )
-        request = plan.apply_to(model.build_request(plan.prompt, **options))
+        request = self.add_stop_tokens(plan.apply_to(model.build_request(plan.prompt, **options)))
         return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints)]
 
 
@@ -143,8 +191,7 @@ class PromptRequest(GenerationRequest):
     """Prompts to complete, without a chat template."""
 
     prompts: Sequence[FittedPrompt]
-    ignore_eos: bool = False
-    response_format: Any = None
+    response_format: Mapping[str, Any] | None = None
 
     @property
     def choices(self) -> int:
@@ -157,17 +204,37 @@ class PromptRequest(GenerationRequest):
         limits.check_grammar_size("response_format", self.response_format, state.settings)
 
     def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
-        """Build the engine requests."""
-        options["ignore_eos"] = self.ignore_eos
+        """Build the engine requests. Blocking."""
         spec = parse_response_format(self.response_format).spec
         constraint = None if spec is None else GrammarConstraint(grammar=build_grammar(spec))
         return [
             PlannedPrompt(
-                replace(model.build_request(prompt, **options), constraint=constraint),
+                replace(self.add_stop_tokens(model.build_request(prompt, **options)), constraint=constraint),
                 model.build_text_format(prompt.truncation),
             )
             for prompt in self.prompts
         ]
+
+
+def move_volatile(
+    state: ServerState, messages: Sequence[Message], breakpoints: Sequence[Breakpoint] = ()
+) -> StablePrompt:
+    """Move the volatile spans of the system prompt to its end, as the settings say, and count them."""
+    if state.settings.volatile == "keep":
+        return StablePrompt(list(messages), list(breakpoints), Counter())
+    stable = move_volatile_spans(messages, breakpoints)
+    for rule, count in stable.hits.items():
+        state.metrics.volatile_spans.labels(rule).inc(count)
+    return stable
+
+
+def drop_reasoning_hint(model: Model, options: PromptOptions, field: str) -> PromptOptions:
+    """Return the options without reasoning if the model has none: its field is a hint then."""
+    reasoning = options.get("reasoning")
+    asks_for_reasoning = reasoning not in (None, "none") and reasoning is not False
+    if asks_for_reasoning and not model.can_reason and get_record().accept_hint(field):
+        return {**options, "reasoning": None}
+    return options
 
 
 class ReasoningTokenCounter:
@@ -208,7 +275,13 @@ class StreamBuilder(Protocol):
     """Builds the streaming response of an API. It must call `on_close` when the stream ends."""
 
     def __call__(
-        self, events: AsyncIterator[bytes], /, *, ping_seconds: float, on_close: Callable[[], None]
+        self,
+        events: AsyncIterator[bytes],
+        /,
+        *,
+        ping_seconds: float,
+        build_ping: Callable[[], bytes],
+        on_close: Callable[[], None],
     ) -> Response: ...
 
 
@@ -227,6 +300,7 @@ class Generation:
         self.model = model
         self.prompts = prompts
         self.created = int(time.time())
+        self.prefill_progress: PrefillProgress | None = None  # of the newest delta; None once there are tokens
         self._state = state
         self._resources = resources
         self._streams = streams
@@ -249,8 +323,9 @@ class Generation:
         return sum(counter.reasoning_tokens for counter in self._reasoning_counters)
 
     async def stream_deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield deltas as they arrive, each with the index of its choice."""
+        """Yield deltas as they arrive, each with the index of its choice. During prefill they have a `progress`."""
         async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
+            self.prefill_progress = delta.progress
             if delta.token is not None:
                 self._latency_recorders[index].record_token()
                 self._record.generated_tokens = (self._record.generated_tokens or 0) + 1
@@ -279,11 +354,17 @@ class Generation:
         return token.token not in self._eog_tokens
 
     async def respond(
-        self, formatter: Formatter, *, stream: bool, build_stream: StreamBuilder = EventStreamResponse
+        self,
+        formatter: Formatter,
+        *,
+        stream: bool,
+        build_stream: StreamBuilder = EventStreamResponse,
+        format_ping: PingFormat = format_ping_comment,
     ) -> Response:
         """Return the HTTP response, whole or as a stream, by default of server-sent events.
 
-        The generation is closed at its end. An error before the first event of a stream is raised.
+        The generation is closed at its end. An error before the first event of a stream is raised. `format_ping`
+        formats the signs of life of the stream.
         """
         if not stream:
             with contextlib.closing(self):
@@ -294,7 +375,12 @@ class Generation:
             self.close()
             raise
         events = report_errors(formatter.stream_events(deltas), formatter.format_error)
-        return build_stream(events, ping_seconds=self._state.settings.ping_seconds, on_close=self.close)
+        return build_stream(
+            events,
+            ping_seconds=self._state.settings.ping_seconds,
+            build_ping=lambda: format_ping(self.prefill_progress),
+            on_close=self.close,
+        )
 
     def close(self) -> None:
         """Cancel running choices and release the resources of the request."""
@@ -307,6 +393,7 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     """Admit a request, load its media and submit it to the engine."""
     model = await state.get_generating_model(model_name)
     request.check_limits(state)
+    request = request.adapt(state, model)
     ticket = state.get_admission_queue(model).admit(request.choices)
     resources = contextlib.ExitStack()
     resources.callback(ticket.release)

@@ -42,15 +42,32 @@ class RequestRecord:
     generated_tokens: int | None = None
     finish_reason: str | None = None  # or the code of the error
     ignored_fields: list[str] = field(default_factory=list)  # hints of the request that have no effect
+    unenforced_tools: list[str] = field(default_factory=list)  # tools whose schema the grammar does not enforce
     refuses_hints: bool = False  # whether the server is strict
+
+    def accept_hint(self, name: str) -> bool:
+        """Record a field that has no effect; return False if the server is strict."""
+        if not self.refuses_hints:
+            self.add_ignored(name)
+        return not self.refuses_hints
 
     def add_ignored(self, name: str) -> None:
         """Record a field that has no effect. The first request with it is logged."""
         if name not in self.ignored_fields:
             self.ignored_fields.append(name)
-        if (self.path, name) not in _logged_hints:
+        if self.path and (self.path, name) not in _logged_hints:
             _logged_hints.add((self.path, name))
             logger.info("%s: `%s` has no effect here", self.path, name)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response that say what differs from the request.
+
+        >>> RequestRecord("POST", "/v1/completions", ignored_fields=["keep_alive", "store"]).headers
+        {'x-afterglow-ignored': 'keep_alive, store'}
+        """
+        lists = {"x-afterglow-ignored": self.ignored_fields, "x-afterglow-unenforced": self.unenforced_tools}
+        return {header: ", ".join(names) for header, names in lists.items() if names}
 
     def record_usage(self, usages: Sequence[Usage], finish_reasons: Sequence[str], choices_per_prompt: int) -> None:
         """Record finished choices. The choices of one prompt share its prefill, so that it counts once."""

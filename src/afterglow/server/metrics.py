@@ -54,6 +54,9 @@ class Metrics:
         self.stalled_connections = Counter(
             "afterglow_stalled_connections", "Connections closed because the client read nothing", registry=registry
         )
+        self.volatile_spans = Counter(
+            "afterglow_volatile_spans", "Volatile spans of system prompts by rule", ["rule"], registry=registry
+        )
         self.tokens = Counter(
             "afterglow_tokens",
             "Prompt, cached, media, generated and draft tokens",

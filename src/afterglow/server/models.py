@@ -24,7 +24,7 @@ from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFound, OutOfMemory
 from afterglow.registry import LocalModel
 from afterglow.server.errors import APIError, invalid_request_error
-from afterglow.server.logs import logger
+from afterglow.server.logs import get_record, logger
 from afterglow.server.metrics import SlotCounters
 from afterglow.server.model_budget import ByteMap, ResidentModel, check_fits, choose_first_models, plan_room
 
@@ -415,11 +415,22 @@ class ModelRegistry(Closeable):
                 message = f"`model` is missing, and several models are served: {served}"
                 raise invalid_request_error("model", message, "missing_required_parameter")
             return next(iter(self.slots.values()))
-        if name not in self.slots:
-            name = next((model for pattern, model in self._aliases if fnmatchcase(name, pattern)), name)
-        if name not in self.slots:
+        resolved = self._resolve_alias(name)
+        if resolved not in self.slots:
             raise ModelNotFound(name[:200], f"served models: {served}")
-        return self.slots[name]
+        return self.slots[resolved]
+
+    def get_requested_slot(self, name: str | None) -> ModelSlot:
+        """Return the slot for a request. If only one model is served, every name selects it, as a hint."""
+        is_unknown = name is not None and self._resolve_alias(name) not in self.slots
+        if is_unknown and len(self.slots) == 1 and get_record().accept_hint("model"):
+            return next(iter(self.slots.values()))
+        return self.get_slot(name)
+
+    def _resolve_alias(self, name: str) -> str:
+        if name in self.slots:
+            return name
+        return next((model for pattern, model in self._aliases if fnmatchcase(name, pattern)), name)
 
     def add_installed(self, model: LocalModel) -> ModelSlot | None:
         """Return the slot of a model on this machine, added if necessary; None if only named models are served."""

@@ -134,6 +134,11 @@ class ServerSettings(pydantic.BaseModel):
         description="Reject request fields that have no effect here. Default: they are accepted, and the response "
         "header `x-afterglow-ignored` names them.",
     )
+    volatile: Literal["keep", "move"] = pydantic.Field(
+        "move",
+        description="Known spans of system prompts that clients change on every request, such as dates: `move` them to "
+        "the end of the system prompt, so that what is before them is a prefix hit, or `keep` them.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         "info",
         description="Least severe lines of the log on standard error: `debug`, `info` (one line per request), "
@@ -145,7 +150,12 @@ class ServerSettings(pydantic.BaseModel):
     shutdown_seconds: float = pydantic.Field(
         30.0, ge=0, description="Time for running requests after SIGTERM or Ctrl-C; a second signal ends them."
     )
-    ping_seconds: float = pydantic.Field(15.0, gt=0, description="Interval of keep-alive comments on idle streams.")
+    ping_seconds: float = pydantic.Field(
+        10.0,
+        gt=0,
+        description="Interval of the signs of life of a stream: comments with the progress of a prefill, or the pings "
+        "of the API.",
+    )
     stall_seconds: float = pydantic.Field(
         30.0,
         gt=0,
@@ -163,9 +173,9 @@ class ServerSettings(pydantic.BaseModel):
     max_messages: int = pydantic.Field(4096, ge=1, description="Maximum messages of one chat request.")
     max_stops: int = pydantic.Field(16, ge=0, description="Maximum stop strings of one request.")
     max_stop_length: int = pydantic.Field(256, ge=1, description="Maximum length of a stop string, in characters.")
-    max_tools: int = pydantic.Field(128, ge=0, description="Maximum tools of one request.")
+    max_tools: int = pydantic.Field(1024, ge=0, description="Maximum tools of one request.")
     max_grammar_bytes: ByteCount = pydantic.Field(
-        65_536, ge=1, description="Maximum size of a schema, of a grammar, or of all tools."
+        1024 * 1024, ge=1, description="Maximum size of a schema, of a grammar, or of all tools."
     )
     max_logit_bias: int = pydantic.Field(1024, ge=0, description="Maximum entries of `logit_bias`.")
     media_hosts: TextList = pydantic.Field(

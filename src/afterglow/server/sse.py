@@ -6,16 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from afterglow.engine.types.request import PrefillProgress
 from afterglow.errors import AfterglowError
 from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.logs import get_record
 
 ItemT = TypeVar("ItemT")
+PingFormat: TypeAlias = Callable[[PrefillProgress | None], bytes]  # with the progress of a prefill that is under way
 DONE_EVENT = b"data: [DONE]\n\n"
 ERROR_STATUS_WINDOW_SECONDS = 0.5  # errors within this time become the HTTP status, later ones an SSE error event
 
@@ -48,11 +50,33 @@ class EventTemplate:
         return f"{self._head}{encode_json(fields)[1:]}\n\n".encode()
 
 
-class EventStreamResponse(EventSourceResponse):
-    """Streaming response. Calls `on_close` once when the stream ends, also if it never started."""
+def format_ping_comment(progress: PrefillProgress | None) -> bytes:
+    """Format the sign of life of an idle stream as a comment, which clients skip.
 
-    def __init__(self, events: AsyncIterator[bytes], *, ping_seconds: float, on_close: Callable[[], None]) -> None:
-        super().__init__(events, ping=ping_seconds, sep="\n")
+    >>> format_ping_comment(PrefillProgress("1", computed_entries=300, prompt_entries=400, seconds=3.0))
+    b': ping, 75% of the prompt computed, 1 s left\\n\\n'
+    """
+    if progress is None:
+        return b": ping\n\n"
+    left = "" if progress.seconds_left is None else f", {progress.seconds_left:.0f} s left"
+    return f": ping, {progress.share:.0%} of the prompt computed{left}\n\n".encode()
+
+
+class EventStreamResponse(EventSourceResponse):
+    """Streaming response. Calls `on_close` once when the stream ends, also if it never started.
+
+    Every `ping_seconds`, it sends what `build_ping` returns.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        *,
+        ping_seconds: float,
+        build_ping: Callable[[], bytes],
+        on_close: Callable[[], None],
+    ) -> None:
+        super().__init__(events, ping=ping_seconds, ping_message_factory=cast(Any, build_ping), sep="\n")
         self._on_close = on_close
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:

@@ -52,7 +52,7 @@ class ServerState(Closeable):
 
     async def get_model(self, name: str | None) -> Model:
         """Return a model by name, loaded if necessary. It is not unloaded before the end of the HTTP request."""
-        model = await get_held_model(self.models.get_slot(name))
+        model = await get_held_model(self.models.get_requested_slot(name))
         model.attach_event_loop(asyncio.get_running_loop())
         return model
 

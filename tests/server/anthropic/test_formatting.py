@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
-
 from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
-from afterglow.server.anthropic.formatting import BlockBuilder, insert_pings
+from afterglow.server.anthropic.formatting import BlockBuilder, format_ping
 from afterglow.server.sealing import get_sealer
 
 PARTS = [
@@ -47,22 +43,5 @@ def test_omitted_thinking_is_only_in_the_signature() -> None:
     assert get_sealer().decrypt(block["signature"], "tenant") == "hm"
 
 
-def test_a_stream_without_events_has_pings() -> None:
-    async def run() -> list[dict[str, Any]]:
-        pings = asyncio.Event()
-
-        async def events() -> AsyncIterator[dict[str, Any]]:
-            yield {"type": "first"}
-            await pings.wait()
-            yield {"type": "last"}
-
-        received = []
-        async for event in insert_pings(events(), 0.001):
-            received.append(event)
-            if len(received) == 4:
-                pings.set()
-        return received
-
-    types = [event["type"] for event in asyncio.run(run())]
-    assert types[:4] == ["first", "ping", "ping", "ping"]
-    assert types[-1] == "last"
+def test_pings_are_events() -> None:
+    assert format_ping(None) == b'event: ping\ndata: {"type":"ping"}\n\n'

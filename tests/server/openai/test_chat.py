@@ -180,3 +180,45 @@ def test_a_deadline_returns_what_has_been_generated(server: ServerProcess) -> No
     assert completion["choices"][0]["finish_reason"] == "length"
     assert completion["choices"][0]["stop_reason"] == "deadline"
     assert completion["usage"]["completion_tokens"] < 2000
+
+
+@pytest.mark.native
+def test_messages_may_have_what_clients_add(server: ServerProcess) -> None:
+    call = {"id": "c1", "type": "function", "index": 0, "function": {"name": "pick", "arguments": {"letter": "a"}}}
+    cached = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "system", "content": [cached], "name": None},
+        {"role": "user", "content": "pick", "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "audio": None, "function_call": None},
+        {"role": "tool", "content": "picked", "tool_call_id": "c1", "name": "pick"},
+        {"role": "assistant", "content": "b", "annotations": [], "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "again", "provider_specific_fields": {"a": 1}},
+    ]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200
+    ignored = "messages.content.cache_control, messages.provider_specific_fields"
+    assert response.headers["x-afterglow-ignored"] == ignored
+
+
+@pytest.mark.native
+def test_reasoning_of_a_message_has_three_names(server: ServerProcess) -> None:
+    def render(**fields: Any) -> str:
+        answer = {"role": "assistant", "content": "b", **fields}
+        messages = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "c"}]
+        return str(server.post("/cache/explain", {"model": "reasoning", "messages": messages}).json()["prompt_tokens"])
+
+    expected = render(reasoning_content="a thought")
+    assert render(reasoning="a thought") == render(thinking="a thought") == expected
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_every_body_is_json(server: ServerProcess, content_type: str | None) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    headers = {} if content_type is None else {"content-type": content_type}
+    content = json.dumps(body).encode()
+    response = server.http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code == 200
+    broken = server.http.post("/v1/chat/completions", content=b"messages=a", headers=headers).json()["error"]
+    assert broken["code"] == "invalid_json"

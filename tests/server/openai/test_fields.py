@@ -8,9 +8,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
+import httpx
 import numpy as np
 import pydantic
 import pytest
@@ -92,6 +92,20 @@ def register_restricted(route: str, **values: tuple[Any, Any]) -> None:
         checks(route, field)(check)
 
 
+def register_hints(route: str, /, **values: tuple[Any, Any]) -> None:
+    """Register checks of fields without effect, each with a value of what is done anyway, and another one."""
+    for field, (usual, other) in values.items():
+
+        def check(server: ServerProcess, field: str = field, usual: Any = usual, other: Any = other) -> None:
+            for value, ignored in ((usual, ""), (other, field)):
+                response = post(server, route, **{field: value})
+                assert response.status_code == 200
+                assert response.headers.get("x-afterglow-ignored", "") == ignored
+                assert get_output(response.json()) == get_output(send(server, route))
+
+        checks(route, field)(check)
+
+
 def register_labels(route: str, *fields: str) -> None:
     """Register checks of labels, which do not change the output."""
 
@@ -102,7 +116,7 @@ def register_labels(route: str, *fields: str) -> None:
             assert get_output(send(server, route, **{field: "label"})) == expected
 
 
-def send(server: ServerProcess, route: str, **fields: Any) -> dict[str, Any]:
+def send(server: ServerProcess, route: str, /, **fields: Any) -> dict[str, Any]:
     match route:
         case "chat":
             return server.chat(**fields)
@@ -111,6 +125,15 @@ def send(server: ServerProcess, route: str, **fields: Any) -> dict[str, Any]:
         case "responses":
             return server.respond(**fields)
     return server.post("/v1/embeddings", {"model": "tiny", "input": "hello", **fields}).json()  # type: ignore[no-any-return]
+
+
+def post(server: ServerProcess, route: str, /, **fields: Any) -> httpx.Response:
+    """Return the response to a chat or a completion with its headers."""
+    if route == "chat":
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+        return server.post("/v1/chat/completions", body | fields)
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 8, "temperature": 0}
+    return server.post("/v1/completions", body | fields)
 
 
 def get_output(response: dict[str, Any]) -> Any:
@@ -204,9 +227,10 @@ def _(generate: Callable[..., str]) -> None:
     assert "~" in generate(56, frequency_penalty=2.0, **TILDE_BIAS)[28:]
 
 
-@checks_on_all_routes("repeat_penalty", "repeat_last_n")
+@checks_on_all_routes("repeat_penalty", "repetition_penalty", "repeat_last_n")
 def _(generate: Callable[..., str]) -> None:
     assert generate(29, repeat_penalty=1000.0)[-1] != "a"
+    assert generate(29, repetition_penalty=1000.0, repeat_last_n=-1)[-1] != "a"
     assert generate(29, repeat_penalty=1000.0, repeat_last_n=5)[-1] == "a"  # the first "a" is outside the window
 
 
@@ -215,6 +239,13 @@ def _(generate: Callable[..., str]) -> None:
     options = {"logit_bias": {str(X_TOKEN): 23.0}, "temperature": 1.0, "seed": 3}
     assert generate(xtc_probability=1.0, **options) == "x" * 8  # removes the more likely of two likely tokens
     assert generate(xtc_probability=1.0, xtc_threshold=0.5, **options) != "x" * 8  # only one exceeds the threshold
+
+
+@checks_on_all_routes("dry_penalty_last_n", "dry_sequence_breakers")
+def _(generate: Callable[..., str]) -> None:
+    assert generate(40, dry_multiplier=100.0, dry_penalty_last_n=-1) == generate(40, dry_multiplier=100.0)
+    assert generate(40, dry_multiplier=100.0, dry_penalty_last_n=0) == CYCLE + CYCLE[:12]
+    assert generate(40, dry_multiplier=100.0, dry_sequence_breakers=list(CYCLE)) == CYCLE + CYCLE[:12]
 
 
 @checks_on_all_routes("dry_multiplier", "dry_base", "dry_allowed_length")
@@ -251,6 +282,44 @@ def _(generate: Callable[..., str]) -> None:
 @checks_on_all_routes("deadline")
 def _(generate: Callable[..., str]) -> None:
     assert len(generate(1900, deadline=0.02)) < 1900
+
+
+@checks_on_all_routes("min_tokens", "ignore_eos", "stop_token_ids")
+def _(generate: Callable[..., str]) -> None:
+    end_bias = {"logit_bias": {str(vocabulary.TURN_END_TOKEN): 100}}
+    assert generate(8, stop_token_ids=[X_TOKEN + 1]) == CYCLE[:8]
+    assert generate(8, stop_token_ids=[vocabulary.get_byte_token(ord("d"))]) == "abcd"
+    assert generate(8, min_tokens=6, **end_bias) == CYCLE[:6]
+    assert generate(8, min_tokens=6, ignore_eos=True) == CYCLE[:8]
+
+
+for ROUTE in ("chat", "completions", "responses"):
+
+    @checks(ROUTE, "num_ctx")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        assert send(server, route, num_ctx=2048).get("error") is None
+        error = send(server, route, num_ctx=4096)["error"]
+        assert error["param"] == "num_ctx"
+        assert "4,096" in error["message"]
+        assert "2,048" in error["message"]
+
+    @checks(ROUTE, "cache_prompt", "cache_salt")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        def count_cached(**fields: Any) -> int:
+            if route == "chat":
+                usage = server.chat(text, **fields)["usage"]
+            else:
+                usage = send(server, route, **{"input" if route == "responses" else "prompt": text}, **fields)["usage"]
+            details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+            return int(details["cached_tokens"])
+
+        text = f"the cache fields of {route}"
+        count_cached()
+        assert count_cached(cache_prompt=True) > 20
+        assert count_cached(cache_prompt=False) == 0
+        assert count_cached(cache_salt=f"{route} a") == 0
+        assert count_cached(cache_salt=f"{route} a") > 20
+        assert count_cached(cache_salt=f"{route} b") == 0
 
 
 # --- fields of all routes
@@ -297,6 +366,24 @@ for ROUTE, PATH, BODY in (
         assert server.post(path, {"model": "tiny", **body, "stream_options": options}).status_code == 400
 
 
+for ROUTE, PATH in (("chat", "/v1/chat/completions"), ("completions", "/v1/completions")):
+
+    @checks(ROUTE, "return_progress")
+    def _(server: ServerProcess, route: str = ROUTE, path: str = PATH) -> None:
+        def stream(text: str, **options: Any) -> list[dict[str, Any]]:
+            prompt = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+            return server.collect_events(path, {"model": "tiny", "max_tokens": 1, **prompt, **options})
+
+        assert not any("prompt_progress" in event for event in stream(f"{route} without progress " * 50))
+        events = stream(f"with progress of {route} " * 50, return_progress=True)
+        first, *others = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        processed = [first["processed"], *(progress["processed"] for progress in others)]
+        assert first["total"] > 900
+        assert first["cache"] < processed[0]
+        assert processed == sorted(set(processed))
+        assert first["seconds_left"] >= 0
+
+
 @checks("responses", "stream_options")
 def _(server: ServerProcess) -> None:
     assert server.respond(stream_options={"include_obfuscation": True})["error"]["param"].startswith("stream_options")
@@ -324,9 +411,106 @@ for ROUTE in ("chat", "completions"):
         assert len({json.dumps(choice.get("message", choice.get("text"))) for choice in choices}) == 3
         assert send(server, route, n=17)["error"]["code"] == "limit_exceeded"
 
-    @checks(ROUTE, "max_tokens")
+    @checks(ROUTE, "max_tokens", "n_predict")
     def _(server: ServerProcess, route: str = ROUTE) -> None:
         assert len(get_output(send(server, route, max_tokens=3))) == 3
+        assert len(get_output(send(server, route, max_tokens=None, n_predict=3))) == 3
+        assert send(server, route, max_tokens=3, n_predict=4)["error"]["param"] == "n_predict"
+        assert send(server, route, max_tokens=0)["usage"]["completion_tokens"] == 0
+        assert send(server, route, max_tokens=-1, stop="z")["usage"]["completion_tokens"] > 20  # no limit
+        assert send(server, route, max_tokens=-2)["error"]["param"] == "max_tokens"
+        beyond = send(server, route, max_tokens=100_000, stop="z", overflow="shift")
+        assert beyond["choices"][0]["finish_reason"] == "stop"  # a maximum, not a reservation
+
+    @checks(ROUTE, "json_schema", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    @checks(ROUTE, "structured_outputs")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        def generate(**format: Any) -> str:
+            return str(get_output(send(server, route, max_tokens=100, temperature=1, seed=1, **format)))
+
+        schema = {"enum": [12, 13]}
+        for format in ({"json_schema": schema}, {"guided_json": schema}, {"structured_outputs": {"json": schema}}):
+            assert json.loads(generate(**format)) in (12, 13)
+        assert json.loads(generate(guided_json=json.dumps(schema))) in (12, 13)
+        assert json.loads(generate(response_format={"type": "json_object", "schema": schema})) in (12, 13)
+        for format in ({"guided_regex": "[0-9]{4}"}, {"structured_outputs": {"regex": "[0-9]{4}"}}):
+            assert generate(**format).isdigit()
+        assert generate(guided_choice=["yes", "no"]) in ("yes", "no")
+        assert generate(structured_outputs={"choice": ["yes"]}) == "yes"
+        assert generate(grammar='root ::= "x" "z"') == "xz"
+        assert generate(guided_grammar='root ::= "x" "z"') == "xz"
+        assert generate(structured_outputs={"grammar": 'start: "x" "y"'}) == "xy"
+        assert generate(structured_outputs={"json_object": True}).startswith("{")
+        two = send(server, route, guided_json=schema, guided_regex="a")
+        assert two["error"]["param"] == "guided_regex"
+        assert send(server, route, guided_json="no schema")["error"]["param"] == "guided_json"
+        assert (
+            send(server, route, structured_outputs={"structural_tag": {}})["error"]["code"] == "unsupported_parameter"
+        )
+
+    @checks(ROUTE, "usage")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        path, prompt = (
+            ("/v1/completions", {"prompt": "a"})
+            if route == "completions"
+            else ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
+        )
+        body = {"model": "tiny", "max_tokens": 3, **prompt, "usage": {"include": True}}
+        assert server.collect_events(path, body)[-1]["usage"]["completion_tokens"] == 3
+
+    register_hints(
+        ROUTE,
+        keep_alive=(None, "5m"),
+        ttl=(None, 300),
+        priority=(0, 3),
+        service_tier=("auto", "flex"),
+        store=(False, True),
+        verbosity=("medium", "low"),
+        prompt_cache_retention=("in_memory", "24h"),
+        prediction=(None, {"type": "content", "content": "abc"}),
+        draft_model=(None, "small"),
+        provider=(None, {"order": ["a"]}),
+        models=(None, ["a", "b"]),
+        route=(None, "fallback"),
+        transforms=([], ["middle-out"]),
+        id_slot=(-1, 2),
+        n_keep=(0, 5),
+        n_cache_reuse=(0, 256),
+        timings_per_token=(False, True),
+        response_fields=(None, ["content"]),
+        request_id=(None, "a"),
+        guided_decoding_backend=(None, "xgrammar"),
+        spaces_between_special_tokens=(None, True),
+        tool_stream=(True, False),
+    )
+    register_restricted(
+        ROUTE,
+        mm_processor_kwargs=({}, {"a": 1}),
+        use_beam_search=(False, True),
+        length_penalty=(1.0, 2.0),
+        early_stopping=(False, True),
+        skip_special_tokens=(True, False),
+        include_stop_str_in_output=(False, True),
+        return_tokens=(False, True),
+        return_token_ids=(False, True),
+        return_tokens_as_token_ids=(False, True),
+        n_probs=(0, 5),
+        post_sampling_probs=(False, True),
+        t_max_predict_ms=(0, 500),
+        n_indent=(0, 2),
+        bad_words=([], ["x"]),
+        lora=([], [{"id": 0, "scale": 1.0}]),
+        plugins=([], [{"id": "web"}]),
+    )
+    register_unsupported(
+        ROUTE,
+        prompt_logprobs=3,
+        truncate_prompt_tokens=100,
+        samplers=["top_k"],
+        allowed_token_ids=[1],
+        logits_processors=["x"],
+        guided_whitespace_pattern=" ",
+    )
 
     @checks(ROUTE, "overflow")
     def _(server: ServerProcess, route: str = ROUTE) -> None:
@@ -359,7 +543,8 @@ def _(server: ServerProcess) -> None:
 @checks("chat", "max_completion_tokens")
 def _(server: ServerProcess) -> None:
     assert get_output(server.chat(max_completion_tokens=3, max_tokens=None)) == "abc"
-    assert server.chat(max_completion_tokens=3, max_tokens=3)["error"]["param"] == "max_tokens"
+    assert get_output(server.chat(max_completion_tokens=3, max_tokens=3)) == "abc"
+    assert server.chat(max_completion_tokens=3, max_tokens=4)["error"]["param"] == "max_completion_tokens"
 
 
 @checks("chat", "logprobs", "top_logprobs")
@@ -371,10 +556,17 @@ def _(server: ServerProcess) -> None:
     assert table[0]["bytes"] == [97]
     assert server.chat()["choices"][0]["logprobs"] is None
     assert server.chat(top_logprobs=3)["error"]["param"] == "top_logprobs"
+    assert server.chat(top_logprobs=0, logprobs=False).get("error") is None
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "logprobs": True}
     chunks = server.collect_events("/v1/chat/completions", body)
     streamed = [row for chunk in chunks for row in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
     assert [row["token"] for row in streamed] == list("abcd")
+
+
+@checks("completions", "response_format")
+def _(server: ServerProcess) -> None:
+    assert server.complete(response_format={"type": "regex", "pattern": "[0-9]{4}"})["choices"][0]["text"].isdigit()
+    assert server.complete(response_format={"type": "text"})["choices"][0]["text"] == CYCLE[3:11]
 
 
 @checks("chat", "response_format")
@@ -391,7 +583,7 @@ def _(server: ServerProcess) -> None:
     assert server.chat(response_format={"type": "text"})["choices"][0]["message"]["content"] == CYCLE[:8]
     invalid = server.chat(response_format={"type": "regex", "pattern": "["})
     assert (invalid["status"], invalid["error"]["code"]) == (400, "invalid_grammar")
-    huge = server.chat(response_format={"type": "regex", "pattern": "a" * 70_000})
+    huge = server.chat(response_format={"type": "regex", "pattern": "a" * 1_100_000})
     assert huge["error"]["code"] == "limit_exceeded"
 
 
@@ -410,9 +602,12 @@ def _(server: ServerProcess) -> None:
     assert only_one["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "other"
     assert "tool_calls" not in server.chat(tools=[PICK_TOOL], tool_choice="none")["choices"][0]["message"]
     assert server.chat(tool_choice="required")["error"]["param"] == "tool_choice"
-    assert server.chat(parallel_tool_calls=True)["error"]["param"] == "parallel_tool_calls"
-    assert server.chat(tools=[{"type": "custom", "custom": {"name": "x"}}])["error"]["param"] == "tools[0].type"
-    assert server.chat(tools=[other] * 129)["error"]["code"] == "limit_exceeded"
+    assert get_output(server.chat(parallel_tool_calls=True, tools=[], tool_choice="auto")) == CYCLE[:8]
+    assert server.chat(tools=[{"type": "custom", "custom": {"name": "x"}}])["error"]["param"] == "tools[0]"
+    assert server.chat(tools=[other] * 1025)["error"]["code"] == "limit_exceeded"
+    search = {"type": "web_search", "web_search": {"enable": True}}
+    assert post(server, "chat", tools=[search, other]).headers["x-afterglow-ignored"] == "tools.web_search"
+    assert server.chat(tools=[search])["error"]["param"] == "tools[0].type"
 
 
 @checks("chat", "reasoning_effort", "reasoning_budget")
@@ -425,10 +620,53 @@ def _(server: ServerProcess) -> None:
     assert reason(reasoning_effort="minimal") == (CYCLE * 5)[:128].rstrip()
     assert reason(reasoning_effort="none") is None
     assert len(reason(reasoning_effort="max") or "") > 190
-    assert server.chat(reasoning_effort="low")["error"]["param"] == "reasoning_effort"
-    assert server.chat(reasoning_effort="none").get("error") is None
+    assert post(server, "chat", reasoning_effort="low").headers["x-afterglow-ignored"] == "reasoning_effort"
+    assert "x-afterglow-ignored" not in post(server, "chat", reasoning_effort="none").headers
     both = server.chat(model="reasoning", reasoning_effort="low", reasoning_budget=3)
     assert both["error"]["param"] == "reasoning_budget"
+    assert len(reason(reasoning_budget=-1) or "") > 190
+
+
+@checks("chat", "thinking_budget", "thinking_budget_tokens", "enable_thinking", "think", "thinking", "reasoning")
+def _(server: ServerProcess) -> None:
+    def reason(**options: Any) -> str | None:
+        completion = server.chat(model="reasoning", max_tokens=200, **options)
+        return completion["choices"][0]["message"].get("reasoning_content")  # type: ignore[no-any-return]
+
+    budgets: list[dict[str, Any]] = [
+        {"thinking_budget": 6},
+        {"thinking_budget_tokens": 6},
+        {"thinking": {"type": "enabled", "budget_tokens": 6}},
+        {"reasoning": {"max_tokens": 6}},
+        {"enable_thinking": True, "reasoning_budget": 6},
+    ]
+    for budget in budgets:
+        assert reason(**budget) == "abcdef"
+    off: list[dict[str, Any]] = [
+        {"enable_thinking": False},
+        {"think": False},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"enabled": False}},
+        {"reasoning": {"effort": "none"}},
+    ]
+    for fields in off:
+        assert reason(**fields) is None
+    for fields in ({"think": "minimal"}, {"reasoning": {"effort": "minimal"}}):
+        assert len(reason(**fields) or "") in (127, 128)
+    assert server.chat(reasoning={"exclude": True})["error"]["param"] == "reasoning.exclude"
+    assert post(server, "chat", think=True).headers["x-afterglow-ignored"] == "think"
+    assert server.chat(think=False, enable_thinking=True, model="reasoning")["error"]["param"] == "think"
+
+
+@checks("chat", "continue_final_message", "add_generation_prompt")
+def _(server: ServerProcess) -> None:
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "abc", "prefix": True}]
+    for fields in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        assert get_output(server.chat(messages=begun, **fields)) == CYCLE[3:11]
+    assert server.chat(messages=begun, continue_final_message=False)["error"]["param"] == "continue_final_message"
+    assert get_output(server.chat(continue_final_message=False, add_generation_prompt=True)) == CYCLE[:8]
+    assert server.chat(continue_final_message=True)["error"]["param"] == "continue_final_message"
+    assert server.chat(add_generation_prompt=False)["error"]["param"] == "add_generation_prompt"
 
 
 @checks("chat", "replay")
@@ -467,20 +705,22 @@ def _(server: ServerProcess) -> None:
 register_labels("chat", "user", "safety_identifier", "prompt_cache_key")
 register_restricted(
     "chat",
-    service_tier=("auto", "flex"),
-    store=(False, True),
+    best_of=(1, 2),
     modalities=(["text"], ["text", "audio"]),
-    verbosity=("medium", "low"),
     prompt_cache_options=({"mode": "implicit"}, {"mode": "explicit"}),
-    prompt_cache_retention=("in_memory", "24h"),
+    parse_tool_calls=(True, False),
+    reasoning_format=("auto", "none"),
+    include_reasoning=(True, False),
+    echo=(False, True),
+    documents=([], [{"text": "a"}]),
 )
 register_unsupported(
     "chat",
+    chat_template="{{ messages }}",
     audio={"voice": "alloy", "format": "wav"},
     function_call="auto",
     functions=[{"name": "f"}],
     moderation={"model": "m"},
-    prediction={"type": "content", "content": "abc"},
     web_search_options={},
 )
 
@@ -540,13 +780,6 @@ def _(server: ServerProcess) -> None:
     assert best[0]["text"] == max(choices, key=lambda choice: sum(choice["logprobs"]["token_logprobs"]))["text"]
     assert server.complete("abc", n=3, best_of=2)["error"]["param"] == "best_of"
     assert server.complete("abc", best_of=2, stream=True)["error"]["param"] == "best_of"
-
-
-@checks("completions", "ignore_eos")
-def _(server: ServerProcess) -> None:
-    end_bias = {"logit_bias": {str(vocabulary.TURN_END_TOKEN): 100}}
-    assert server.complete("abc", **end_bias)["usage"]["completion_tokens"] == 1
-    assert server.complete("abc", ignore_eos=True, **end_bias)["usage"]["completion_tokens"] == 8
 
 
 register_labels("completions", "user")
@@ -742,8 +975,12 @@ def _(server: ServerProcess) -> None:
 @pytest.mark.native
 def test_an_unknown_field_gets_400_with_its_name(server: ServerProcess) -> None:
     for route in CHECKS:
-        error = send(server, route, tempreature=1)["error"]
-        assert (error["param"], error["code"]) == ("tempreature", "unknown_parameter")
+        error = send(server, route, modle="tiny")["error"]
+        assert (error["param"], error["code"]) == ("modle", "unknown_parameter")
+        assert "did you mean `model`?" in error["message"]
+    nested = server.chat(messages=[{"role": "user", "content": "a", "nmae": "b"}])["error"]
+    assert nested["param"] == "messages[0].nmae"
+    assert "did you mean `name`?" in nested["message"]
 
 
 def test_the_tiny_models_generate_the_expected_cycle() -> None:
@@ -764,12 +1001,3 @@ FIELDS_BY_CHECK = {
 )
 def test_a_field_has_its_effect_or_is_rejected(route: str, check: FieldCheck, server: ServerProcess) -> None:
     check(server)
-
-
-def test_the_api_page_lists_every_unsupported_field_and_every_extension() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-    for route, (schema, openai_type) in DOCUMENTED.items():
-        for name, field in schema.model_fields.items():
-            unsupported = isinstance(field.json_schema_extra, dict) and "x-reason" in field.json_schema_extra
-            if unsupported or name not in openai_type.__annotations__:
-                assert f"`{name}" in page or name in ("stream", "seed"), f"{route}: {name}"

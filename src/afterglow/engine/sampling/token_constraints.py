@@ -1,4 +1,4 @@
-"""Token constraints of one request, applied around the sampler: grammar mask and reasoning budget."""
+"""Token constraints of one request, applied around the sampler: grammar mask, reasoning budget, minimum length."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class TokenConstraint:
     matcher: GrammarMatcher | None
     reasoning_limiter: ReasoningLimiter | None
     pieces: Sequence[bytes]
+    min_tokens: int = 0  # tokens that must still come before one of `end_tokens`
+    end_tokens: tuple[int, ...] = ()
 
     @property
     def is_finished(self) -> bool:
@@ -33,6 +35,7 @@ class TokenConstraint:
         token = None if self.reasoning_limiter is None else self.reasoning_limiter.get_forced_token()
         if token is None:
             allowed = None if self.matcher is None else self.matcher.get_allowed_tokens()
+            logits = self._forbid_end(logits, allowed)
             token = sampler.sample_and_accept(logits, allowed)
             token = token if self.matcher is None else self.matcher.replace_other_text(token)
         else:
@@ -41,13 +44,26 @@ class TokenConstraint:
             self.reasoning_limiter.accept(token, self.pieces[token])
         if self.matcher is not None:
             self.matcher.accept(token)
+        self.min_tokens -= 1
         return token
+
+    def _forbid_end(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> NDArray[np.float32]:
+        """Return the logits without end tokens if the text is too short. A grammar that ends takes precedence."""
+        if self.min_tokens <= 0 or (allowed is not None and np.isin(allowed, self.end_tokens).all()):
+            return logits
+        logits = logits.copy()
+        logits[list(self.end_tokens)] = -np.inf
+        return logits
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of these draft tokens are allowed next, in order."""
         if self.reasoning_limiter is not None and self.reasoning_limiter.get_forced_token() is not None:
             return 0
-        return len(tokens) if self.matcher is None else self.matcher.count_allowed(tokens)
+        count = len(tokens) if self.matcher is None else self.matcher.count_allowed(tokens)
+        if self.min_tokens > 0:
+            too_early = tokens[: min(count, self.min_tokens)]
+            return next((index for index, token in enumerate(too_early) if token in self.end_tokens), count)
+        return count
 
 
 class TokenConstraintFactory:
@@ -66,4 +82,5 @@ class TokenConstraintFactory:
             constraint = GrammarConstraint(grammar=convert_gbnf(request.sampling.grammar))
         matcher = None if constraint is None else self._grammar_compiler.compile(constraint)
         limiter = None if request.reasoning_budget is None else ReasoningLimiter(request.reasoning_budget)
-        return TokenConstraint(matcher, limiter, self._token_bytes.pieces)
+        end_tokens = tuple(self._token_bytes.eog_tokens | request.stop_tokens)
+        return TokenConstraint(matcher, limiter, self._token_bytes.pieces, request.min_tokens, end_tokens)

@@ -15,7 +15,7 @@ from afterglow.engine.types.backend import DecodeSpan, Sampler
 from afterglow.engine.types.draft_stats import DraftStats
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaPart
-from afterglow.engine.types.request import Request, Usage
+from afterglow.engine.types.request import PrefillProgress, Request, Usage
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class Job:
     checkpoint_positions: list[int] = field(default_factory=list)  # lengths at which a decode has to end
     encode_tasks: dict[int, EncodeTask] = field(default_factory=dict)  # of its next media, by index
     encoded_media: int = 0
-    cached_cells: int = 0  # prompt cells that were a prefix hit
+    cached_entries: int = 0  # prompt entries that were a prefix hit
+    cached_cells: int = 0  # the same in cells
     media_cells: int = 0
     audio_cells: int = 0
     cached_media_cells: int = 0
@@ -61,6 +62,18 @@ class Job:
     def has_deadline_passed(self) -> bool:
         deadline = self.request.deadline
         return deadline is not None and time.monotonic() - self.submitted_at > deadline
+
+    def build_progress(self, computed_entries: int) -> PrefillProgress:
+        """Return the progress of the prefill, of which `computed_entries` are in the KV cache."""
+        return PrefillProgress(
+            self.request.id,
+            computed_entries,
+            len(self.prompt),
+            cached_entries=self.cached_entries,
+            seconds=time.monotonic() - self.admitted_at if self.admitted_at else 0.0,
+            prompt_tokens=self.prompt_cells,
+            cached_tokens=self.cached_cells,
+        )
 
     def build_usage(self) -> Usage:
         """Return the usage of the request up to now."""

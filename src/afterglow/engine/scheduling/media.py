@@ -44,6 +44,7 @@ class MediaScheduler:
 
     def record_reuse(self, job: Job, reuse_length: int) -> None:
         """Record that the first `reuse_length` entries of a job's prompt were a prefix hit."""
+        job.cached_entries = reuse_length
         job.cached_cells = self._interner.count_cells(job.prompt[:reuse_length])
         job.cached_media_cells = sum(
             self._interner.get_media(int(job.prompt[index])).cells

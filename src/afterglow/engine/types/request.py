@@ -43,6 +43,7 @@ class Request:
     system_length: int = 0  # leading entries of system messages and tools, which other requests are likely to share
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None  # to generate. None: until the model ends the text or its sequence is full
+    min_tokens: int = 0  # end-of-generation and stop tokens are forbidden until this many are generated
     stop: tuple[bytes, ...] = ()  # texts that end the generation; they may start or end inside a token
     stop_tokens: frozenset[int] = frozenset()
     constraint: GrammarConstraint | None = None  # grammar that the generated text must match
@@ -58,13 +59,15 @@ class Request:
     @property
     def is_constrained(self) -> bool:
         """Whether the request has a token constraint, which must be compiled before it starts."""
-        return self.constraint is not None or self.reasoning_budget is not None or bool(self.sampling.grammar)
+        has_grammar = self.constraint is not None or bool(self.sampling.grammar)
+        return has_grammar or self.reasoning_budget is not None or self.min_tokens > 0
 
     def check(self) -> None:
         """Raise `InvalidArgument` if a field has a wrong type or range, before an engine step could fail on it."""
         for name in ("max_tokens", "logprobs", "sequence"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, 0)
+        check_integer("min_tokens", self.min_tokens, 0)
         check_integer("priority", self.priority)
         check_integer("system_length", self.system_length, 0, len(self.entries))
         if self.constraint is not None and self.sampling.grammar:
@@ -114,11 +117,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Number of prompt entries that are in the KV cache. The first one follows as soon as the plan is known."""
+    """Number of prompt entries in the KV cache: as soon as the plan is known, and after each chunk but the last.
+
+    >>> PrefillProgress("1", computed_entries=300, prompt_entries=400, cached_entries=100, seconds=2.0).seconds_left
+    1.0
+    """
 
     request_id: str
-    computed_entries: int
+    computed_entries: int  # including cached ones
     prompt_entries: int
+    cached_entries: int = 0  # prefix hit
+    seconds: float = 0.0  # since the prefill began
     prompt_tokens: int = 0  # as in `Usage`
     cached_tokens: int = 0  # as in `Usage`
 
@@ -126,6 +135,17 @@ class PrefillProgress:
     def is_long(self) -> bool:
         """Whether the rest of the prefill may take seconds."""
         return self.prompt_entries - self.computed_entries > LONG_PREFILL_ENTRIES
+
+    @property
+    def share(self) -> float:
+        """Share of the prompt that is in the KV cache, from 0 to 1."""
+        return self.computed_entries / self.prompt_entries
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate of the time until the first token, at the speed of this prefill. None if nothing is computed yet."""
+        computed = self.computed_entries - self.cached_entries
+        return self.seconds * (self.prompt_entries - self.computed_entries) / computed if computed > 0 else None
 
 
 class Token(NamedTuple):

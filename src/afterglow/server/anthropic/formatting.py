@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.chat.output.response import ChatResponse, Delta
 from afterglow.chat.prompt import count_cells
+from afterglow.engine.types.request import PrefillProgress
 from afterglow.server.anthropic.errors import build_error_body
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
@@ -19,7 +19,6 @@ from afterglow.server.sse import format_event
 
 ItemT = TypeVar("ItemT")
 MessageEvent: TypeAlias = dict[str, Any]
-PING_SECONDS = 5.0  # clients expect a sign of life every 10 s
 PING_EVENT: MessageEvent = {"type": "ping"}
 LONG_RETENTION_SECONDS = 3600.0
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "tool_calls": "tool_use"}
@@ -136,6 +135,11 @@ def build_stop(response: ChatResponse, max_tokens: int) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if sequence else reason, "stop_sequence": sequence}
 
 
+def format_ping(progress: PrefillProgress | None) -> bytes:
+    """Format the sign of life of a stream as an event, as Anthropic does."""
+    return format_event(PING_EVENT, "ping")
+
+
 class MessageFormatter:
     """Formats a generation as a message, whole or as events."""
 
@@ -176,8 +180,8 @@ class MessageFormatter:
         }
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """Yield the events of the stream, and a ping if there is none for some time."""
-        async for event in insert_pings(self._build_events(deltas), PING_SECONDS):
+        """Yield the events of the stream."""
+        async for event in self._build_events(deltas):
             yield format_event(event, event["type"])
 
     def format_error(self, error: APIError) -> bytes:
@@ -216,20 +220,3 @@ class MessageFormatter:
             "output_tokens_details": {"thinking_tokens": self._generation.reasoning_tokens},
             "service_tier": "standard",
         }
-
-
-async def insert_pings(events: AsyncIterator[MessageEvent], seconds: float) -> AsyncIterator[MessageEvent]:
-    """Yield the events, and a ping after each interval without one."""
-    following = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            await asyncio.wait({following}, timeout=seconds)
-            if not following.done():
-                yield PING_EVENT
-                continue
-            if (event := following.result()) is None:
-                return
-            yield event
-            following = asyncio.ensure_future(anext(events, None))
-    finally:
-        following.cancel()

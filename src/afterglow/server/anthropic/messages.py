@@ -17,7 +17,7 @@ from afterglow.server.anthropic.conversion import (
     omits_thinking,
 )
 from afterglow.server.anthropic.diagnostics import diagnose
-from afterglow.server.anthropic.formatting import MessageFormatter
+from afterglow.server.anthropic.formatting import MessageFormatter, format_ping
 from afterglow.server.anthropic.schema import CountTokensRequest, MessageFields, MessageRequest
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import ConversationRequest, start_generation
@@ -76,7 +76,7 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
         omit_thinking=omits_thinking(body),
         diagnostics=diagnostics,
     )
-    return await generation.respond(formatter, stream=bool(body.stream))
+    return await generation.respond(formatter, stream=bool(body.stream), format_ping=format_ping)
 
 
 async def count_tokens(state: ServerState, body: CountTokensRequest, salt: str) -> int:

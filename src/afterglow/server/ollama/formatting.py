@@ -41,9 +41,14 @@ class LineStreamResponse(StreamingResponse):
     media_type = "application/x-ndjson"
 
     def __init__(
-        self, lines: AsyncIterator[bytes], *, on_close: Callable[[], None], ping_seconds: float | None = None
+        self,
+        lines: AsyncIterator[bytes],
+        *,
+        on_close: Callable[[], None],
+        ping_seconds: float | None = None,
+        build_ping: Callable[[], bytes] | None = None,
     ) -> None:
-        """`ping_seconds` has no effect: lines of JSON have no comments that could keep a connection alive."""
+        """Pings have no effect: lines of JSON have no comments that could keep a connection alive."""
         super().__init__(lines)
         self._on_close = on_close
 

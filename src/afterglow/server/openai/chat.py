@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -18,11 +19,22 @@ from afterglow.server.generation import ConversationRequest, Generation, start_g
 from afterglow.server.openai.formatting import (
     ChunkFormatter,
     build_finish,
+    build_progress,
     build_token_logprobs,
     build_truncation,
     build_usage,
 )
-from afterglow.server.openai.schema.chat import ChatFields, ChatRequest, build_message, build_tools, dump_fields
+from afterglow.server.openai.schema.chat import (
+    ChatFields,
+    ChatRequest,
+    OpenRouterReasoning,
+    Thinking,
+    build_message,
+    build_tools,
+    dump_fields,
+    parse_max_tokens,
+)
+from afterglow.server.openai.schema.foreign import build_response_format
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -51,12 +63,8 @@ def check_fields(body: ChatRequest) -> None:
     """Reject combinations of fields that exclude each other."""
     if body.stream_options is not None and not body.stream:
         raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid_request_error("top_logprobs", "`top_logprobs` requires `logprobs`")
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise invalid_request_error(
-            "max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: set only one of them"
-        )
 
 
 def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -> ConversationRequest:
@@ -64,10 +72,11 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
     return ConversationRequest(
         messages=[build_message(message) for message in body.messages],
         tools=build_tools(body.tools),
-        prompt_options=build_prompt_options(body),
+        prompt_options={**build_prompt_options(body), "response_format": build_response_format(body)},
+        reasoning_field=find_reasoning_field(body),
         sampling_fields=body,
         n=body.n or 1,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=parse_max_tokens(body.max_tokens),
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         overflow=body.overflow or "refuse",
@@ -76,24 +85,75 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
 
 
 def build_prompt_options(body: ChatFields) -> PromptOptions:
-    """Build the keyword arguments of `Model.plan_chat`, except `tools`."""
-    if body.reasoning_effort is not None and body.reasoning_budget is not None:
-        raise invalid_request_error(
-            "reasoning_budget", "`reasoning_budget` and `reasoning_effort` exclude each other: set only one of them"
-        )
-    if body.tools is None and (body.tool_choice is not None or body.parallel_tool_calls is not None):
-        raise invalid_request_error(
-            "tool_choice" if body.tool_choice else "parallel_tool_calls", "the request has no `tools`"
-        )
-    reasoning = body.reasoning_effort if body.reasoning_budget is None else body.reasoning_budget
+    """Build the keyword arguments of `Model.plan_chat`, except `tools` and `response_format`."""
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise invalid_request_error("tool_choice", "the request has no `tools`")
+    check_continuation(body)
     return {
         "tool_choice": dump_fields(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "response_format": dump_fields(body.response_format),
-        "reasoning": reasoning,
+        "reasoning": next(iter(list_reasoning_values(body).values()), None),
         "chat_template_kwargs": body.chat_template_kwargs,
         "replay": body.replay is not False,
     }
+
+
+def check_continuation(body: ChatFields) -> None:
+    """Reject fields that contradict how prompts end: a last assistant message is continued, others begin an answer."""
+    is_continued = len(body.messages or ()) > 1 and body.messages[-1].role == "assistant"
+    if body.continue_final_message is not None and body.continue_final_message != is_continued:
+        reason = "the last message is of the assistant" if is_continued else "the last message is not of the assistant"
+        raise invalid_request_error(
+            "continue_final_message", f"`continue_final_message` must be {str(is_continued).lower()}: {reason}"
+        )
+    if body.add_generation_prompt is False and not is_continued:
+        raise invalid_request_error(
+            "add_generation_prompt", "`add_generation_prompt` must be true: the last message is not of the assistant"
+        )
+
+
+def list_reasoning_values(body: ChatFields) -> dict[str, bool | int | str]:
+    """Return the value of each reasoning field that is set. Raises an error if two of them differ."""
+    thinking, reasoning = body.thinking, body.reasoning or OpenRouterReasoning.model_validate({})
+    fields: dict[str, bool | int | str | None] = {
+        "reasoning_effort": body.reasoning_effort,
+        "reasoning_budget": body.reasoning_budget if body.reasoning_budget != -1 else True,
+        "enable_thinking": body.enable_thinking,
+        "think": body.think,
+        "thinking": None if thinking is None else parse_thinking(thinking),
+        "reasoning.effort": reasoning.effort,
+        "reasoning.max_tokens": reasoning.max_tokens,
+        "reasoning.enabled": reasoning.enabled,
+    }
+    values = {name: value for name, value in fields.items() if value is not None}
+    for (first, value), (second, other) in itertools.combinations(values.items(), 2):
+        if are_contradictory(value, other):
+            raise invalid_request_error(second, f"`{first}` and `{second}` exclude each other: set only one of them")
+    return {name: value for name, value in values.items() if value is not True} or values
+
+
+def are_contradictory(one: bool | int | str, other: bool | int | str) -> bool:
+    """Whether two values ask for different reasoning. True adds nothing to how much.
+
+    >>> are_contradictory(True, "low"), are_contradictory(True, "none"), are_contradictory("low", 100)
+    (False, True, True)
+    """
+    is_off, is_other_off = one in ("none", False), other in ("none", False)  # 0 equals False
+    return is_off != is_other_off or (not is_off and True not in (one, other) and one != other)
+
+
+def parse_thinking(thinking: Thinking) -> bool | int | None:
+    """Return whether to reason, or the budget; None if the model decides."""
+    if thinking.type == "disabled":
+        return False
+    return (
+        thinking.budget_tokens if thinking.budget_tokens is not None else True if thinking.type == "enabled" else None
+    )
+
+
+def find_reasoning_field(body: ChatFields) -> str:
+    """Return the name of the field that asks for reasoning."""
+    return next(iter(list_reasoning_values(body)), "reasoning_effort")
 
 
 class ChatFormatter(ChunkFormatter):
@@ -101,7 +161,7 @@ class ChatFormatter(ChunkFormatter):
 
     def __init__(self, body: ChatRequest, generation: Generation) -> None:
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "service_tier": "default"}
-        super().__init__(generation, head, "chat.completion.chunk", body.stream_options)
+        super().__init__(generation, head, "chat.completion.chunk", include_usage=body.includes_usage)
         self._body = body
 
     async def build_response(self) -> dict[str, Any]:
@@ -123,6 +183,8 @@ class ChatFormatter(ChunkFormatter):
         for index in range(self._body.n or 1):
             yield self._format_chunk(index, {"delta": {"role": "assistant", "content": ""}}, extra=truncation)
         async for index, delta in deltas:
+            if delta.progress is not None and self._body.return_progress:
+                yield self._format_chunk(index, {"delta": {}}, extra=build_progress(delta.progress))
             logprobs = self._build_logprobs([delta.token] if delta.token else [])
             if delta.parts or (logprobs and logprobs["content"]):
                 yield self._format_chunk(index, {"delta": build_delta(delta.parts)}, logprobs=logprobs)

@@ -19,8 +19,16 @@ from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import Generation, PromptRequest, start_generation
-from afterglow.server.openai.formatting import ChunkFormatter, build_finish, build_truncation, build_usage
+from afterglow.server.openai.formatting import (
+    ChunkFormatter,
+    build_finish,
+    build_progress,
+    build_truncation,
+    build_usage,
+)
+from afterglow.server.openai.schema.chat import parse_max_tokens
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
+from afterglow.server.openai.schema.foreign import build_response_format
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -47,10 +55,10 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         prompts=prompts,
         sampling_fields=body,
         n=max(body.n or 1, body.best_of or 1),
-        max_tokens=body.max_tokens,
+        max_tokens=parse_max_tokens(body.max_tokens),
+        response_format=build_response_format(body),
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
-        ignore_eos=bool(body.ignore_eos),
         salt=salt,
     )
     request.check_limits(state)
@@ -82,7 +90,7 @@ def check_fields(state: ServerState, body: CompletionRequest) -> None:
 
 def fit_prompt(model: Model, body: CompletionRequest, prompt: str | list[int]) -> FittedPrompt:
     """Tokenize a prompt and truncate it to the context."""
-    overflow, max_tokens = body.overflow or "refuse", body.max_tokens
+    overflow, max_tokens = body.overflow or "refuse", parse_max_tokens(body.max_tokens)
     if body.suffix is None:
         return model.fit_prompt(prompt, overflow, max_tokens)
     assert isinstance(prompt, str)
@@ -123,7 +131,7 @@ class CompletionFormatter(ChunkFormatter):
         prompt_scores: list[list[TokenLogprob]],
     ) -> None:
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-        super().__init__(generation, head, "text_completion", body.stream_options)
+        super().__init__(generation, head, "text_completion", include_usage=body.includes_usage)
         self._body = body
         self._prompts = prompts
         self._prompt_scores = prompt_scores
@@ -152,6 +160,8 @@ class CompletionFormatter(ChunkFormatter):
             if echo or truncation:
                 yield self._format_chunk(index, {"text": echo}, logprobs=dump_logprobs(table), extra=truncation)
         async for index, delta in deltas:
+            if delta.progress is not None and self._body.return_progress:
+                yield self._format_chunk(index, {"text": ""}, extra=build_progress(delta.progress))
             text = "".join(part.text for part in delta.parts if isinstance(part, TextDelta))
             table = None if self._body.logprobs is None else LogprobsTable()
             if table is not None and delta.token is not None:

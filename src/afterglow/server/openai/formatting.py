@@ -7,11 +7,10 @@ from typing import Any
 
 from afterglow.api.model import Model
 from afterglow.chat.output.response import ChatResponse
-from afterglow.engine.types.request import Token, Usage
+from afterglow.engine.types.request import PrefillProgress, Token, Usage
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.openai.errors import build_error_body
-from afterglow.server.openai.schema.chat import StreamOptions
 from afterglow.server.sse import DONE_EVENT, EventTemplate, format_event
 
 FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
@@ -112,15 +111,29 @@ def build_truncation(generation: Generation) -> dict[str, Any]:
     return {"overflow": reports[0] if len(generation.prompts) == 1 else reports} if reports else {}
 
 
+def build_progress(progress: PrefillProgress) -> dict[str, Any]:
+    """Build the extension `prompt_progress` of llama-server, with the estimated seconds until the first token.
+
+    >>> build_progress(PrefillProgress("1", computed_entries=300, prompt_entries=400, cached_entries=100, seconds=2.0))
+    {'prompt_progress': {'total': 400, 'cache': 100, 'processed': 300, 'time_ms': 2000, 'seconds_left': 1.0}}
+    """
+    fields = {
+        "total": progress.prompt_entries,
+        "cache": progress.cached_entries,
+        "processed": progress.computed_entries,
+        "time_ms": round(progress.seconds * 1000),
+        "seconds_left": None if progress.seconds_left is None else round(progress.seconds_left, 3),
+    }
+    return {"prompt_progress": fields}
+
+
 class ChunkFormatter:
     """Common part of the formatters of completions and chat completions: head, chunks, and the end of a stream."""
 
-    def __init__(
-        self, generation: Generation, head: dict[str, Any], chunk_object: str, stream_options: StreamOptions | None
-    ) -> None:
+    def __init__(self, generation: Generation, head: dict[str, Any], chunk_object: str, *, include_usage: bool) -> None:
         model = generation.model
         self._generation = generation
-        self._include_usage = bool(stream_options and stream_options.include_usage)
+        self._include_usage = include_usage
         self._head = {
             **head,
             "created": generation.created,

@@ -2,21 +2,25 @@
 
 A documented field belongs to one of three classes. It is *honoured*; or a *hint* (`hint`), which has no effect here and
 is accepted, unless the server is strict; or *refused* (`unsupported`, `supports_only`), because ignoring it would
-change the response.
+change the response. docs/fields.md is generated from these declarations.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 import pydantic
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import PydanticCustomError, from_json
+from starlette.datastructures import MutableHeaders
 
 from afterglow.server.logs import get_record
+
+RULE_KEY = "x-afterglow"  # of a `FieldRule` in the schema of a field
 
 
 class StrictModel(pydantic.BaseModel):
@@ -24,32 +28,78 @@ class StrictModel(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _reject_unknown_fields(cls, value: Any) -> Any:
+        """Reject the first unknown field, with the nearest known one. Pydantic's own error does not know the class."""
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if not isinstance(value, dict) or value.keys() <= known.keys() or cls.model_config["extra"] != "forbid":
+            return value
+        name = next(name for name in value if name not in known)
+        nearest = difflib.get_close_matches(name, known, n=1)
+        suggestion = f"; did you mean `{nearest[0]}`?" if nearest else ""
+        raise PydanticCustomError(
+            "unknown_parameter", "is not a field of this request{suggestion}", {"name": name, "suggestion": suggestion}
+        )
+
     @pydantic.field_validator("*", mode="after")
     @classmethod
     def _apply_field_class(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """Record hints, and reject values of documented fields that are not supported, with the reason."""
-        rule = cls.model_fields[info.field_name or ""].json_schema_extra
-        if value is None or not isinstance(rule, dict) or "x-reason" not in rule:
+        rule = get_rule(cls.model_fields[info.field_name or ""])
+        if value is None or rule is None:
             return value
-        allowed, reason = rule["x-only"], rule["x-reason"]
-        if isinstance(allowed, list) and value in allowed:
+        if "same_as" in rule:
+            _check_synonym(info, rule["same_as"], value)
             return value
-        record = get_record()
-        if "x-hint" in rule and not record.refuses_hints:
-            record.add_ignored(str(rule["x-hint"] or info.field_name))
+        if value in rule["only"]:
             return value
-        if not allowed:
-            raise PydanticCustomError("unsupported_parameter", "is not supported: {reason}", {"reason": reason})
-        values = " or ".join(json.dumps(value) for value in allowed) if isinstance(allowed, list) else ""
-        message = "must be {values}: {reason}"
-        raise PydanticCustomError("unsupported_parameter", message, {"values": values, "reason": reason})
+        if "hint" in rule and get_record().accept_hint(rule["hint"] or str(info.field_name)):
+            return value
+        if not rule["only"]:
+            raise PydanticCustomError("unsupported_parameter", "is not supported: {reason}", {"reason": rule["reason"]})
+        values = " or ".join(map(json.dumps, rule["only"]))
+        context = {"values": values, "reason": rule["reason"]}
+        raise PydanticCustomError("unsupported_parameter", "must be {values}: {reason}", context)
+
+    @pydantic.model_validator(mode="after")
+    def _apply_synonyms(self) -> Self:
+        """Copy fields that are other names of a field to this field."""
+        rules = ((name, get_rule(field)) for name, field in type(self).model_fields.items())
+        values = {
+            rule["same_as"]: value
+            for name, rule in rules
+            if rule is not None and "same_as" in rule and (value := getattr(self, name)) is not None
+        }
+        self.__dict__.update(values)  # the model is frozen
+        return self
+
+
+def get_rule(field: pydantic.fields.FieldInfo) -> dict[str, Any] | None:
+    """Return the rule of a field that is a hint, restricted, or another name of a field."""
+    extra = field.json_schema_extra
+    rule = extra.get(RULE_KEY) if isinstance(extra, dict) else None
+    return rule if isinstance(rule, dict) else None
+
+
+def _check_synonym(info: pydantic.ValidationInfo, target: str, value: Any) -> None:
+    if info.data.get(target) not in (None, value):
+        raise PydanticCustomError("same_field", "is another name of `{target}`: set one of them", {"target": target})
+
+
+def _declare(description: str, alias: str | None = None, **rule: Any) -> Any:
+    return pydantic.Field(None, alias=alias, description=description, json_schema_extra={RULE_KEY: rule})
+
+
+def same_as(target: str) -> Any:
+    """Declare another name of a field of the same type that is declared before."""
+    return _declare(f"Same as `{target}`.", same_as=target)
 
 
 def supports_only(*allowed: Any, reason: str, alias: str | None = None) -> Any:
     """Declare a documented field of which only some values are supported. `alias`: its name, if Python reserves it."""
     values = " or ".join(json.dumps(value) for value in allowed)
-    rule: dict[str, Any] = {"x-only": list(allowed), "x-reason": reason}
-    return pydantic.Field(None, alias=alias, description=f"Only {values}: {reason}.", json_schema_extra=rule)
+    return _declare(f"Only {values}: {reason}.", alias, only=list(allowed), reason=reason)
 
 
 def hint(reason: str, *allowed: Any, name: str = "") -> Any:
@@ -58,14 +108,12 @@ def hint(reason: str, *allowed: Any, name: str = "") -> Any:
     The response header `x-afterglow-ignored` and the log name it, with `name` if the field is nested. A strict server
     (`serve --strict`) rejects it.
     """
-    rule: dict[str, Any] = {"x-only": list(allowed), "x-reason": reason, "x-hint": name}
-    return pydantic.Field(None, description=f"Accepted without effect: {reason}.", json_schema_extra=rule)
+    return _declare(f"Accepted without effect: {reason}.", only=list(allowed), reason=reason, hint=name)
 
 
 def unsupported(reason: str) -> Any:
     """Declare a documented field that is not supported. Only null is accepted."""
-    rule: dict[str, Any] = {"x-only": [], "x-reason": reason}
-    return pydantic.Field(None, description=f"Not supported: {reason}.", json_schema_extra=rule)
+    return _declare(f"Not supported: {reason}.", only=[], reason=reason)
 
 
 def _check_finite(value: Any) -> Any:
@@ -97,7 +145,10 @@ Metadata: TypeAlias = Annotated[
 
 
 class StrictRequest(Request):
-    """Request that parses JSON strictly: no NaN, no lone surrogates, bounded nesting."""
+    """Request that parses JSON strictly: no NaN, no lone surrogates, bounded nesting.
+
+    Every body is JSON, whatever its content type: clients of local servers often send none, or that of a form.
+    """
 
     async def json(self) -> Any:
         """Parse the body."""
@@ -115,6 +166,8 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
+            scope = {**request.scope, "headers": list(request.scope["headers"])}
+            MutableHeaders(scope=scope)["content-type"] = "application/json"
+            return await handler(StrictRequest(scope, request.receive))
 
         return handle

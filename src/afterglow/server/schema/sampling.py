@@ -2,53 +2,115 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import fields, replace
+from typing import Annotated, Literal, TypeAlias
 
 import pydantic
 
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.llama.sampling import Sampling
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.schema.base import StrictModel
+from afterglow.server.schema.base import StrictModel, same_as
 
+LLAMA_FIELD_NAMES = {field.name for field in fields(Sampling)}
+WHOLE_CONTEXT = -1  # window of the penalties
 FORBIDDEN_BIAS = -100.0  # forbids the token
+
+
+RepeatPenalty: TypeAlias = Annotated[
+    Annotated[float, pydantic.Field(ge=1e-6, le=1e6)] | None,
+    pydantic.Field(description="Divides the logits of tokens that occurred; 1: off."),
+]
 
 
 class SamplingFields(StrictModel):
     """Fields of all generation requests. Absent fields have the sampling defaults of the model."""
 
     temperature: float | None = pydantic.Field(None, ge=0, le=100, description="0 selects the most likely token.")
-    top_p: float | None = pydantic.Field(None, ge=0, le=1)
-    presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
+    top_p: float | None = pydantic.Field(
+        None, ge=0, le=1, description="Sample from the most likely tokens that together have this probability."
+    )
+    presence_penalty: float | None = pydantic.Field(
+        None, ge=-2, le=2, description="Lowers the logits of tokens that occurred."
+    )
+    frequency_penalty: float | None = pydantic.Field(
+        None, ge=-2, le=2, description="Lowers the logits of tokens by how often they occurred."
+    )
     logit_bias: dict[str, float] | None = pydantic.Field(
         None, description="Maps token numbers to a bias from -100 to 100; -100 forbids the token."
     )
-    seed: int | None = pydantic.Field(None, ge=-(2**63), le=2**63 - 1)
+    seed: int | None = pydantic.Field(None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable.")
 
-    top_k: int | None = pydantic.Field(None, ge=0, le=2**31 - 1)
-    min_p: float | None = pydantic.Field(None, ge=0, le=1)
-    typical_p: float | None = pydantic.Field(None, ge=0, le=1)
-    top_n_sigma: float | None = pydantic.Field(None, ge=-1e6, le=1e6)
-    repeat_penalty: float | None = pydantic.Field(None, ge=1e-6, le=1e6)
+    top_k: int | None = pydantic.Field(
+        None, ge=0, le=2**31 - 1, description="Sample from the k most likely tokens; 0: from all."
+    )
+    min_p: float | None = pydantic.Field(
+        None, ge=0, le=1, description="Sample from tokens with at least this fraction of the highest probability."
+    )
+    typical_p: float | None = pydantic.Field(None, ge=0, le=1, description="Locally typical sampling; 1: off.")
+    top_n_sigma: float | None = pydantic.Field(
+        None,
+        ge=-1e6,
+        le=1e6,
+        description="Sample from tokens within n standard deviations of the highest logit; negative: off.",
+    )
+    repeat_penalty: RepeatPenalty = None
+    repetition_penalty: RepeatPenalty = same_as("repeat_penalty")
     repeat_last_n: int | None = pydantic.Field(
         None,
-        ge=0,
+        ge=-1,
         le=1_000_000,
-        description="Window of the penalties in tokens; default: 64, or the context with OpenAI's two.",
+        description="Window of the penalties in tokens; -1: the context. Default: 64; with OpenAI's two, the context.",
     )
-    xtc_probability: float | None = pydantic.Field(None, ge=0, le=1)
-    xtc_threshold: float | None = pydantic.Field(None, ge=0, le=1)
-    dry_multiplier: float | None = pydantic.Field(None, ge=0, le=1e6)
-    dry_base: float | None = pydantic.Field(None, ge=1, le=1e6)
-    dry_allowed_length: int | None = pydantic.Field(None, ge=0, le=1_000_000)
-    dynatemp_range: float | None = pydantic.Field(None, ge=0, le=100)
-    dynatemp_exponent: float | None = pydantic.Field(None, ge=0, le=100)
-    mirostat: Literal[0, 1, 2] | None = None
-    mirostat_tau: float | None = pydantic.Field(None, ge=0, le=1e6)
-    mirostat_eta: float | None = pydantic.Field(None, ge=0, le=1e6)
+    xtc_probability: float | None = pydantic.Field(
+        None, ge=0, le=1, description="XTC: probability of removing the most likely tokens."
+    )
+    xtc_threshold: float | None = pydantic.Field(
+        None, ge=0, le=1, description="XTC: only tokens above this probability are removed."
+    )
+    dry_multiplier: float | None = pydantic.Field(
+        None, ge=0, le=1e6, description="DRY: strength of the penalty on repeated phrases; 0: off."
+    )
+    dry_base: float | None = pydantic.Field(
+        None, ge=1, le=1e6, description="DRY: growth of the penalty with the length of the phrase."
+    )
+    dry_allowed_length: int | None = pydantic.Field(
+        None, ge=0, le=1_000_000, description="DRY: longest phrase without a penalty."
+    )
+    dry_penalty_last_n: int | None = pydantic.Field(
+        None, ge=-1, le=1_000_000, description="DRY: window in tokens; -1: the context."
+    )
+    dry_sequence_breakers: list[str] | None = pydantic.Field(
+        None, max_length=64, description="DRY: texts that end a phrase."
+    )
+    dynatemp_range: float | None = pydantic.Field(
+        None, ge=0, le=100, description="The temperature varies by this with the entropy; 0: off."
+    )
+    dynatemp_exponent: float | None = pydantic.Field(
+        None, ge=0, le=100, description="Exponent of the dynamic temperature."
+    )
+    mirostat: Literal[0, 1, 2] | None = pydantic.Field(None, description="Mirostat 1 or 2; 0: off.")
+    mirostat_tau: float | None = pydantic.Field(None, ge=0, le=1e6, description="Mirostat: target of the surprise.")
+    mirostat_eta: float | None = pydantic.Field(None, ge=0, le=1e6, description="Mirostat: learning rate.")
 
+    min_tokens: int | None = pydantic.Field(
+        None, ge=0, le=2**31 - 1, description="End tokens are forbidden until this many tokens are generated."
+    )
+    stop_token_ids: list[int] | None = pydantic.Field(
+        None,
+        max_length=1024,
+        description="Tokens that end the output. Their text is part of it, unless they are control tokens.",
+    )
+    ignore_eos: bool | None = pydantic.Field(None, description="Continue after the end-of-generation token.")
+    cache_prompt: bool | None = pydantic.Field(
+        None, description="False: compute the whole prompt, without the prefix cache. Default: true."
+    )
+    cache_salt: str | None = pydantic.Field(
+        None, max_length=512, description="Requests with different salts share no cached state."
+    )
+    num_ctx: int | None = pydantic.Field(
+        None, ge=1, description="Context length that the client needs; refused if that of the model is smaller."
+    )
     deadline: float | None = pydantic.Field(
         None, gt=0, le=1e6, description="Seconds until generation stops with what has been generated."
     )
@@ -57,9 +119,7 @@ class SamplingFields(StrictModel):
     )
 
 
-SAMPLING_FIELD_NAMES = tuple(
-    name for name in SamplingFields.model_fields if name not in ("logit_bias", "deadline", "overflow")
-)
+SAMPLING_FIELD_NAMES = tuple(name for name in SamplingFields.model_fields if name in LLAMA_FIELD_NAMES - {"logit_bias"})
 
 
 def build_sampling(
@@ -72,7 +132,11 @@ def build_sampling(
     """
     values = {name: value for name in SAMPLING_FIELD_NAMES if (value := getattr(fields, name)) is not None}
     if (fields.presence_penalty or fields.frequency_penalty) and fields.repeat_last_n is None:
-        values["repeat_last_n"] = min(context_length, 1_000_000)
+        values["repeat_last_n"] = WHOLE_CONTEXT
+    for name in ("repeat_last_n", "dry_penalty_last_n"):
+        if values.get(name) == WHOLE_CONTEXT:
+            values[name] = min(context_length, 1_000_000)
+    values["dry_sequence_breakers"] = tuple(values.get("dry_sequence_breakers", defaults.dry_sequence_breakers))
     return replace(defaults, **values, logit_bias=parse_logit_bias(fields.logit_bias or {}, vocabulary_size))
 
 

@@ -6,8 +6,8 @@ from typing import TypeAlias, cast
 
 import pydantic
 
-from afterglow.server.openai.schema.chat import StreamOptions
-from afterglow.server.schema.base import Label, OptionalModel
+from afterglow.server.openai.schema.foreign import ForeignFields, MaxTokens
+from afterglow.server.schema.base import Label, OptionalModel, same_as
 from afterglow.server.schema.sampling import SamplingFields
 
 CompletionPrompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
@@ -21,23 +21,19 @@ class PromptFields(SamplingFields):
     suffix: str | None = pydantic.Field(None, description="Text after the completion, for models with infill tokens.")
 
 
-class CompletionRequest(PromptFields):
+class CompletionRequest(ForeignFields, PromptFields):
     """Prompts to complete."""
 
-    max_tokens: int | None = pydantic.Field(
-        None, ge=0, le=2**31 - 1, description="Default: until an end token or until the context is full."
-    )
+    max_tokens: MaxTokens = None
+    n_predict: MaxTokens = same_as("max_tokens")
     n: int | None = pydantic.Field(None, ge=1)
     best_of: int | None = pydantic.Field(
         None, ge=1, description="Generate this many choices and return the `n` most likely."
     )
     stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     echo: bool | None = pydantic.Field(None, description="Return the prompt before the completion.")
     logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     user: Label = None
-    ignore_eos: bool | None = pydantic.Field(None, description="Continue after the end-of-generation token.")
 
 
 def list_prompts(request: PromptFields) -> list[str | list[int]]:
