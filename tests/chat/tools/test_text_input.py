@@ -10,17 +10,20 @@ import pytest
 
 from afterglow.chat.output.parts import join_parts
 from afterglow.chat.tools.detection import TOOL_FAMILIES
+from afterglow.chat.tools.families.xml import DSML
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.text_input import TextInputReader, unwrap_text_input, wrap_text_input
 from afterglow.chat.tools.tool import TextInput, Tool, build_text_tool
+from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.errors import InvalidArgument
-from support.grammar_text import accepts, generate
+from support.grammar_text import BYTES, PieceVocabulary, accepts, generate
 from support.patches import PATCH_GRAMMAR, parse_patch
 
 # Few characters, so that random texts end soon, and those that quotes, tags and escapes are made of.
 SHORT_PATCH_GRAMMAR = PATCH_GRAMMAR.replace(r"/[^\n\r]*/", r'/[a"\'\\<>\/]{0,9}/').replace(
     r"/[^\n\r]+/", "/[a.<]{1,4}/"
 )
+END_LITERAL = f"<[{PieceVocabulary.end_token}]>"  # the only control token of the vocabulary
 TRICKY = 'quotes " \' \\ \t newline \n é 😀 </parameter> {"input": "x"} \u0007'
 
 
@@ -73,6 +76,34 @@ def test_a_text_does_not_contain_the_text_that_ends_it(family: str, end: str) ->
     assert accepts(grammar, call.format("a < </ b\n\nz"))
     assert not accepts(grammar, call.format(f"a{end}z"))
     assert not accepts(grammar, call.format("ab"))
+
+
+@pytest.mark.parametrize("name", [name for name, family in TOOL_FAMILIES.items() if family.triggers])
+def test_a_grammar_is_enforced_after_a_trigger(name: str) -> None:
+    family, tool = TOOL_FAMILIES[name], build("regex", 'x["<a]{1,9}y')
+    for trigger in family.triggers:
+        grammar = family.build_after_trigger_grammar([tool], json.dumps, trigger)
+        parser = family.create_parser([tool])
+        text = generate(grammar, Random(5), closing=0.5)
+        assert text is not None
+        calls = join_parts(parser.feed(trigger + text) + parser.finish()).tool_calls
+        assert calls
+        assert all(re.fullmatch('x["<a]{1,9}y', unwrap_text_input(call.arguments)) for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "control"),
+    [("glm", "</arg_value>"), ("gemma", '<|"|>'), ("deepseek-dsml", DSML), ("kimi-k3", "<|close|>")],
+)
+def test_a_control_token_ends_a_text(name: str, control: str) -> None:
+    def write_literal(text: str) -> str:
+        pieces = [piece for piece in re.split(f"({re.escape(control)})", text) if piece]
+        return " ".join(END_LITERAL if piece == control else json.dumps(piece, ensure_ascii=False) for piece in pieces)
+
+    tool = build("lark", PATCH_GRAMMAR)
+    grammar = TOOL_FAMILIES[name].build_calls_grammar([tool], True, write_literal)
+    assert END_LITERAL in grammar
+    BYTES.compile(GrammarConstraint(grammar=grammar))
 
 
 def test_a_grammar_that_cannot_be_enforced_names_its_tool() -> None:
