@@ -44,6 +44,7 @@ from afterglow.chat.replay import (
 from afterglow.chat.template.adapter import adapt_messages
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.chat.tools.detection import detect_family
+from afterglow.chat.tools.enforcement import CallGrammarBuilder
 from afterglow.chat.tools.families.harmony import HARMONY
 from afterglow.chat.tools.families.hermes import GENERIC
 from afterglow.chat.tools.family import ToolFamily
@@ -52,7 +53,7 @@ from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Finished, Request
-from afterglow.errors import UnsupportedOption
+from afterglow.errors import InvalidGrammar, UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
@@ -83,6 +84,7 @@ class ChatPlan:
     starts_in: OutputPosition  # where the prompt ends
     prefill: Message | None  # beginning of the answer, which the prompt contains
     constraint: GrammarConstraint | None
+    unenforced_tools: tuple[Tool, ...] = ()  # tools whose calls the constraint does not enforce completely
     reasoning_budget: ReasoningBudget | None
     parse: Callable[[str], Any] | None  # parses the text of a complete answer
     place: Place | None = None  # of the answer, if it can be replayed later
@@ -182,6 +184,9 @@ class Chat(Closeable):
         )
         prompt = prompt if replay_plan is None else replace(prompt, replay=replay_plan.report)
         starts_in = self._find_output_position(prompt.text, prefill)
+        constraint, unenforced = self._build_constraint(
+            tool_choice, options.parallel_tool_calls, response_format.spec, reasoning, prompt, starts_in, prefill
+        )
         return ChatPlan(
             chat=self,
             prompt=prompt,
@@ -189,9 +194,8 @@ class Chat(Closeable):
             tool_choice=tool_choice,
             starts_in=starts_in,
             prefill=prefill,
-            constraint=self._build_constraint(
-                tool_choice, options.parallel_tool_calls, response_format.spec, reasoning, prompt, starts_in, prefill
-            ),
+            constraint=constraint,
+            unenforced_tools=unenforced,
             reasoning_budget=self._build_reasoning_budget(reasoning, starts_in),
             parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
             place=None if replay_plan is None or prefill is not None else replay_plan.place,
@@ -322,6 +326,10 @@ class Chat(Closeable):
         family = detect_family(self._template_source)
         return family if family is GENERIC or family.instructions or self._renders_tools else GENERIC
 
+    @functools.cached_property
+    def _call_grammars(self) -> CallGrammarBuilder:
+        return CallGrammarBuilder(self.tool_family, self._write_literal)
+
     @property
     def _renders_tools(self) -> bool:
         return self._template.get_capabilities().supports_tools
@@ -373,17 +381,18 @@ class Chat(Closeable):
         prompt: ChatPrompt,
         starts_in: OutputPosition,
         prefill: Message | None,
-    ) -> GrammarConstraint | None:
+    ) -> tuple[GrammarConstraint | None, tuple[Tool, ...]]:
+        """Build the constraint of the answer. Return it with the tools whose calls it does not enforce completely."""
         triggers = self.tool_family.list_triggers(tool_choice.tools)
         if tool_choice.mode == "auto" and triggers and tool_choice.tools and spec is None:
-            return self._build_triggered_constraint(tool_choice, parallel, triggers, prompt)
+            return self._build_triggered_constraint(tool_choice, parallel, prompt)
         # Without a text start, this is always true.
         has_text_start = starts_in == "answer" or prompt.text.rstrip().endswith(self._text_start)
         wrap_text = (lambda text_spec: text_spec) if has_text_start else self._wrap_text
         final_spec = None if spec is None else wrap_text(spec)
-        output_spec = self._build_output_spec(tool_choice, parallel, final_spec, wrap_text)
+        output_spec, unenforced = self._build_output_spec(tool_choice, parallel, final_spec, wrap_text)
         if output_spec is None:
-            return None
+            return None, unenforced
         may_reason = starts_in == "reasoning" or (starts_in == "turn" and reasoning.allowed)
         if self.reasoning_format is not None and may_reason:
             is_open = starts_in == "reasoning"
@@ -395,7 +404,7 @@ class Chat(Closeable):
         prefix = prefill.content.encode() if starts_in == "answer" and prefill is not None and spec is not None else b""
         # After the first of several calls the model may prefer text: then the calls are complete.
         stop_at_other_text = tool_choice.mode == "required" and parallel
-        return GrammarConstraint(grammar=text, stop_at_other_text=stop_at_other_text, prefix=prefix)
+        return GrammarConstraint(grammar=text, stop_at_other_text=stop_at_other_text, prefix=prefix), unenforced
 
     def _build_output_spec(
         self,
@@ -403,51 +412,46 @@ class Chat(Closeable):
         parallel: bool,
         spec: grammar.GrammarSpec | None,
         wrap_text: Callable[[grammar.GrammarSpec], grammar.GrammarSpec],
-    ) -> grammar.GrammarSpec | None:
+    ) -> tuple[grammar.GrammarSpec | None, tuple[Tool, ...]]:
         """Build the grammar of the answer after reasoning: tool calls, text that fits `spec`, or either."""
         if not tool_choice.tools:
-            return spec
+            return spec, ()
         if tool_choice.mode == "none":
             control = self._vocabulary.control_tokens_by_text  # a grammar cannot exclude control tokens as text
             triggers = self.tool_family.list_triggers(tool_choice.tools)
             forbidden = [text for text in triggers if not any(token in text for token in control)]
-            return wrap_text(grammar.build_exclusion_spec(forbidden)) if spec is None and forbidden else spec
+            return (wrap_text(grammar.build_exclusion_spec(forbidden)) if spec is None and forbidden else spec), ()
+        is_required = tool_choice.mode == "required"
         try:
-            calls = {
-                "lark_grammar": self.tool_family.build_calls_grammar(tool_choice.tools, parallel, self._write_literal)
-            }
-        except UnsupportedOption:
-            if (
-                tool_choice.mode == "required"
-                or spec is not None
-                or any(tool.must_conform for tool in tool_choice.tools)
-            ):
+            built = self._call_grammars.build_calls(tool_choice.tools, parallel, may_relax=not is_required)
+        except (UnsupportedOption, InvalidGrammar):
+            if is_required or spec is not None or any(tool.must_conform for tool in tool_choice.tools):
                 raise
-            return None
-        if tool_choice.mode == "required":
-            return calls
-        return grammar.build_alternatives_spec(calls, wrap_text(grammar.build_prose_spec()) if spec is None else spec)
+            return None, tool_choice.tools
+        calls: grammar.GrammarSpec = {"lark_grammar": built.grammars[0][1]}
+        if is_required:
+            return calls, ()
+        text = wrap_text(grammar.build_prose_spec()) if spec is None else spec
+        return grammar.build_alternatives_spec(calls, text), built.unenforced
 
     def _build_triggered_constraint(
-        self, tool_choice: ResolvedToolChoice, parallel: bool, triggers: Sequence[str], prompt: ChatPrompt
-    ) -> GrammarConstraint | None:
+        self, tool_choice: ResolvedToolChoice, parallel: bool, prompt: ChatPrompt
+    ) -> tuple[GrammarConstraint | None, tuple[Tool, ...]]:
         """Build a constraint that leaves text free and enforces the schema of a tool call once one begins.
 
-        As in OpenAI's API, only `strict` tools guarantee this: if a schema cannot be enforced and no tool is strict,
-        tool calls are unconstrained.
+        As in OpenAI's API, only `strict` tools guarantee this: what cannot be enforced of other tools is free.
         """
         try:
-            build = self.tool_family.build_after_trigger_grammar
-            grammars = tuple(
-                (trigger.encode(), build(tool_choice.tools, self._write_literal, trigger)) for trigger in triggers
-            )
-        except UnsupportedOption:
+            built = self._call_grammars.build_triggered(tool_choice.tools)
+        except (UnsupportedOption, InvalidGrammar):
             if any(tool.must_conform for tool in tool_choice.tools):
                 raise
-            return None
-        begun = max(find_overlap(prompt.text, trigger) for trigger in triggers)  # functionary's prompts end with `>>>`
+            return None, tool_choice.tools
+        # Functionary's prompts end with `>>>`.
+        begun = max(find_overlap(prompt.text, trigger) for trigger, _ in built.grammars)
         prefix = prompt.text[len(prompt.text) - begun :].encode()
-        return GrammarConstraint(triggers=grammars, stop_after_first=not parallel, prefix=prefix)
+        grammars = tuple((trigger.encode(), text) for trigger, text in built.grammars)
+        return GrammarConstraint(triggers=grammars, stop_after_first=not parallel, prefix=prefix), built.unenforced
 
     def _wrap_text(self, spec: grammar.GrammarSpec) -> grammar.GrammarSpec:
         """Put the text that begins visible text before a spec (e.g. the final channel of harmony)."""

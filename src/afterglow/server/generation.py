@@ -27,6 +27,7 @@ from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.prompt import Breakpoint, PromptBreakpoint, Truncation, TruncationPolicy
+from afterglow.chat.tools.enforcement import find_violation
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.constraints import GrammarConstraint
@@ -54,6 +55,7 @@ class PlannedPrompt:
     request: Request
     output_format: OutputFormat
     breakpoints: tuple[PromptBreakpoint, ...] = ()
+    unenforced_tools: tuple[Tool, ...] = ()  # tools whose calls must be checked after generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,7 @@ class ConversationRequest(GenerationRequest):
             self.messages, build_plan, self.overflow, context=model.context_length, max_tokens=self.max_tokens
         )
         request = self.add_stop_tokens(plan.apply_to(model.build_request(plan.prompt, **options)))
-        return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints)]
+        return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints, plan.unenforced_tools)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +312,8 @@ class Generation:
         self._usage_recorded = False
         self._record = get_record()
         self._record.model, self._record.generated_tokens = model.name, 0
+        self._unenforced_tools = {tool.name: tool for prompt in prompts for tool in prompt.unenforced_tools}
+        self._record.unenforced_tools = list(self._unenforced_tools)
 
     @property
     def truncations(self) -> list[Truncation]:
@@ -348,6 +352,16 @@ class Generation:
             reasons = [response.finish_reason for response in responses]
             self._record.record_usage(usages, reasons, len(usages) // len(self.prompts))
         return responses
+
+    def list_violations(self, response: ChatResponse) -> dict[str, str]:
+        """Return how calls of tools that the grammar does not enforce violate their schemas, by the id of the call."""
+        tools = self._unenforced_tools
+        found = {
+            call.id: find_violation(tools[call.name], call.arguments)
+            for call in response.tool_calls
+            if call.name in tools
+        }
+        return {id: violation for id, violation in found.items() if violation is not None}
 
     def is_visible_token(self, token: Token) -> bool:
         """Whether a token is part of the output. End-of-generation tokens are not."""

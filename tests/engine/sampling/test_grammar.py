@@ -172,8 +172,8 @@ def test_a_grammar_must_be_non_empty_text(grammar):
 
 
 def test_a_grammar_over_the_length_limit_is_rejected():
-    with pytest.raises(InvalidGrammar, match=r"1,048,577 characters, 1,048,576 are allowed"):
-        GrammarConstraint(grammar="x" * (1024 * 1024 + 1))
+    with pytest.raises(InvalidGrammar, match=r"8,388,609 characters, 8,388,608 are allowed"):
+        GrammarConstraint(grammar="x" * (8 * 1024 * 1024 + 1))
 
 
 def test_a_request_can_be_cancelled_while_its_grammar_compiles(monkeypatch):

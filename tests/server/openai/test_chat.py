@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from afterglow.testing.models import vocabulary
 from support.openai_schemas import ChatCompletion, ChatCompletionChunk, validate
 from support.server_process import CYCLE, PICK_TOOL, ServerProcess, get_text
 
@@ -222,3 +223,32 @@ def test_every_body_is_json(server: ServerProcess, content_type: str | None) -> 
     assert response.status_code == 200
     broken = server.http.post("/v1/chat/completions", content=b"messages=a", headers=headers).json()["error"]
     assert broken["code"] == "invalid_json"
+
+
+@pytest.mark.native
+def test_a_call_that_is_not_enforced_is_named_and_checked(server: ServerProcess) -> None:
+    properties = {"city": {"type": "string", "pattern": "^(?!x).*$"}, "count": {"type": "integer"}}
+    function = {"name": "find", "parameters": {"type": "object", "properties": properties}}
+    call = '<tool_call>{"name": "find", "arguments": {"count": %s}}</tool_call>'
+    for count, violation in (("3", None), ('"x"', "`count` must be of the type integer, not string")):
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hello"}],
+            "tools": [PICK_TOOL, {"type": "function", "function": function}],
+            "response_format": {"type": "choice", "choices": [call % count]},
+            "logit_bias": {str(vocabulary.get_byte_token(ord("<"))): 90},
+            "max_tokens": 100,
+            "temperature": 0,
+        }
+        response = server.post("/v1/chat/completions", body)
+        assert response.headers["x-afterglow-unenforced"] == "find"
+        choice = response.json()["choices"][0]
+        ((call_id, name),) = [(item["id"], item["function"]["name"]) for item in choice["message"]["tool_calls"]]
+        expected = None if violation is None else [{"id": call_id, "message": violation}]
+        assert (name, choice.get("invalid_tool_calls")) == ("find", expected)
+        last = server.collect_events("/v1/chat/completions", body)[-1]["choices"][0]
+        assert ("invalid_tool_calls" in last) == (violation is not None)
+    strict = {"type": "function", "function": {**function, "strict": True}}
+    assert server.chat(tools=[strict])["status"] == 400
+    enforced = server.post("/v1/chat/completions", {**body, "tools": [PICK_TOOL]})
+    assert "x-afterglow-unenforced" not in enforced.headers

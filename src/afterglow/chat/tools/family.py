@@ -86,15 +86,16 @@ class ToolFamily:
         self, tools: Sequence[Tool], write_literal: LiteralFormatter, trigger: str | None = None
     ) -> str:
         """Return the grammar of the text after a trigger (default: the first) to the end of that block of calls."""
-        tools, triggers = _to_enforceable_tools(tools), self.list_triggers(tools)
+        triggers = self.list_triggers(tools)
         if not triggers:
             raise UnsupportedOption("tools", f"no text reliably begins a call of the family {self.name!r}")
         if trigger is not None and trigger not in triggers:
             raise InvalidArgument("trigger", f"must be one of {', '.join(map(repr, triggers))}, not {trigger!r}")
         grammar = LarkGrammar(write_literal)
         if self.tool_trigger:
-            tool = tools[triggers.index(trigger or triggers[0])]
+            (tool,) = _to_enforceable_tools([tools[triggers.index(trigger or triggers[0])]])
             return grammar.to_lark(grammar.add_json_rule(tool.parameters))
+        tools = _to_enforceable_tools(tools)
         if self.build_trigger_rule is not None:
             return grammar.to_lark(self.build_trigger_rule(grammar, tools, trigger or self.triggers[0]))
         return grammar.to_lark(self.build_block_rule(grammar, tools, True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import llguidance
 import numpy as np
@@ -24,7 +25,9 @@ from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes
 from afterglow.errors import InvalidGrammar
 
-MAX_COMPILED_GRAMMARS = 32  # cached: agents use the same schemas again and again
+MAX_CACHED_CONSTRAINTS = 32  # agents use the same schemas again and again
+MAX_CACHED_CHARACTERS = 8 * 1024 * 1024  # of all grammars; a compiled grammar takes about 100 bytes per character
+TriggerTexts: TypeAlias = tuple[tuple[bytes, str], ...]  # trigger texts, each with its grammar
 JSON_GRAMMAR_TEXTS = ('"json_schema"', "%json")
 
 
@@ -36,7 +39,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._piece_index: PieceIndex | None = None
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[TriggerTexts, dict[bytes, CompiledGrammar]] = OrderedDict()
 
     def compile(self, constraint: GrammarConstraint) -> GrammarMatcher:
         """Return a new matcher. Raise `InvalidGrammar` with the position and cause if a grammar does not compile."""
@@ -47,23 +50,28 @@ class GrammarCompiler:
                     raise InvalidGrammar("the model has no end-of-generation token")
                 self._tokenizer = llguidance.LLTokenizer(_TokenizerAdapter(self._token_bytes), eos_token=eog_tokens)
                 self._piece_index = PieceIndex(self._token_bytes)
-        triggers = constraint.triggers or ((b"", constraint.grammar),)
-        grammars = {trigger: self._compile_grammar(grammar) for trigger, grammar in triggers}
+        grammars = self._get_or_compile(constraint.triggers or ((b"", constraint.grammar),))
         return GrammarMatcher(constraint, grammars, self._tokenizer, self._token_bytes)
 
-    def _compile_grammar(self, grammar: str) -> CompiledGrammar:
+    def _get_or_compile(self, triggers: TriggerTexts) -> dict[bytes, CompiledGrammar]:
         assert self._tokenizer is not None
         assert self._piece_index is not None
         with self._lock:
-            compiled = self._compiled.get(grammar)
+            compiled = self._compiled.get(triggers)
         if compiled is None:
-            compiled = CompiledGrammar(grammar, self._tokenizer, self._piece_index)
+            compiled = {
+                trigger: CompiledGrammar(grammar, self._tokenizer, self._piece_index) for trigger, grammar in triggers
+            }
         with self._lock:
-            self._compiled[grammar] = compiled
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > MAX_COMPILED_GRAMMARS:
+            self._compiled[triggers] = compiled
+            self._compiled.move_to_end(triggers)
+            while len(self._compiled) > 1 and self._is_over_limit():
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _is_over_limit(self) -> bool:
+        characters = sum(len(grammar) for triggers in self._compiled for _, grammar in triggers)
+        return len(self._compiled) > MAX_CACHED_CONSTRAINTS or characters > MAX_CACHED_CHARACTERS
 
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):

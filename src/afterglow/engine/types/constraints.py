@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.llama.checks import check_integer
 
-MAX_GRAMMAR_CHARACTERS = 1024 * 1024
+MAX_GRAMMAR_CHARACTERS = 8 * 1024 * 1024  # of a request with 1 MiB of tools
 # Alternative of the items of an array in a JSON schema. No value matches it. It tells the engine that the items must be
 # unique, which a grammar cannot express.
 UNIQUE_ITEM_PLACEHOLDER = {"enum": [], "x-unique-item": True}

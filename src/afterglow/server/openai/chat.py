@@ -23,6 +23,7 @@ from afterglow.server.openai.formatting import (
     build_token_logprobs,
     build_truncation,
     build_usage,
+    build_violations,
 )
 from afterglow.server.openai.schema.chat import (
     ChatFields,
@@ -206,6 +207,7 @@ class ChatFormatter(ChunkFormatter):
             "message": message,
             "logprobs": self._build_logprobs(response.tokens),
             **build_finish(response),
+            **build_violations(self._generation, response),
         }
 
     def _build_logprobs(self, tokens: Sequence[Any]) -> dict[str, Any] | None:

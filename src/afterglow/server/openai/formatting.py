@@ -105,6 +105,13 @@ def build_finish(response: ChatResponse) -> dict[str, Any]:
     }
 
 
+def build_violations(generation: Generation, response: ChatResponse) -> dict[str, Any]:
+    """Build the extension `invalid_tool_calls`: calls of tools that are not enforced and violate their schema."""
+    violations = generation.list_violations(response)
+    calls = [{"id": id, "message": message} for id, message in violations.items()]
+    return {"invalid_tool_calls": calls} if calls else {}
+
+
 def build_truncation(generation: Generation) -> dict[str, Any]:
     """Build the extension `overflow`: what was dropped from the prompt, or a list for several prompts."""
     reports = [truncation.report for truncation in generation.truncations]
@@ -156,7 +163,8 @@ class ChunkFormatter:
     def _format_end(self, content: dict[str, Any]) -> Iterator[bytes]:
         """Format the last events: the finish reason of each choice, and the usage if it was requested."""
         for index, response in enumerate(self._generation.get_responses()):
-            yield self._format_chunk(index, content, **build_finish(response))
+            violations = build_violations(self._generation, response)
+            yield self._format_chunk(index, content, **build_finish(response), **violations)
         if self._include_usage:
             yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation)})
         yield DONE_EVENT
