@@ -48,7 +48,8 @@ def test_a_response_without_a_limit_gets_a_quarter_of_the_context() -> None:
     assert compute_prompt_limit(256, None) == 192
     assert compute_prompt_limit(131_072, None) == 131_072 - 4096
     assert compute_prompt_limit(256, 16) == 240
-    assert compute_prompt_limit(256, 1000) == 128
+    assert compute_prompt_limit(256, 200) == 128
+    assert compute_prompt_limit(256, 1000) == 192  # a maximum that the context does not reach
     assert compute_prompt_limit(256, 0) == 255
 
 
