@@ -27,9 +27,10 @@ LONG_REQUEST = {
 
 
 def test_after_a_signal_running_requests_finish_and_new_ones_get_503() -> None:
-    with run_server(f"tiny={models.get_path('successor-attention')}", "--context", "32768") as server:
+    arguments = ("--context", "32768", "--shutdown-seconds", "240")
+    with run_server(f"tiny={models.get_path('successor-attention')}", *arguments) as server:
         with ThreadPoolExecutor(3) as pool:
-            body = {**LONG_REQUEST, "max_tokens": 2000}
+            body = {**LONG_REQUEST, "max_tokens": 1000}
             streams = [pool.submit(server.collect_events, "/v1/chat/completions", body) for _ in range(3)]
             assert wait_until(60, server.is_busy)
             server.process.send_signal(signal.SIGTERM)

@@ -352,7 +352,7 @@ def test_thinking_has_no_effect_on_a_model_without_it(client: anthropic.Anthropi
         thinking={"type": "adaptive"},
         output_config={"effort": "high"},
     )
-    assert response.headers["x-afterglow-ignored"] == "thinking, output_config.effort"
+    assert response.headers["x-afterglow-ignored"] == "output_config.effort, thinking"
     assert response.parse().content[0].type == "text"
 
 
