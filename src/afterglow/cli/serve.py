@@ -17,6 +17,7 @@ from afterglow.api.load import apply_disk_cache, load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
 from afterglow.cli import options
+from afterglow.cli.fit import build_fit_table, format_summary
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import Settings, load_command_settings
 from afterglow.engine.host.build import DraftSource
@@ -60,6 +61,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
                 state.models.load_all()
+            print_plans(console, state.models)
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
@@ -139,6 +141,18 @@ def print_storage_notice(console: Console, settings: Settings) -> None:
     with contextlib.suppress(OSError):  # then it is shown again
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
+
+
+def print_plans(console: Console, models: ModelRegistry) -> None:
+    """Print what was chosen for each loaded model: a table on a terminal, otherwise one line."""
+    for name, slot in models.slots.items():
+        plan = None if slot.model is None else slot.model.fit
+        if plan is None:
+            continue
+        if console.is_terminal:
+            console.print(f"[bold]{name}[/]", build_fit_table(plan), sep="\n")
+        else:
+            console.print(f"{name}: {format_summary(plan)}", soft_wrap=True, markup=False)
 
 
 def print_startup_message(console: Console, address: str, names: list[str], requires_key: bool) -> None:
