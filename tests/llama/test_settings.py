@@ -117,7 +117,9 @@ LARGE = {"cells": 65_536, "sequences": 4, "ubatch": 128, "batch": 128}  # the KV
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("settings", [LARGE, {**LARGE, "kv_unified": True}, {"cells": 16_384}, {"cells": 4096}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [LARGE, {**LARGE, "kv_unified": True}, {"cells": 16_384}, {"cells": 4096}], ids=str
+)
 @pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid", "experts", "colors"])
 def test_c19_weights_context_and_compute_buffers_are_within_5_percent(open_model, open_context, caplog, name, settings):
     with caplog.at_level(logging.INFO, "afterglow.llama.cpp"):

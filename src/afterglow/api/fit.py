@@ -10,8 +10,8 @@ Order of preference; a later wish never takes memory from an earlier one:
 5. Cells of their own for each sequence. Until then all sequences share the cells (`kv_unified`).
 6. The RAM prefix cache: a quarter of the free memory, at most 2 GiB; less, rather than giving up one of 1 to 3.
 
-In RAM, 4 and 5 use at most half of what the weights leave free: the rest of the machine is for other programs. A given
-option is never changed. What cannot fit raises `OutOfMemory` with the nearest setting that fits.
+In RAM, 4 and 5 use at most a quarter of what the weights leave free: llama.cpp writes to all of it when it starts, and
+other programs need memory, too. A given option is never changed. What cannot fit raises `OutOfMemory` with the nearest setting that fits.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class _Planner:
         return Use(ram=ram, gpu=gpu, draft_bytes=draft, beside_ram=on_ram, beside_gpu=on_gpu)
 
     def _build_settings(self, candidate: Candidate) -> ContextSettings:
-        options = cast(LoadOptions, {**self._options, **asdict(candidate)})
+        options = cast(LoadOptions, {**self._options, **asdict(candidate), "threads": 1})
         return replace(build_context_settings(options), recurrent_snapshots=self._companions.recurrent_snapshots)
 
     def _measure_draft(self, settings: ContextSettings) -> int:
@@ -318,10 +318,10 @@ class _Planner:
         return use.gpu_bytes <= self._gpu_limit and self._count_free_ram(use) >= self._min_ram_cache_bytes
 
     def _fits_comfortably(self, candidate: Candidate) -> bool:
-        """Whether a candidate leaves the RAM prefix cache its full size, and other programs half of the free RAM."""
+        """Whether a candidate leaves the RAM prefix cache its full size, and uses a quarter of the free RAM itself."""
         use = self._measure(candidate)
         left = self._count_free_ram(use)
-        return self._fits(candidate) and left >= max(self._ram_cache_bytes, use.ram.context_bytes)
+        return self._fits(candidate) and left >= max(self._ram_cache_bytes, 3 * use.ram.context_bytes)
 
     # --- results
 
@@ -336,7 +336,8 @@ class _Planner:
         advice = self._find_advice() or "use a smaller model or quantization, or free memory"
         if use.gpu_bytes > self._gpu_limit:
             return OutOfMemory(use.gpu_bytes, self._gpu_free, advice)
-        return OutOfMemory(use.ram_bytes + self._min_ram_cache_bytes, self._memory.ram_bytes, advice)
+        gpu_free = 0 if "gpu_layers" in self._given or self._memory.shares_ram else self._gpu_free
+        return OutOfMemory(use.ram_bytes + self._min_ram_cache_bytes, self._memory.ram_bytes + gpu_free, advice)
 
     def _find_advice(self) -> str | None:
         """Return the first given option without which the model fits, with a value that fits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -173,8 +174,9 @@ class Hyperparameters:
         default = self.get_number("embedding_length") // max([*heads, 1])
         return self.get_number("attention.key_length", default), self.get_number("attention.value_length", default)
 
-    def get_kv_widths(self) -> list[tuple[int, int]]:
-        """Return, for each layer, the elements of keys and of values in one cell; (0, 0) for a recurrent layer."""
+    @functools.cached_property
+    def kv_widths(self) -> list[tuple[int, int]]:
+        """For each layer, the elements of keys and of values in one cell; (0, 0) for a recurrent layer."""
         count = self.get_number("block_count") - self.get_number("nextn_predict_layers")
         if latent := self.get_number("attention.kv_lora_rank"):
             return [(latent + self.get_number("rope.dimension_count"), 0)] * count
@@ -191,9 +193,10 @@ class Hyperparameters:
         if not self.is_causal:
             return []
         keys, values = ELEMENT_BYTES[settings.cache_type_k], ELEMENT_BYTES[settings.cache_type_v]
+        cells = self._count_cells(settings, is_window=False), self._count_cells(settings, is_window=True)
         return [
-            int(self.count_cells(settings, layer) * (key_width * keys + value_width * values)) if key_width else 0
-            for layer, (key_width, value_width) in enumerate(self.get_kv_widths())
+            int(cells[is_window] * (key_width * keys + value_width * values)) if key_width else 0
+            for is_window, (key_width, value_width) in zip(self._window_layers, self.kv_widths, strict=True)
         ]
 
     def count_state_bytes(self, settings: ContextSettings) -> list[int]:
@@ -202,17 +205,23 @@ class Hyperparameters:
             return []
         states = settings.sequences * (1 + settings.recurrent_snapshots)
         nbytes = self.count_recurrent_floats() * 4 * states
-        return [0 if keys else nbytes for keys, _ in self.get_kv_widths()]
+        return [0 if keys else nbytes for keys, _ in self.kv_widths]
 
-    def count_cells(self, settings: ContextSettings, layer: int) -> int:
-        """Return the cells of this layer over all sequences."""
+    def _count_cells(self, settings: ContextSettings, *, is_window: bool) -> int:
+        """Return the cells of a layer over all sequences."""
         streams = 1 if settings.kv_unified else settings.sequences
         cells = pad_cells(settings.cells // streams)
         window = self.get_number("attention.sliding_window")
-        if window and not settings.swa_full and self._is_sliding_window_layer(layer):
+        if is_window and window and not settings.swa_full:
             sequences = settings.sequences if settings.kv_unified else 1
             cells = min(cells, pad_cells(window * sequences + min(settings.ubatch, settings.batch)))
         return cells * streams
+
+    @functools.cached_property
+    def _window_layers(self) -> list[bool]:
+        """Whether each layer has a sliding window."""
+        has_window = self.get_number("attention.sliding_window") > 0
+        return [has_window and self._is_sliding_window_layer(layer) for layer in range(len(self.kv_widths))]
 
     def _is_sliding_window_layer(self, layer: int) -> bool:
         default = WINDOW_PATTERNS.get(self.architecture, DEFAULT_WINDOW_PATTERN)
@@ -259,8 +268,8 @@ class Hyperparameters:
     def _list_mask_cells(self, settings: ContextSettings) -> set[int]:
         """Return the different numbers of cells that a token attends to."""
         streams = 1 if settings.kv_unified else settings.sequences
-        widths = self.get_kv_widths()
-        return {self.count_cells(settings, layer) // streams for layer, (keys, _) in enumerate(widths) if keys}
+        kinds = {is_window for is_window, (keys, _) in zip(self._window_layers, self.kv_widths, strict=True) if keys}
+        return {self._count_cells(settings, is_window=is_window) // streams for is_window in kinds}
 
     def _count_score_bytes(self, settings: ContextSettings) -> int:
         if settings.flash_attention is not False or not self.is_causal:
