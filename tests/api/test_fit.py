@@ -43,7 +43,8 @@ def try_plan(name: str, ram: float, *gpus: float, **options: Any) -> FitPlan | N
 def test_the_plans_of_twelve_shapes_on_six_machines_are_those_recorded() -> None:
     record = runpy.run_path(str(ROOT / "scripts" / "record_fit.py"))["record_plans"]
     recorded = json.loads((ROOT / "tests" / "data" / "fit.json").read_text())
-    assert len(recorded) == 12 and all(len(plans) == len(MEMORY_SIZES) == 6 for plans in recorded.values())
+    assert len(recorded) == 12
+    assert all(len(plans) == len(MEMORY_SIZES) == 6 for plans in recorded.values())
     assert record() == recorded, "run scripts/record_fit.py and review the difference"
 
 
@@ -56,7 +57,8 @@ def test_a_plan_never_needs_more_than_there_is_and_its_lines_add_up(name: str) -
         for gpus in ((), (4,), (12,), (24, 24), (80,)):
             if (fitted := try_plan(name, ram, *gpus)) is None:
                 continue
-            assert fitted.ram_bytes <= ram * GIB and fitted.gpu_bytes <= sum(gpus) * GIB
+            assert fitted.ram_bytes <= ram * GIB
+            assert fitted.gpu_bytes <= sum(gpus) * GIB
             assert sum(line.ram_bytes for line in fitted.lines) == fitted.ram_bytes
             assert sum(line.gpu_bytes for line in fitted.lines) == fitted.gpu_bytes
             assert all(line.reason for line in fitted.lines)
@@ -85,7 +87,8 @@ def test_the_context_has_32k_tokens_whenever_they_fit_in_any_type(name: str) -> 
         fitted = try_plan(name, ram)
         smallest = try_plan(name, ram * 7 / 8 - 0.01, context=wanted, sequences=1, ram_cache_bytes=int(ram * GIB / 16))
         if smallest is not None:
-            assert fitted is not None and fitted.options["context"] >= wanted
+            assert fitted is not None
+            assert fitted.options["context"] >= wanted
     assert plan(name, 512).options["context"] == min(MAX_CONTEXT, FACTS[name].hyperparameters.trained_context)
 
 
@@ -109,11 +112,13 @@ def test_the_cache_is_quantized_only_if_32k_do_not_fit_otherwise() -> None:
 
 def test_experts_go_to_ram_before_whole_layers_do() -> None:
     fitted = plan("MoE 30B-A3B", 32, 10)
-    assert fitted.options["gpu_layers"] == -1 and 0 < fitted.options["cpu_moe_layers"] < 48
+    assert fitted.options["gpu_layers"] == -1
+    assert 0 < fitted.options["cpu_moe_layers"] < 48
     fewer = plan("MoE 30B-A3B", 32, 14).options["cpu_moe_layers"]
     assert fewer < fitted.options["cpu_moe_layers"]
     dense = plan("dense 32B", 32, 10)
-    assert 0 < dense.options["gpu_layers"] < 65 and dense.options["cpu_moe_layers"] == 0
+    assert 0 < dense.options["gpu_layers"] < 65
+    assert dense.options["cpu_moe_layers"] == 0
 
 
 def test_given_options_are_not_changed() -> None:
@@ -124,7 +129,8 @@ def test_given_options_are_not_changed() -> None:
     assert not fitted.chosen
     for name, value in options.items():
         alone = plan("MoE 30B-A3B", 64, 24, **{name: value})
-        assert alone.options[name] == value and name not in alone.chosen
+        assert alone.options[name] == value
+        assert name not in alone.chosen
 
 
 def test_one_sequence_needs_no_shared_cells() -> None:
@@ -208,5 +214,6 @@ def test_find_first_needs_a_logarithmic_number_of_questions() -> None:
         asked.append(number)
         return number >= 613
 
-    assert find_first(1024, holds) == 613 and len(asked) <= 12
+    assert find_first(1024, holds) == 613
+    assert len(asked) <= 12
     assert find_first(0, holds) is None

@@ -141,6 +141,7 @@ def test_load_passes_every_option(name: str, monkeypatch: pytest.MonkeyPatch) ->
         raise Stop
 
     path = models.get_path("attention")
+    monkeypatch.setattr(load_module, "plan_load", lambda *_, **__: None)
     monkeypatch.setattr(load_module, "build_engine_spec", build_engine_spec)
     with pytest.raises(Stop):
         afterglow.load(path, **{name: VALUES[name]})

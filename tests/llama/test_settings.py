@@ -117,9 +117,7 @@ LARGE = {"cells": 65_536, "sequences": 4, "ubatch": 128, "batch": 128}  # the KV
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(
-    "settings", [LARGE, {**LARGE, "kv_unified": True}, {"cells": 16_384}, {"cells": 4096}], ids=str
-)
+@pytest.mark.parametrize("settings", [LARGE, {**LARGE, "kv_unified": True}, {"cells": 32_768}], ids=str)
 @pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid", "experts", "colors"])
 def test_c19_weights_context_and_compute_buffers_are_within_5_percent(open_model, open_context, caplog, name, settings):
     with caplog.at_level(logging.INFO, "afterglow.llama.cpp"):
@@ -142,7 +140,8 @@ def test_c19_layers_and_experts_are_divided_between_ram_and_gpu(open_model):
         assert ram.weight_bytes + gpu.weight_bytes == whole.weight_bytes
         assert ram.kv_cache_bytes + gpu.kv_cache_bytes == whole.kv_cache_bytes
     ram, gpu = facts.estimate_devices(settings, gpu_layers=-1)
-    assert ram.weight_bytes == facts.input_bytes and not ram.kv_cache_bytes
+    assert ram.weight_bytes == facts.input_bytes
+    assert not ram.kv_cache_bytes
     ram, gpu = facts.estimate_devices(settings, gpu_layers=-1, cpu_moe_layers=2)
     assert ram.weight_bytes == facts.input_bytes + sum(layer.expert_bytes for layer in facts.layers[:2])
 
@@ -152,8 +151,8 @@ def test_c19_experts_that_stay_in_ram_do_not_change_the_logits(open_model, open_
     expected = decode_tokens(open_context("experts"), 0, random_tokens(10))
     with caplog.at_level(logging.DEBUG, "afterglow.llama.cpp"):
         model = open_model("experts", cpu_moe_layers=2)
-    assert "blk.1.ffn_up_exps.weight" in caplog.text and "overridden to CPU" in caplog.text
-    assert "blk.2.ffn_up_exps.weight (0 MiB f32) buffer type overridden" not in caplog.text
+    overridden = re.findall(r"tensor blk\.(\d+)\.ffn_up_exps\.weight .*overridden to CPU", caplog.text)
+    assert sorted(set(overridden)) == ["0", "1"]
     assert max_difference(decode_tokens(open_context(model), 0, random_tokens(10)), expected) < 1e-4
 
 

@@ -359,7 +359,7 @@ class _Planner:
         ram_cache: int = self._given.get(
             "ram_cache_bytes", max(0, min(self._ram_cache_bytes, self._count_free_ram(use)))
         )
-        options = {**asdict(candidate), "batch": settings.batch, "ubatch": settings.ubatch}
+        options = {**asdict(candidate), "batch": settings.batch, "ubatch": min(settings.ubatch, settings.batch)}
         return FitPlan(
             options={**options, "ram_cache_bytes": ram_cache},
             chosen=frozenset(PLANNED_OPTIONS) - self._given.keys(),
