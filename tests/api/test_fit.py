@@ -122,8 +122,10 @@ def test_experts_go_to_ram_before_whole_layers_do() -> None:
 
 
 def test_given_options_are_not_changed() -> None:
-    options = {"context": 8000, "sequences": 2, "cache_type_k": "q4_0", "cache_type_v": "f16", "gpu_layers": 7,
-               "cpu_moe_layers": 3, "batch": 700, "ubatch": 300, "kv_unified": True, "ram_cache_bytes": 5_000_000}  # fmt: skip
+    options = {
+        "context": 8000, "sequences": 2, "cache_type_k": "q4_0", "cache_type_v": "f16", "gpu_layers": 7,
+        "cpu_moe_layers": 3, "batch": 700, "ubatch": 300, "kv_unified": True, "ram_cache_bytes": 5_000_000,
+    }  # fmt: skip
     fitted = plan("MoE 30B-A3B", 64, 24, **options)
     assert fitted.options == options
     assert not fitted.chosen

@@ -11,7 +11,8 @@ Order of preference; a later wish never takes memory from an earlier one:
 6. The RAM prefix cache: a quarter of the free memory, at most 2 GiB; less, rather than giving up one of 1 to 3.
 
 In RAM, 4 and 5 use at most a quarter of what the weights leave free: llama.cpp writes to all of it when it starts, and
-other programs need memory, too. A given option is never changed. What cannot fit raises `OutOfMemory` with the nearest setting that fits.
+other programs need memory, too. A given option is never changed. What cannot fit raises `OutOfMemory` with the nearest
+setting that fits.
 """
 
 from __future__ import annotations
