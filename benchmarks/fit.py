@@ -3,8 +3,8 @@
     python benchmarks/fit.py MODEL.gguf [--context 32768] [--sequences 4] [--gpu-layers -1] [--unified]
 
 Prints each buffer in MiB and the ratio of the estimate to the measurement; exits with 1 if the total is off by more
-than 5 %. The options that are not given are those that fit chooses. Run it once per process: the log of llama.cpp is the
-measurement.
+than 5 %. The options that are not given are those that fit chooses. Run it once per process: the log of llama.cpp is
+the measurement.
 """
 
 from __future__ import annotations
