@@ -33,6 +33,7 @@ ORDERS = {
         batch kv_memory kv_layout lora projector sampler
         state
         context
+        trial
         gguf.probe_child kv_probe
     """,
     "engine": """

@@ -27,7 +27,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidModel
 from afterglow.llama.gguf.footprint import ModelFacts
 from afterglow.llama.gguf.header import read_header
-from afterglow.llama.gguf.probe import ensure_safe, list_split_files
+from afterglow.llama.gguf.probe import ensure_safe, is_proven, list_split_files
 from afterglow.llama.library.devices import MachineMemory, measure_memory
 from afterglow.llama.model import ProgressCallback
 from afterglow.llama.projector import ProjectorSettings
@@ -101,7 +101,8 @@ def load(
     checked = check_options(LoadOptions, options, others=inspect.signature(load).parameters)
     sampling = check_options(SamplingOptions, sampling_defaults or {})
     chat_template = read_chat_template(checked["chat_template"])
-    path, draft = resolve_model_path(model, fetch=fetch), resolve_draft(checked["draft"], fetch=fetch)
+    draft = resolve_draft(checked["draft"], fetch=fetch)
+    path = resolve_model_path(model, fetch=fetch, needs_trial=host == "thread")
     engine_settings = build_engine_settings(engine, checked, options, label=str(path))
     plan = plan_load(path, checked, engine_settings, draft=draft)
     spec = build_engine_spec(
@@ -129,10 +130,16 @@ def load(
 # --- files
 
 
-def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool) -> Path:
-    """Return the file of a model, after a check that loading it cannot crash the process."""
+def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool, needs_trial: bool = True) -> Path:
+    """Return the file of a model, after a check of its header and, if needed, a trial that it cannot crash a process.
+
+    An engine in a child process needs no trial before: its own load is the trial.
+    """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
-    ensure_safe(path)
+    if needs_trial:
+        ensure_safe(path)
+    else:
+        is_proven(path)
     return path
 
 
