@@ -24,7 +24,7 @@ ORDERS = {
         cli
     """,
     "llama": """
-        checks deep_call handle page_buffers atomic_write sampling
+        checks deep_call handle page_buffers atomic_write sampling zero_pages
         library
         settings
         gguf

@@ -25,6 +25,7 @@ from afterglow.llama.model import LlamaModel, ModelSettings, ProgressCallback
 from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ROPE_OPTIONS, ContextSettings
 from afterglow.llama.trial import limit_memory, try_model
+from afterglow.llama.zero_pages import drop_zero_pages
 
 logger = logging.getLogger("afterglow")
 DraftSource: TypeAlias = Path | Literal["mtp"]
@@ -51,23 +52,27 @@ class EngineSpec:
         settings = replace(self.model_settings, mtp=True) if self.draft == "mtp" else self.model_settings
         model = self._try_model(settings, progress) if self.is_trial else self._load_model(settings, progress)
         try:
-            context = LlamaContext(model, self.context_settings)
-            projector, projector_error = open_projector(
-                model, self.projector_path, self.projector_settings, trust=self.trust
-            )
-            return build_engine(
-                context,
-                self.engine_settings,
-                draft=self.draft,
-                projector=projector,
-                projector_error=projector_error,
-                owns_model=True,
-                trust=self.trust,
-                step_costs=self.step_costs,
-            )
+            with drop_zero_pages():  # also those that probing the memory has written
+                return self._build_engine(model)
         except BaseException:
             model.close()
             raise
+
+    def _build_engine(self, model: LlamaModel) -> Engine:
+        context = LlamaContext(model, self.context_settings)
+        projector, projector_error = open_projector(
+            model, self.projector_path, self.projector_settings, trust=self.trust
+        )
+        return build_engine(
+            context,
+            self.engine_settings,
+            draft=self.draft,
+            projector=projector,
+            projector_error=projector_error,
+            owns_model=True,
+            trust=self.trust,
+            step_costs=self.step_costs,
+        )
 
     def _load_model(self, settings: ModelSettings, progress: ProgressCallback | None) -> LlamaModel:
         return LlamaModel.load(self.path, settings, progress=progress, trust=self.trust or self.is_trial)
