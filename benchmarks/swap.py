@@ -24,17 +24,16 @@ from report import Row, print_report
 from synthetic_inputs import random_text
 
 from afterglow import registry
-from afterglow.api.load import build_engine_spec
+from afterglow.api.load import plan_load
 from afterglow.api.options import LoadOptions, check_options
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.server.model_budget import RAM
-from afterglow.server.model_bytes import estimate_min_ram_tier, estimate_model_bytes
 
 MAX_RATIO = 0.3
 BUDGET_FACTOR = 1.2  # of the memory of one model
 NAMES = ("first", "second", "third")
 ANSWER_TOKENS = 16
 CONTEXT, SLOTS = 4096, 1
+RAM_CACHE_BYTES = 256 * 1024**2
 
 
 class SwappingAfterglow(Afterglow):
@@ -47,7 +46,7 @@ class SwappingAfterglow(Afterglow):
     def build_command(self) -> list[str]:
         command = [part for part in super().build_command() if not part.startswith("model=")]
         models = [f"{name}={path}" for name, path in self._models.items()]
-        return [*command, *models, "--memory-bytes", str(self._budget)]
+        return [*command, *models, "--memory-bytes", str(self._budget), "--ram-cache-bytes", str(RAM_CACHE_BYTES)]
 
 
 class Conversation:
@@ -122,9 +121,8 @@ def measure(turns: int, words: int, question_words: int, threads: int) -> list[R
 
 def estimate_bytes(model: Path) -> int:
     """Return the RAM of one model as the server counts it."""
-    options = check_options(LoadOptions, {"context": CONTEXT, "sequences": SLOTS})
-    spec = build_engine_spec(model, options, EngineSettings(), draft=None)
-    return estimate_model_bytes(spec, [])[RAM] + estimate_min_ram_tier(spec)
+    options = check_options(LoadOptions, {"context": CONTEXT, "sequences": SLOTS, "ram_cache_bytes": RAM_CACHE_BYTES})
+    return plan_load(model, options, EngineSettings()).ram_bytes
 
 
 def main() -> int:

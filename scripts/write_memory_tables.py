@@ -118,11 +118,11 @@ def build_example_table() -> str:
     """Return the KV cache of one model for several options."""
     model = next(shape for shape in MODELS if shape.name == "Llama 3.1 8B")
     examples: dict[str, dict[str, object]] = {
-        "defaults: `--context 4096 --sequences 4`": {},
-        "`--sequences 1`": {"sequences": 1},
-        "`--context 32768`": {"context": 32_768},
+        "`--context 4096 --sequences 4`": {"context": 4096, "sequences": 4},
+        "`--context 32768 --sequences 4`": {"context": 32_768, "sequences": 4},
+        "the same with `--kv-unified`": {"context": 32_768, "sequences": 4, "kv_unified": True},
         "`--context 32768 --sequences 1`": {"context": 32_768, "sequences": 1},
-        "the same with `--cache-type-k q8_0 --cache-type-v q8_0`": {
+        "one sequence with `--cache-type-k q8_0 --cache-type-v q8_0`": {
             "context": 32_768, "sequences": 1, "cache_type_k": "q8_0", "cache_type_v": "q8_0",
         },
     }  # fmt: skip

@@ -24,7 +24,7 @@ ORDERS = {
         cli
     """,
     "llama": """
-        checks deep_call handle page_buffers atomic_write sampling
+        checks deep_call handle page_buffers atomic_write sampling zero_pages
         library
         settings
         gguf
@@ -33,6 +33,7 @@ ORDERS = {
         batch kv_memory kv_layout lora projector sampler
         state
         context
+        trial
         gguf.probe_child kv_probe
     """,
     "engine": """

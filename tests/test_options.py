@@ -156,6 +156,7 @@ LOAD = {
     "host": "test_a_method_has_the_same_result_on_both_hosts",
     "context": "test_a_completion_ends_if_the_context_is_full",
     "sequences": "test_c19_an_option_of_load_reaches_llama_cpp",
+    "cpu_moe_layers": "test_c19_experts_that_stay_in_ram_do_not_change_the_logits",
     "gpu_layers": "test_c19_an_option_of_load_reaches_llama_cpp",
     "threads": "test_c19_an_option_of_load_reaches_llama_cpp",
     "cache_type_k": "test_c19_an_option_of_load_reaches_llama_cpp",

@@ -36,6 +36,7 @@ TEXT = "the rain in spain and the thin heron on the river " * 4
 # Option: its value, and the field of llama.cpp's parameters with the value it must have.
 MODEL_FIELDS: dict[str, tuple[Any, str, Any]] = {
     "gpu_layers": (7, "n_gpu_layers", 7),
+    "cpu_moe_layers": (2, "tensor_buft_overrides", rb"blk\.(0|1)\.ffn_(up|down|gate|gate_up)_(ch|)exps"),
     "split_mode": ("row", "split_mode", 2),
     "tensor_split": ((3.0, 1.0), "tensor_split", [3.0, 1.0]),
     "main_gpu": (1, "main_gpu", 1),
@@ -112,8 +113,14 @@ def test_every_option_of_the_weights_is_a_parameter_of_llama_cpp(name: str) -> N
             with pytest.raises(InvalidArgument, match="tensor_split"):
                 build_model_parameters(tensor_split=value)
             return
-        parameters, shares = build_model_parameters(tensor_split=value)
+        parameters, (shares, *_) = build_model_parameters(tensor_split=value)
         assert list(parameters.tensor_split[0:2]) == list(shares[0:2]) == expected
+        return
+    if name == "cpu_moe_layers":
+        parameters, (_, overrides, pattern) = build_model_parameters(cpu_moe_layers=value)
+        ffi = get_library().ffi
+        assert ffi.string(parameters.tensor_buft_overrides[0].pattern) == ffi.string(pattern) == expected
+        assert overrides[1].pattern == ffi.NULL == build_model_parameters()[0].tensor_buft_overrides
         return
     parameters, _ = build_model_parameters(**{name: value})
     assert getattr(parameters, field) == expected
@@ -134,6 +141,7 @@ def test_load_passes_every_option(name: str, monkeypatch: pytest.MonkeyPatch) ->
         raise Stop
 
     path = models.get_path("attention")
+    monkeypatch.setattr(load_module, "plan_load", lambda *_, **__: None)
     monkeypatch.setattr(load_module, "build_engine_spec", build_engine_spec)
     with pytest.raises(Stop):
         afterglow.load(path, **{name: VALUES[name]})

@@ -31,7 +31,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_flags_override_the_environment_the_file_and_the_defaults(file, monkeypatch):
-    assert load_settings().load_options["context"] == 4096
+    assert load_settings().load_options["context"] is None
     file.write_text("context = 1000\nmax_tokens = 7\nsystem = 'from the file'\n")
     assert load_settings().load_options["context"] == 1000
     monkeypatch.setenv("AFTERGLOW_CONTEXT", "2000")

@@ -111,16 +111,49 @@ def test_c19_the_estimate_equals_what_llama_cpp_allocates(open_model, open_conte
     assert (estimate.kv_cache_bytes + estimate.recurrent_bytes) / 2**20 == pytest.approx(allocated, abs=0.02)
 
 
+MODEL_BUFFER = re.compile(r"model buffer size = +([0-9.]+) MiB")
+ALL_BUFFERS = re.compile(r"(?:KV|RS|compute) buffer size = +([0-9.]+) MiB")
+LARGE = {"cells": 65_536, "sequences": 4, "ubatch": 128, "batch": 128}  # the KV cache dominates
+
+
 @pytest.mark.native
-def test_c19_as_many_layers_as_fit_go_to_the_gpu(open_model):
-    header, settings = open_model("attention").header, ContextSettings(cells=256)
-    whole = footprint.estimate_footprint(header, settings)
-    assert footprint.count_layers_that_fit(header, settings, 10 * whole.total_bytes + 10**9) == -1
-    assert footprint.count_layers_that_fit(header, settings, 0) == 0
-    some = footprint.count_layers_that_fit(
-        header, settings, int((whole.compute_bytes + whole.weight_bytes * 0.6) * 16 / 15)
-    )
-    assert 0 < some < 3
+@pytest.mark.parametrize("settings", [LARGE, {**LARGE, "kv_unified": True}, {"cells": 32_768}], ids=str)
+@pytest.mark.parametrize("name", ["attention", "window", "recurrent", "hybrid", "experts", "colors"])
+def test_c19_weights_context_and_compute_buffers_are_within_5_percent(open_model, open_context, caplog, name, settings):
+    with caplog.at_level(logging.INFO, "afterglow.llama.cpp"):
+        model = open_model(name)
+        context = open_context(model, **{"sequences": 1, **settings})
+    estimate = model.estimate_footprint(context.settings)
+    allocated = sum(float(number) for number in ALL_BUFFERS.findall(caplog.text))
+    estimated = estimate.kv_cache_bytes + estimate.recurrent_bytes + estimate.compute_bytes
+    assert estimated / 2**20 == pytest.approx(allocated, rel=0.05)
+    weights = sum(float(number) for number in MODEL_BUFFER.findall(caplog.text))
+    assert estimate.weight_bytes / 2**20 == pytest.approx(weights, rel=0.05, abs=0.02)
+
+
+@pytest.mark.native
+def test_c19_layers_and_experts_are_divided_between_ram_and_gpu(open_model):
+    facts, settings = footprint.ModelFacts([open_model("experts").header]), ContextSettings(cells=4096)
+    whole = facts.estimate(settings)
+    for layers in range(-1, len(facts.layers) + 2):
+        ram, gpu = facts.estimate_devices(settings, gpu_layers=layers)
+        assert ram.weight_bytes + gpu.weight_bytes == whole.weight_bytes
+        assert ram.kv_cache_bytes + gpu.kv_cache_bytes == whole.kv_cache_bytes
+    ram, gpu = facts.estimate_devices(settings, gpu_layers=-1)
+    assert ram.weight_bytes == facts.input_bytes
+    assert not ram.kv_cache_bytes
+    ram, gpu = facts.estimate_devices(settings, gpu_layers=-1, cpu_moe_layers=2)
+    assert ram.weight_bytes == facts.input_bytes + sum(layer.expert_bytes for layer in facts.layers[:2])
+
+
+@pytest.mark.native
+def test_c19_experts_that_stay_in_ram_do_not_change_the_logits(open_model, open_context, caplog):
+    expected = decode_tokens(open_context("experts"), 0, random_tokens(10))
+    with caplog.at_level(logging.DEBUG, "afterglow.llama.cpp"):
+        model = open_model("experts", cpu_moe_layers=2)
+    overridden = re.findall(r"tensor blk\.(\d+)\.ffn_up_exps\.weight .*overridden to CPU", caplog.text)
+    assert sorted(set(overridden)) == ["0", "1"]
+    assert max_difference(decode_tokens(open_context(model), 0, random_tokens(10)), expected) < 1e-4
 
 
 LOAD_MODES = [(True, False, "mmap"), (False, False, "none"), (False, True, "mlock"), (True, True, "mmap+mlock")]

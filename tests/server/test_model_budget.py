@@ -14,7 +14,6 @@ from afterglow.server.model_budget import (
     choose_first_models,
     fits,
     plan_room,
-    share_ram_tier,
 )
 
 HOUR = 3600.0
@@ -124,21 +123,3 @@ def test_a_plan_never_exceeds_the_budget_and_spares_pinned_and_busy_models(
     assert plan.can_load or fits(needed, stay, limits)
     for name in leaving:  # each of them is necessary
         assert not fits(needed, [*stay, by_name[name]], limits)
-
-
-@given(
-    fixed=st.dictionaries(names, st.integers(0, 100), min_size=1),
-    minimum=st.integers(0, 20),
-    limit=st.integers(0, 400),
-    maximum=st.integers(0, 100),
-)
-def test_ram_tiers_do_not_separate_models_that_fit_together(
-    fixed: dict[str, int], minimum: int, limit: int, maximum: int
-) -> None:
-    minima = dict.fromkeys(fixed, minimum)
-    least = {name: {RAM: nbytes + minimum} for name, nbytes in fixed.items()}
-    together = choose_first_models(least, [], {RAM: limit})
-    tiers = share_ram_tier(fixed, minima, [], limit, maximum=maximum)
-    assert sum(fixed[name] + tiers[name] for name in together) <= limit
-    assert all(minimum <= tier <= max(maximum, minimum) for tier in tiers.values())
-    assert all(fixed[name] + tier <= limit for name, tier in tiers.items() if tier > minimum)

@@ -7,25 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from afterglow.api.load import build_engine_spec
+from afterglow.api.fit import FitPlan
+from afterglow.api.load import plan_load
 from afterglow.api.options import LoadOptions, check_options
 from afterglow.cli.serve import build_load_options, build_model_registry, plan_budget
 from afterglow.cli.settings import load_settings
-from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import OutOfMemory
-from afterglow.llama.gguf.footprint import estimate_footprint
-from afterglow.llama.gguf.header import read_header
-from afterglow.llama.library.devices import Device
+from afterglow.llama.library.devices import Device, MachineMemory
+from afterglow.llama.model import ModelSettings
 from afterglow.server.model_budget import RAM
-from afterglow.server.model_bytes import (
-    MIN_RAM_TIER_BYTES,
-    PROCESS_BYTES,
-    choose_limits,
-    estimate_min_ram_tier,
-    estimate_model_bytes,
-)
+from afterglow.server.model_bytes import choose_limits, count_plan_bytes, divide_memory
 from afterglow.testing import models
 
 GIB = 1024**3
@@ -35,51 +30,50 @@ def build_gpu(name: str, free_bytes: int) -> Device:
     return Device(name=name, description="", kind="gpu", backend="", free_bytes=free_bytes, total_bytes=free_bytes)
 
 
-def build_spec(gpu_layers: int = 0, **options: Any) -> EngineSpec:
-    checked = check_options(LoadOptions, {"context": 1024, "sequences": 2, "gpu_layers": gpu_layers, **options})
-    return build_engine_spec(models.get_path("attention"), checked, EngineSettings(), draft=None)
+def build_plan(**options: Any) -> FitPlan:
+    checked = check_options(LoadOptions, {"context": 1024, "sequences": 2, **options})
+    return plan_load(models.get_path("attention"), checked, EngineSettings(), memory=MachineMemory(ram_bytes=4 * GIB))
 
 
 def test_a_model_on_the_cpu_takes_only_ram() -> None:
-    spec = build_spec()
-    footprint = estimate_footprint(read_header(spec.path), spec.context_settings)
-    assert estimate_model_bytes(spec, []) == {RAM: PROCESS_BYTES + footprint.total_bytes}
+    plan = build_plan()
+    assert count_plan_bytes(plan, ModelSettings(), []) == {RAM: plan.ram_bytes}
 
 
-def test_the_layers_on_a_gpu_do_not_count_as_ram() -> None:
+def test_the_memory_of_gpus_is_divided_as_the_model_is() -> None:
     gpus = [build_gpu("CUDA0", 3 * GIB), build_gpu("CUDA1", GIB)]
-    spec = build_spec(gpu_layers=-1)
-    footprint = estimate_footprint(read_header(spec.path), spec.context_settings)
-    nbytes = estimate_model_bytes(spec, gpus)
-    assert nbytes[RAM] == PROCESS_BYTES + footprint.compute_bytes
-    assert nbytes["CUDA0"] + nbytes["CUDA1"] == pytest.approx(footprint.total_bytes, abs=2)
-    assert nbytes["CUDA0"] == pytest.approx(3 * nbytes["CUDA1"], abs=4)
-    one = build_spec(gpu_layers=-1, split_mode="none", main_gpu=1)
-    assert set(estimate_model_bytes(one, gpus)) == {RAM, "CUDA1"}
-
-
-def test_a_draft_model_and_a_projector_count(tmp_path: Path) -> None:
-    spec = build_spec()
-    projector = tmp_path / "projector"
-    projector.write_bytes(bytes(1000))
-    larger = dataclasses.replace(spec, draft=models.get_path("draft"), projector_path=projector)
-    draft = estimate_footprint(read_header(models.get_path("draft")), spec.context_settings).total_bytes
-    assert estimate_model_bytes(larger, [])[RAM] == estimate_model_bytes(spec, [])[RAM] + draft + 1000
-
-
-def test_the_ram_tier_holds_at_least_one_conversation() -> None:
-    assert estimate_min_ram_tier(build_spec()) == MIN_RAM_TIER_BYTES
-    spec = build_spec(context=2**20)
-    footprint = estimate_footprint(read_header(spec.path), spec.context_settings)
-    assert estimate_min_ram_tier(spec) > footprint.kv_cache_bytes / 2
+    plan = dataclasses.replace(build_plan(), gpu_bytes=4000)
+    assert count_plan_bytes(plan, ModelSettings(), gpus) == {RAM: plan.ram_bytes, "CUDA0": 3000, "CUDA1": 1000}
+    equal = ModelSettings(tensor_split=(1, 1))
+    assert count_plan_bytes(plan, equal, gpus) == {RAM: plan.ram_bytes, "CUDA0": 2000, "CUDA1": 2000}
+    one = ModelSettings(split_mode="none", main_gpu=1)
+    assert count_plan_bytes(plan, one, gpus) == {RAM: plan.ram_bytes, "CUDA1": 4000}
 
 
 def test_limits_are_the_settings_or_most_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("afterglow.server.model_bytes.get_free_memory", lambda *, gpu: 8 * GIB)
     gpus = [build_gpu("CUDA0", 16 * GIB)]
-    assert choose_limits(None, None, gpus, {RAM: 1}) == {RAM: 7 * GIB, "CUDA0": 15 * GIB}
-    assert choose_limits(GIB, 2 * GIB, gpus, {RAM: 4 * GIB}) == {RAM: GIB, "CUDA0": 2 * GIB}
-    assert choose_limits(None, None, [], {RAM: 9 * GIB}) == {RAM: 9 * GIB}  # one model can always be tried
+    assert choose_limits(None, None, gpus) == {RAM: 7 * GIB, "CUDA0": 15 * GIB}
+    assert choose_limits(GIB, 2 * GIB, gpus) == {RAM: GIB, "CUDA0": 2 * GIB}
+
+
+@given(
+    weights=st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size=1),
+    ram=st.integers(1, 400),
+    gpus=st.lists(st.integers(1, 200), max_size=2),
+)
+def test_the_shares_of_models_that_fit_are_within_the_memory(
+    weights: dict[str, int], ram: int, gpus: list[int]
+) -> None:
+    memory = MachineMemory(ram_bytes=ram, gpu_bytes=tuple(gpus))
+    shares = divide_memory(memory, weights)
+    pool = sum(gpus) or ram
+    assume(sum(weights.values()) <= pool)
+    assert sum(share.ram_bytes for share in shares.values()) <= ram
+    for index, gpu in enumerate(gpus):
+        assert sum(share.gpu_bytes[index] for share in shares.values()) <= gpu
+    if not gpus:
+        assert all(shares[name].ram_bytes >= nbytes for name, nbytes in weights.items())
 
 
 # --- serve
@@ -109,11 +103,11 @@ def test_the_table_of_a_model_overrides_the_common_settings(tmp_path: Path, monk
     settings = load_settings(context=512)
     served: dict[str, Any] = {name: path for name in settings.models}
     options = build_load_options(served, settings)
-    nbytes, limits = plan_budget(served, options, settings)
+    plans, nbytes, limits = plan_budget(served, options, settings)
     assert (options["small"]["context"], options["base"]["context"]) == (256, 512)
     assert options["small"]["ram_cache_bytes"] == 70 * 1024**2
     assert limits[RAM] == GIB >= sum(bytes_by_device[RAM] for bytes_by_device in nbytes.values())
-    assert options["base"]["ram_cache_bytes"] > MIN_RAM_TIER_BYTES
+    assert options["base"]["ram_cache_bytes"] == plans["base"].options["ram_cache_bytes"] > 0
     registry = build_model_registry(served, settings)
     small, base = registry.get_slot("small"), registry.get_slot("base")
     assert (small.keep_alive, small.pinned) == (120.0, False)
@@ -127,3 +121,16 @@ def test_a_budget_smaller_than_a_model_is_refused_before_anything_is_loaded(monk
     settings = load_settings(server={"memory_bytes": "10MiB"})
     with pytest.raises(OutOfMemory, match=r"needs .* MiB, 10 MiB are free"):
         build_model_registry({"tiny": models.get_path("attention")}, settings)
+
+
+def test_models_share_the_memory_if_each_gets_the_wanted_context_and_take_turns_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AFTERGLOW_SETTINGS", "/dev/null")
+    served: dict[str, Any] = dict.fromkeys(("a", "b", "c"), models.get_path("attention"))
+    for memory, fit_together in (("8GiB", True), ("400MiB", False)):
+        settings = load_settings(server={"memory_bytes": memory})
+        plans, nbytes, limits = plan_budget(served, build_load_options(served, settings), settings)
+        assert (sum(nbytes[name][RAM] for name in served) <= limits[RAM]) == fit_together
+        assert all(nbytes[name][RAM] <= limits[RAM] for name in served)
+        assert all("context" in plan.chosen for plan in plans.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ class ServedResponses:
     halfway: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     address: str = ""
+    sent_ranges: list[int] = field(default_factory=list)  # bytes of each answer to a request for the first bytes
 
 
 class Server(ThreadingHTTPServer):
@@ -86,9 +88,15 @@ class Handler(BaseHTTPRequestHandler):
             self.send_head(*responses.failures.get(self.path, (404, {})), 0)
 
     def do_GET(self) -> None:
-        self.do_HEAD()
         responses = self.server.responses
-        _, body = responses.files.get(self.path, ({}, b""))
+        headers, body = responses.files.get(self.path, ({}, b""))
+        if body and (match := re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))):
+            part = body[: int(match[1]) + 1]
+            self.send_head(206, {**headers, "Content-Range": f"bytes 0-{len(part) - 1}/{len(body)}"}, len(part))
+            self.wfile.write(part)
+            responses.sent_ranges.append(len(part))
+            return
+        self.do_HEAD()
         half = len(body) // 2
         self.wfile.write(body[:half])
         if self.path in responses.broken:

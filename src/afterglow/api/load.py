@@ -7,9 +7,10 @@ import os
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias, Unpack
+from typing import Literal, TypeAlias, Unpack, cast
 
 from afterglow import registry
+from afterglow.api.fit import Companions, FitPlan, plan_fit
 from afterglow.api.model import Model
 from afterglow.api.options import (
     LoadOptions,
@@ -23,17 +24,16 @@ from afterglow.api.options import (
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import InvalidArgument
-from afterglow.llama.gguf.footprint import count_layers_that_fit
+from afterglow.errors import InvalidArgument, InvalidModel
+from afterglow.llama.gguf.footprint import ModelFacts
 from afterglow.llama.gguf.header import read_header
-from afterglow.llama.gguf.probe import ensure_safe
-from afterglow.llama.library.devices import list_devices
-from afterglow.llama.model import ModelSettings, ProgressCallback
+from afterglow.llama.gguf.probe import ensure_safe, is_proven, list_split_files
+from afterglow.llama.library.devices import MachineMemory, measure_memory
+from afterglow.llama.model import ProgressCallback
 from afterglow.llama.projector import ProjectorSettings
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
-GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
 HOSTS: dict[str, type[Lifecycle]] = {"thread": ThreadLifecycle, "process": ProcessLifecycle}
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
 FirstState: TypeAlias = Literal["active", "warm", "cold"] | LoadState
@@ -77,8 +77,9 @@ def load(
         hooks: Called before the model is loaded; each may reject the load.
         options: Options of weights, context, prefix cache, speculation and media: see `LoadOptions`.
 
-    Raises `InvalidArgument` before anything is loaded, or `ModelNotFound`, `InvalidModel` or `OutOfMemory`; the latter
-    are `LoadError`s.
+    Options that are not set are chosen so that the model fits into the free memory: `Model.fit` has them, with the
+    reasons. Raises `InvalidArgument` or `OutOfMemory` before anything is loaded, or `ModelNotFound` or `InvalidModel`;
+    the last three are `LoadError`s.
 
     >>> with afterglow.load("smollm2", context=512) as small:
     ...     small.count_tokens("How many tokens is this?")
@@ -100,13 +101,12 @@ def load(
     checked = check_options(LoadOptions, options, others=inspect.signature(load).parameters)
     sampling = check_options(SamplingOptions, sampling_defaults or {})
     chat_template = read_chat_template(checked["chat_template"])
-    path, draft = resolve_model_path(model, fetch=fetch), resolve_draft(checked["draft"], fetch=fetch)
+    draft = resolve_draft(checked["draft"], fetch=fetch)
+    path = resolve_model_path(model, fetch=fetch, needs_trial=host == "thread")
+    engine_settings = build_engine_settings(engine, checked, options, label=str(path))
+    plan = plan_load(path, checked, engine_settings, draft=draft)
     spec = build_engine_spec(
-        path,
-        checked,
-        build_engine_settings(engine, checked, options, label=str(path)),
-        draft=draft,
-        projector_settings=projector_settings,
+        path, checked, engine_settings, draft=draft, projector_settings=projector_settings, plan=plan
     )
     lifecycle = HOSTS[host](spec, hooks)
     try:
@@ -120,6 +120,7 @@ def load(
             replay=checked["replay"],
             ollama_parameters=registry.read_ollama_parameters(str(model)),
             sampling_defaults=sampling,
+            fit=plan,
         )
     except BaseException:
         lifecycle.close()
@@ -129,10 +130,16 @@ def load(
 # --- files
 
 
-def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool) -> Path:
-    """Return the file of a model, after a check that loading it cannot crash the process."""
+def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool, needs_trial: bool = True) -> Path:
+    """Return the file of a model, after a check of its header and, if needed, a trial that it cannot crash a process.
+
+    An engine in a child process needs no trial before: its own load is the trial.
+    """
     path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
-    ensure_safe(path)
+    if needs_trial:
+        ensure_safe(path)
+    else:
+        is_proven(path)
     return path
 
 
@@ -163,6 +170,40 @@ def read_chat_template(template: str | os.PathLike[str] | None) -> str | None:
 # --- settings
 
 
+def plan_load(
+    path: Path,
+    options: LoadOptions,
+    engine_settings: EngineSettings,
+    *,
+    draft: DraftSource | None = None,
+    memory: MachineMemory | None = None,
+) -> FitPlan:
+    """Choose the options that are not set, from the headers of the files and the free memory, by default of now."""
+    projector = resolve_projector(path, options["projector"])
+    companions = Companions(
+        draft=read_facts(draft) if isinstance(draft, Path) else None,
+        uses_mtp=draft == "mtp",
+        projector_bytes=count_tensor_bytes(projector) if projector is not None else 0,
+        recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings),
+    )
+    if options["ram_cache_bytes"] is None:
+        options = {**options, "ram_cache_bytes": engine_settings.ram_cache_bytes}
+    return plan_fit(read_facts(path), options, memory or measure_memory(), companions)
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """Read what the headers of a model say about its memory."""
+    return ModelFacts([read_header(file) for file in list_split_files(path)])
+
+
+def count_tensor_bytes(path: Path) -> int:
+    """Return the bytes of the tensors of a file; 0 if it cannot be read, which is reported when it is loaded."""
+    try:
+        return sum(tensor.nbytes for tensor in read_header(path).tensors)
+    except (InvalidModel, OSError):
+        return 0
+
+
 def build_engine_spec(
     path: Path,
     options: LoadOptions,
@@ -170,52 +211,28 @@ def build_engine_spec(
     *,
     draft: DraftSource | None,
     projector_settings: ProjectorSettings | None = None,
+    plan: FitPlan | None = None,
 ) -> EngineSpec:
-    """Return the spec of an engine from checked options, with all unset values chosen."""
+    """Return the spec of an engine from checked options, with all unset values chosen by `plan` or a new one."""
     if draft is not None and (engine_settings.speculation == "off" or engine_settings.deterministic):
         reason = "deterministic mode does not speculate" if engine_settings.deterministic else 'speculation is "off"'
         raise InvalidArgument("draft", f"has no effect: {reason}")
+    plan = plan or plan_load(path, options, engine_settings, draft=draft)
+    options = cast(LoadOptions, {**options, **plan.options})
     context_settings = replace(
         build_context_settings(options), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
     )
     model_settings = build_model_settings(options)
-    free_bytes = [device.free_bytes for device in list_devices() if "gpu" in device.kind]
-    gpu_memory = compute_usable_gpu_memory(free_bytes, model_settings)
-    layers = options["gpu_layers"]
-    if layers is None:  # as many as fit; none without a GPU
-        layers = count_layers_that_fit(read_header(path), context_settings, gpu_memory) if gpu_memory else 0
-    # With MTP heads every row has a hidden state in memory.
-    if layers and gpu_memory and options["batch"] is None and draft != "mtp":
-        context_settings = replace(context_settings, batch=max(context_settings.batch, GPU_BATCH_ROWS))
     return EngineSpec(
         path=path,
-        model_settings=replace(model_settings, gpu_layers=layers, mtp=draft == "mtp"),
+        model_settings=replace(model_settings, mtp=draft == "mtp"),
         context_settings=context_settings,
-        engine_settings=engine_settings,
+        engine_settings=replace(engine_settings, ram_cache_bytes=options["ram_cache_bytes"]),
         draft=draft,
         projector_path=resolve_projector(path, options["projector"]),
         projector_settings=projector_settings
-        or ProjectorSettings(use_gpu=layers != 0, threads=context_settings.threads),
+        or ProjectorSettings(use_gpu=model_settings.gpu_layers != 0, threads=context_settings.threads),
     )
-
-
-def compute_usable_gpu_memory(free_bytes: Sequence[int], settings: ModelSettings) -> int:
-    """Return the GPU memory that a model can use, from the free bytes of each GPU and how they share the model.
-
-    >>> compute_usable_gpu_memory([8, 4], ModelSettings())
-    12
-    >>> compute_usable_gpu_memory([8, 4], ModelSettings(main_gpu=1, split_mode="none"))
-    4
-    >>> compute_usable_gpu_memory([8, 4], ModelSettings(tensor_split=(1, 1)))  # the smaller one is full first
-    8
-    """
-    if settings.split_mode == "none":
-        return sum(free_bytes[settings.main_gpu : settings.main_gpu + 1])
-    shares = list(zip(free_bytes, settings.tensor_split, strict=False))
-    if not any(share for _, share in shares):
-        return sum(free_bytes)
-    total = sum(share for _, share in shares)
-    return int(min(free * total / share for free, share in shares if share))
 
 
 def count_recurrent_snapshots(draft: DraftSource | None, settings: EngineSettings) -> int:

@@ -19,6 +19,7 @@ from typing import Literal, NoReturn, TypeAlias, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.api.fit import FitPlan
 from afterglow.api.options import (
     ChatGenerationOptions,
     GenerationOptions,
@@ -137,8 +138,11 @@ class Model(Closeable):
         replay: bool = True,
         ollama_parameters: Mapping[str, object] | None = None,
         sampling_defaults: SamplingOptions | None = None,
+        fit: FitPlan | None = None,
     ) -> None:
         self.name = name
+        self.fit = fit
+        """Options that were chosen for the free memory, with reasons and bytes. None if the model was built by hand."""
         self._lifecycle = lifecycle
         self._chat_template = chat_template
         self._media_policy = media_policy
@@ -244,7 +248,7 @@ class Model(Closeable):
             self._lifecycle.model.metadata,
             self._ollama_parameters,
             self._sampling_settings,
-            context_length=settings.cells // settings.sequences,
+            context_length=settings.cells_per_sequence,
         )
 
     @property
@@ -784,7 +788,7 @@ class Model(Closeable):
     def max_embedding_tokens(self) -> int:
         """Maximum number of tokens of a text for `embed`."""
         settings = self._lifecycle.spec.context_settings
-        return min(settings.cells // settings.sequences, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
+        return min(settings.cells_per_sequence, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
 
     def embed(self, text: str | Sequence[int]) -> NDArray[np.float32]:
         """Return the embedding of a text or of tokens, normalized to length 1.

@@ -33,6 +33,7 @@ from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
 
 BYTE_SIZE = pydantic.TypeAdapter(pydantic.ByteSize)
 MESSAGE_NOISE = re.compile(r"^Value error, |, (unable to parse|got a) .*")  # in messages of pydantic
+UNPLANNED_OPTIONS = {"context": 4096, "sequences": 4, "cache_type_k": "f16", "cache_type_v": "f16", "kv_unified": False}
 OptionsT = TypeVar("OptionsT")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -77,16 +78,21 @@ class ContextOptions(TypedDict, total=False):
     """Options of weights and context."""
 
     context: Annotated[
-        int,
+        int | None,
         _option(
-            4096, "Maximum number of tokens of one request, prompt and completion together.", ge=1, le=2**31 // 256
+            None,
+            "Maximum number of tokens of one request, prompt and completion together. Default: chosen by fit, up to "
+            "the trained length.",
+            ge=1,
+            le=2**31 // 256,
         ),
     ]
     sequences: Annotated[
-        int,
+        int | None,
         _option(
-            4,
-            "Number of requests that run at the same time, and of conversations that stay in the KV cache.",
+            None,
+            "Number of requests that run at the same time, and of conversations that stay in the KV cache. Default: "
+            "chosen by fit, 4 if they fit.",
             ge=1,
             le=255,
         ),
@@ -97,6 +103,16 @@ class ContextOptions(TypedDict, total=False):
     gpu_layers: Annotated[
         int | None,
         _option(None, "Number of layers on the GPU; -1: all. Default: as many as fit, if there is a GPU.", ge=-1),
+    ]
+    cpu_moe_layers: Annotated[
+        int | None,
+        _option(
+            None,
+            "Number of first layers whose experts stay in RAM, for mixture-of-experts models. Default: chosen by fit, "
+            "as few as possible.",
+            ge=0,
+            le=512,
+        ),
     ]
     split_mode: Annotated[
         SplitMode,
@@ -125,15 +141,30 @@ class ContextOptions(TypedDict, total=False):
             ge=1,
         ),
     ]
-    cache_type_k: Annotated[CacheType, _option("f16", "Data type of the keys in the KV cache.")]
+    cache_type_k: Annotated[
+        CacheType | None,
+        _option(
+            None, "Data type of the keys in the KV cache. Default: chosen by fit, `f16`, or `q8_0` if memory is short."
+        ),
+    ]
     cache_type_v: Annotated[
-        CacheType, _option("f16", "Data type of the values in the KV cache. Quantized types need flash attention.")
+        CacheType | None,
+        _option(
+            None,
+            "Data type of the values in the KV cache. Quantized types need flash attention. Default: chosen by fit, "
+            "as `cache_type_k`.",
+        ),
     ]
     flash_attention: Annotated[
         bool | None, _option(None, "Flash attention. Default: true if the model and the device support it.")
     ]
     kv_unified: Annotated[
-        bool, _option(False, "Share the cells of the KV cache among all sequences, instead of a fixed number for each.")
+        bool | None,
+        _option(
+            None,
+            "Share `context` cells of the KV cache among all sequences, instead of as many for each. Default: chosen "
+            "by fit, true if there is not enough memory for each.",
+        ),
     ]
     swa_full: Annotated[
         bool,
@@ -194,7 +225,11 @@ class LoadOptions(ContextOptions, total=False):
     ]
     ram_cache_bytes: Annotated[
         ByteCount | None,
-        _option(None, "Size of the RAM prefix cache. Default: a quarter of the free memory, at most 2 GiB.", ge=0),
+        _option(
+            None,
+            "Size of the RAM prefix cache. Default: chosen by fit, a quarter of the free memory, at most 2 GiB.",
+            ge=0,
+        ),
     ]
     pin_system_prompts: Annotated[bool, _option(False, "Never evict system prompts and tools from the prefix cache.")]
     max_token_gap: Annotated[
@@ -455,8 +490,8 @@ class ChatGenerationOptions(GenerationOptions, PromptOptions, total=False):
 def get_fields(declaration: type) -> dict[str, FieldInfo]:
     """Return the declared options by name, with type, limits, default and description.
 
-    >>> get_fields(LoadOptions)["context"].default
-    4096
+    >>> get_fields(LoadOptions)["mmap"].default
+    True
     """
     hints = get_type_hints(declaration, include_extras=True)
     return {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
@@ -513,8 +548,8 @@ def check_options(declaration: type[OptionsT], values: Mapping[str, Any], *, oth
 
     Types are strict: no text is parsed to a number. `others` are the names of further keywords, for suggestions.
 
-    >>> check_options(LoadOptions, {"context": 512})["sequences"]
-    4
+    >>> check_options(LoadOptions, {"context": 512})["swa_full"]
+    False
     >>> check_options(LoadOptions, {"contxt": 512})
     Traceback (most recent call last):
     afterglow.errors.InvalidArgument: `contxt` is not an option; did you mean 'context'?
@@ -592,23 +627,27 @@ def select_fields(
 def build_model_settings(options: ContextOptions) -> ModelSettings:
     """Return the settings of the weights, without GPU layers if their number is not set."""
     values = select_fields(ModelSettings, options)
-    return ModelSettings(
-        **values | {"gpu_layers": options["gpu_layers"] or 0, "tensor_split": tuple(options["tensor_split"])}
-    )
+    layers = {"gpu_layers": options["gpu_layers"] or 0, "cpu_moe_layers": options["cpu_moe_layers"] or 0}
+    return ModelSettings(**values | layers | {"tensor_split": tuple(options["tensor_split"])})
 
 
 def build_context_settings(options: ContextOptions) -> ContextSettings:
-    """Return context settings for `sequences` requests of `context` tokens each.
+    """Return context settings for `sequences` requests of `context` tokens each, which share them if `kv_unified`.
+
+    `plan_fit` chooses the options that are None; without a plan they have the values of `UNPLANNED_OPTIONS`.
 
     >>> build_context_settings(check_options(ContextOptions, {"context": 1024, "sequences": 3})).cells
     3072
     """
+    unset = {name: value for name, value in UNPLANNED_OPTIONS.items() if options.get(name) is None}
+    options = cast(ContextOptions, {**options, **unset})
+    context, sequences = cast(int, options["context"]), cast(int, options["sequences"])
     defaults, batch, ubatch, threads = ContextSettings(), options["batch"], options["ubatch"], options["threads"]
     if batch is not None and ubatch is not None and ubatch > batch:
         raise InvalidArgument("ubatch", f"is {ubatch}, but must be at most `batch`, {batch}")
     values = select_fields(ContextSettings, options) | {
-        "cells": options["sequences"] * options["context"],
-        "outputs": max(64, options["sequences"]),
+        "cells": context if options["kv_unified"] else sequences * context,
+        "outputs": max(64, sequences),
         "threads": count_usable_cores() if threads is None else threads,
         "batch": max(defaults.batch, ubatch or 0) if batch is None else batch,
         "ubatch": defaults.ubatch if ubatch is None else ubatch,

@@ -13,6 +13,7 @@ from rich.console import Console
 from afterglow.api.conversation import Conversation
 from afterglow.cli import options
 from afterglow.cli.display import choose_display, format_limit, show_response
+from afterglow.cli.fit import format_summary
 from afterglow.cli.keyboard import exit_on_signals
 from afterglow.cli.loop_guard import exit_on_loop, guard_deltas
 from afterglow.cli.media import MediaFile
@@ -60,10 +61,11 @@ def chat(
     flags = {name for name, value in command.params.items() if value is not None}
     with (
         exit_on_signals(),
-        Repl(
-            open_model(settings, console), settings, console, flags=flags, directory=directory, initial_files=files
-        ) as repl,
+        open_model(settings, console) as loaded,
+        Repl(loaded, settings, console, flags=flags, directory=directory, initial_files=files) as repl,
     ):
+        if loaded.fit is not None:
+            console.print(format_summary(loaded.fit), style="dim", highlight=False, markup=False)
         console.print(f"[bold]{settings.model}[/]  [dim]/help lists the commands, Ctrl-D exits[/]", highlight=False)
         if is_first_run:
             text = f"conversations are saved in {directory}; --private turns that off"

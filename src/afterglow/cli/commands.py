@@ -27,6 +27,7 @@ COMMANDS = {
     "list": "afterglow.cli.models:list_models",
     "show": "afterglow.cli.models:show_model",
     "rm": "afterglow.cli.models:remove_models",
+    "fit": "afterglow.cli.fit:fit",
     "cache": "afterglow.cli.cache:app",
     "explain": "afterglow.cli.explain:explain",
     "perplexity": "afterglow.cli.run:perplexity",

@@ -20,7 +20,7 @@ from afterglow import registry
 from afterglow.api.sampling_defaults import build_sampling_defaults
 from afterglow.cli.settings import load_settings
 from afterglow.cli.show import describe_sampling
-from afterglow.llama.gguf.footprint import estimate_footprint
+from afterglow.llama.gguf.footprint import Hyperparameters, estimate_footprint
 from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import list_split_files
 from afterglow.llama.gguf.summary import count_parameters, find_quantization, list_tensors
@@ -80,7 +80,7 @@ def show_model(
         read_header(path).metadata,
         registry.read_ollama_parameters(name),
         settings.sampling_defaults,
-        context_length=settings.load_options["context"],
+        context_length=settings.load_options["context"] or get_trained_context(path),
     )
     if as_json:
         return typer.echo(json.dumps({**facts, "sampling": defaults.describe()}))
@@ -102,6 +102,11 @@ def show_model(
 def print_model_path(name: ModelNamePositional) -> None:
     """Print the path of a model on this machine."""
     typer.echo(registry.resolve(name))
+
+
+def get_trained_context(path: Path) -> int:
+    """Return the context length for which a model was trained."""
+    return Hyperparameters(read_header(path)).trained_context
 
 
 def collect_facts(path: Path) -> dict[str, Any]:

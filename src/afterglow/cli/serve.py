@@ -15,27 +15,25 @@ import typer
 from rich.console import Console
 
 from afterglow import registry
-from afterglow.api.load import apply_disk_cache, build_engine_settings, build_engine_spec, load
+from afterglow.api.fit import WANTED_CONTEXT, FitPlan
+from afterglow.api.load import apply_disk_cache, build_engine_settings, load, plan_load
 from afterglow.api.model import Model
-from afterglow.api.options import LoadOptions
+from afterglow.api.options import LoadOptions, build_model_settings
 from afterglow.cli import options
+from afterglow.cli.fit import build_fit_table, format_summary
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import Settings, load_command_settings
 from afterglow.engine.host.build import DraftSource
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import InvalidArgument
+from afterglow.errors import InvalidArgument, OutOfMemory
+from afterglow.llama.gguf.probe import list_split_files
+from afterglow.llama.library.devices import MachineMemory
 from afterglow.paths import get_cache_directory
 from afterglow.registry import LocalModel
 from afterglow.server.auth import is_loopback_name
 from afterglow.server.logs import logger, write_logs
-from afterglow.server.model_budget import RAM, share_ram_tier
-from afterglow.server.model_bytes import (
-    MAX_RAM_TIER_BYTES,
-    choose_limits,
-    estimate_min_ram_tier,
-    estimate_model_bytes,
-    list_gpus,
-)
+from afterglow.server.model_budget import RAM
+from afterglow.server.model_bytes import choose_limits, count_plan_bytes, divide_memory, get_memory, list_gpus
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.serve import bind, bind_ollama
 from afterglow.server.serve import serve as run_server
@@ -78,6 +76,7 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
             if later := [name for name in paths if name not in loaded]:
                 limit = f"{state.models.limits[RAM] // 1024**2:,} MiB"
                 console.print(f"{', '.join(later)}: loaded on demand; all models share {limit} of RAM", soft_wrap=True)
+            print_plans(console, state.models)
         address, requires_key = format_server_url(listener), bool(settings.server.api_keys)
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
@@ -93,19 +92,18 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models with their budget. Raises `OutOfMemory` if a model cannot fit."""
     options = build_load_options(models, settings)
-    nbytes, limits = plan_budget(models, options, settings)
+    plans, nbytes, limits = plan_budget(models, options, settings)
 
     def build_installed(model: LocalModel) -> ServedModel:
-        one = {model.name: model.name}
-        load_options = build_load_options(one, settings)
-        model_bytes, _ = plan_budget(one, load_options, settings)
-        served = build_served_model(model.name, model.name, load_options[model.name], model_bytes[model.name], settings)
+        name, load_options = model.name, build_load_options({model.name: model.name}, settings)
+        plan, model_bytes, _ = plan_budget({name: name}, load_options, settings)
+        served = build_served_model(name, name, load_options[name], plan[name], model_bytes[name], settings)
         keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
         return replace(served, keep_alive=keep_alive, is_installed=True)
 
     return ModelRegistry(
         {
-            name: build_served_model(name, model, options[name], nbytes[name], settings)
+            name: build_served_model(name, model, options[name], plans[name], nbytes[name], settings)
             for name, model in models.items()
         },
         limits,
@@ -115,9 +113,14 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
 
 
 def build_served_model(
-    name: str, model: str | Path, load_options: LoadOptions, nbytes: Mapping[str, int], settings: Settings
+    name: str,
+    model: str | Path,
+    load_options: LoadOptions,
+    plan: FitPlan,
+    nbytes: Mapping[str, int],
+    settings: Settings,
 ) -> ServedModel:
-    """Describe how a model is served, from its options of `load` and its estimated bytes."""
+    """Describe how a model is served, from its options of `load`, how they were chosen, and its bytes."""
     server, table = settings.server, settings.get_model_table(name)
 
     def open_model() -> Model:
@@ -131,13 +134,15 @@ def build_served_model(
         )
 
     def change_context(context: int) -> ServedModel:
-        changed: dict[str, LoadOptions] = {name: {**load_options, "context": context}}
-        changed_bytes, _ = plan_budget({name: model}, changed, settings)
-        return build_served_model(name, model, changed[name], changed_bytes[name], settings)
+        unset = dict.fromkeys(plan.chosen)  # chosen again for the other context
+        changed: dict[str, LoadOptions] = {name: {**load_options, **unset, "context": context}}  # type: ignore[typeddict-item]
+        changed_plan, changed_bytes, _ = plan_budget({name: model}, changed, settings)
+        return build_served_model(name, model, changed[name], changed_plan[name], changed_bytes[name], settings)
 
     return ServedModel(
         open_model,
         nbytes=nbytes,
+        plan=plan,
         keep_alive=server.keep_alive if table.keep_alive is None else table.keep_alive,
         pinned=table.pinned,
         path=registry.resolve(model),
@@ -160,33 +165,33 @@ def build_load_options(names: Collection[str], settings: Settings) -> dict[str, 
 
 def plan_budget(
     models: Mapping[str, str | Path], options: Mapping[str, LoadOptions], settings: Settings
-) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """Return the estimated bytes of each model by device, and the limits of all models.
+) -> tuple[dict[str, FitPlan], dict[str, dict[str, int]], dict[str, int]]:
+    """Choose the options of each model that are not set, within the memory of all models.
 
-    Sets the options that are chosen from the budget: the layers on the GPU and the size of the RAM tier.
+    Returns the plans, the bytes of each model by device, and the limits of all models. If the models fit together with
+    a context of `WANTED_CONTEXT` each, they share the memory. Otherwise each may use all of it, and they take turns.
     """
-    gpus, pinned = list_gpus(), [name for name in models if settings.get_model_table(name).pinned]
-    nbytes, minimum = {}, {}
-    for name, model in models.items():
-        spec = build_engine_spec(
-            registry.resolve(model),
-            options[name],
-            build_engine_settings(None, options[name], options[name], label=""),
-            draft=options[name]["draft"],  # type: ignore[arg-type]
-        )
-        options[name]["gpu_layers"] = spec.model_settings.gpu_layers
-        nbytes[name] = estimate_model_bytes(spec, gpus)
-        minimum[name] = estimate_min_ram_tier(spec)
-    largest = {RAM: max(nbytes[name][RAM] + minimum[name] for name in models)}
-    limits = choose_limits(settings.server.memory_bytes, settings.server.gpu_memory_bytes, gpus, largest)
-    fixed = {name: nbytes[name][RAM] + (options[name]["ram_cache_bytes"] or 0) for name in models}
-    shared = {name: 0 if options[name]["ram_cache_bytes"] is not None else minimum[name] for name in models}
-    tiers = share_ram_tier(fixed, shared, pinned, limits[RAM], maximum=MAX_RAM_TIER_BYTES)
+    gpus = list_gpus()
+    limits = choose_limits(settings.server.memory_bytes, settings.server.gpu_memory_bytes, gpus)
+    paths = {name: registry.resolve(model) for name, model in models.items()}
+
+    def plan(name: str, memory: MachineMemory) -> FitPlan:
+        engine_settings = build_engine_settings(None, options[name], options[name], label="")
+        draft: DraftSource | None = options[name]["draft"]  # type: ignore[assignment]
+        return plan_load(paths[name], options[name], engine_settings, draft=draft, memory=memory)
+
+    memory = get_memory(limits, gpus)
+    plans = {name: plan(name, memory) for name in models}
+    weights = {name: sum(file.stat().st_size for file in list_split_files(path)) for name, path in paths.items()}
+    with contextlib.suppress(OutOfMemory):
+        together = {name: plan(name, share) for name, share in divide_memory(memory, weights).items()}
+        wanted = {name: min(plans[name].options["context"], WANTED_CONTEXT) for name in models}
+        if all(together[name].options["context"] >= wanted[name] for name in models):
+            plans = together
     for name in models:
-        if options[name]["ram_cache_bytes"] is None:
-            options[name]["ram_cache_bytes"] = tiers[name]
-        nbytes[name][RAM] += options[name]["ram_cache_bytes"] or 0
-    return nbytes, limits
+        options[name].update(plans[name].options)  # type: ignore[typeddict-item]
+    nbytes = {name: count_plan_bytes(plans[name], build_model_settings(options[name]), gpus) for name in models}
+    return plans, nbytes, limits
 
 
 def parse_drafts(text: str | os.PathLike[str] | None, names: Collection[str]) -> dict[str, DraftSource]:
@@ -251,6 +256,17 @@ def print_storage_notice(console: Console, settings: Settings) -> None:
     with contextlib.suppress(OSError):  # then it is shown again
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
+
+
+def print_plans(console: Console, models: ModelRegistry) -> None:
+    """Print what was chosen for each model: a table on a terminal, otherwise one line."""
+    for name, slot in models.slots.items():
+        if (plan := slot.plan) is None:
+            continue
+        if console.is_terminal:
+            console.print(f"[bold]{name}[/]", build_fit_table(plan), sep="\n")
+        else:
+            console.print(f"{name}: {format_summary(plan)}", soft_wrap=True, markup=False)
 
 
 def print_startup_message(

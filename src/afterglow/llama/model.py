@@ -23,6 +23,7 @@ ProgressCallback = Callable[[float], bool | None]
 MemoryKind = Literal["attention", "window", "recurrent", "hybrid", "none"]
 SplitMode = Literal["none", "layer", "row"]
 SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+MAX_MOE_LAYERS = 512  # more than any model has
 LOAD_MODES = {(False, False): 0, (True, False): 1, (False, True): 2, (True, True): 3}
 
 
@@ -31,6 +32,7 @@ class ModelSettings:
     """Settings for loading the weights."""
 
     gpu_layers: int = 0  # layers on the GPU; -1: all
+    cpu_moe_layers: int = 0  # first layers whose experts (MoE) stay in RAM
     main_gpu: int = 0
     split_mode: SplitMode = "layer"
     tensor_split: tuple[float, ...] = ()  # proportions over the GPUs; empty: by free memory
@@ -42,6 +44,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_integer("gpu_layers", self.gpu_layers, -1)
+        check_integer("cpu_moe_layers", self.cpu_moe_layers, 0, MAX_MOE_LAYERS)
         check_integer("main_gpu", self.main_gpu, 0, 255)
         for share in self.tensor_split:
             check_float("tensor_split", share, 0)
@@ -208,11 +211,11 @@ def _load_pointer(path: Path, settings: ModelSettings, progress: ProgressCallbac
             errors.append(error)
         return not errors
 
-    parameters, tensor_split = _build_parameters(settings)
+    parameters, referenced = _build_parameters(settings)
     parameters.progress_callback = report
     library.log_bridge.take_error("")
     pointer = symbols.llama_model_load_from_file(str(path).encode(), parameters)
-    del tensor_split  # `parameters` points to it
+    del referenced  # `parameters` points to it
     if errors:
         if pointer != ffi.NULL:  # cancelled by the last call, after the load was complete
             symbols.llama_model_free(pointer)
@@ -222,8 +225,8 @@ def _load_pointer(path: Path, settings: ModelSettings, progress: ProgressCallbac
     return pointer
 
 
-def _build_parameters(settings: ModelSettings) -> tuple[Any, Any]:
-    """Return `llama_model_params` and the array it points to, which must stay alive as long as the parameters."""
+def _build_parameters(settings: ModelSettings) -> tuple[Any, list[Any]]:
+    """Return `llama_model_params` and the arrays it points to, which must stay alive as long as the parameters."""
     library = get_library()
     parameters = library.symbols.llama_model_default_params()
     parameters.n_gpu_layers = settings.gpu_layers
@@ -239,4 +242,19 @@ def _build_parameters(settings: ModelSettings) -> tuple[Any, Any]:
     split[0 : len(settings.tensor_split)] = settings.tensor_split
     if settings.tensor_split:
         parameters.tensor_split = split
-    return parameters, split
+    overrides = _build_buffer_overrides(settings.cpu_moe_layers)
+    if overrides:
+        parameters.tensor_buft_overrides = overrides[0]
+    return parameters, [split, *overrides]
+
+
+def _build_buffer_overrides(moe_layers: int) -> list[Any]:
+    """Return the array that keeps the experts of the first layers in RAM, and the text it points to."""
+    if not moe_layers:
+        return []
+    library = get_library()
+    layers = "|".join(map(str, range(moe_layers)))
+    pattern = library.ffi.new("char[]", rf"blk\.({layers})\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode())
+    overrides = library.ffi.new("struct llama_model_tensor_buft_override[]", 2)  # the second one ends the array
+    overrides[0].pattern, overrides[0].buft = pattern, library.symbols.ggml_backend_cpu_buffer_type()
+    return [overrides, pattern]

@@ -113,6 +113,11 @@ class ContextSettings:
         return parameters
 
     @property
+    def cells_per_sequence(self) -> int:
+        """Maximum cells of one sequence, before llama.cpp rounds them up."""
+        return self.cells if self.kv_unified else self.cells // self.sequences
+
+    @property
     def max_outputs(self) -> int:
         """Maximum rows of one decode with outputs. With embeddings every row has one."""
         return self.batch if self.embeddings else min(self.outputs, self.batch)

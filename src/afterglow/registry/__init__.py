@@ -3,7 +3,7 @@
 from afterglow.registry.catalog import CATALOG, DEFAULT_MODEL, CatalogEntry, HubFile, ModelSource, WheelFile, parse_name
 from afterglow.registry.discovery import LocalModel, discover_models, read_ollama_parameters
 from afterglow.registry.staging import DownloadProgress
-from afterglow.registry.store import find_removable, list_installed, models_directory, pull, remove, resolve
+from afterglow.registry.store import fetch_head, find_removable, list_installed, models_directory, pull, remove, resolve
 
 __all__ = [
     "CATALOG",
@@ -15,6 +15,7 @@ __all__ = [
     "ModelSource",
     "WheelFile",
     "discover_models",
+    "fetch_head",
     "find_removable",
     "list_installed",
     "models_directory",

@@ -62,14 +62,27 @@ def fetch_from_hub(source: HubFile, info: HubFileInfo, folder: Path, progress: D
     return complete
 
 
+def fetch_head_from_hub(source: HubFile, nbytes: int, folder: Path) -> Path:
+    """Download the first bytes of a file to a sparse file of its size: `fetch_head_from_hub(source, 1024, folder)`."""
+    run_hub_child(source, source.revision, "head", folder, lambda _: None, limit=nbytes)
+    return folder / source.file
+
+
 def run_hub_child(
-    source: HubFile, revision: str, action: str, folder: Path, report: Callable[[int], None], needed: int = 0
+    source: HubFile,
+    revision: str,
+    action: str,
+    folder: Path,
+    report: Callable[[int], None],
+    needed: int = 0,
+    limit: int | None = None,
 ) -> str:
     """Run hub_child.py and return its stdout; raise DownloadFailed with its error.
 
     run_hub_child(source, "main", "describe", folder, print)
     """
     command = [sys.executable, "-P", str(CHILD_SCRIPT), action, source.repository, revision, source.file, str(folder)]
+    command += [] if limit is None else [str(limit)]
     result = run_with_progress(command, folder, report, CHILD_ENVIRONMENT)
     if result.returncode == 0:
         return result.stdout

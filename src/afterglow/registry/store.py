@@ -18,7 +18,7 @@ from afterglow.registry.catalog import (
     parse_name,
 )
 from afterglow.registry.discovery import LocalModel, discover_models
-from afterglow.registry.hub import fetch_file_info, fetch_from_hub
+from afterglow.registry.hub import fetch_file_info, fetch_from_hub, fetch_head_from_hub
 from afterglow.registry.staging import (
     DISK_FULL_ERRNOS,
     DownloadProgress,
@@ -71,6 +71,19 @@ def pull(name: str, progress: DownloadProgress = lambda done, total: None) -> Pa
     if not is_complete(entry, target):
         fetch_source(entry.source, target, progress)
     return target
+
+
+def fetch_head(name: str, nbytes: int, directory: Path) -> Path:
+    """Download the first bytes of a model into `directory`, in a file of the size of the model, and return its path.
+
+    fetch_head("qwen3-0.6b", 16 * 1024**2, Path("headers"))
+    """
+    entry = parse_name(name)
+    if entry is None:
+        raise make_not_found_error(name)
+    if not isinstance(entry.source, HubFile):
+        raise DownloadFailed(entry.source.label, "only a file of the hub can be read in part: pull the model")
+    return fetch_head_from_hub(entry.source, nbytes, directory)
 
 
 def fetch_source(source: ModelSource, target: Path, progress: DownloadProgress) -> None:

@@ -116,23 +116,3 @@ def choose_first_models(models: Mapping[str, ByteMap], pinned: Iterable[str], li
         if fits(models[name], chosen, limits):
             chosen.append(ResidentModel(name=name, nbytes=models[name]))
     return [model.name for model in chosen]
-
-
-def share_ram_tier(
-    fixed: Mapping[str, int], minimum: Mapping[str, int], pinned: Iterable[str], limit: int, *, maximum: int
-) -> dict[str, int]:
-    """Return the bytes of the RAM tier of each model out of the total `limit` for RAM.
-
-    `fixed` are the bytes of each model without its tier, `minimum` those that its tier needs. What is left beside the
-    models that fit together is shared equally among them, up to `maximum` for each.
-
-    >>> share_ram_tier({"a": 40, "b": 40, "c": 50}, {"a": 1, "b": 5, "c": 1}, [], 100, maximum=50)
-    {'a': 8, 'b': 12, 'c': 8}
-    """
-    least = {name: {RAM: nbytes + minimum[name]} for name, nbytes in fixed.items()}
-    together = choose_first_models(least, pinned, {RAM: limit})
-    spare = limit - sum(least[name][RAM] for name in together)
-    share = spare // len(together) if together else 0
-    return {
-        name: max(minimum[name], min(minimum[name] + share, maximum, limit - nbytes)) for name, nbytes in fixed.items()
-    }

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from afterglow.api.fit import FitPlan
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFound, OutOfMemory
@@ -43,6 +44,7 @@ class ServedModel:
     nbytes: ByteMap = field(default_factory=dict)
     keep_alive: float = math.inf  # seconds without a request after which it is unloaded
     pinned: bool = False  # it is never unloaded
+    plan: FitPlan | None = None  # how its options were chosen
     path: Path | None = None  # of its file
     is_installed: bool = False  # it was added because a client named it, not on the command line
     with_context: Callable[[int], ServedModel] | None = None  # the same with another context length, if that is allowed
@@ -57,6 +59,7 @@ class ModelSlot:
         self.pinned = served.pinned
         self.default_keep_alive = served.keep_alive
         self.keep_alive = served.keep_alive
+        self.plan = served.plan
         self.path = served.path
         self.is_installed = served.is_installed
         self.created = int(time.time())
@@ -310,7 +313,7 @@ class ModelSlot:
             if self.is_usable or self.is_loading:
                 raise APIError(409, f"{self.name!r} is in use; retry later", param="model", code="model_busy")
             old, self.model = self.model, None
-            self._open_model, self.nbytes = served.open_model, served.nbytes
+            self._open_model, self.nbytes, self.plan = served.open_model, served.nbytes, served.plan
         if old is not None:
             old.close()
         self.load()

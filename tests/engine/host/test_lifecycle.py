@@ -12,7 +12,8 @@ import pytest
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.host.lifecycle import Lifecycle, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.types.request import Request
-from afterglow.errors import Cancelled, Closed, InvalidModel, LoadVetoed, OutOfMemory, WrongState
+from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidModel, LoadVetoed, OutOfMemory, WrongState
+from afterglow.llama.gguf import probe
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.media_prompts import noise_image
@@ -188,3 +189,38 @@ def test_c12_fifty_cycles_leak_nothing(projector, list_own_handles):
         sizes.append(process.memory_info().rss)
     assert not list_own_handles()
     assert sizes[49] - sizes[9] < 5 * 2**20
+
+
+# --- new files
+
+
+def test_the_first_load_in_a_process_is_the_trial_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    monkeypatch.setattr(probe, "_try_in_child", lambda *_: pytest.fail("a second process tried the file"))
+    path = tmp_path / "new.gguf"
+    path.write_bytes(models.get_path("attention").read_bytes())
+    assert not probe.is_proven(path)
+    with build_lifecycle("process", path) as lifecycle:
+        lifecycle.activate()
+        assert lifecycle.state is LoadState.ACTIVE
+    assert probe.is_proven(path)
+
+
+def test_a_file_that_crashes_its_engine_is_an_invalid_model_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    path = tmp_path / "new.gguf"
+    path.write_bytes(models.get_path("attention").read_bytes())
+
+    def crash(*_: object, **__: object) -> None:
+        raise EngineCrashed("process exited (SIGABRT)")
+
+    def explain(*_: object) -> None:
+        raise InvalidModel(str(path), "a trial load crashed with SIGABRT: GGML_ASSERT")
+
+    monkeypatch.setattr("afterglow.engine.host.lifecycle.EngineProcess", crash)
+    monkeypatch.setattr(probe, "_try_in_child", explain)
+    with build_lifecycle("process", path) as lifecycle:
+        with pytest.raises(InvalidModel, match="GGML_ASSERT"):
+            lifecycle.activate()
+        assert lifecycle.state is LoadState.COLD
+    assert not probe.is_proven(path)

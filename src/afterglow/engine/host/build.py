@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +18,14 @@ from afterglow.engine.speculation.speculator import Drafter
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.gguf import probe
 from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
+from afterglow.llama.library.devices import list_devices
 from afterglow.llama.model import LlamaModel, ModelSettings, ProgressCallback
 from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ROPE_OPTIONS, ContextSettings
+from afterglow.llama.trial import limit_memory, try_model
+from afterglow.llama.zero_pages import drop_zero_pages
 
 logger = logging.getLogger("afterglow")
 DraftSource: TypeAlias = Path | Literal["mtp"]
@@ -40,33 +45,56 @@ class EngineSpec:
     projector_path: Path | None = None
     projector_settings: ProjectorSettings = field(default_factory=ProjectorSettings)
     trust: bool = False  # the files were loaded before: load them without a trial
+    is_trial: bool = False  # this load is the trial of the model: the process that runs it may crash
     step_costs: StepCosts | None = None  # of an earlier engine; None: calibrate
 
     def __call__(self, progress: ProgressCallback | None = None) -> Engine:
         settings = replace(self.model_settings, mtp=True) if self.draft == "mtp" else self.model_settings
-        model = LlamaModel.load(self.path, settings, progress=progress, trust=self.trust)
+        model = self._try_model(settings, progress) if self.is_trial else self._load_model(settings, progress)
         try:
-            context = LlamaContext(model, self.context_settings)
-            projector, projector_error = open_projector(
-                model, self.projector_path, self.projector_settings, trust=self.trust
-            )
-            return build_engine(
-                context,
-                self.engine_settings,
-                draft=self.draft,
-                projector=projector,
-                projector_error=projector_error,
-                owns_model=True,
-                trust=self.trust,
-                step_costs=self.step_costs,
-            )
+            with drop_zero_pages():  # also those that probing the memory has written
+                return self._build_engine(model)
         except BaseException:
             model.close()
             raise
 
+    def _build_engine(self, model: LlamaModel) -> Engine:
+        context = LlamaContext(model, self.context_settings)
+        projector, projector_error = open_projector(
+            model, self.projector_path, self.projector_settings, trust=self.trust
+        )
+        return build_engine(
+            context,
+            self.engine_settings,
+            draft=self.draft,
+            projector=projector,
+            projector_error=projector_error,
+            owns_model=True,
+            trust=self.trust,
+            step_costs=self.step_costs,
+        )
+
+    def _load_model(self, settings: ModelSettings, progress: ProgressCallback | None) -> LlamaModel:
+        return LlamaModel.load(self.path, settings, progress=progress, trust=self.trust or self.is_trial)
+
+    def _try_model(self, settings: ModelSettings, progress: ProgressCallback | None) -> LlamaModel:
+        """Load a model for the first time, use it, and record that it works."""
+        size = sum(file.stat().st_size for file in probe.list_split_files(self.path))
+        # The driver of a GPU reserves more address space than any limit.
+        has_gpu = any("gpu" in device.kind for device in list_devices())
+        with contextlib.nullcontext() if has_gpu else limit_memory(size):
+            model = self._load_model(settings, progress)
+            try:
+                try_model(model, size)
+            except BaseException:
+                model.close()
+                raise
+        probe.record_proven(self.path)
+        return model
+
     def build_restart_spec(self, engine: Engine) -> EngineSpec:
         """Return the spec for a restart after `engine`, which skips what is known by now: trials and calibration."""
-        return replace(self, trust=True, step_costs=engine.prefix_cache.cost_model.step_costs)
+        return replace(self, trust=True, is_trial=False, step_costs=engine.prefix_cache.cost_model.step_costs)
 
 
 def build_engine(

@@ -29,8 +29,9 @@ from afterglow.engine.host.remote_calls import EngineInfo
 from afterglow.engine.host.thread import EngineThread
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
-from afterglow.errors import Closed, LoadVetoed, WrongState
+from afterglow.errors import Closed, EngineCrashed, LoadVetoed, WrongState
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.gguf import probe
 from afterglow.llama.gguf.probe import list_split_files
 from afterglow.llama.model import LlamaModel, ModelInfo, ModelSettings, ProgressCallback
 
@@ -341,14 +342,24 @@ class ProcessLifecycle(Lifecycle):
     def _activate(self, progress: ProgressCallback | None) -> None:
         self._run_hooks(LoadState.ACTIVE)
         with contextlib.ExitStack() as stack:
+            host = stack.enter_context(self._start_process(progress))
             model = self._model
             if model is None:
                 model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True))
                 stack.callback(model.close)
-            host = stack.enter_context(EngineProcess(self._reload_factory or self.spec, progress=progress))
             self._info = host.call(remote_calls.get_engine_info)
             stack.pop_all()
         self._model, self._host = model, host
+
+    def _start_process(self, progress: ProgressCallback | None) -> EngineProcess:
+        """Start the engine. The load of a new file in the child is its trial: a crash there is an invalid model."""
+        if self._reload_factory is not None or probe.is_proven(self.spec.path):
+            return EngineProcess(self._reload_factory or self.spec, progress=progress)
+        try:
+            return EngineProcess(replace(self.spec, is_trial=True), progress=progress)
+        except EngineCrashed:
+            probe.ensure_safe(self.spec.path)  # raises `InvalidModel` with the reason, if the file is the cause
+            raise
 
     def _restart(self, crashed: EngineHost) -> None:
         """Start a new host. The vocabulary stays open: other threads may be using it."""

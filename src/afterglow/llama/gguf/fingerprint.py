@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,7 +18,13 @@ def compute_fingerprint(path: Path) -> str:
     >>> len(compute_fingerprint(Path("model.gguf")))
     64
     """
-    size = path.stat().st_size
+    status = path.stat()
+    return _compute_fingerprint(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@functools.lru_cache(maxsize=64)
+def _compute_fingerprint(path: Path, size: int, modified: int, inode: int) -> str:
+    """Compute a fingerprint once for each state of a file: a load needs it several times."""
     digest = blake3(str(size).encode())
     with path.open("rb") as file:
         digest.update(file.read(HEAD_BYTES))

@@ -31,14 +31,37 @@ def ensure_safe(path: Path, companion: Path | None = None) -> None:
     """
     paths = [path, *([companion] if companion else [])]
     files = [*list_split_files(path), *paths[1:]]
-    passed = get_cache_directory("probed") / f"{BUILD}-{compute_joint_fingerprint(files)[:32]}"
-    if passed.exists():
+    if _get_marker(files).exists():
         return
     for file in files:
         inspect_file(file)
     _try_in_child(paths, sum(file.stat().st_size for file in files))
-    passed.parent.mkdir(parents=True, exist_ok=True)
-    passed.touch()
+    _record(files)
+
+
+def is_proven(path: Path) -> bool:
+    """Whether a model was loaded before. If not, check that it can be read; raise `InvalidModel` otherwise."""
+    files = list_split_files(path)
+    if _get_marker(files).exists():
+        return True
+    for file in files:
+        inspect_file(file)
+    return False
+
+
+def record_proven(path: Path) -> None:
+    """Record that a model was loaded and used, so that its next load needs no trial."""
+    _record(list_split_files(path))
+
+
+def _get_marker(files: list[Path]) -> Path:
+    return get_cache_directory("probed") / f"{BUILD}-{compute_joint_fingerprint(files)[:32]}"
+
+
+def _record(files: list[Path]) -> None:
+    marker = _get_marker(files)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 def list_split_files(path: Path) -> list[Path]:

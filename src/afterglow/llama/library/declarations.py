@@ -78,6 +78,7 @@ size_t ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 void ggml_backend_load_all(void);
 void ggml_backend_load_all_from_path(const char * dir_path);
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 typedef _Bool (*ggml_backend_sched_eval_callback)(struct ggml_tensor * t, _Bool ask, void * user_data);
 struct llama_vocab;
 struct llama_model;

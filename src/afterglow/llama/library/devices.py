@@ -25,6 +25,15 @@ class Device:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMemory:
+    """Free bytes of each device. `shares_ram`: the memory of the GPUs is part of the RAM."""
+
+    ram_bytes: int
+    gpu_bytes: tuple[int, ...] = ()
+    shares_ram: bool = False
+
+
 def list_devices() -> list[Device]:
     """Return every device of the loaded library, including the CPU."""
     library = get_library()
@@ -44,6 +53,16 @@ def list_devices() -> list[Device]:
         )
         devices.append(device)
     return devices
+
+
+def measure_memory() -> MachineMemory:
+    """Return the free memory of each device now."""
+    gpus = [device for device in list_devices() if "gpu" in device.kind]
+    return MachineMemory(
+        ram_bytes=get_free_memory(gpu=False),
+        gpu_bytes=tuple(device.free_bytes for device in gpus),
+        shares_ram=any(device.kind == "integrated gpu" or device.backend in ("Metal", "MTL") for device in gpus),
+    )
 
 
 def get_free_memory(*, gpu: bool) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from afterglow.errors import ModelNotFound
 from afterglow.paths import get_cache_directory
 from afterglow.testing.models import colors, embedding, notes, projector
-from afterglow.testing.models.attention import Gemma3, Llama, write_adapter
+from afterglow.testing.models.attention import Gemma3, Llama, MixtureOfExperts, write_adapter
 from afterglow.testing.models.audio_projector import write_gemma4ua, write_ultravox, write_vision_and_audio
 from afterglow.testing.models.constructed import (
     CYCLE,
@@ -38,6 +38,7 @@ _MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
     "draft": partial(write_random_model, decoder=_DRAFT_DECODER, seed=2),
     "window": partial(write_random_model, decoder=Gemma3(), seed=3),
     "recurrent": partial(write_random_model, decoder=Mamba(), seed=4),
+    "experts": partial(write_random_model, decoder=MixtureOfExperts(), seed=5),
     "hybrid": partial(write_hybrid, mtp=False),
     "hybrid-mtp": partial(write_hybrid, mtp=True),
     "attention-mtp": partial(write_mtp_model, decoder=HyV3(), heads=1),

@@ -1,4 +1,4 @@
-"""Attention models: llama, with a LoRA adapter, and gemma3 with a sliding window."""
+"""Attention models: llama, with a LoRA adapter or with experts, and gemma3 with a sliding window."""
 
 from __future__ import annotations
 
@@ -51,7 +51,30 @@ class Llama:
             writer.add_matrix(f"{block}.attn_k.weight", keys, width, gain=ATTENTION_GAIN)
             writer.add_matrix(f"{block}.attn_v.weight", keys, width)
             writer.add_matrix(f"{block}.attn_output.weight", width, queries, gain=gain)
-            write_feed_forward(writer, block, width, self.feed_forward_length, gain=gain)
+            self.write_feed_forward(writer, block, gain)
+
+    def write_feed_forward(self, writer: ModelWriter, block: str, gain: float) -> None:
+        """Add the feed-forward network of one block."""
+        write_feed_forward(writer, block, self.embedding_length, self.feed_forward_length, gain=gain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts(Llama):
+    """Full attention, and a feed-forward network of experts in every layer."""
+
+    experts: int = 4
+    experts_used: int = 2
+
+    def build_metadata(self) -> Mapping[str, MetadataInput]:
+        counts = {"expert_count": self.experts, "expert_used_count": self.experts_used}
+        return {**Llama.build_metadata(self), **counts}
+
+    def write_feed_forward(self, writer: ModelWriter, block: str, gain: float) -> None:
+        width, inner = self.embedding_length, self.feed_forward_length
+        writer.add_matrix(f"{block}.ffn_gate_inp.weight", self.experts, width)
+        for name in ("gate", "up"):
+            writer.add_noise(f"{block}.ffn_{name}_exps.weight", self.experts, inner, width, scale=width**-0.5)
+        writer.add_noise(f"{block}.ffn_down_exps.weight", self.experts, width, inner, scale=gain * inner**-0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
