@@ -292,12 +292,13 @@ class ModelSlot:
         future = self.start_unload()
         with self._changed:
             is_idle = self._changed.wait_for(lambda: not self.active_requests or future.done(), timeout)
+            running = self.active_requests
             if not is_idle:
                 self.is_leaving = False  # the unload thread gives up
                 self._changed.notify_all()
         future.result()
         if not is_idle:
-            message = f"{self.name!r} is busy: {self.active_requests} requests run after {timeout:g} s; retry later"
+            message = f"{self.name!r} is busy: {running} requests run after {timeout:g} s; retry later"
             raise APIError(409, message, param="model", code="model_busy", retry_after=1)
 
     def reload(self, context: int) -> None:
