@@ -130,10 +130,11 @@ def plan_fit(
     """Choose the options that are None. Raises `OutOfMemory` if nothing fits.
 
     >>> from afterglow.api.options import check_options
+    >>> from afterglow.llama.gguf.header import read_header
     >>> options = check_options(LoadOptions, {"sequences": 1})
-    >>> plan = plan_fit(ModelFacts([model_header]), options, MachineMemory(ram_bytes=8 * 1024**3))
-    >>> plan.options["context"], plan.options["cache_type_k"]
-    (8192, 'f16')
+    >>> plan = plan_fit(ModelFacts([read_header(path)]), options, MachineMemory(ram_bytes=8 * 1024**3))
+    >>> plan.options["cache_type_k"], plan.ram_bytes < 8 * 1024**3
+    ('f16', True)
     """
     planner = _Planner(facts, options, memory, companions or Companions())
     candidate = planner.choose()
