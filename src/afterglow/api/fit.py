@@ -36,7 +36,7 @@ UNKNOWN_TRAINED_CONTEXT = 4096
 WANTED_SEQUENCES = 4
 CONTEXT_STEP = 1024
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
-PROCESS_BYTES = 256 * MIB  # Python and libraries of the server and the engine
+PROCESS_BYTES = 128 * MIB  # Python and libraries of an engine process; measured 76 to 104 MB
 MAX_RAM_RESERVE_BYTES = 2 * GIB  # for the system
 RAM_RESERVE_SHARE, GPU_RESERVE_SHARE = 8, 16  # one of so many bytes that are free
 MAX_RAM_CACHE_BYTES = 2 * GIB
@@ -404,7 +404,7 @@ class _Planner:
         is_full = ram_cache == self._ram_cache_bytes
         reason = "a quarter of the free RAM, at most 2 GiB" if is_full else "what the other lines leave"
         yield FitLine("RAM prefix cache", "limit", self._explain("ram_cache_bytes", reason), ram_cache)
-        yield FitLine("processes", "", "Python and libraries of server and engine", PROCESS_BYTES)
+        yield FitLine("process", "", "Python and libraries of the engine", PROCESS_BYTES)
 
     @staticmethod
     def _place_bytes(nbytes: int, use: Use) -> tuple[int, int]:

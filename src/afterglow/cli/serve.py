@@ -178,7 +178,13 @@ def plan_budget(
     def plan(name: str, memory: MachineMemory) -> FitPlan:
         engine_settings = build_engine_settings(None, options[name], options[name], label="")
         draft: DraftSource | None = options[name]["draft"]  # type: ignore[assignment]
-        return plan_load(paths[name], options[name], engine_settings, draft=draft, memory=memory)
+        try:
+            return plan_load(paths[name], options[name], engine_settings, draft=draft, memory=memory)
+        except OutOfMemory as error:
+            if settings.server.memory_bytes is None:
+                raise
+            advice = f"Raise `memory_bytes` to at least {-(-error.needed_bytes // 1024**2):,} MiB, or {error.advice}"
+            raise OutOfMemory(error.needed_bytes, error.available_bytes, advice) from None
 
     memory = get_memory(limits, gpus)
     plans = {name: plan(name, memory) for name in models}
