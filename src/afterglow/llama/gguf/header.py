@@ -5,6 +5,7 @@ Contains the format and the limits of llama.cpp's own reader. The meaning of the
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import struct
@@ -172,12 +173,19 @@ def decode_string(raw: bytes) -> str:
 def read_header(path: Path) -> GGUFHeader:
     """Read and check everything before the tensor data; the data itself is not read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # checked first: opening a pipe would wait for its writer
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # checked first: opening a pipe would wait for its writer
             raise InvalidModel(str(path), "it is not a regular file")
-        with path.open("rb", buffering=0) as file:
-            return _read_header(Cursor(path, file, os.fstat(file.fileno()).st_size))
+        return _read_file(path, status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         raise InvalidModel(str(path), error.strerror or str(error)) from error
+
+
+@functools.lru_cache(maxsize=2)  # a load reads the header of the model, and of the projector, twice
+def _read_file(path: Path, size: int, modified: int, inode: int) -> GGUFHeader:
+    """Read the header of a file once for each state of the file."""
+    with path.open("rb", buffering=0) as file:
+        return _read_header(Cursor(path, file, os.fstat(file.fileno()).st_size))
 
 
 def _read_header(cursor: Cursor) -> GGUFHeader:
