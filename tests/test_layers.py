@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 from pathlib import Path
 
@@ -185,6 +186,20 @@ def find_readme_problems(package: Path) -> list[str]:
     return problems + [f"{name}/README.md does not list {module}" for module in modules if module not in text]
 
 
+def find_type_names(path: Path) -> list[str]:
+    """Return the names of the classes and type aliases that a module defines."""
+    return [
+        node.name if isinstance(node, ast.ClassDef) else node.target.id
+        for node in parse(path).body
+        if isinstance(node, ast.ClassDef)
+        or (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and ast.unparse(node.annotation) == "TypeAlias"
+        )
+    ]
+
+
 def test_imports_point_down() -> None:
     assert [problem for path in FILES for problem in find_upward_imports(path)] == []
 
@@ -200,3 +215,8 @@ def test_every_module_has_a_docstring() -> None:
 def test_every_package_has_a_short_readme_that_lists_its_modules() -> None:
     packages = sorted({path.parent for path in FILES} - {SOURCE})
     assert [problem for package in packages for problem in find_readme_problems(package)] == []
+
+
+def test_no_type_name_is_defined_twice() -> None:
+    names = collections.Counter(name for path in FILES for name in find_type_names(path))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -136,11 +136,11 @@ def test_audio_is_encoded_again_after_the_cache_is_cleared(tmp_path):
             assert model.chat([user_message(audio_part("D"), text_part())]).usage.encoded_media == 1
             assert model.chat([user_message(audio_part("D"), text_part())]).usage.encoded_media == 0
             model.clear_cache()
-            assert not list((tmp_path / "cache").rglob("pictures/*"))
+            assert not list((tmp_path / "cache").rglob("media/*"))
         model.chat([user_message(audio_part("D"), text_part())])
-    assert list((tmp_path / "cache").rglob("pictures/*"))
+    assert list((tmp_path / "cache").rglob("media/*"))
     assert disk.clear(tmp_path / "cache") > 13 * 64 * 4
-    assert not list((tmp_path / "cache").rglob("pictures/*"))
+    assert not list((tmp_path / "cache").rglob("media/*"))
 
 
 def test_audio_at_another_position_is_not_encoded_again(audio_model):

@@ -300,7 +300,7 @@ def test_media_are_restored_from_the_disk_tier_after_a_restart(engines, medium, 
     answer = ask(again, moved)
     assert again.counters.encoded_media == 0  # its embeddings were on disk
     check_against_cold(cold, answer, moved)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache" / "pictures").iterdir()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache" / "media").iterdir()} == {0o600}
 
 
 @every_image_pair

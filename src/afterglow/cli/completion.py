@@ -20,7 +20,7 @@ ROOT_FLAGS = ("--help", "--version", "--verbose", "--install-completion", "--sho
 MODEL_PARAMETERS = frozenset({"model", "models", "name", "names", "words", "draft"})
 
 Description: TypeAlias = dict[str, Any]
-Completion: TypeAlias = tuple[str, str]  # value and help
+CompletionItem: TypeAlias = tuple[str, str]  # value and help
 
 
 # --- index
@@ -87,7 +87,7 @@ def split_words(line: str) -> list[str]:
         return line.split()
 
 
-def format_for_zsh(completions: Sequence[Completion]) -> str:
+def format_for_zsh(completions: Sequence[CompletionItem]) -> str:
     """Return the call of zsh's `_arguments` for these completions."""
 
     def quote(text: str) -> str:
@@ -101,7 +101,7 @@ def format_for_zsh(completions: Sequence[Completion]) -> str:
     return f"_arguments '*: :(({items}))'"
 
 
-def find_completions(words: Sequence[str], incomplete: str) -> list[Completion]:
+def find_completions(words: Sequence[str], incomplete: str) -> list[CompletionItem]:
     """Return what may follow the words of a command line: commands, flags, values of a flag, or models.
 
     >>> find_completions(["run"], "--temp")[0][0]

@@ -17,7 +17,7 @@ CHECK_EVERY_TOKENS = 16
 
 
 class ResponseLoops(KeyboardInterrupt):
-    """The response repeats itself. A Ctrl-C by the program: whoever reads the response keeps what was written."""
+    """The response repeats itself. Handled like Ctrl-C: the reader keeps the partial response."""
 
     def __init__(self, period: int) -> None:
         super().__init__(period)

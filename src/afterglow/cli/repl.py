@@ -39,7 +39,7 @@ Alt-Enter inserts a newline; so does \\ at the end of a line. \"\"\" starts and 
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChatCommand:
     """A slash command: its function gets the text after the name."""
 
     run: Callable[[str], None]
@@ -88,37 +88,39 @@ class Repl(Closeable):
         history = open_history(None if directory is None else directory / "history")
         self._editor = LineEditor(console, history, completer)
 
-    def _build_commands(self) -> dict[str, Command]:
+    def _build_commands(self) -> dict[str, ChatCommand]:
         list_ids = None if self._store is None else self._store.list_ids
         return {
-            "clear": Command(self._clear, "", "start a new conversation with the same system prompt"),
-            "set": Command(
+            "clear": ChatCommand(self._clear, "", "start a new conversation with the same system prompt"),
+            "set": ChatCommand(
                 self._set, "NAME VALUE", "set a parameter, e.g. temperature; /set lists them", lambda: PARAMETERS
             ),
-            "system": Command(self._restart_with_system, "TEXT", "start a new conversation with this system prompt"),
-            "model": Command(
+            "system": ChatCommand(
+                self._restart_with_system, "TEXT", "start a new conversation with this system prompt"
+            ),
+            "model": ChatCommand(
                 self._switch_model, "NAME", "continue with another model; /model lists them", list_model_names
             ),
-            "regenerate": Command(self._regenerate, "", "generate the last response again"),
-            "edit": Command(self._edit, "TEXT", "replace the last user message and generate a response"),
-            "copy": Command(self._copy, "", "copy the last response to the clipboard"),
-            "fork": Command(self._fork, "", "continue in a copy of the conversation"),
-            "back": Command(self._return_from_fork, "", "return from a fork to the original"),
-            "rewind": Command(self._rewind, "N", "keep only the first N messages"),
-            "history": Command(self._print_history, "", "list the messages"),
-            "resume": Command(self._resume, "ID", "continue a saved conversation; /resume lists them", list_ids),
-            "save": Command(self._save, "FILE", "save the conversation to a file"),
-            "load": Command(self._load, "FILE", "load a conversation from a file"),
-            "image": Command(
+            "regenerate": ChatCommand(self._regenerate, "", "generate the last response again"),
+            "edit": ChatCommand(self._edit, "TEXT", "replace the last user message and generate a response"),
+            "copy": ChatCommand(self._copy, "", "copy the last response to the clipboard"),
+            "fork": ChatCommand(self._fork, "", "continue in a copy of the conversation"),
+            "back": ChatCommand(self._return_from_fork, "", "return from a fork to the original"),
+            "rewind": ChatCommand(self._rewind, "N", "keep only the first N messages"),
+            "history": ChatCommand(self._print_history, "", "list the messages"),
+            "resume": ChatCommand(self._resume, "ID", "continue a saved conversation; /resume lists them", list_ids),
+            "save": ChatCommand(self._save, "FILE", "save the conversation to a file"),
+            "load": ChatCommand(self._load, "FILE", "load a conversation from a file"),
+            "image": ChatCommand(
                 functools.partial(self._attach_file, "image"),
                 "FILE",
                 "attach an image to the next message; dragging a file into the line does the same",
             ),
-            "audio": Command(
+            "audio": ChatCommand(
                 functools.partial(self._attach_file, "audio"), "FILE", "attach an audio file to the next message"
             ),
-            "stats": Command(self._toggle_stats, "", "show or hide statistics"),
-            "help": Command(self._print_help, "", "list the commands"),
+            "stats": ChatCommand(self._toggle_stats, "", "show or hide statistics"),
+            "help": ChatCommand(self._print_help, "", "list the commands"),
         }
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from afterglow.server.anthropic.conversion import (
     convert_tools,
     omits_thinking,
 )
-from afterglow.server.anthropic.schema import MessageFields
+from afterglow.server.anthropic.schema import MessagePromptFields
 from afterglow.server.errors import APIError
 from afterglow.server.logs import start_record
 from afterglow.server.sealing import get_sealer
@@ -26,9 +26,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
 
 
-def build_body(content: Any = "hello", **fields: Any) -> MessageFields:
+def build_body(content: Any = "hello", **fields: Any) -> MessagePromptFields:
     body = {"messages": [{"role": "user", "content": content}], **fields}
-    return MessageFields.model_validate(body)
+    return MessagePromptFields.model_validate(body)
 
 
 def convert(content: Any = "hello", **fields: Any) -> ConversationBuilder:

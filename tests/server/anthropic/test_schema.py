@@ -58,7 +58,7 @@ REFUSED: dict[str, Any] = {
         (schema.ImageBlock, image_block_param.ImageBlockParam),
         (schema.ToolUseBlock, tool_use_block_param.ToolUseBlockParam),
         (schema.ToolResultBlock, tool_result_block_param.ToolResultBlockParam),
-        (schema.CustomTool, tool_param.ToolParam),
+        (schema.UserDefinedTool, tool_param.ToolParam),
         (schema.OutputConfig, output_config_param.OutputConfigParam),
         (schema.ThinkingEnabled, thinking_config_enabled_param.ThinkingConfigEnabledParam),
         (schema.ThinkingAdaptive, thinking_config_adaptive_param.ThinkingConfigAdaptiveParam),

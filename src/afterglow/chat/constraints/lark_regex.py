@@ -69,7 +69,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternation:
     """Alternatives, each a sequence."""
 
     alternatives: tuple[tuple[Node, ...], ...]
@@ -84,7 +84,7 @@ class Repetition:
     maximum: int | None
 
 
-Node: TypeAlias = Expression | Reference | Choice | Repetition
+Node: TypeAlias = Expression | Reference | Alternation | Repetition
 
 
 def convert_lark(grammar: str) -> str:
@@ -107,7 +107,7 @@ class LarkParser:
     """Parses the definitions of a grammar. Aliases, priorities and the prefixes of rules do not change its texts."""
 
     def __init__(self, grammar: str) -> None:
-        self.definitions: dict[str, Choice] = {}
+        self.definitions: dict[str, Alternation] = {}
         self.ignored: list[Node] = []
         self._tokens = list(self._split(grammar))
         self._position = 0
@@ -180,7 +180,7 @@ class LarkParser:
 
     def _parse_directive(self, keyword: str) -> None:
         if keyword == "%ignore":
-            self.ignored.append(self._parse_choice())
+            self.ignored.append(self._parse_alternation())
         elif keyword == "%import":
             self._parse_import()
         else:
@@ -201,7 +201,7 @@ class LarkParser:
         for name, alias in names:
             if name not in COMMON_TERMINALS:
                 self._fail(f"common.{name} does not exist")
-            self._define(alias, Choice(((Expression(COMMON_TERMINALS[name]),),)))
+            self._define(alias, Alternation(((Expression(COMMON_TERMINALS[name]),),)))
 
     def _parse_definition(self) -> None:
         while self._skip("?") or self._skip("!"):
@@ -213,18 +213,18 @@ class LarkParser:
             self._fail(f"':' is expected after {name}: attributes and templates are not supported")
         while self._skip_kind("newline"):
             pass
-        self._define(name, self._parse_choice())
+        self._define(name, self._parse_alternation())
 
-    def _define(self, name: str, choice: Choice) -> None:
+    def _define(self, name: str, alternation: Alternation) -> None:
         if name in self.definitions:
             self._fail(f"{name} is defined twice")
-        self.definitions[name] = choice
+        self.definitions[name] = alternation
 
-    def _parse_choice(self) -> Choice:
+    def _parse_alternation(self) -> Alternation:
         alternatives = [self._parse_sequence()]
         while self._skip("|"):
             alternatives.append(self._parse_sequence())
-        return Choice(tuple(alternatives))
+        return Alternation(tuple(alternatives))
 
     def _parse_sequence(self) -> tuple[Node, ...]:
         nodes: list[Node] = []
@@ -242,9 +242,9 @@ class LarkParser:
         if self._kind == "name":
             return Reference(self._take())
         closing = ")" if self._take() == "(" else "]"
-        choice = self._parse_choice()
+        alternation = self._parse_alternation()
         self._expect(closing)
-        return choice if closing == ")" else Repetition(choice, 0, 1)
+        return alternation if closing == ")" else Repetition(alternation, 0, 1)
 
     def _parse_string(self) -> Node:
         text, ignores_case = self._decode_string(self._take())
@@ -288,8 +288,8 @@ class ExpressionTooLong(Exception):
 class ExpressionBuilder:
     """Inlines the rules of a grammar. A rule contains itself at most `nesting` times."""
 
-    def __init__(self, definitions: dict[str, Choice], ignored: Sequence[Node], nesting: int) -> None:
-        self._definitions = {name: unroll_recursion(name, choice) for name, choice in definitions.items()}
+    def __init__(self, definitions: dict[str, Alternation], ignored: Sequence[Node], nesting: int) -> None:
+        self._definitions = {name: unroll_recursion(name, alternation) for name, alternation in definitions.items()}
         self._nesting = nesting
         self._stack: list[str] = []
         self._between = ""  # what may follow each terminal of a rule
@@ -314,7 +314,7 @@ class ExpressionBuilder:
                 return text if self._in_terminal else self._separate(f"(?:{text})" if len(text) > 1 else text)
             case Reference(name):
                 return self._build_reference(name)
-            case Choice(alternatives):
+            case Alternation(alternatives):
                 return self._build_choice(alternatives)
             case Repetition():
                 return self._build_repetition(node)
@@ -365,7 +365,7 @@ class ExpressionBuilder:
         return f"(?:{expression}){sign}"
 
 
-def unroll_recursion(name: str, choice: Choice) -> Choice:
+def unroll_recursion(name: str, alternation: Alternation) -> Alternation:
     """Write alternatives of a rule that begin or end with the rule itself as repetition.
 
     `a: a x | y a | b` has the texts of `a: y* b x*`, and `a: a x a | b` those of `a: b (x b)*`.
@@ -375,7 +375,7 @@ def unroll_recursion(name: str, choice: Choice) -> Choice:
     after: list[tuple[Node, ...]] = []
     infix: list[tuple[Node, ...]] = []
     base: list[tuple[Node, ...]] = []
-    for nodes in _split_optional_ends(choice, itself):
+    for nodes in _split_optional_ends(alternation, itself):
         begins, ends = nodes[:1] == (itself,), len(nodes) > 1 and nodes[-1:] == (itself,)
         if begins and ends:
             infix.append(nodes[1:-1])
@@ -386,19 +386,19 @@ def unroll_recursion(name: str, choice: Choice) -> Choice:
         else:
             base.append(nodes)
     if not (before or after or infix):
-        return choice
-    operand: tuple[Node, ...] = (Choice(tuple(base)),)
-    operand = (Repetition(Choice(tuple(before)), 0, None), *operand) if before else operand
+        return alternation
+    operand: tuple[Node, ...] = (Alternation(tuple(base)),)
+    operand = (Repetition(Alternation(tuple(before)), 0, None), *operand) if before else operand
     after += [(*nodes, *operand) for nodes in infix]
-    return Choice(((*operand, *((Repetition(Choice(tuple(after)), 0, None),) if after else ())),))
+    return Alternation(((*operand, *((Repetition(Alternation(tuple(after)), 0, None),) if after else ())),))
 
 
-def _split_optional_ends(choice: Choice, itself: Reference) -> list[tuple[Node, ...]]:
+def _split_optional_ends(alternation: Alternation, itself: Reference) -> list[tuple[Node, ...]]:
     """Return the alternatives, those that end with an optional part that ends with the rule as two."""
     alternatives: list[tuple[Node, ...]] = []
-    for nodes in choice.alternatives:
+    for nodes in alternation.alternatives:
         match nodes[-1:]:
-            case (Repetition(Choice(parts), 0, 1),) if any(part[-1:] == (itself,) for part in parts):
+            case (Repetition(Alternation(parts), 0, 1),) if any(part[-1:] == (itself,) for part in parts):
                 alternatives += [nodes[:-1], *((*nodes[:-1], *part) for part in parts)]
             case _:
                 alternatives.append(nodes)

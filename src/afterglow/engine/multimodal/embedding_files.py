@@ -16,9 +16,9 @@ from afterglow.engine.kvcache.eviction import choose_victims
 from afterglow.errors import InvalidState
 from afterglow.llama.projector import MediaEmbedding
 
-EMBEDDINGS_FOLDER = "pictures"
+EMBEDDINGS_FOLDER = "media"
 SUFFIX = ".embeddings"
-MAGIC = b"afterglow pictures\x01"
+MAGIC = b"afterglow media\x01"
 CHECKSUM_BYTES = 32
 HEADER_STRUCT = struct.Struct("<32sQ")  # source key, number of pieces
 PIECE_STRUCT = struct.Struct("<QQ?")  # rows, values per row, whether the rows need non-causal attention

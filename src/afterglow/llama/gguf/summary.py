@@ -1,4 +1,4 @@
-"""What a person wants to know of a model file: parameters and quantization, from its headers."""
+"""Summary of a model file from its headers: number of parameters and quantization."""
 
 from __future__ import annotations
 

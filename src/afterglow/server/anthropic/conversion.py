@@ -16,12 +16,11 @@ from afterglow.server.anthropic.schema import (
     AutoChoice,
     Base64Image,
     CacheControl,
-    CustomTool,
     DocumentBlock,
     ImageBlock,
     InputBlock,
     InputMessage,
-    MessageFields,
+    MessagePromptFields,
     NamedChoice,
     PlainTextSource,
     RedactedThinkingBlock,
@@ -34,6 +33,7 @@ from afterglow.server.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
     URLImage,
+    UserDefinedTool,
 )
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.logs import get_record
@@ -46,7 +46,7 @@ TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
-class ContentPart:
+class ConvertedBlock:
     """A content block as one piece of a message."""
 
     content: Content
@@ -65,7 +65,7 @@ class ConversationBuilder:
         self.messages.append(message)
         self.add_breakpoint(cache_control)
 
-    def add_parts(self, role: str, parts: Sequence[ContentPart], tool_call_id: str | None = None) -> None:
+    def add_parts(self, role: str, parts: Sequence[ConvertedBlock], tool_call_id: str | None = None) -> None:
         """Add a message of several parts, with a breakpoint after each part that has `cache_control`."""
         text, attachments = "", list[Attachment]()
         index = len(self.messages)
@@ -94,15 +94,15 @@ def needs_newline(left: str, right: str) -> bool:
     return bool(left) and bool(right) and not left.endswith("\n") and not right.startswith("\n")
 
 
-def convert_conversation(body: MessageFields, salt: str) -> ConversationBuilder:
+def convert_conversation(body: MessagePromptFields, salt: str) -> ConversationBuilder:
     """Convert the system prompt and the messages."""
     conversation = ConversationBuilder()
     for index, tool in enumerate(body.tools or ()):
-        if isinstance(tool, CustomTool):
-            count = sum(isinstance(other, CustomTool) for other in (body.tools or ())[: index + 1])
+        if isinstance(tool, UserDefinedTool):
+            count = sum(isinstance(other, UserDefinedTool) for other in (body.tools or ())[: index + 1])
             conversation.add_breakpoint(tool.cache_control, tools=count)
     if body.system:
-        blocks = [ContentPart(body.system)] if isinstance(body.system, str) else list(convert_blocks(body.system))
+        blocks = [ConvertedBlock(body.system)] if isinstance(body.system, str) else list(convert_blocks(body.system))
         conversation.add_parts("system", blocks)
     for index, message in enumerate(body.messages):
         add_message(conversation, message, f"messages[{index}]", salt)
@@ -123,7 +123,7 @@ def add_message(conversation: ConversationBuilder, message: InputMessage, where:
         controls = [getattr(block, "cache_control", None) for block in message.content]
         conversation.add_message(converted, next(filter(None, reversed(controls)), None))
         return
-    parts: list[ContentPart] = []
+    parts: list[ConvertedBlock] = []
     for index, block in enumerate(message.content):
         if isinstance(block, ToolResultBlock):
             if parts:
@@ -185,25 +185,25 @@ def unseal_thinking(block: ThinkingBlock | RedactedThinkingBlock, where: str, sa
 def add_tool_result(conversation: ConversationBuilder, block: ToolResultBlock) -> None:
     """Convert a tool result. Templates have no field for errors, so that the text says it."""
     if isinstance(block.content, list):
-        parts = [ContentPart(part.content) for part in convert_blocks(block.content)]
+        parts = [ConvertedBlock(part.content) for part in convert_blocks(block.content)]
         nested = [part.cache_control for part in block.content if part.cache_control is not None]
     else:
-        parts, nested = [ContentPart(block.content or "")], []
+        parts, nested = [ConvertedBlock(block.content or "")], []
     first = parts[0].content if parts else ""
     if block.is_error and not (isinstance(first, str) and "error" in first[:40].lower()):
-        parts.insert(0, ContentPart("Error:"))
+        parts.insert(0, ConvertedBlock("Error:"))
     control = block.cache_control or (nested[-1] if nested else None)
     if parts:
-        parts[-1] = ContentPart(parts[-1].content, control)
+        parts[-1] = ConvertedBlock(parts[-1].content, control)
     conversation.add_parts("tool", parts, block.tool_use_id)
 
 
-def convert_blocks(blocks: Sequence[ContentBlock]) -> Iterator[ContentPart]:
+def convert_blocks(blocks: Sequence[ContentBlock]) -> Iterator[ConvertedBlock]:
     """Convert blocks to parts. A breakpoint is after the last part of its block."""
     for block in blocks:
         *first, last = list(convert_block(block)) or [""]
-        yield from map(ContentPart, first)
-        yield ContentPart(last, block.cache_control)
+        yield from map(ConvertedBlock, first)
+        yield ConvertedBlock(last, block.cache_control)
 
 
 def convert_block(block: ContentBlock) -> Iterator[Content]:
@@ -234,11 +234,11 @@ def get_image_url(source: Base64Image | URLImage) -> str:
 # --- tools and options
 
 
-def convert_tools(body: MessageFields) -> list[Tool]:
+def convert_tools(body: MessagePromptFields) -> list[Tool]:
     """Convert the tools. Those that Anthropic defines are dropped and reported, unless there are no others."""
     tools, dropped = list[Tool](), list[str]()
     for index, tool in enumerate(body.tools or ()):
-        if isinstance(tool, CustomTool):
+        if isinstance(tool, UserDefinedTool):
             where = f"tools[{index}]"
             tools.append(build_tool(tool.name, tool.description, tool.input_schema, tool.strict, where=where))
         else:
@@ -254,7 +254,7 @@ def convert_tools(body: MessageFields) -> list[Tool]:
     return tools
 
 
-def build_prompt_options(body: MessageFields, tools: Sequence[Tool], *, can_reason: bool) -> PromptOptions:
+def build_prompt_options(body: MessagePromptFields, tools: Sequence[Tool], *, can_reason: bool) -> PromptOptions:
     """Build the keyword arguments of `Model.plan_chat`, except `tools`."""
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool") and not tools:
@@ -273,7 +273,7 @@ def build_prompt_options(body: MessageFields, tools: Sequence[Tool], *, can_reas
     }
 
 
-def convert_tool_choice(body: MessageFields) -> Any:
+def convert_tool_choice(body: MessagePromptFields) -> Any:
     """Convert the tool choice to that of chat completions."""
     match body.tool_choice:
         case None:
@@ -284,7 +284,7 @@ def convert_tool_choice(body: MessageFields) -> Any:
             return "required" if choice.type == "any" else choice.type
 
 
-def choose_reasoning(body: MessageFields, *, can_reason: bool) -> bool | int | str | None:
+def choose_reasoning(body: MessagePromptFields, *, can_reason: bool) -> bool | int | str | None:
     """Return the option `reasoning`.
 
     An effort has no effect beside a budget or if thinking is disabled. On a model without reasoning, neither has one.
@@ -307,7 +307,7 @@ def choose_reasoning(body: MessageFields, *, can_reason: bool) -> bool | int | s
     return effort
 
 
-def omits_thinking(body: MessageFields) -> bool:
+def omits_thinking(body: MessagePromptFields) -> bool:
     """Return whether thinking is only returned encrypted. A summary is the whole thinking, which is reported."""
     thinking = body.thinking
     if not isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) or thinking.display is None:

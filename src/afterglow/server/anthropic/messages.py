@@ -18,7 +18,7 @@ from afterglow.server.anthropic.conversion import (
 )
 from afterglow.server.anthropic.diagnostics import diagnose
 from afterglow.server.anthropic.formatting import MessageFormatter, format_ping
-from afterglow.server.anthropic.schema import CountTokensRequest, MessageFields, MessageRequest
+from afterglow.server.anthropic.schema import CountTokensRequest, MessagePromptFields, MessageRequest
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import ConversationRequest, start_generation
 from afterglow.server.media import load_media
@@ -85,7 +85,7 @@ async def count_tokens(state: ServerState, body: CountTokensRequest, salt: str) 
     return (await build_prompt(state, model, body, salt)).cells
 
 
-async def build_prompt(state: ServerState, model: Model, body: MessageFields, salt: str) -> ChatPrompt:
+async def build_prompt(state: ServerState, model: Model, body: MessagePromptFields, salt: str) -> ChatPrompt:
     """Render the prompt of a body."""
     messages, tools = convert_conversation(body, salt).messages, convert_tools(body)
     options = build_prompt_options(body, tools, can_reason=model.can_reason)

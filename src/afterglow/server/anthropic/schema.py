@@ -152,7 +152,7 @@ class InputMessage(StrictModel):
 # --- tools
 
 
-class CustomTool(CacheableBlock):
+class UserDefinedTool(CacheableBlock):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
@@ -166,7 +166,7 @@ class CustomTool(CacheableBlock):
     allowed_callers: Any = hint("every tool is called by the model itself", ["direct"], name="tools.allowed_callers")
 
 
-class ServerTool(StrictModel):
+class AnthropicServerTool(StrictModel):
     """A tool that Anthropic defines or runs, such as `web_search_20250305`. It is dropped if other tools remain."""
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -181,7 +181,7 @@ def _get_tool_kind(value: Any) -> str:
 
 
 AnthropicTool: TypeAlias = Annotated[
-    Annotated[CustomTool, pydantic.Tag("custom")] | Annotated[ServerTool, pydantic.Tag("server")],
+    Annotated[UserDefinedTool, pydantic.Tag("custom")] | Annotated[AnthropicServerTool, pydantic.Tag("server")],
     pydantic.Discriminator(_get_tool_kind),
 ]
 
@@ -243,7 +243,7 @@ class OutputConfig(StrictModel):
     task_budget: Any = hint("the model does not see a budget", name="output_config.task_budget")
 
 
-class MessageFields(SamplingFields):
+class MessagePromptFields(SamplingFields):
     """Fields that determine the prompt."""
 
     model: OptionalModel = None
@@ -264,7 +264,7 @@ class MessageFields(SamplingFields):
     compaction: Any = unsupported("the server does not summarize conversations")
 
 
-class CountTokensRequest(MessageFields):
+class CountTokensRequest(MessagePromptFields):
     """A conversation whose prompt tokens are counted."""
 
 
@@ -274,7 +274,7 @@ class DiagnosticsOptions(StrictModel):
     previous_message_id: str | None = None
 
 
-class MessageRequest(MessageFields):
+class MessageRequest(MessagePromptFields):
     """A conversation to continue."""
 
     max_tokens: int = pydantic.Field(

@@ -154,7 +154,7 @@ class ChatTool(StrictModel):
     cache_control: Any = hint("every prompt uses the prefix cache", name="tools.cache_control")
 
 
-class ServerTool(StrictModel):
+class ChatServerTool(StrictModel):
     """A tool that a hosted service runs itself. It is dropped if other tools remain."""
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -168,7 +168,7 @@ def _get_tool_kind(value: Any) -> str:
 
 
 AnyTool: TypeAlias = Annotated[
-    Annotated[ChatTool, pydantic.Tag("function")] | Annotated[ServerTool, pydantic.Tag("server tool")],
+    Annotated[ChatTool, pydantic.Tag("function")] | Annotated[ChatServerTool, pydantic.Tag("server tool")],
     pydantic.Discriminator(
         _get_tool_kind, custom_error_type="tool_type", custom_error_message="must be of the type `function`"
     ),
@@ -179,23 +179,24 @@ class FunctionName(StrictModel):
     name: NameField
 
 
-class NamedTool(StrictModel):
+class ChatNamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedToolList(StrictModel):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[ChatNamedTool]
 
 
-class AllowedTools(StrictModel):
+class ChatAllowedTools(StrictModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolList
 
 
 ToolChoice: TypeAlias = (
-    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, pydantic.Field(discriminator="type")]
+    Literal["none", "auto", "required"]
+    | Annotated[ChatNamedTool | ChatAllowedTools, pydantic.Field(discriminator="type")]
 )
 
 
