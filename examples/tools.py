@@ -23,6 +23,7 @@ with afterglow.load("smollm2", fetch=True) as model:
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=80,
+        temperature=0,
     )
     (call,) = response.tool_calls
     print(call.name, call.arguments, "gives", in_stock(**json.loads(call.arguments)))
@@ -33,6 +34,7 @@ with afterglow.load("smollm2", fetch=True) as model:
         tool_choice={"type": "function", "function": {"name": "in_stock"}},
         parallel_tool_calls=False,
         max_tokens=80,
+        temperature=0,
         stream=True,
     )
     print([part.arguments for part in parts])

@@ -68,6 +68,7 @@ class GenerationRequest(ABC):
     stop: list[str] = field(default_factory=list)
     logprobs: int | None = None
     salt: str = ""
+    keep_alive: float | None = None  # seconds for which the model stays loaded after the request
 
     @property
     def choices(self) -> int:
@@ -407,6 +408,8 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     """Admit a request, load its media and submit it to the engine."""
     model = await state.get_generating_model(model_name)
     request.check_limits(state)
+    if request.keep_alive is not None:
+        state.models.get_requested_slot(model_name).set_keep_alive(request.keep_alive)
     request = request.adapt(state, model)
     ticket = state.get_admission_queue(model).admit(request.choices)
     resources = contextlib.ExitStack()

@@ -458,10 +458,20 @@ for ROUTE in ("chat", "completions"):
         body = {"model": "tiny", "max_tokens": 3, **prompt, "usage": {"include": True}}
         assert server.collect_events(path, body)[-1]["usage"]["completion_tokens"] == 3
 
+    @checks(ROUTE, "keep_alive", "ttl")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        def get_expiry(**fields: Any) -> Any:
+            assert "error" not in send(server, route, **fields)
+            return server.http.get("/v1/models/tiny").json()["expires_at"]
+
+        assert get_expiry(keep_alive="1h") is not None
+        assert get_expiry(keep_alive=-1) is None
+        assert get_expiry(ttl=3600) is not None
+        assert get_expiry(ttl=-1) is None
+        assert send(server, route, keep_alive="soon")["error"]["param"] == "keep_alive"
+
     register_hints(
         ROUTE,
-        keep_alive=(None, "5m"),
-        ttl=(None, 300),
         priority=(0, 3),
         service_tier=("auto", "flex"),
         store=(False, True),

@@ -8,18 +8,18 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from afterglow.api.options import suggest_name
-from afterglow.server.schema.base import JsonObject, NameField, StrictModel, hint, supports_only, unsupported
+from afterglow.server.schema.base import (
+    JsonObject,
+    KeepAliveField,
+    NameField,
+    StrictModel,
+    hint,
+    supports_only,
+    unsupported,
+)
 from afterglow.server.schema.sampling import SamplingFields
-from afterglow.server.settings import KeepAlive
 
 FIXED_AT_LOAD = "it is fixed when the model is loaded"
-KeepAliveField: TypeAlias = Annotated[
-    KeepAlive | None,
-    pydantic.Field(
-        description="How long the model stays loaded after the request: seconds, or a duration such as `5m`; negative: "
-        "for ever; 0: it is unloaded after the request. Unset: as in the settings.",
-    ),
-]
 ModelField: TypeAlias = Annotated[NameField, pydantic.Field(min_length=1)]
 Think: TypeAlias = bool | Literal["low", "medium", "high", "max"]
 Format: TypeAlias = Annotated[

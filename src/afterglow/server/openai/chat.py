@@ -82,6 +82,7 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         overflow=body.overflow or "refuse",
         salt=salt,
+        keep_alive=body.keep_alive,
     )
 
 

@@ -60,6 +60,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
         salt=salt,
+        keep_alive=body.keep_alive,
     )
     request.check_limits(state)
     prompt_scores = await score_prompts(state, model, body, prompts)

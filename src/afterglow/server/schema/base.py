@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.datastructures import MutableHeaders
 
 from afterglow.server.logs import get_record
+from afterglow.server.settings import KeepAlive
 
 RULE_KEY = "x-afterglow"  # of a `FieldRule` in the schema of a field
 
@@ -130,6 +131,13 @@ NameField: TypeAlias = Annotated[str, pydantic.Field(max_length=256)]
 OptionalModel: TypeAlias = Annotated[NameField | None, pydantic.Field(description="Default: the only served model.")]
 Label: TypeAlias = Annotated[
     str | None, pydantic.Field(max_length=512, description="Label of the client; has no effect.")
+]
+KeepAliveField: TypeAlias = Annotated[
+    KeepAlive | None,
+    pydantic.Field(
+        description="How long the model stays loaded after the request: seconds, or a duration such as `5m`; negative: "
+        "for ever; 0: it is unloaded after the request. Unset: as in the settings.",
+    ),
 ]
 MediaID: TypeAlias = Annotated[
     Annotated[str, pydantic.Field(pattern="^[0-9a-fA-F]{16}$")] | None,

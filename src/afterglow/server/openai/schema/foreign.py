@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 import pydantic
 
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.schema.base import JsonObject, NameField, StrictModel, hint, supports_only, unsupported
+from afterglow.server.schema.base import (
+    JsonObject,
+    KeepAliveField,
+    NameField,
+    StrictModel,
+    hint,
+    same_as,
+    supports_only,
+    unsupported,
+)
+from afterglow.server.settings import KeepAlive
 
 
 class TextFormat(StrictModel):
@@ -111,9 +121,10 @@ class ForeignFields(StrictModel):
         None, description="`json`, `regex`, `choice`, `grammar` or `json_object` (vLLM)."
     )
 
+    keep_alive: KeepAliveField = None
+    ttl: KeepAlive | None = same_as("keep_alive")
+
     # Hints: they tune a hosted service or another engine.
-    keep_alive: Any = hint("a model stays loaded while the server runs")
-    ttl: Any = hint("a model stays loaded while the server runs")
     priority: int | None = hint("the scheduler decides the order", 0)
     service_tier: str | None = hint("there is a single service tier", "auto", "default")
     store: bool | None = hint("only /v1/responses are stored", False)
