@@ -15,6 +15,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pydantic
 from pydantic.fields import FieldInfo
 
+from afterglow.server.anthropic.schema import MessageRequest
+from afterglow.server.ollama.schema import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from afterglow.server.openai.schema.chat import ChatRequest
 from afterglow.server.openai.schema.completions import CompletionRequest
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
@@ -27,6 +29,10 @@ BODIES: tuple[tuple[str, type[pydantic.BaseModel]], ...] = (
     ("/v1/completions", CompletionRequest),
     ("/v1/responses", ResponseRequest),
     ("/v1/embeddings", EmbeddingRequest),
+    ("/v1/messages", MessageRequest),
+    ("/api/chat", OllamaChatRequest),
+    ("/api/generate", OllamaGenerateRequest),
+    ("/api/embed", OllamaEmbedRequest),
 )
 PAGE = """\
 <!-- Written by scripts/write_fields_page.py (`make docs`). Do not edit. -->
