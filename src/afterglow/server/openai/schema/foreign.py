@@ -112,8 +112,8 @@ class ForeignFields(StrictModel):
     )
 
     # Hints: they tune a hosted service or another engine.
-    keep_alive: Any = hint("settings and /models/unload decide how long a model stays loaded")
-    ttl: Any = hint("settings and /models/unload decide how long a model stays loaded")
+    keep_alive: Any = hint("a model stays loaded while the server runs")
+    ttl: Any = hint("a model stays loaded while the server runs")
     priority: int | None = hint("the scheduler decides the order", 0)
     service_tier: str | None = hint("there is a single service tier", "auto", "default")
     store: bool | None = hint("only /v1/responses are stored", False)
