@@ -322,3 +322,11 @@ def test_the_messages_on_the_page_on_troubleshooting_exist() -> None:
         for message in row[0]:
             words = [part for part in re.split(r"^\d{3} ", message) if part]
             assert message in FOREIGN_MESSAGES or words[-1] in source, message
+
+
+def test_the_architecture_is_short_and_names_only_files_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"(?:\w+/)+\w+\.py\b", text)
+    assert len(text.split()) <= 2500
+    assert len(paths) > 40
+    assert [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "src/afterglow"))] == []

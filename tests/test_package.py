@@ -172,7 +172,7 @@ def test_a_hint_in_a_clone_names_the_clone(dependencies: Path, tmp_path: Path) -
     assert hint == f"uv pip install --python {environment.bin / 'python'} --editable '{ROOT}[hub]'"
 
 
-def test_no_hint_installs_the_package_of_somebody_else() -> None:
+def test_no_hint_installs_the_package_of_another_project() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.*")]
     for page in pages:
         if page.suffix in (".md", ".py", ".json"):

@@ -13,10 +13,11 @@ from afterglow.testing import models
 pytestmark = pytest.mark.native
 
 LETTERS = {"type": "regex", "pattern": "[a-z ]{20,40}"}  # random bytes are no text
+KINDS = ("attention", "window", "recurrent", "hybrid")
 QUESTION = {"role": "user", "content": "one two three"}
 
 
-@pytest.fixture(params=["attention", "window", "recurrent", "hybrid"])
+@pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
     with afterglow.load(models.get_path(request.param), context=1024, sequences=2) as loaded:
         yield loaded
@@ -30,6 +31,39 @@ def test_the_next_turn_computes_only_the_new_tokens(model: Model) -> None:
         assert response.usage.replay_misses == ()
         computed = response.usage.prompt_tokens + response.usage.generated_tokens - 1
         messages += [{"role": "assistant", "content": response.text}, QUESTION]
+
+
+TURNS = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if KEPT and message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif -%}"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "dropped"])
+def test_reasoning_costs_nothing_if_the_template_keeps_it_and_only_what_follows_if_not(
+    kind: str, is_kept: bool
+) -> None:
+    template = TURNS.replace("KEPT", str(is_kept).lower())
+    with afterglow.load(models.get_path(f"successor-{kind}"), context=1024, chat_template=template) as model:
+        first = model.chat([QUESTION], reasoning=12, max_tokens=40)
+        assert first.reasoning
+        message = {"role": "assistant", "content": first.text, "reasoning_content": first.reasoning}
+        usage = model.chat([QUESTION, message, QUESTION], reasoning=12, max_tokens=4).usage
+        if is_kept:
+            assert usage.cached_tokens == first.usage.prompt_tokens + first.usage.generated_tokens - 1
+            assert usage.replayed_tokens == first.usage.generated_tokens
+        else:
+            opening = len("<|im_start|>assistant\n<think>\n")  # at most this many tokens
+            assert first.usage.prompt_tokens - opening <= usage.cached_tokens < first.usage.prompt_tokens
+            assert usage.replayed_tokens == 0
 
 
 def test_replay_can_be_turned_off_on_load_and_per_request() -> None:

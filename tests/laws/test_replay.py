@@ -1,4 +1,4 @@
-"""Laws of replay, over the tool families and all published templates.
+"""Laws of replay, over all tool families and all published templates.
 
 After a client's round trip the next prompt has exactly the sampled tokens. After any change of a message it is the
 rendered prompt, token for token.
@@ -20,6 +20,7 @@ from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.output.parts import OutputPart, join_parts
 from afterglow.chat.prompt import ReplayMiss
 from afterglow.chat.replay import Replayer, ReplayStore
+from afterglow.chat.tools.detection import TOOL_FAMILIES, detect_family
 from afterglow.chat.tools.tool import Tool
 from afterglow.engine.types.request import Finished, Usage
 from afterglow.errors import InvalidTemplate
@@ -44,6 +45,38 @@ CHATML = """{%- for message in messages -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}"""
 
+# Templates of the families that have no published one.
+TURNS = """{%- if tools %}{{ tools | length }}{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}CALLS<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}"""
+PYTHON_CALL = (
+    "{{ call.function.name }}({% for key, value in call.function.arguments.items() %}"
+    "{{ key }}={{ value | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+)
+OWN_TEMPLATES = {
+    "function-gemma": TURNS.replace(
+        "CALLS",
+        "{% for call in message.tool_calls or [] %}<start_function_call>call:{{ call.function.name }}{{ '{' }}"
+        "{%- for key, value in call.function.arguments.items() %}{{ key }}:"
+        "{{ '<escape>' + value + '<escape>' if value is string else value | tojson }}{{ ',' if not loop.last }}"
+        "{%- endfor %}{{ '}' }}<end_function_call>{% endfor %}",
+    ),
+    "pythonic": "{#- [func_name1(params_name1=params_value1)] -#}"
+    + TURNS.replace(
+        "CALLS",
+        f"{{% if message.tool_calls %}}[{{% for call in message.tool_calls %}}{PYTHON_CALL}"
+        "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}",
+    ),
+    "tool-code": TURNS.replace(
+        "CALLS",
+        "{% if message.tool_calls %}```tool_code\n{% for call in message.tool_calls %}"
+        f"{PYTHON_CALL}\n{{% endfor %}}```{{% endif %}}",
+    ),
+}
 # Templates that never render an answer as the model generated it, and why.
 CHANGING_TEMPLATES = {
     "Apriel-1.6-15b-Thinker-fixed": "drops reasoning",
@@ -156,10 +189,13 @@ def list_outputs(family: str) -> list[tuple[str, str]]:
     return [(case, raw) for case, raw in outputs if case in CASES]
 
 
+def read_template(name: str) -> str:
+    return OWN_TEMPLATES.get(name) or fetched.fetch_chat_templates()[name].read_text(encoding="utf-8")
+
+
 def play(name: str) -> Iterator[tuple[str, Conversation, list[Message], Answer]]:
-    """Yield the answers of a published template, each in a conversation of its own."""
-    source = fetched.fetch_chat_templates()[name].read_text(encoding="utf-8")
-    with open_conversation(source) as conversation:
+    """Yield the answers of a template, each in a conversation of its own."""
+    with open_conversation(read_template(name)) as conversation:
         for number, (case, output) in enumerate(list_outputs(conversation.chat.tool_family.name)):
             messages = [SYSTEM, replace(QUESTION, content=f"Question {number}?")]
             try:
@@ -168,7 +204,11 @@ def play(name: str) -> Iterator[tuple[str, Conversation, list[Message], Answer]]
                 continue
 
 
-TEMPLATE_NAMES = sorted(fetched.fetch_chat_templates())
+TEMPLATE_NAMES = [*sorted(fetched.fetch_chat_templates()), *OWN_TEMPLATES]
+
+
+def test_every_tool_family_has_a_template() -> None:
+    assert {detect_family(read_template(name)).name for name in TEMPLATE_NAMES} == set(TOOL_FAMILIES)
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)

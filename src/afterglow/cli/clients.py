@@ -15,7 +15,7 @@ from afterglow.errors import InvalidArgument
 
 NO_KEY = "none"  # clients refuse to start without a key, and a server without keys ignores it
 KEY_VARIABLE = "LOCAL_MODEL_API_KEY"  # not AFTERGLOW_…: `afterglow` refuses unknown variables with that prefix
-MAX_OUTPUT_SHARE = 4  # a response may take a quarter of the context
+MAX_OUTPUT_FRACTION = 1 / 4  # of the context, for a response
 TIMEOUT_MILLISECONDS = 3_600_000  # the first prompt on a CPU may take many minutes
 
 
@@ -37,7 +37,7 @@ class Endpoint:
     @property
     def max_output_tokens(self) -> int:
         """Longest response that a client should request."""
-        return self.context_tokens // MAX_OUTPUT_SHARE
+        return int(self.context_tokens * MAX_OUTPUT_FRACTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

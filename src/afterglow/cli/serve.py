@@ -1,4 +1,4 @@
-"""`afterglow serve`: serve models over HTTP, with the APIs of OpenAI and Ollama."""
+"""`afterglow serve`: serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not nam
 
 @options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
-    """Serve models over HTTP, with the APIs of OpenAI and Ollama.
+    """Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
 
     Each model runs in its own engine process. Ctrl-C shuts down after running requests finish; a second Ctrl-C
     cancels them.

@@ -1,1 +1,4 @@
-"""OpenAI-compatible HTTP server: schemas, routes, admission and limits. Generation happens in `api` and below."""
+"""HTTP server with the APIs of OpenAI, Anthropic and Ollama: schemas, routes, admission and limits.
+
+Generation happens in `api` and below.
+"""

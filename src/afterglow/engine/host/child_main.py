@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 # Run the engine at lower priority than the process that streams tokens: on a busy core that saved 4 of 90 ms to the
 # first token.
 ENGINE_NICENESS = 2
-MIN_PROGRESS = 0.01  # between two reports of a load
+MIN_PROGRESS_FRACTION = 0.01  # between two reports of a load
 
 
 class ChildHost:
@@ -102,7 +102,7 @@ class ChildHost:
         return True
 
     def _report_progress(self, fraction: float) -> None:
-        if fraction in (0.0, 1.0) or fraction - self._reported_fraction >= MIN_PROGRESS:
+        if fraction in (0.0, 1.0) or fraction - self._reported_fraction >= MIN_PROGRESS_FRACTION:
             self._reported_fraction = fraction
             self._send("progress", fraction)
 

@@ -20,7 +20,7 @@ from afterglow.engine.types.media import MediaContent, MediaEncoder, MediaPart
 from afterglow.errors import AfterglowError, Closed, EngineError
 from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder
 
-MAX_ENCODE_BATCH = 8  # contents encoded in one projector call
+MAX_BATCH_CONTENTS = 8  # encoded in one projector call
 MAX_BATCH_BYTES = 64 * 1024 * 1024  # no content is added to a batch that decodes to more
 
 MediaEntry: TypeAlias = tuple[Entry, MediaPart | None]
@@ -132,7 +132,7 @@ class EncoderCache:
         batch: dict[bytes, MediaPart] = {}
         with self._condition:
             nbytes = 0
-            while self._queue and not self._closed and len(batch) < MAX_ENCODE_BATCH and nbytes < MAX_BATCH_BYTES:
+            while self._queue and not self._closed and len(batch) < MAX_BATCH_CONTENTS and nbytes < MAX_BATCH_BYTES:
                 source_key, part = self._queue.popitem(last=False)
                 batch[source_key] = part
                 nbytes += part.content.nbytes

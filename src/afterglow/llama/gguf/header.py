@@ -31,7 +31,7 @@ MAX_KEY_BYTES = 1024
 MAX_NAME_BYTES = 63
 MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 2**63 - 1
-DATA_ALIGNMENT = 32  # llama.cpp aborts if a mapped tensor does not start at a multiple of this
+DATA_ALIGNMENT_BYTES = 32  # llama.cpp aborts if a mapped tensor does not start at a multiple of this
 READ_CHUNK_BYTES = 1024 * 1024
 
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -198,7 +198,7 @@ def _read_header(cursor: Cursor) -> GGUFHeader:
         if key in metadata:
             cursor.fail(f"key {index} at byte {start:,} is {key!r} for a second time")
         metadata[key], types[key] = _read_value(cursor, f"the value of {key!r}")
-    alignment = metadata.get("general.alignment", DATA_ALIGNMENT)
+    alignment = metadata.get("general.alignment", DATA_ALIGNMENT_BYTES)
     if not isinstance(alignment, int) or types.get("general.alignment", ValueType.UINT32) is not ValueType.UINT32:
         cursor.fail("general.alignment is not a 32-bit number")
     if alignment == 0 or alignment & (alignment - 1):
@@ -324,6 +324,6 @@ def _check_tensor_data(cursor: Cursor, tensors: tuple[TensorInfo, ...], alignmen
         begin, end = start + tensor.offset, start + tensor.offset + tensor.nbytes
         if end > cursor.size:
             cursor.fail(f"tensor {tensor.name!r} ends at byte {end:,}, the file has {cursor.size:,}: it is incomplete")
-        if begin % DATA_ALIGNMENT:
-            cursor.fail(f"tensor {tensor.name!r} begins at byte {begin:,}, not at a multiple of {DATA_ALIGNMENT}")
+        if begin % DATA_ALIGNMENT_BYTES:
+            cursor.fail(f"tensor {tensor.name!r} begins at byte {begin:,}, not at a multiple of {DATA_ALIGNMENT_BYTES}")
     return start

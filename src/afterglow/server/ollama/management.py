@@ -44,7 +44,7 @@ from afterglow.version import __version__
 API_VERSION = "0.13.5"  # version of Ollama whose API this one follows; clients compare it
 ROOT_TEXT = "Ollama is running"
 FOREVER_SECONDS = 100 * 365 * 24 * 3600  # shown as the expiry of a model that is not unloaded
-PARAMETER_WIDTH = 30
+PARAMETER_WIDTH_CHARACTERS = 30
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -156,7 +156,9 @@ def build_description(library: ModelLibrary, body: OllamaShowRequest) -> dict[st
     parameters = (created.parameters if created else {}) or read_parameters(model)
     description = {
         "modelfile": build_modelfile(model, parameters),
-        "parameters": "\n".join(f"{name:<{PARAMETER_WIDTH}} {value}" for name, value in list_parameters(parameters)),
+        "parameters": "\n".join(
+            f"{name:<{PARAMETER_WIDTH_CHARACTERS}} {value}" for name, value in list_parameters(parameters)
+        ),
         "template": template if isinstance(template, str) else "",
         "system": (created.system if created else None) or "",
         "details": build_head(model, file)["details"],

@@ -15,13 +15,13 @@ from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
 
 TOOL_CALLS_MARKER, CALL_ID_MARKER, ARGS_MARKER = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-CALL_ID_LENGTH = 9
+CALL_ID_CHARACTERS = 9
 CALL_ID_ALPHABET = string.ascii_letters + string.digits
 
 
 def generate_mistral_call_id() -> str:
     """Return a new call id of nine letters and digits, the only form that Mistral's templates accept."""
-    return "".join(secrets.choice(CALL_ID_ALPHABET) for _ in range(CALL_ID_LENGTH))
+    return "".join(secrets.choice(CALL_ID_ALPHABET) for _ in range(CALL_ID_CHARACTERS))
 
 
 class MistralToolParser(TaggedJsonToolParser):
@@ -40,7 +40,7 @@ class MistralToolParser(TaggedJsonToolParser):
         if not name or not has_arguments:
             self.reject_call(after_marker=True)
             return
-        self.begin_call(name, id if len(id) == CALL_ID_LENGTH else None)
+        self.begin_call(name, id if len(id) == CALL_ID_CHARACTERS else None)
         yield from scanner.skip_any(ARGS_MARKER)
         yield from scanner.take_whitespace()
         if not (yield from stream_json_value(scanner, self.emit_arguments)) and (
