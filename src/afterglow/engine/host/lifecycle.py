@@ -344,9 +344,10 @@ class ProcessLifecycle(Lifecycle):
         with contextlib.ExitStack() as stack:
             host = stack.enter_context(self._start_process(progress))
             model = self._model
-            if model is None:
-                model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True))
+            if model is None:  # while the child loads the weights
+                model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), trust=True)
                 stack.callback(model.close)
+            host.wait_until_ready()
             self._info = host.call(remote_calls.get_engine_info)
             stack.pop_all()
         self._model, self._host = model, host
@@ -354,7 +355,7 @@ class ProcessLifecycle(Lifecycle):
     def _start_process(self, progress: ProgressCallback | None) -> EngineProcess:
         """Start the engine. The load of a new file in the child is its trial: a crash there is an invalid model."""
         if self._reload_factory is not None or probe.is_proven(self.spec.path):
-            return EngineProcess(self._reload_factory or self.spec, progress=progress)
+            return EngineProcess(self._reload_factory or self.spec, progress=progress, wait=False)
         try:
             return EngineProcess(replace(self.spec, is_trial=True), progress=progress)
         except EngineCrashed:

@@ -70,8 +70,9 @@ class EngineProcess(Closeable):
         progress: ProgressCallback | None = None,
         silence_timeout: float = MAX_SILENCE_SECONDS,
         start_timeout: float = START_TIMEOUT_SECONDS,
+        wait: bool = True,
     ) -> None:
-        """Start the child and wait until its engine is built.
+        """Start the child and wait until its engine is built; without `wait`, `wait_until_ready` does that later.
 
         `factory` builds the engine in the child. It is pickled, so it must be a function of a module or an object like
         `EngineSpec`. Only an `EngineSpec` reports `progress`; if that returns False, the start is cancelled. A child
@@ -97,6 +98,11 @@ class EngineProcess(Closeable):
         self._supervisor = threading.Thread(target=self._run_supervisor, name="afterglow-supervisor", daemon=True)
         self._supervisor.start()
         atexit.register(self.close)
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the first engine is built. If that fails, close the host and raise the reason."""
         try:
             self._started.result()
         except BaseException:  # also Ctrl-C while a model loads
