@@ -20,6 +20,7 @@ from afterglow.api.options import (
     document_options,
     select_fields,
 )
+from afterglow.api.quantization import choose_quantization
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.types.settings import EngineSettings
@@ -131,7 +132,9 @@ def load(
 
 def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool) -> Path:
     """Return the file of a model, after a check that loading it cannot crash the process."""
-    path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
+    path = registry.resolve(
+        Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch, choose=choose_quantization
+    )
     ensure_safe(path)
     return path
 
@@ -144,9 +147,9 @@ def resolve_draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft
 
 
 def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
-    """Return the projector file: the given one, or the only one next to the model file."""
+    """Return the projector file: the given one, the one pulled with the model, or the only one next to its file."""
     if projector is None or projector is False:
-        return find_projector(model) if projector is None else None
+        return registry.find_projector_of(model) or find_projector(model) if projector is None else None
     return Path(projector).expanduser()
 
 
