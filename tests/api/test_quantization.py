@@ -9,14 +9,14 @@ from afterglow.api.quantization import choose_quantization, estimate_context_byt
 from afterglow.errors import OutOfMemory
 from afterglow.registry import Variant
 from afterglow.registry.quantizations import RepositoryFile
-from afterglow.testing.models import write_attention_model
+from afterglow.testing.models import get_path
 
 GIB = 1024**3
 
 
 @pytest.fixture(scope="module")
-def header(tmp_path_factory):
-    return write_attention_model(tmp_path_factory.mktemp("model") / "model.gguf")
+def header():
+    return get_path("attention")
 
 
 def build_variant(name, size):

@@ -67,7 +67,7 @@ def check_complete(models):
 def start_pull(name=NAME):
     """Start a pull in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-c", PULL, name], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", PULL, name], stdout=subprocess.DEVNULL, start_new_session=True
     )
 
 
