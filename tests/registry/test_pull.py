@@ -66,9 +66,7 @@ def check_complete(models):
 
 def start_pull(name=NAME):
     """Start a pull in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PULL, name], stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    return subprocess.Popen([sys.executable, "-c", PULL, name], stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def count_downloads(hub, file):
