@@ -32,6 +32,7 @@ NOT_RUN = {
     "benchmarks": 1,
     "changes the shell's configuration": 1,
     "creates a virtual environment": 1,
+    "downloads gigabytes": 1,
     "installs from PyPI": 4,
     "listens on all addresses": 1,
     "make targets": 1,

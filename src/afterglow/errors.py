@@ -69,7 +69,7 @@ class InvalidModel(LoadError):
 
 
 class DownloadFailed(LoadError):
-    """The model could not be downloaded. No partial files remain."""
+    """The model could not be downloaded. No incomplete file has the name of a model; a later pull may continue."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)

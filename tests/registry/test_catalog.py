@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from afterglow.registry import CATALOG, DEFAULT_MODEL, HubFile, WheelFile, parse_name
+from afterglow.registry import CATALOG, DEFAULT_MODEL, HubFile, HubRepository, WheelFile, parse_name
 from afterglow.registry.catalog import parse_filename
 
 
@@ -33,12 +33,36 @@ def test_a_hub_name_has_repository_revision_and_file(name, repository, revision,
 
 
 @pytest.mark.parametrize(
+    ("name", "quantization", "label"),
+    [
+        ("owner/repo", None, "owner/repo"),
+        ("owner/repo:latest", None, "owner/repo"),
+        ("hf.co/owner/repo:Q4_K_M", "Q4_K_M", "owner/repo:Q4_K_M"),
+        ("hf:owner/repo@v2:UD-Q4_K_XL", "UD-Q4_K_XL", "owner/repo@v2:UD-Q4_K_XL"),
+    ],
+)
+def test_a_repository_may_have_a_quantization(name, quantization, label):
+    entry = parse_name(name)
+    assert entry is not None
+    assert isinstance(entry.source, HubRepository)
+    assert (entry.source.quantization, entry.name) == (quantization, label)
+
+
+def test_every_catalog_model_has_a_size_and_a_licence():
+    for entry in CATALOG.values():
+        assert entry.licence
+        assert (entry.estimated_size or 0) > 50_000_000
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "",
         "nothing",
-        "owner/repo",
-        "owner/repo:model.bin",
+        "owner/repo/more",
+        "owner/model.gguf",
+        "./model",
+        "owner/repo:a b",
         "owner/repo:../../model.gguf",
         "owner/repo:/etc/model.gguf",
         "owner/repo:a//model.gguf",
@@ -54,5 +78,6 @@ def test_other_strings_are_not_names(name):
 
 def test_every_catalog_entry_is_found_by_its_file_name():
     for entry in CATALOG.values():
-        assert parse_filename(entry.source.filename) == entry
+        if not isinstance(entry.source, HubRepository):
+            assert parse_filename(entry.source.filename) == entry
     assert parse_filename("put-here-by-hand.gguf") is None

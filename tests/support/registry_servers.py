@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 import threading
@@ -45,21 +46,33 @@ def build_source(data: bytes) -> WheelFile:
 
 
 @dataclass
+class Hold:
+    """A byte of a file at which the server stops once, sets `reached` and waits for `release`."""
+
+    offset: int
+    reached: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
 class ServedResponses:
-    """Responses of a server by path: headers and body, or a failure.
+    """Responses of a server by path without the query: headers and body, or a failure.
 
     For a path in `held`, the server sends half of the body, sets `halfway` and waits for `release`. For a path in
-    `broken`, it stops after half of the body.
+    `broken`, it stops after half of the body. `holds` has further stops. `requests` has the path and the first byte of
+    each GET, `sent_ranges` the number of bytes of each answer to a request for the first bytes.
     """
 
     files: dict[str, tuple[dict[str, str], bytes]] = field(default_factory=dict)
     failures: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
+    holds: dict[str, Hold] = field(default_factory=dict)
     halfway: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     address: str = ""
-    sent_ranges: list[int] = field(default_factory=list)  # bytes of each answer to a request for the first bytes
+    requests: list[tuple[str, int]] = field(default_factory=list)
+    sent_ranges: list[int] = field(default_factory=list)
 
 
 class Server(ThreadingHTTPServer):
@@ -81,31 +94,51 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         responses = self.server.responses
-        if self.path in responses.files:
-            headers, body = responses.files[self.path]
+        path = self.path.partition("?")[0]
+        if path in responses.files:
+            headers, body = responses.files[path]
             self.send_head(200, headers, len(body))
         else:
-            self.send_head(*responses.failures.get(self.path, (404, {})), 0)
+            self.send_head(*responses.failures.get(path, (404, {})), 0)
 
     def do_GET(self) -> None:
         responses = self.server.responses
-        headers, body = responses.files.get(self.path, ({}, b""))
-        if body and (match := re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))):
-            part = body[: int(match[1]) + 1]
-            self.send_head(206, {**headers, "Content-Range": f"bytes 0-{len(part) - 1}/{len(body)}"}, len(part))
-            self.wfile.write(part)
-            responses.sent_ranges.append(len(part))
-            return
-        self.do_HEAD()
+        path = self.path.partition("?")[0]
+        headers, body = responses.files.get(path, ({}, b""))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start, end = 0, len(body)
+        if body and wanted:
+            start, end = int(wanted[1]), min(int(wanted[2] or len(body)) + 1, len(body))
+            if start >= len(body):
+                return self.send_head(416, headers, 0)
+            content_range = f"bytes {start}-{end - 1}/{len(body)}"
+            self.send_head(206, {**headers, "Content-Range": content_range}, end - start)
+            if start == 0:
+                responses.sent_ranges.append(end)
+        else:
+            self.do_HEAD()
+        responses.requests.append((path, start))
+        self.send_body(path, body, start, end)
+
+    def send_body(self, path: str, body: bytes, start: int, end: int) -> None:
+        responses = self.server.responses
         half = len(body) // 2
-        self.wfile.write(body[:half])
-        if self.path in responses.broken:
+        if path in responses.broken:
+            self.wfile.write(body[start:half])
             return
-        if self.path in responses.held:
-            self.wfile.flush()
+        if path in responses.held and start < half:
+            self.wfile.write(body[start:half])
+            start = half
             responses.halfway.set()
             responses.release.wait(30)
-        self.wfile.write(body[half:])
+        hold = responses.holds.get(path)
+        if hold is not None and start <= hold.offset:
+            del responses.holds[path]
+            self.wfile.write(body[start : hold.offset])
+            start = hold.offset
+            hold.reached.set()
+            hold.release.wait(60)
+        self.wfile.write(body[start:end])
 
     def send_head(self, status: int, headers: dict[str, str], length: int) -> None:
         self.send_response(status)
@@ -131,10 +164,31 @@ def run_server() -> Iterator[ServedResponses]:
 
 
 def publish(
-    responses: ServedResponses, repository: str, file: str, data: bytes, reported_sha256: str | None = None
+    responses: ServedResponses,
+    repository: str,
+    file: str,
+    data: bytes,
+    reported_sha256: str | None = None,
+    reported_size: int | None = None,
+    listed_size: int | None = None,
 ) -> None:
-    """Publish a file on the hub, which reports `reported_sha256` or the real one."""
-    headers = {"X-Repo-Commit": COMMIT, "ETag": '"pointer"', "X-Linked-Size": str(len(data))}
-    headers["X-Linked-Etag"] = f'"{reported_sha256 or sha256(data)}"'
+    """Publish a file on the hub, which reports `reported_sha256` and `reported_size`, or the real ones.
+
+    The list of the repository's files has `listed_size` instead.
+    """
+    digest, size = reported_sha256 or sha256(data), len(data) if reported_size is None else reported_size
+    headers = {"X-Repo-Commit": COMMIT, "ETag": '"pointer"', "X-Linked-Size": str(size)}
+    headers["X-Linked-Etag"] = f'"{digest}"'
     for revision in ("main", COMMIT):
         responses.files[f"/{repository}/resolve/{revision}/{file}"] = (headers, data)
+    listing = f"/api/models/{repository}/revision/main"
+    known = json.loads(responses.files[listing][1])["siblings"] if listing in responses.files else []
+    size = size if listed_size is None else listed_size
+    sibling = {"rfilename": file, "size": size, "lfs": {"sha256": digest, "size": size, "pointerSize": 134}}
+    info = {"id": repository, "sha": COMMIT, "siblings": [*known, sibling], "tags": ["gguf"]}
+    responses.files[listing] = ({"Content-Type": "application/json"}, json.dumps(info).encode())
+
+
+def get_download_path(repository: str, file: str) -> str:
+    """Return the path from which a file is downloaded."""
+    return f"/{repository}/resolve/{COMMIT}/{file}"

@@ -21,6 +21,7 @@ from afterglow.api.options import (
     document_options,
     select_fields,
 )
+from afterglow.api.quantization import choose_quantization
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.types.settings import EngineSettings
@@ -135,7 +136,9 @@ def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool, needs_tria
 
     An engine in a child process needs no trial before: its own load is the trial.
     """
-    path = registry.resolve(Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch)
+    path = registry.resolve(
+        Path(model) if isinstance(model, os.PathLike) else model, fetch=fetch, choose=choose_quantization
+    )
     if needs_trial:
         ensure_safe(path)
     else:
@@ -151,9 +154,9 @@ def resolve_draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> Draft
 
 
 def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[False] | None) -> Path | None:
-    """Return the projector file: the given one, or the only one next to the model file."""
+    """Return the projector file: the given one, the one pulled with the model, or the only one next to its file."""
     if projector is None or projector is False:
-        return find_projector(model) if projector is None else None
+        return registry.find_projector_of(model) or find_projector(model) if projector is None else None
     return Path(projector).expanduser()
 
 

@@ -1,11 +1,16 @@
-"""`afterglow models`: list, pull, show, remove and locate models. `pull`, `list`, `show` and `rm` are also commands."""
+"""`afterglow models`: list, pull, search, show, remove and locate models.
+
+`pull`, `list`, `show` and `rm` are also commands.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from afterglow import registry
+from afterglow.api.quantization import choose_quantization
 from afterglow.api.sampling_defaults import build_sampling_defaults
 from afterglow.cli.settings import load_settings
 from afterglow.cli.show import describe_sampling
@@ -25,9 +31,9 @@ from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import list_split_files
 from afterglow.llama.gguf.summary import count_parameters, find_quantization, list_tensors
 from afterglow.llama.settings import ContextSettings
-from afterglow.registry import CATALOG, DEFAULT_MODEL, DownloadProgress
+from afterglow.registry import CATALOG, DEFAULT_MODEL, DownloadProgress, HubMatch
 
-NAME_HELP = "Model name from the list, or owner/repo:file.gguf of a Hugging Face repository."
+NAME_HELP = "Model name from the list, or owner/repo[:QUANT] or owner/repo:file.gguf of a Hugging Face repository."
 
 app = typer.Typer(help="List, pull, show and remove models.", add_completion=False)
 
@@ -50,9 +56,17 @@ def list_models() -> None:
 @app.command("pull")
 def pull_model(name: Annotated[str, typer.Argument(help=NAME_HELP)] = DEFAULT_MODEL) -> None:
     """Download a model if it is not installed, and print its path."""
-    with show_progress(name) as progress:
-        path = registry.pull(name, progress)
-    typer.echo(path)
+    typer.echo(pull_with_progress(name))
+
+
+@app.command("search")
+def search_models(words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Words of the name.")]) -> None:
+    """Search the Hugging Face hub for repositories with GGUF files, most downloaded first."""
+    matches = registry.search_hub(" ".join(words))
+    if not matches:
+        typer.echo(f"no repository with GGUF files matches {' '.join(words)!r}", err=True)
+    rows = [(match.name, describe_downloads(match), match.licence or "-", describe_access(match)) for match in matches]
+    print_table(("name", "downloads", "licence", "access"), rows)
 
 
 @app.command("remove")
@@ -144,34 +158,62 @@ def format_fact(key: str, value: object) -> str:
     return str(value)
 
 
+def describe_downloads(match: HubMatch) -> str:
+    """Return the number of downloads as text."""
+    return "-" if match.downloads is None else f"{match.downloads:,}"
+
+
+def describe_access(match: HubMatch) -> str:
+    """Say whether the terms of a repository must be accepted first."""
+    return "gated" if match.gated else "open"
+
+
 def print_models() -> None:
-    """Print the models: a table on a terminal, otherwise one line per model with four tab-separated fields."""
+    """Print the models: a table on a terminal, otherwise one line per model with five tab-separated fields."""
+    print_table(("name", "size", "from", "installed", "licence"), build_rows())
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows: a table on a terminal, otherwise one line per row with tab-separated fields."""
     if not sys.stdout.isatty():
-        for row in build_rows():
+        for row in rows:
             typer.echo("\t".join(row))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("name", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("from", overflow="fold")
-    table.add_column("installed", no_wrap=True)
-    for row in build_rows():
+    for column in columns:
+        is_number = column in ("size", "downloads")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in rows:
         table.add_row(*row)
     Console().print(table, markup=False)
 
 
-def build_rows() -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, size, source and installed state of pulled models, catalog models and models of other programs."""
+def build_rows() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield name, size, source, installed state and licence of pulled models, the catalog and other programs."""
     installed = registry.list_installed()
-    filenames = {model.path.name for model in installed}
+    names = {model.name for model in installed}
     for model in installed:
         entry = registry.parse_name(model.name)
-        yield model.name, decimal(model.size), entry.source.label if entry else str(model.path.parent), "yes"
+        source = entry.source.label if entry else str(model.path.parent)
+        yield model.name, decimal(model.size), source, "yes", (entry and entry.licence) or "-"
     for entry in CATALOG.values():
-        if entry.source.filename not in filenames:
-            yield entry.name, decimal(entry.source.size) if entry.source.size else "?", entry.source.label, "no"
+        if entry.name not in names:
+            size = "?" if entry.estimated_size is None else decimal(entry.estimated_size)
+            size = size if entry.source.size or not entry.estimated_size else f"~{size}"
+            state = "yes" if registry.find_pulled(entry) else "no"
+            yield entry.name, size, entry.source.label, state, entry.licence or "-"
     for model in registry.discover_models():
-        yield model.name, decimal(model.size), model.program, "yes"
+        yield model.name, decimal(model.size), model.program, "yes", "-"
+
+
+def pull_with_progress(name: str) -> Path:
+    """Download a model unless it is present, show the progress on stderr, and return its path."""
+
+    def notify(message: str) -> None:
+        typer.echo(f"{name}: {message}", err=True)
+
+    with show_progress(name) as progress:
+        return registry.pull(name, progress, notify=notify, choose=choose_quantization)
 
 
 @contextmanager
@@ -187,15 +229,26 @@ def show_progress(name: str) -> Iterator[DownloadProgress]:
 
 
 class ProgressLines:
-    """Download progress for logs: one line for each tenth."""
+    """Download progress for logs: one line for each tenth, with the rate and the time left."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.last_tenth = name, -1
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.last_tenth, self._clock = name, -1, clock
+        self._started: tuple[float, int] | None = None  # an interrupted download starts above 0
 
     def __call__(self, done: int, total: int | None) -> None:
         """Print a line if a further tenth has been downloaded."""
+        self._started = self._started or (self._clock(), done)
         tenth = 10 * done // total if total else 0
         if tenth > self.last_tenth:
             self.last_tenth = tenth
             of_total = f" of {decimal(total)}" if total else ""
-            typer.echo(f"{self.name}: {decimal(done)}{of_total}", err=True)
+            typer.echo(f"{self.name}: {decimal(done)}{of_total}{self._describe_rate(done, total)}", err=True)
+
+    def _describe_rate(self, done: int, total: int | None) -> str:
+        start, first = self._started or (0.0, 0)
+        seconds = self._clock() - start
+        if seconds <= 0 or done <= first:
+            return ""
+        rate = (done - first) / seconds
+        left = f", {timedelta(seconds=round((total - done) / rate))} left" if total and total > done else ""
+        return f", {decimal(int(rate))}/s{left}"

@@ -13,7 +13,7 @@ from afterglow import registry
 from afterglow.api.load import load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions
-from afterglow.cli.models import show_progress
+from afterglow.cli.models import pull_with_progress
 from afterglow.cli.settings import Settings
 from afterglow.errors import ModelNotFound
 
@@ -45,5 +45,4 @@ def resolve_or_pull(name: str) -> Path:
     except ModelNotFound:
         if registry.parse_name(name) is None:
             raise
-    with show_progress(name) as progress:
-        return registry.pull(name, progress)
+    return pull_with_progress(name)

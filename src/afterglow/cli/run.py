@@ -119,7 +119,8 @@ def parse_words(words: Sequence[str], model: str | None) -> tuple[str | None, st
 
 def is_model(word: str) -> bool:
     """Whether a word is the name of a model, known or on this machine, or the path of a GGUF file."""
-    if registry.parse_name(word) is not None:
+    entry = registry.parse_name(word)
+    if entry is not None and (entry.name in registry.CATALOG or ":" in word):  # `and/or` is a word
         return True
     if any(map(str.isspace, word)) and not word.endswith(".gguf"):
         return False

@@ -341,7 +341,7 @@ def collect_reports(state: ServerState, name: str, count: int | None = None) -> 
 
 
 def test_a_pull_reports_its_progress(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pull(name: str, report: Callable[[int, int | None], None]) -> Path:
+    def pull(name: str, report: Callable[[int, int | None], None], choose: object) -> Path:
         assert name == "smollm2"
         report(10, 100)
         report(100, 100)
@@ -361,7 +361,7 @@ def test_a_pull_reports_its_progress(state: ServerState, monkeypatch: pytest.Mon
 def test_a_client_that_leaves_ends_its_download(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[BaseException] = []
 
-    def pull(name: str, report: Callable[[int, int | None], None]) -> Path:
+    def pull(name: str, report: Callable[[int, int | None], None], choose: object) -> Path:
         try:
             while True:
                 report(1, 100)
@@ -375,7 +375,7 @@ def test_a_client_that_leaves_ends_its_download(state: ServerState, monkeypatch:
 
 
 def test_a_failed_download_is_the_last_line(monkeypatch: pytest.MonkeyPatch, state: ServerState) -> None:
-    def pull(name: str, report: Callable[[int, int | None], None]) -> Path:
+    def pull(name: str, report: Callable[[int, int | None], None], choose: object) -> Path:
         raise DownloadFailed(name, "the disk is full")
 
     monkeypatch.setattr(registry, "pull", pull)

@@ -18,6 +18,7 @@ from afterglow.llama.gguf.fingerprint import compute_fingerprint
 from afterglow.llama.gguf.header import GGUFHeader, MetadataValue, StringArray, read_header
 from afterglow.llama.gguf.probe import list_split_files
 from afterglow.llama.gguf.summary import count_parameters, find_quantization, list_tensors
+from afterglow.registry import find_projector_of
 
 MAX_DESCRIBED_FILES = 256  # whose facts are kept
 MAX_LISTED_ELEMENTS = 16  # longer lists of a header are only returned on request
@@ -104,7 +105,9 @@ def list_capabilities(path: Path, header: GGUFHeader) -> list[str]:
         "insert": "tokenizer.ggml.fim_pre_token_id" in metadata,
         "thinking": detect_reasoning_format(template if isinstance(template, str) else None) is not None,
     }
-    return [name for name, is_supported in supported.items() if is_supported] + list_media(find_projector(path))
+    return [name for name, is_supported in supported.items() if is_supported] + list_media(
+        find_projector_of(path) or find_projector(path)
+    )
 
 
 def list_media(projector: Path | None) -> list[str]:

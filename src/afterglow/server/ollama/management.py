@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from afterglow import registry
+from afterglow.api.quantization import choose_quantization
 from afterglow.errors import Cancelled, ModelNotFound
 from afterglow.registry import CatalogEntry
 from afterglow.server.errors import APIError, invalid_request_error
@@ -246,7 +247,9 @@ async def download(state: ServerState, entry: CatalogEntry) -> AsyncIterator[dic
             raise Cancelled("the client disconnected")
         loop.call_soon_threadsafe(reports.put_nowait, (done, total))
 
-    work = asyncio.ensure_future(state.run_media_work(lambda: registry.pull(entry.name, report)))
+    work = asyncio.ensure_future(
+        state.run_media_work(lambda: registry.pull(entry.name, report, choose=choose_quantization))
+    )
     work.add_done_callback(lambda _: reports.put_nowait(None))
     digest = {} if entry.source.sha256 is None else {"digest": f"sha256:{entry.source.sha256}"}
     try:

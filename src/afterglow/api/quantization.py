@@ -1,0 +1,41 @@
+"""Chooses the quantization of a model that is pulled: the largest one that fits this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from afterglow.errors import OutOfMemory
+from afterglow.llama.gguf.footprint import estimate_footprint
+from afterglow.llama.gguf.header import read_header
+from afterglow.llama.library.devices import get_free_memory
+from afterglow.llama.settings import ContextSettings
+from afterglow.registry import Variant
+
+CONTEXT_TOKENS = 32_768
+RESERVE_FRACTION = 1 / 8  # of the free memory, for drivers, page cache and other programs
+
+
+def choose_quantization(header: Path, variants: Sequence[Variant]) -> Variant:
+    """Return the largest variant that fits with a context of 32,768 tokens into the GPUs, otherwise into RAM.
+
+    `variants` are sorted by size, largest first; `header` has the header of one of them. Raises `OutOfMemory` if none
+    fits.
+    """
+    context_bytes = estimate_context_bytes(header)
+    budgets = [int(free * (1 - RESERVE_FRACTION)) for free in (get_free_memory(gpu=True), get_free_memory(gpu=False))]
+    for budget in budgets:
+        for variant in variants:
+            if variant.size + context_bytes <= budget:
+                return variant
+    smallest = variants[-1]
+    advice = (
+        f"no quantization fits with a context of {CONTEXT_TOKENS:,} tokens; the smallest is {smallest.quantization}. "
+        "Name it to pull it anyway (owner/repo:QUANT), and load it with a shorter context"
+    )
+    raise OutOfMemory(smallest.size + context_bytes, max(budgets), advice)
+
+
+def estimate_context_bytes(header: Path) -> int:
+    """Return the bytes of one context of 32,768 tokens beside the weights."""
+    return estimate_footprint(read_header(header), ContextSettings(cells=CONTEXT_TOKENS, sequences=1)).context_bytes
