@@ -139,7 +139,7 @@ def load(lib: Any, directory: Path) -> Load:
 def test_all_documented_models_exist() -> None:
     pairs = {"colors", "projector-colors", "notes", "projector-notes"}
     audio = {"projector-wave", "projector-ultravox", "projector-both"}
-    assert set(models.list_names()) == {*TEXT_MODELS, *PROJECTORS, *pairs, *audio, "embedding", "adapter"}
+    assert set(models.list_names()) == {*TEXT_MODELS, *PROJECTORS, *pairs, *audio, "embedding", "adapter", "experts"}
     assert len(SUCCESSORS) == 8
 
 
