@@ -206,8 +206,8 @@ def test_c9_an_interrupted_decode_leaves_the_entries_correct(engines, kind):
     engine.backend.context._library.symbols.llama_decode = cancel_inside
     try:
         answers: dict[str, Answer] = {}
-        collect(answers, engine)
-        collect(answers, engine)
+        for _ in ("the plan", "the decode", "the end"):
+            collect(answers, engine)
     finally:
         engine.backend.context._library.symbols.llama_decode = original
     assert type(answers["cancelled"].end.error).__name__ == "Cancelled"

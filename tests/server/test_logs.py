@@ -48,8 +48,8 @@ def test_streams_errors_and_disconnects_have_their_finish_reason() -> None:
         server.chat(modle="tiny")
         find_line(server, "INFO POST /v1/chat/completions 400 seconds=.* finish=unknown_parameter")
         for _ in range(2):
-            server.chat(keep_alive="5m")
-        assert server.stderr_text.count("INFO /v1/chat/completions: `keep_alive` has no effect here") == 1
+            server.chat(id_slot=2)
+        assert server.stderr_text.count("INFO /v1/chat/completions: `id_slot` has no effect here") == 1
         server.post("/v1/nothing%0AINFO%20forged", {})
         assert find_line(server, "nothing").startswith("INFO POST /v1/nothing\\nINFO forged 404 ")
         with server.http.stream(

@@ -240,8 +240,8 @@ def wait_until_ready(
                 if health["status"] == "ok":
                     return
         except AfterglowError:
-            if process is None or process.poll() is None:
-                raise
+            if process is None:
+                raise  # our own server may be about to end, with the reason in its log
         if process is not None and process.poll() is not None:
             assert log_path is not None
             raise AfterglowError(

@@ -46,6 +46,7 @@ async def create_chat(state: ServerState, library: ModelLibrary, body: OllamaCha
         messages=add_created_messages(opened.created, body.messages),
         tools=conversion.build_tools(body.tools),
         prompt_options={**conversion.build_prompt_options(body, opened.created), "tool_choice": body.tool_choice},
+        reasoning_field="think",
         overflow=conversion.get_overflow(body, options),
         **conversion.build_generation_fields(state, body, options, opened.model, salt),
     )

@@ -89,6 +89,7 @@ async def build_generation_request(
     conversation = ConversationRequest(
         messages=build_conversation(opened, body),
         prompt_options=conversion.build_prompt_options(body, opened.created, body.template),
+        reasoning_field="think",
         overflow=conversion.get_overflow(body, options),
         **common,
     )
