@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from afterglow.server.logs import start_record
 from afterglow.testing import models
 from afterglow.testing.models import constructed, vocabulary
 from afterglow.testing.models.attention import Llama
@@ -18,6 +19,12 @@ NO_SAMPLERS = ("--temperature", "1", "--top-k", "0", "--top-p", "1", "--min-p", 
 REASONING_TEMPLATE = vocabulary.CHAT_TEMPLATE.replace(
     "assistant\n{%", "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{%"
 )
+
+
+@pytest.fixture(autouse=True)
+def request_record() -> None:
+    """A record of its own for each test: outside a server, that of the test before would go on."""
+    start_record("", "")
 
 
 @pytest.fixture(scope="session")

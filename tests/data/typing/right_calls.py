@@ -26,7 +26,7 @@ both: ChatGenerationOptions = {
     "response_format": list[int],
     "reasoning": False,
 }
-context: int = check_options(LoadOptions, {})["context"]
+context: int | None = check_options(LoadOptions, {})["context"]
 
 model: afterglow.Model = afterglow.load("model")
 model.chat("Why?", max_tokens=3, tool_choice={"type": "function"}, response_format={"type": "text"}, reasoning="low")

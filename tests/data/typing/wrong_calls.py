@@ -7,7 +7,7 @@ from afterglow.api.options import ChatGenerationOptions, GenerationOptions, Load
 
 afterglow.load("model", contxt=512)  # error
 afterglow.load("model", context="512")  # error
-afterglow.load("model", context=None)  # error
+afterglow.load("model", threads="2")  # error
 afterglow.load("model", cache_type_k="q9_0")  # error
 afterglow.load("model", tensor_split=3)  # error
 afterglow.load("model", speculation="always")  # error
