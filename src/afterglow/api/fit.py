@@ -92,7 +92,7 @@ class FitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Values of the options that are chosen, but for the RAM cache, which gets what is left."""
+    """Values of the options that are chosen, except the RAM cache, which gets the rest."""
 
     context: int
     sequences: int
