@@ -78,14 +78,16 @@ def main() -> int:
             medians[peer.name] = {}
             for kind, fields in (("call", CALL), ("answer", ANSWER)):
                 counts = count_tokens(peer, fields, arguments.requests, arguments.temperature)
-                medians[peer.name][kind] = median = statistics.median(counts)
-                print(
-                    f"{peer.name:14} {kind:7} {median:6.1f} tokens, {len(counts)} of {arguments.requests} conform",
-                    flush=True,
-                )
-    ratios = {kind: medians["afterglow"][kind] / medians["llama-server"][kind] for kind in ("call", "answer")}
+                conforming = f"{len(counts)} of {arguments.requests} conform to the schema"
+                if counts:
+                    medians[peer.name][kind] = statistics.median(counts)
+                    print(f"{peer.name:14} {kind:7} {medians[peer.name][kind]:6.1f} tokens, {conforming}", flush=True)
+                else:
+                    print(f"{peer.name:14} {kind:7}      - tokens, {conforming}", flush=True)
+    kinds = medians["afterglow"].keys() & medians["llama-server"].keys()
+    ratios = {kind: medians["afterglow"][kind] / medians["llama-server"][kind] for kind in kinds}
     print(json.dumps({"medians": medians, "ratios": ratios}))
-    return int(max(ratios.values()) > LIMIT)
+    return int(max(ratios.values(), default=0) > LIMIT)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def test_the_plans_of_twelve_shapes_on_six_machines_are_those_recorded() -> None
 # --- invariants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_plan_never_needs_more_than_there_is_and_its_lines_add_up(name: str) -> None:
     for ram in RAM_SIZES:
