@@ -18,8 +18,7 @@ from afterglow.engine.host.remote_calls import CachedSequence
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import explain_prompt_miss, format_entries
-from afterglow.server.generation import drop_reasoning_hint, move_volatile
-from afterglow.server.media import load_media
+from afterglow.server.generation import ConversationRequest, build_prompt
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot
 from afterglow.server.openai.chat import build_prompt_options, find_reasoning_field
@@ -142,7 +141,8 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
     async def apply_template(body: ApplyTemplateRequest, request: Request) -> ApplyTemplateResponse:
         model = await state.get_model(body.model)
         with contextlib.ExitStack() as resources:
-            prompt = await build_prompt(state, model, body, resources, get_tenant_salt(request))
+            conversation = build_conversation_request(body, get_tenant_salt(request))
+            prompt = await build_prompt(state, model, conversation, resources)
             return ApplyTemplateResponse(prompt=prompt.text, tokens=prompt.cells)
 
 
@@ -155,15 +155,16 @@ def format_piece(model: Model, token: int) -> str | list[int]:
         return list(data)
 
 
-async def build_prompt(
-    state: ServerState, model: Model, body: ChatFields, resources: contextlib.ExitStack, salt: str
-) -> ChatPrompt:
-    """Render the prompt of a conversation. Its media are released with `resources`."""
-    messages = move_volatile(state, [build_message(message) for message in body.messages]).messages
-    options = drop_reasoning_hint(model, build_prompt_options(body), find_reasoning_field(body))
-    tools = build_tools(body.tools)
-    loaded = await load_media(state, model, messages, resources)
-    return await state.run_text_work(lambda: model.apply_chat_template(loaded, tools=tools, salt=salt, **options))
+def build_conversation_request(body: ChatFields, salt: str) -> ConversationRequest:
+    """Convert the fields that determine the prompt."""
+    return ConversationRequest(
+        messages=[build_message(message) for message in body.messages],
+        tools=build_tools(body.tools),
+        prompt_options=build_prompt_options(body),
+        reasoning_field=find_reasoning_field(body),
+        sampling_fields=body,
+        salt=salt,
+    )
 
 
 def _add_state_routes(router: APIRouter, state: ServerState) -> None:
@@ -251,7 +252,9 @@ async def build_prompt_input(
     """Return the prompt of a body with either `messages` or `prompt`. Its media are released with `resources`."""
     if (body.messages is None) == (body.prompt is None):
         raise invalid_request_error("prompt", "set either `messages` or `prompt`")
-    return await build_prompt(state, model, body, resources, salt) if body.prompt is None else body.prompt
+    if body.prompt is not None:
+        return body.prompt
+    return await build_prompt(state, model, build_conversation_request(body, salt), resources)
 
 
 def pin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:

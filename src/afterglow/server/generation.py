@@ -26,7 +26,7 @@ from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat, ReasoningDelta
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
-from afterglow.chat.prompt import Breakpoint, PromptBreakpoint, Truncation, TruncationPolicy
+from afterglow.chat.prompt import Breakpoint, ChatPrompt, PromptBreakpoint, Truncation, TruncationPolicy
 from afterglow.chat.tools.enforcement import find_violation
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
@@ -155,8 +155,12 @@ class ConversationRequest(GenerationRequest):
         limits.check_grammar_size("response_format", self.prompt_options.get("response_format"), settings)
 
     def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
-        """Return the request without reasoning if the model has none, and with volatile spans moved."""
+        """Return the request as the model can serve it, or raise the error of a field that it cannot honour."""
         GenerationRequest.adapt(self, state, model)
+        return self.adapt_prompt(state, model)
+
+    def adapt_prompt(self, state: ServerState, model: Model) -> ConversationRequest:
+        """Return the request without reasoning if the model has none, and with volatile spans moved."""
         stable = move_volatile(state, self.messages, self.breakpoints)
         return replace(
             self,
@@ -165,25 +169,31 @@ class ConversationRequest(GenerationRequest):
             prompt_options=drop_reasoning_hint(model, self.prompt_options, self.reasoning_field),
         )
 
-    async def load_media(self, state: ServerState, model: Model, resources: contextlib.ExitStack) -> GenerationRequest:
+    async def load_media(
+        self, state: ServerState, model: Model, resources: contextlib.ExitStack
+    ) -> ConversationRequest:
         """Return the request with its media loaded. They are released with `resources`."""
         return replace(self, messages=await load_media(state, model, self.messages, resources))
 
+    def plan_messages(self, model: Model, messages: Sequence[Message]) -> ChatPlan:
+        """Plan the prompt of all messages, or of those that are left of a conversation that is too long. Blocking."""
+        is_complete = len(messages) == len(self.messages)  # the positions are those of all messages
+        return model.plan_chat(
+            messages,
+            tools=self.tools,
+            salt=self.cache_salt,
+            breakpoints=self.breakpoints if is_complete else (),
+            **self.prompt_options,
+        )
+
     def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
         """Render the conversation to a prompt that fits the context. Blocking."""
-
-        def build_plan(messages: list[Message]) -> ChatPlan:
-            is_complete = len(messages) == len(self.messages)  # the positions are those of all messages
-            return model.plan_chat(
-                messages,
-                tools=self.tools,
-                salt=self.cache_salt,
-                breakpoints=self.breakpoints if is_complete else (),
-                **self.prompt_options,
-            )
-
         plan = fit_plan(
-            self.messages, build_plan, self.overflow, context=model.context_length, max_tokens=self.max_tokens
+            self.messages,
+            lambda messages: self.plan_messages(model, messages),
+            self.overflow,
+            context=model.context_length,
+            max_tokens=self.max_tokens,
         )
         request = self.add_stop_tokens(plan.apply_to(model.build_request(plan.prompt, **options)))
         return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints, plan.unenforced_tools)]
@@ -238,6 +248,14 @@ def drop_reasoning_hint(model: Model, options: PromptOptions, field: str) -> Pro
     if asks_for_reasoning and not model.can_reason and get_record().accept_hint(field):
         return {**options, "reasoning": None}
     return options
+
+
+async def build_prompt(
+    state: ServerState, model: Model, request: ConversationRequest, resources: contextlib.ExitStack
+) -> ChatPrompt:
+    """Render the prompt that a request would have, without running it. Its media are released with `resources`."""
+    loaded = await request.adapt_prompt(state, model).load_media(state, model, resources)
+    return await state.run_text_work(lambda: loaded.plan_messages(model, loaded.messages).prompt)
 
 
 class ReasoningTokenCounter:

@@ -162,3 +162,17 @@ def test_diagnostics_say_which_part_of_the_prompt_changed(server: ServerProcess)
     assert changed["cache_missed_input_tokens"] > 100
     assert diagnose(system="diagnosed otherwise " + FILLER)["type"] == "system_changed"
     assert diagnose(diagnostics=None) is None
+
+
+def test_tokens_are_counted_and_diagnosed_for_the_prompt_without_volatile_spans(server: ServerProcess) -> None:
+    def build(checksum: str) -> dict[str, Any]:
+        system = f"x-anthropic-billing-header: cc_version=2.1; cch={checksum};\nToday's date is 2026-11-17.\nBe brief."
+        return {"model": "tiny", "system": system, "messages": [{"role": "user", "content": "count volatile spans"}]}
+
+    counted = server.post("/v1/messages/count_tokens", build("1a2b3")).json()["input_tokens"]
+    fields = {"max_tokens": 2, "diagnostics": {"previous_message_id": "msg_1"}}
+    server.post("/v1/messages", {**build("1a2b3"), **fields})
+    response = server.post("/v1/messages", {**build("9f8e7"), **fields}).json()
+    usage = response["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == counted
+    assert response["diagnostics"] is None  # the checksum is not part of the prompt

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from afterglow.api.model import Model
-from afterglow.chat.prompt import ChatPrompt
 from afterglow.server import limits
 from afterglow.server.anthropic.conversion import (
     build_prompt_options,
@@ -20,8 +20,7 @@ from afterglow.server.anthropic.diagnostics import diagnose
 from afterglow.server.anthropic.formatting import MessageFormatter, format_ping
 from afterglow.server.anthropic.schema import CountTokensRequest, MessagePromptFields, MessageRequest
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.generation import ConversationRequest, start_generation
-from afterglow.server.media import load_media
+from afterglow.server.generation import ConversationRequest, build_prompt, start_generation
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -52,21 +51,16 @@ def build_router(state: ServerState) -> APIRouter:
 async def create_message(state: ServerState, body: MessageRequest, salt: str) -> Response:
     """Generate a message and return it whole or as a stream."""
     model = await state.get_generating_model(body.model)
-    conversation, tools = convert_conversation(body, salt), convert_tools(body)
-    request = ConversationRequest(
-        messages=conversation.messages,
-        breakpoints=conversation.breakpoints,
-        tools=tools,
-        prompt_options=build_prompt_options(body, tools, can_reason=model.can_reason),
-        sampling_fields=body,
+    request = replace(
+        build_conversation_request(body, model, salt),
         max_tokens=body.max_tokens,
         stop=limits.parse_stops(body.stop_sequences, state.settings),
         overflow=body.overflow or "refuse",
-        salt=salt,
     )
     diagnostics = None
     if body.diagnostics is not None and body.diagnostics.previous_message_id is not None:
-        prompt = await build_prompt(state, model, body, salt)  # what is cached is compared before it changes
+        with contextlib.ExitStack() as resources:  # what is cached is compared before it changes
+            prompt = await build_prompt(state, model, request, resources)
         diagnostics = await state.run_engine_call(lambda: diagnose(model, prompt, salt))
     generation = await start_generation(state, body.model, request)
     formatter = MessageFormatter(
@@ -82,14 +76,18 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
 async def count_tokens(state: ServerState, body: CountTokensRequest, salt: str) -> int:
     """Count the prompt tokens that /v1/messages would report. Nothing is computed by the model."""
     model = await state.get_generating_model(body.model)
-    return (await build_prompt(state, model, body, salt)).cells
-
-
-async def build_prompt(state: ServerState, model: Model, body: MessagePromptFields, salt: str) -> ChatPrompt:
-    """Render the prompt of a body."""
-    messages, tools = convert_conversation(body, salt).messages, convert_tools(body)
-    options = build_prompt_options(body, tools, can_reason=model.can_reason)
     with contextlib.ExitStack() as resources:
-        loaded = await load_media(state, model, messages, resources)
-        plan = await state.run_text_work(lambda: model.plan_chat(loaded, tools=tools, salt=salt, **options))
-    return plan.prompt
+        return (await build_prompt(state, model, build_conversation_request(body, model, salt), resources)).cells
+
+
+def build_conversation_request(body: MessagePromptFields, model: Model, salt: str) -> ConversationRequest:
+    """Convert the fields that determine the prompt."""
+    conversation, tools = convert_conversation(body, salt), convert_tools(body)
+    return ConversationRequest(
+        messages=conversation.messages,
+        breakpoints=conversation.breakpoints,
+        tools=tools,
+        prompt_options=build_prompt_options(body, tools, can_reason=model.can_reason),
+        sampling_fields=body,
+        salt=salt,
+    )
