@@ -16,11 +16,14 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from afterglow.server.anthropic.schema import MessageRequest
+from afterglow.server.llamacpp.schema import LlamaCompletionRequest, LlamaEmbeddingRequest, LlamaInfillRequest
 from afterglow.server.ollama.schema import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from afterglow.server.openai.schema.chat import ChatRequest
 from afterglow.server.openai.schema.completions import CompletionRequest
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
 from afterglow.server.openai.schema.responses import ResponseRequest
+from afterglow.server.openai.schema.transcriptions import TranscriptionRequest
+from afterglow.server.retrieval.schema import RerankRequest
 from afterglow.server.schema.base import get_rule
 
 TARGET = Path(__file__).parent.parent / "docs" / "fields.md"
@@ -29,10 +32,15 @@ BODIES: tuple[tuple[str, type[pydantic.BaseModel]], ...] = (
     ("/v1/completions", CompletionRequest),
     ("/v1/responses", ResponseRequest),
     ("/v1/embeddings", EmbeddingRequest),
+    ("/v1/rerank", RerankRequest),
+    ("/v1/audio/transcriptions", TranscriptionRequest),
     ("/v1/messages", MessageRequest),
     ("/api/chat", OllamaChatRequest),
     ("/api/generate", OllamaGenerateRequest),
     ("/api/embed", OllamaEmbedRequest),
+    ("/completion", LlamaCompletionRequest),
+    ("/infill", LlamaInfillRequest),
+    ("/embedding", LlamaEmbeddingRequest),
 )
 PAGE = """\
 <!-- Written by scripts/write_fields_page.py (`make docs`). Do not edit. -->

@@ -34,7 +34,7 @@ from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.scheduling import scheduler
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.types.backend import Capabilities
-from afterglow.engine.types.entries import EntryInterner
+from afterglow.engine.types.entries import EntryInterner, strip_labels
 from afterglow.engine.types.request import Failed, PrefillProgress
 from afterglow.errors import KVCacheFull
 from afterglow.llama import kv_memory
@@ -46,6 +46,7 @@ from laws import test_engine_on_fake as engine_laws
 from laws import test_engine_on_llama as llama_laws
 from laws import test_media_entries_on_fake as media_laws
 from laws import test_pins as pin_laws
+from laws import test_placement as placement_laws
 from laws import test_preemption_on_fake as preemption_laws
 from laws import test_regressions as regressions
 from laws import test_sequences_on_fake as sequence_laws
@@ -823,6 +824,25 @@ def _(put):
     wrap(RadixTree, "get_root", lambda original, self, salt="": original(self, "one"))(put)
 
 
+@mutant(
+    "a moved sequence leaves its cells behind",
+    placement_laws.test_conversations_in_distant_sequences_are_computed_together,
+)
+def _(put):
+    def move_to(original, self, empty):
+        self.seq_id, empty.seq_id = empty.seq_id, self.seq_id
+
+    wrap(Sequence, "move_to", move_to)(put)
+
+
+@mutant(
+    "busy sequences stay where they are",
+    placement_laws.test_conversations_in_distant_sequences_are_computed_together,
+)
+def _(put):
+    wrap(PrefixCache, "pack", lambda original, self, busy: 0)(put)
+
+
 @mutant("busy sequences are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
     def find_candidates(original, self, entries, namespace):
@@ -841,15 +861,100 @@ def _(put):
     adapter_laws.test_an_idle_sequence_and_its_checkpoints_are_reused_only_with_the_same_adapters,
 )
 def _(put):
-    put(PrefixCache, "build_namespace", lambda self, salt: salt)
+    put(PrefixCache, "build_namespace", lambda self, salt, adapters=(): salt)
 
 
 @mutant(
-    "a sequence that was computed with two sets of adapters is reused",
-    adapter_laws.test_a_sequence_that_was_computed_with_two_sets_of_adapters_is_not_reused,
+    "the scales of adapters are not part of the lookup",
+    adapter_laws.test_an_idle_sequence_and_its_checkpoints_are_reused_only_with_the_same_adapters,
 )
 def _(put):
-    put(PrefixCache, "notice_adapters", lambda self: None)
+    put(prefix_cache, "build_adapter_key", lambda adapters, loaded: repr([loaded[name].digest for name, _ in adapters]))
+
+
+@mutant(
+    "adapters are found by their names",
+    adapter_laws.test_stored_state_is_loaded_only_with_the_same_adapters,
+)
+def _(put):
+    put(prefix_cache, "build_adapter_key", lambda adapters, loaded: repr(adapters) if adapters else "")
+
+
+@mutant(
+    "rows with different adapters share a decode",
+    adapter_laws.test_concurrent_requests_with_different_adapters_never_share_a_decode,
+)
+def _(put):
+    put(engine_module, "select_adapter_set", list)
+
+
+@mutant("the largest adapter set goes first", adapter_laws.test_sets_take_turns_so_that_none_starves)
+def _(put):
+    def select(jobs):
+        sets = [running.adapter_set for running in jobs]
+        largest = max(sets, key=sets.count, default=())
+        return [running for running in jobs if running.adapter_set == largest]
+
+    put(engine_module, "select_adapter_set", select)
+
+
+@mutant("requests without a token go first", adapter_laws.test_new_requests_of_one_set_do_not_starve_another)
+def _(put):
+    def select(jobs):
+        newest = max(jobs, key=lambda running: running.job.submitted_at, default=None)
+        return [running for running in jobs if running.adapter_set == newest.adapter_set]
+
+    put(engine_module, "select_adapter_set", select)
+
+
+@mutant(
+    "a request follows a leader with other adapters",
+    adapter_laws.test_concurrent_requests_with_different_adapters_never_share_a_decode,
+)
+def _(put):
+    def find_leader(original, job, running, *args):
+        running = list(running)
+        before = [candidate.job.namespace for candidate in running]
+        for candidate in running:
+            candidate.job.namespace = job.namespace
+        found = original(job, running, *args)
+        for candidate, namespace in zip(running, before, strict=True):
+            candidate.job.namespace = namespace
+        return found
+
+    original = engine_module.find_leader
+    put(engine_module, "find_leader", lambda job, *args: find_leader(original, job, *args))
+
+
+@mutant(
+    "the entries of an activated adapter have no label",
+    adapter_laws.test_an_activated_adapter_shares_the_prefix_before_its_invocation_with_the_base,
+    adapter_laws.test_stored_state_of_an_activated_adapter_is_not_confused_with_that_of_the_base,
+)
+def _(put):
+    put(EntryInterner, "label_token", lambda self, token, label: token)
+
+
+@mutant(
+    "labels are not part of the names of blocks",
+    adapter_laws.test_stored_state_of_an_activated_adapter_is_not_confused_with_that_of_the_base,
+)
+def _(put):
+    put(EntryInterner, "to_portable_entries", lambda self, entries: strip_labels(entries))
+    put(EntryInterner, "to_portable_bytes", lambda self, entries: strip_labels(entries).tobytes())
+
+
+@mutant(
+    "a chunk continues beyond the invocation of an adapter",
+    adapter_laws.test_the_base_reuses_what_an_activated_request_has_computed_before_its_invocation,
+    adapter_laws.test_an_activated_adapter_shares_the_prefix_before_its_invocation_with_the_base,
+)
+def _(put):
+    wrap(
+        RunningJob,
+        "get_chunk_limit",
+        lambda original, self: len(self.job.prompt) - len(self.sequence) if self.job.adapters.start else original(self),
+    )(put)
 
 
 @mutant("the checksum of a file is not verified", tier_laws.test_a_damaged_file_changes_no_token)

@@ -272,6 +272,23 @@ def test_logprobs_come_with_their_alternatives(kind, kv_unified):
     assert GREEDY.is_greedy
 
 
+def test_chosen_tokens_follow_the_alternatives(kind, kv_unified):
+    engine = fake(kind, kv_unified=kv_unified)
+    engine.submit(request("one", SYSTEM, logprobs=engine.backend.vocabulary_size, max_tokens=4))
+    engine.submit(request("two", SYSTEM, logprob_tokens=(7, 3), max_tokens=4))
+    events = [event for _ in range(30) for event in engine.step()]
+    every, chosen = (
+        [event for event in events if type(event).__name__ == "Token" and event.request_id == id]
+        for id in ("one", "two")
+    )
+    assert len(every) == len(chosen) == 4
+    for expected, event in zip(every, chosen, strict=True):
+        logprobs = dict(expected.alternatives)
+        assert event.alternatives == ((7, logprobs[7]), (3, logprobs[3]))
+    with pytest.raises(InvalidArgument, match="logprob_tokens"):
+        engine.submit(request("three", SYSTEM, logprob_tokens=(engine.backend.vocabulary_size,)))
+
+
 def test_prefill_progress_is_reported(kind, kv_unified):
     engine = fake(kind, kv_unified=kv_unified, batch_cells=16)
     answer = ask(engine, prompt(100))

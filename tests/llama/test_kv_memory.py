@@ -36,6 +36,48 @@ def test_c11_a_copy_between_streams_can_be_saved_before_any_decode(open_context,
     assert max_difference(decode_tokens(context, 0, [42], 60), decode_tokens(context, 1, [42], 60)) == 0.0
 
 
+@pytest.mark.parametrize("kind", ["attention", "window"])
+@pytest.mark.parametrize("use", ["decode", "save", "load into the source", "load into the target"])
+def test_a_copy_on_the_device_equals_a_copy_of_the_state(open_context, kind, use):
+    """llama.cpp applies it at the next decode; what reads or replaces the bytes before that applies it first."""
+    context = open_context(kind, sequences=4)
+    decode_tokens(context, 0, random_tokens(60))
+    decode_tokens(context, 2, random_tokens(30, seed=2))
+    other = context.state.save(2)
+    expected = decode_tokens(context, 0, [42], 60)
+    context.memory.remove(0, start=60)
+    context.memory.copies_on_device = True
+    assert context.memory.copy(0, 1) == 0
+    match use:
+        case "save":
+            saved = context.state.save(1)
+            context.memory.remove(1)
+            context.state.load(1, saved)
+        case "load into the source":
+            context.memory.remove(0)
+            context.state.load(0, other)
+        case "load into the target":
+            context.memory.remove(1)
+            context.state.load(1, other)
+            assert max_difference(decode_tokens(context, 1, [42], 30), decode_tokens(context, 2, [42], 30)) == 0.0
+            return
+    assert context.memory.get_position_range(1)[1] == 59
+    assert max_difference(decode_tokens(context, 1, [42], 60), expected) == 0.0
+    assert context.memory.get_position_range(3) is None, "the row that applied the copy is removed"
+
+
+def test_copies_on_the_device_apply_in_a_full_context(open_context):
+    context = open_context("attention", sequences=2, cells=512)
+    decode_tokens(context, 0, random_tokens(context.cells_per_sequence))
+    original = context.state.save(0)
+    context.memory.copies_on_device = True
+    context.memory.copy(0, 1)
+    copied = context.state.save(1)
+    context.memory.remove(0)
+    context.state.load(0, copied)
+    assert bytes(context.state.save(0).data) == bytes(original.data)
+
+
 @pytest.mark.parametrize("unified", KV_LAYOUTS)
 def test_c11_a_range_of_attention_can_be_copied(open_context, unified):
     context = open_context("attention", kv_unified=unified)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.kvcache.cost_model import PrefillCosts
 from afterglow.engine.speculation.speculator import Drafter
 from afterglow.engine.types.request import Failed, Finished, PrefillProgress, Request, Token
 from afterglow.engine.types.settings import EngineSettings
@@ -98,8 +99,16 @@ def check(engine: Engine) -> None:
 def fake(
     kind: str = "attention", settings: EngineSettings | None = None, drafters: Sequence[Drafter] = (), **options: object
 ) -> Engine:
-    """Return an engine on a fake backend; `options` are arguments of `FakeBackend`."""
-    return Engine(FakeBackend(kind, **options), settings, drafters)  # type: ignore[arg-type]
+    """Return an engine on a fake backend, whose plans do not depend on speed; `options` are those of `FakeBackend`."""
+    engine = Engine(FakeBackend(kind, **options), settings, drafters)  # type: ignore[arg-type]
+    set_prefill_cost(engine, 1e-3)
+    return engine
+
+
+def set_prefill_cost(engine: Engine, seconds_per_entry: float) -> None:
+    """Let computing an entry of a prompt cost this, whatever is measured later."""
+    costs = engine.prefix_cache.cost_model.prefill_costs = PrefillCosts()
+    costs.record(1 << 40, seconds_per_entry * (1 << 40))  # longer prompts count
 
 
 def fake_with_media(kind: str, settings: EngineSettings | None = None, **options: object) -> Engine:

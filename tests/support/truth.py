@@ -159,9 +159,10 @@ def check_jobs(engine: Engine) -> None:
     running, waiting = engine._running, list(engine._waiting)
     assert Counter(map(id, engine._jobs.values())) == Counter(id(state.job) for state in running + waiting)
     assert not engine._decoding_jobs
-    slots = [state.sequence.seq_id for state in running]
-    assert sorted(slots) == [slot.seq_id for slot in engine.prefix_cache.slots if slot.busy]
-    assert all(state.job.request.sequence in (None, state.sequence.seq_id) for state in running)
+    slots = [state.sequence.number for state in running]
+    assert sorted(slots) == [slot.number for slot in engine.prefix_cache.slots if slot.busy]
+    assert sorted(slot.seq_id for slot in engine.prefix_cache.slots) == list(range(len(engine.prefix_cache.slots)))
+    assert all(state.job.request.sequence in (None, state.sequence.number) for state in running)
     holders = [(state.job, state.sequence) for state in running]
     holders += [(state.job, state.swapped_state) for state in waiting if state.swapped_state is not None]
     for job, holder in holders:

@@ -28,6 +28,11 @@ pytestmark = pytest.mark.native
 
 MTP_MODELS = ["attention-mtp", "window-chained", "window-chained-short", "hybrid-mtp"]
 RANDOM_MODELS = ["attention", "draft", "window", "recurrent", "hybrid", *MTP_MODELS]
+ADAPTERS = {"adapter": "attention"} | {
+    f"adapter-{kind}-{suffix}": kind
+    for kind in ("attention", "window", "recurrent", "hybrid")
+    for suffix in ("a", "b", "c", "activated")
+}
 SUCCESSORS = [name for name in models.list_names() if name.startswith("successor-")]
 TEXT_MODELS = [*RANDOM_MODELS, *SUCCESSORS]
 
@@ -139,7 +144,17 @@ def load(lib: Any, directory: Path) -> Load:
 def test_all_documented_models_exist() -> None:
     pairs = {"colors", "projector-colors", "notes", "projector-notes"}
     audio = {"projector-wave", "projector-ultravox", "projector-both"}
-    assert set(models.list_names()) == {*TEXT_MODELS, *PROJECTORS, *pairs, *audio, "embedding", "adapter", "experts"}
+    rerankers = {"reranker", "reranker-causal"}
+    assert set(models.list_names()) == {
+        *TEXT_MODELS,
+        *PROJECTORS,
+        *pairs,
+        *audio,
+        *rerankers,
+        "embedding",
+        *ADAPTERS,
+        "experts",
+    }
     assert len(SUCCESSORS) == 8
 
 
@@ -291,12 +306,12 @@ def test_texts_with_common_words_have_close_embeddings(load: Load) -> None:
         assert len(session.tokenize(b"the cat sat")) == 5  # with [CLS] and [SEP]
 
 
-@pytest.mark.parametrize("name", ["attention", "successor-attention"])
-def test_the_adapter_changes_the_logits_of_the_llama_models(name: str, load: Load, directory: Path) -> None:
+@pytest.mark.parametrize(("adapter_name", "name"), [("adapter", "successor-attention"), *ADAPTERS.items()])
+def test_an_adapter_changes_the_logits_of_its_model(adapter_name: str, name: str, load: Load, directory: Path) -> None:
     plain = compute_logits(load, name, b"the cat")
     with load(name) as session:
         lib = session.lib
-        adapter = lib.llama_adapter_lora_init(session.model, str(models.get_path("adapter", directory)).encode())
+        adapter = lib.llama_adapter_lora_init(session.model, str(models.get_path(adapter_name, directory)).encode())
         assert adapter != ffi.NULL
         adapters, scales = ffi.new("struct llama_adapter_lora *[]", [adapter]), ffi.new("float[]", [1.0])
         assert lib.llama_set_adapters_lora(session.context, adapters, 1, scales) == 0

@@ -7,6 +7,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS, PrefixCache
 from afterglow.engine.kvcache.sequence import SavedSequence
@@ -20,23 +23,37 @@ from afterglow.engine.scheduling.scheduler import (
     BatchBudget,
     compute_max_batch,
     compute_prefill_budget,
+    drop_paused,
     find_leader,
     is_following,
+    limit_background_prefill,
     partition_jobs,
     pick_first,
+    pick_victim,
     schedule,
     schedule_on_grid,
+    select_adapter_set,
 )
+from afterglow.engine.slices import SlicedWork
 from afterglow.engine.speculation.ngram import NgramDrafter
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.speculation.speculator import Drafter, Speculator
+from afterglow.engine.types.adapters import ActiveAdapters, AdapterSet, build_adapter_key, resolve_adapters
 from afterglow.engine.types.backend import Backend, DecodeSpan
 from afterglow.engine.types.counters import EngineCounters, StoreReport
-from afterglow.engine.types.entries import EntryInterner
-from afterglow.engine.types.request import EngineEvent, Failed, Finished, FinishReason, PrefillProgress, Request
+from afterglow.engine.types.entries import Entries, Entry, EntryInterner
+from afterglow.engine.types.request import (
+    EngineEvent,
+    Failed,
+    FinishCause,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    Request,
+)
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.engine.verify import FinishCause, drop_rejected, sample_and_verify
-from afterglow.errors import AfterglowError, Cancelled, DecodeFailed, InvalidArgument, KVCacheFull
+from afterglow.engine.verify import append_forced, drop_rejected, sample_and_verify
+from afterglow.errors import AfterglowError, Cancelled, Closed, DecodeFailed, InvalidArgument, KVCacheFull
 
 MAX_DECODE_ATTEMPTS = 3
 
@@ -72,10 +89,12 @@ class Engine:
         self.speculator = Speculator(self.settings, capabilities, self.prefix_cache.cost_model, drafters, rollback)
         self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # thread-safe
         self.media_scheduler = MediaScheduler(backend.projector, self.interner, self.settings)
+        self.sliced_work = SlicedWork()  # runs between steps
         self._max_media_rows = capabilities.batch_cells  # media rows that the next decode may hold
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[WaitingJob] = deque()
         self._running: list[RunningJob] = []
+        self._is_packed = True  # no job started or ended since the placement of its sequences was decided
         self._events: list[EngineEvent] = []
         self._is_consistent = True  # False after a step that raised: the content of the KV cache is unknown then
         self._cancel_lock = threading.RLock()  # guards the two below: `cancel` may come from another thread
@@ -85,19 +104,29 @@ class Engine:
     def is_busy(self) -> bool:
         return bool(self._jobs)
 
+    @property
+    def waiting_jobs(self) -> Sequence[Job]:
+        """Jobs without a sequence."""
+        return [waiting.job for waiting in self._waiting]
+
+    @property
+    def running_jobs(self) -> Sequence[RunningJob]:
+        return self._running
+
     def submit(self, request: Request, token_constraint: TokenConstraint | None = None) -> None:
         """Accept a request, with its `token_constraint` if built beforehand. Raises if it can never be served."""
-        entries = self.interner.intern(request.entries)
-        check_servable(request, entries, self.interner, self.backend)
+        check_servable(request, self.interner.intern(request.entries), self.interner, self.backend)
+        entries, namespace, adapters = self.resolve_prompt(request.entries, request.salt, request.adapters)
         if request.id in self._jobs:
             raise InvalidArgument("id", f"{request.id!r} is being served already")
         token_constraint = token_constraint or self.constraint_factory.build(request)
         if self.settings.pin_system_prompts and request.system_length:
-            namespace = self.prefix_cache.build_namespace(request.salt)
             self.prefix_cache.store.pin_manager.pin(entries[: request.system_length], namespace, is_system=True)
         job = Job(
             request=request,
             prompt=entries,
+            namespace=namespace,
+            adapters=adapters,
             stop_matcher=StopMatcher(request.stop) if request.stop else None,
             sampler=self.backend.create_sampler(request.sampling),
             token_constraint=token_constraint,
@@ -105,6 +134,22 @@ class Engine:
         self.media_scheduler.add_job(job)
         self._jobs[request.id] = job
         self._waiting.append(WaitingJob(job=job))
+
+    def resolve_prompt(
+        self, entries: Sequence[Entry] | NDArray[np.int64], salt: str, adapters: AdapterSet
+    ) -> tuple[Entries, str, ActiveAdapters]:
+        """Return the interned entries of a prompt, the namespace of its cached state, and its active adapters.
+
+        The namespace has the adapters that are active from the first entry on. One that becomes active later labels the
+        entry from which on it is: what precedes this entry is shared with prompts without the adapter.
+        """
+        interned = self.interner.intern(entries)
+        active, activated = resolve_adapters(adapters, self.backend.adapters, interned)
+        if activated:
+            label = build_adapter_key(activated, self.backend.adapters)
+            interned = interned.copy()
+            interned[active.start] = self.interner.label_token(int(interned[active.start]), label)
+        return interned, self.prefix_cache.build_namespace(salt, active.head), active
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, from any thread. Interrupts a running decode if no other sequence loses its KV cache."""
@@ -120,10 +165,11 @@ class Engine:
 
     def step(self) -> list[EngineEvent]:
         """Run at most one decode. Return the events since the last step."""
+        self.sliced_work.run_slice()
         self._is_consistent = False
-        self.prefix_cache.notice_adapters()
         self._end_cancelled_and_expired()
         self._admit_waiting()
+        self._pack_sequences()
         has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
         if has_plan and not any(running.is_decoding for running in self._running):
             pass  # the plan is reported before a decode that may take seconds
@@ -137,11 +183,11 @@ class Engine:
 
     def explain(self, request: Request) -> Explanation:
         """Explain which prefix of this request's prompt is cached now, and why not more of it."""
-        entries = self.interner.intern(request.entries)
+        entries, namespace, _ = self.resolve_prompt(request.entries, request.salt, request.adapters)
         plan = self.prefix_cache.plan(
-            entries, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, salt=request.salt
+            entries, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, namespace=namespace
         )
-        return self.prefix_cache.explain(entries, plan, request.salt)
+        return self.prefix_cache.explain(entries, plan, namespace)
 
     def run_idle_task(self) -> bool:
         """Do one piece of deferred work. Return False if there is none."""
@@ -150,6 +196,7 @@ class Engine:
     def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport:
         """Fail every request, write the prefix cache to disk within `store_timeout` seconds, and free all resources."""
         try:
+            self.sliced_work.close(Closed("engine"))
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
             return self.prefix_cache.close(store_idle=self._is_consistent, timeout=store_timeout)
@@ -170,16 +217,39 @@ class Engine:
             self._finish(job, "deadline")
 
     def _admit_waiting(self) -> None:
+        self._inherit_priorities()
         for waiting in sorted(self._waiting, key=lambda waiting: -waiting.job.request.priority):
             if is_following(waiting, self._running):
                 continue
             waiting.leader = None
             if waiting.is_preempted and self._running and self.backend.capabilities.kv_unified:
                 break  # it would only preempt another job
-            saved = waiting.swapped_state
-            has_slot = self._start_job(waiting) if saved is None else self._swap_in(waiting, saved)
+            has_slot = self._resume_job(waiting)
             if not has_slot and waiting.job.request.sequence is None:
-                break  # the next job would not get a slot either
+                if not self._preempt_for(waiting.job):
+                    break  # the next job would not get a slot either
+                self._resume_job(waiting)
+
+    def _inherit_priorities(self) -> None:
+        """Give each leader the highest priority among its followers: they wait for its prefill."""
+        for running in self._running:
+            running.job.priority = running.job.request.priority
+        for waiting in self._waiting:
+            if waiting.leader is not None and is_following(waiting, self._running):
+                waiting.leader.priority = max(waiting.leader.priority, waiting.job.priority)
+
+    def _resume_job(self, waiting: WaitingJob) -> bool:
+        """Start the job, or continue it from its swapped state. Return False if there is no slot."""
+        saved = waiting.swapped_state
+        return self._start_job(waiting) if saved is None else self._swap_in(waiting, saved)
+
+    def _preempt_for(self, job: Job) -> bool:
+        """Free the slot of a running job of lower priority. Return False if there is none."""
+        victim = pick_victim(self._running) if self._running else None
+        if victim is None or victim.job.priority >= job.priority:
+            return False
+        self._swap_out(victim, needs_cells=False)
+        return True
 
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
         """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
@@ -189,13 +259,16 @@ class Engine:
             job.known_entries if job.generated and not self.settings.deterministic else job.prompt,
             use_prefix_cache=request.use_prefix_cache,
             slot=request.sequence,
-            salt=request.salt,
+            namespace=job.namespace,
         )
         if plan is None:
             return False
         if self._follow_leader(waiting, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan)):
             return True
-        sequence, reused = self.prefix_cache.acquire(plan, request.salt)
+        planned = None  # before the plan is applied: that may drop the entries which differ
+        if request.explained and not job.admitted_at:
+            planned = self.prefix_cache.describe_plan(job.prompt, plan, job.namespace)
+        sequence, reused = self.prefix_cache.acquire(plan, job.namespace, is_transient=request.is_transient)
         if plan.reuse_length and not reused and not is_retry:
             # A stored state did not load and was removed: plan again.
             self.prefix_cache.release(sequence)
@@ -203,9 +276,12 @@ class Engine:
         if not job.admitted_at:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
-            self._events.append(job.build_progress(reused))
+            self._events.append(job.build_progress(reused, planned))
         job.checkpoint_positions = self.prefix_cache.checkpoint_positions(
-            sequence, job.prompt, request.boundaries, frozenset(prefix.length for prefix in request.retained)
+            sequence,
+            job.prompt,
+            request.boundaries | {job.adapters.start},  # prompts without the adapter diverge there
+            frozenset(prefix.length for prefix in request.retained),
         )
         self._mark_running(waiting, sequence)
         return True
@@ -217,6 +293,7 @@ class Engine:
             return False
         waiting.leader, waiting.leader_position = leader
         waiting.leader.checkpoint_positions.append(waiting.leader_position)
+        waiting.leader.priority = max(waiting.leader.priority, waiting.job.priority)
         self.counters.coalesced += 1
         return True
 
@@ -225,7 +302,16 @@ class Engine:
         job.admitted_at = job.admitted_at or time.monotonic()
         self._waiting.remove(waiting)
         sequence.prompt_length = len(job.prompt)
-        self._running.append(RunningJob(job=job, sequence=sequence, max_cells=max_cells))
+        running = RunningJob(job=job, sequence=sequence, max_cells=max_cells, ready_since=self.counters.decodes)
+        self._running.append(running)
+        self._is_packed = False
+
+    def _pack_sequences(self) -> None:
+        """Make the sequences of the running jobs adjacent if that pays. Asked again when a job starts or ends."""
+        if self._is_packed or any(running.sequence.partial_media_rows for running in self._running):
+            return
+        self._is_packed = True
+        self.counters.moved_sequences += self.prefix_cache.pack(running.sequence for running in self._running)
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
@@ -235,11 +321,10 @@ class Engine:
     def _retain_prefixes(self, job: Job) -> None:
         """Pin the prefixes that the request asks for, and restart the retention of those that it used."""
         pin_manager = self.prefix_cache.store.pin_manager
-        namespace = self.prefix_cache.build_namespace(job.request.salt)
-        pin_manager.use(job.prompt, namespace)
+        pin_manager.use(job.prompt, job.namespace)
         for prefix in job.request.retained:
             entries = job.prompt[: prefix.length]
-            pin_manager.pin(entries, namespace, retention_seconds=prefix.seconds)
+            pin_manager.pin(entries, job.namespace, retention_seconds=prefix.seconds)
 
     def _fail(self, job: Job, error: AfterglowError) -> None:
         self._events.append(Failed(job.request.id, error, job.build_usage()))
@@ -259,6 +344,7 @@ class Engine:
 
     def _stop_running(self, running: RunningJob) -> None:
         self._running.remove(running)
+        self._is_packed = False
         running.sequence.drop_partial_media()
         self.prefix_cache.release(running.sequence)
 
@@ -266,21 +352,31 @@ class Engine:
 
     def _schedule(self) -> list[tuple[RunningJob, int]]:
         now, cost_model = time.monotonic(), self.prefix_cache.cost_model
-        ready = [
-            running for running in self._running[:] if not running.job.media_indices or self._is_media_ready(running)
-        ]
+        ready = drop_paused(
+            [running for running in self._running[:] if not running.job.media_indices or self._is_media_ready(running)],
+            now,
+        )
         if self.settings.deterministic:
             return schedule_on_grid(ready, self.settings.grid)
         cells = compute_max_batch(self.backend.capabilities, cost_model.latest_seconds_per_entry)
-        decoding, prefilling, media_jobs = partition_jobs(ready)
+        decoding, prefilling, media_jobs = partition_jobs(select_adapter_set(ready))
+        # Those with other adapters wait for this decode, too.
+        interactive = sum(running.is_decoding and not running.job.is_background for running in ready)
         entries = compute_prefill_budget(
-            len(decoding),
+            interactive,
             [running.backlog for running in prefilling],
             self.settings.max_token_gap,
             cost_model.seconds_per_step,
             cost_model.seconds_per_entry,
             cells,
         )
+        if prefilling and all(running.job.is_background for running in prefilling):
+            entries = limit_background_prefill(
+                entries,
+                has_interactive_decoding=interactive > 0,
+                seconds_per_step=cost_model.seconds_per_step,
+                seconds_per_entry=cost_model.seconds_per_entry,
+            )
         if self.media_scheduler.is_media_turn(media_jobs, has_other_work=bool(decoding or prefilling)):
             self._max_media_rows = entries
             return [(pick_first(media_jobs, now), 1)]
@@ -318,11 +414,14 @@ class Engine:
 
     def _process_decode(self, jobs: list[RunningJob], spans: list[DecodeSpan], started_at: float) -> None:
         tokens = recomputed = 0
+        forced = sum([running.forced_entries for running in jobs])
         # First everything that needs no logits: a GPU is still computing them.
         for running, span in zip(jobs, spans, strict=True):
             recomputed += running.record_decode(span, started_at)
+            running.ready_since = self.counters.decodes + 1
             if running.job.media_indices and span.completes_entry:
                 self.media_scheduler.release_decoded(running)
+        forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
@@ -334,7 +433,9 @@ class Engine:
                     self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
         seconds = time.perf_counter() - started_at
-        if rows - draft_tokens - recomputed == len(spans):  # no prefill
+        if forced and rows - draft_tokens - recomputed - forced == len(spans):  # neither prefill nor drafts only
+            self.speculator.loss_budget.elapsed_seconds += seconds
+        elif rows - draft_tokens - recomputed == len(spans):  # no prefill
             self.prefix_cache.cost_model.record_decode_step(seconds)
             self.speculator.record_decode(rows, len(spans), tokens, seconds)
         else:
@@ -346,8 +447,8 @@ class Engine:
         """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""
         job = running.job
         job.first_token_at = job.first_token_at or time.monotonic()
-        if job.request.max_tokens == 0:
-            self._finish(job, "length")
+        if job.request.max_tokens == 0 or job.finish_cause is not None:
+            self._finish(job, *(job.finish_cause or ("length", None)))
             return 0
         generated_before, accepted_before = len(job.generated), job.accepted_token_count
         failure: AfterglowError | None = None
@@ -363,6 +464,12 @@ class Engine:
             self.counters.draft_tokens += len(running.draft)
             self.counters.accepted_tokens += accepted
         is_intact = not running.draft or drop_rejected(running, self.speculator.rollback)
+        if failure is None and finish_cause is None and is_intact and not self.settings.deterministic:
+            try:
+                finish_cause = append_forced(running, self.backend, self._events)
+            except AfterglowError as error:
+                failure = error
+            self.counters.forced_tokens += running.forced_entries
         if failure is not None:
             self._fail(job, failure)
         elif finish_cause is not None:
@@ -374,36 +481,40 @@ class Engine:
     # --- preemption and recovery
 
     def _free_cells(self, jobs: list[RunningJob], error: KVCacheFull) -> None:
-        """Free cells: stop drafting, else evict, else preempt the youngest job. A job that runs alone ends."""
+        """Free cells: stop drafting, else evict, else preempt the youngest job of the lowest priority.
+
+        A job that runs alone ends.
+        """
         if any(running.draft for running in jobs):
             return self.speculator.pause()
         if self.prefix_cache.evict():
             return
-        youngest = max(self._running, key=lambda running: running.job.submitted_at)
+        victim = pick_victim(self._running)
         if len(self._running) > 1:
-            self._swap_out(youngest)
-        elif youngest.job.generated:
-            self._finish(youngest.job, "length")
+            self._swap_out(victim)
+        elif victim.job.generated:
+            self._finish(victim.job, "length")
         else:
-            self._fail(youngest.job, error)
+            self._fail(victim.job, error)
 
-    def _swap_out(self, running: RunningJob) -> None:
+    def _swap_out(self, running: RunningJob, *, needs_cells: bool = True) -> None:
+        """Preempt a job. `needs_cells`: for its cells, so that it waits until other jobs have freed some."""
         running.sequence.drop_partial_media()
         saved = self.prefix_cache.swap_out(running.sequence)
         running.sequence.clear()
-        self._requeue(running, saved, is_preempted=True)
+        self._requeue(running, saved, is_preempted=needs_cells)
         self.counters.preempted += 1
 
     def _swap_in(self, waiting: WaitingJob, saved: SavedSequence) -> bool:
         job = waiting.job
         plan = self.prefix_cache.plan(
-            job.prompt, use_prefix_cache=False, slot=job.request.sequence, salt=job.request.salt
+            job.prompt, use_prefix_cache=False, slot=job.request.sequence, namespace=job.namespace
         )
         if plan is None:
             return False
         waiting.swapped_state = None
         self.prefix_cache.release_swapped(saved)
-        sequence, _ = self.prefix_cache.acquire(plan, job.request.salt)
+        sequence, _ = self.prefix_cache.acquire(plan, job.namespace, is_transient=job.request.is_transient)
         try:
             sequence.load(saved.entries, saved.state)
         except AfterglowError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +11,8 @@ from afterglow.engine.sampling.logprobs import find_top_logprobs, log_softmax
 from afterglow.engine.scheduling.job import RunningJob
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.types.backend import Backend
-from afterglow.engine.types.request import EngineEvent, FinishReason, Token
+from afterglow.engine.types.request import EngineEvent, FinishCause, Token
 from afterglow.errors import AfterglowError, UnsupportedOperation
-
-FinishCause: TypeAlias = tuple[FinishReason, bytes | int | None]
 
 
 def sample_and_verify(
@@ -32,17 +29,41 @@ def sample_and_verify(
         logits = backend.get_logits(span, row)
         token = sample_token(running, logits)
         job.generated.append(token)
-        if request.logprobs is None:
+        if request.logprobs is None and not request.logprob_tokens:
             events.append(Token(request.id, token))
         else:
             logprobs = log_softmax(logits)
-            top_logprobs = find_top_logprobs(logprobs, request.logprobs)
-            events.append(Token(request.id, token, float(logprobs[token]), top_logprobs))
+            chosen = tuple((other, float(logprobs[other])) for other in request.logprob_tokens)
+            alternatives = find_top_logprobs(logprobs, request.logprobs or 0) + chosen
+            events.append(Token(request.id, token, float(logprobs[token]), alternatives))
         job.accepted_token_count += token == draft_token
         finish_cause = _find_finish_cause(running, backend, token)
         if finish_cause is not None or token != draft_token:
             return finish_cause
         row += 1
+    return None
+
+
+def append_forced(running: RunningJob, backend: Backend, events: list[EngineEvent]) -> FinishCause | None:
+    """Append the tokens that the grammar forces next, without computing or sampling each. Return the finish cause.
+
+    The next decode computes them together. If they end the completion, it ends after that decode, so that the next
+    turn finds them in the KV cache. With log-probabilities, every token needs logits, so none is appended.
+    """
+    job = running.job
+    constraint, free_cells = job.token_constraint, running.free_cells
+    if constraint is None or job.request.logprobs is not None:
+        return None
+    for token in constraint.find_forced_tokens()[: max(0, free_cells)]:
+        constraint.accept_forced(job.sampler, token)
+        job.generated.append(token)
+        running.forced_entries += 1
+        events.append(Token(job.request.id, token))
+        if (finish_cause := _find_finish_cause(running, backend, token)) is not None:
+            if running.forced_entries == 1:  # only the newest token is not computed, as after any other token
+                return finish_cause
+            job.finish_cause = finish_cause
+            return None
     return None
 
 

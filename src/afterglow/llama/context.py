@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from afterglow.llama.library.loader import get_library
 from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
-from afterglow.llama.state import StateSerializer
+from afterglow.llama.state import NO_ADAPTERS_KEY, StateSerializer
 
 DECODE_ABORTED = 2
 
@@ -59,7 +60,7 @@ class LlamaContext(Handle):
         self.memory = KVMemory(self)
         self.state = StateSerializer(self)
         self.adapters: dict[LoraAdapter, float] = {}
-        self.adapter_key = _build_adapter_key({})
+        self.adapter_key = NO_ADAPTERS_KEY
         self.decode_count = 0
         self._row_count = 0  # of the last decode
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
@@ -108,8 +109,9 @@ class LlamaContext(Handle):
         code = self._library.symbols.llama_decode(self.pointer, native)
         self._abort_flag[0] = b"\0"
         self.decode_count += 1
-        if code != -1:  # a decode applies pending shifts first
+        if code != -1:  # a decode applies pending shifts and copies first
             self.memory.pending_shift = False
+            self.memory.pending_copies.clear()
         if code == 0:
             return
         reason = self._library.log_bridge.take_error("no reason given")
@@ -120,6 +122,24 @@ class LlamaContext(Handle):
         if code == -1:
             raise InvalidArgument("batch", f"was rejected by llama.cpp: {reason}")
         raise DecodeFailed(code, reason)
+
+    def apply_copies(self, sequence: int) -> None:
+        """Apply the pending copies from or to a sequence, before its bytes are read or replaced.
+
+        Only a decode applies them. It computes one row, in an empty sequence if there is one, and removes it.
+        """
+        memory = self.memory
+        if sequence not in memory.pending_copies:
+            return
+        ranges = {number: memory.get_position_range(number) for number in range(self.sequences)}
+        scratch = next((number for number, positions in ranges.items() if positions is None), sequence)
+        positions = ranges[scratch]
+        end = 0 if positions is None else positions[1] + 1
+        batch = Batch(1)
+        batch.add_row(0, position=end, sequence=scratch, output=False)
+        with contextlib.suppress(KVCacheFull):  # the copies are applied nevertheless
+            self.decode(batch)
+        memory.remove(scratch, start=end)
 
     def _check_embedding_batch(self, batch: EmbeddingBatch, causal: bool) -> None:
         limit = self.batch.capacity if causal else min(self.batch.capacity, self.ubatch)
@@ -226,7 +246,7 @@ class LlamaContext(Handle):
         self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
 
     def get_companion(self, purpose: str, create: Callable[[], LlamaContext], *, min_cells: int = 0) -> LlamaContext:
-        """Return the context for `purpose` beside this one, with the same adapters.
+        """Return the context for `purpose` beside this one. It has adapters of its own.
 
         `create` is called on first use, and if the context was closed or has fewer than `min_cells` cells. It should
         make this context the `owner`.
@@ -236,12 +256,12 @@ class LlamaContext(Handle):
             if companion is not None:
                 companion.close()
             companion = self._companions[purpose] = create()
-        if companion.adapters != self.adapters:
-            companion.set_adapters(self.adapters)
         return companion
 
     def set_adapters(self, adapters: Mapping[LoraAdapter, float]) -> None:
         """Apply these LoRA adapters with their scales from the next decode on; an empty mapping removes all."""
+        if adapters == self.adapters:
+            return
         ffi = self._library.ffi
         pointers = [adapter.get_pointer_for(self.model) for adapter in adapters]
         scales = [check_float("scale", scale) for scale in adapters.values()]

@@ -55,6 +55,10 @@ class KVMemory:
         # Sequences that were rolled back and not decoded since: their state is one of their snapshots.
         self._rolled_back: NDArray[np.bool_] = np.zeros(context.sequences, dtype=np.bool_)
         self.pending_shift = False  # positions were shifted; the next decode rotates the keys
+        # Copy streams with llama.cpp's own copy, within the device. The next decode applies it, and it copies whole
+        # streams: on a GPU that takes a few milliseconds, on a CPU far longer than copying the state of a few cells.
+        self.copies_on_device = False
+        self.pending_copies: set[int] = set()  # sequences of copies that the next decode applies
         self.is_unknown = False  # it behaves as no known kind: only whole states are trusted
         self.rejects_shift = False  # shifted positions were found to give wrong results
 
@@ -147,8 +151,7 @@ class KVMemory:
         """Copy positions [start, stop) of `source` to `target`; return the number of bytes copied.
 
         The target must be empty from `start` on. If unified, the cells are shared and no bytes are copied. With
-        streams, the bytes are copied immediately: llama.cpp's own copy is deferred to the next decode, and saving or
-        overwriting either side before it is silently wrong.
+        streams, the bytes are copied immediately, or by the next decode if `copies_on_device`.
         """
         self.check_sequence(source, "source")
         self.check_sequence(target, "target")
@@ -159,13 +162,20 @@ class KVMemory:
         self._check_copy(source_range, source, target, first, last)
         if self._context.settings.kv_unified and not self.is_unknown:
             return self._share_cells(source, target, first, last)
-        nbytes = self._context.state.copy(source, target)
+        nbytes = self._copy_stream(source, target)
         kept_end = last > source_range[1] or self._remove_range(self._get_pointer("copy"), target, last, INT32_MAX)
         kept_start = first == 0 or self._remove_range(self._get_pointer("copy"), target, 0, first)
         if not (kept_end and kept_start):
             self.remove(target)
             raise UnsupportedOperation("this copy", f"llama.cpp did not remove what is outside of [{first}, {last})")
         return nbytes
+
+    def _copy_stream(self, source: int, target: int) -> int:
+        if not self.copies_on_device or self.kind not in ("attention", "window"):
+            return self._context.state.copy(source, target)
+        self._symbols.llama_memory_seq_cp(self._get_pointer("copy"), source, target, -1, -1)
+        self.pending_copies |= {source, target}
+        return 0
 
     def _share_cells(self, source: int, target: int, first: int, last: int) -> int:
         """Let `target` use the cells of `source`. The two also share a recurrent state, until either is decoded."""

@@ -56,7 +56,7 @@ def confirm_memory_kind(context: LlamaContext) -> None:
         return
     if context.batch.capacity < MIN_BATCH_ROWS or context.max_outputs < 2:
         return
-    confirmed = get_cache_directory("probed") / f"memory-{_compute_probe_key(context)}"
+    confirmed = get_cache_directory("probed") / f"memory-{compute_probe_key(context)}"
     if confirmed.exists():
         return
     abilities = probe_memory(context)
@@ -77,7 +77,7 @@ def confirm_memory_kind(context: LlamaContext) -> None:
         memory.is_unknown = True
 
 
-def _compute_probe_key(context: LlamaContext) -> str:
+def compute_probe_key(context: LlamaContext) -> str:
     """Return a name for everything that a probe depends on."""
     settings = context.settings
     copies = context.sequences > 1  # with one sequence, copies are not probed

@@ -32,6 +32,7 @@ class LoraAdapter(Handle):
         self.model = model
         self.path = path
         self.fingerprint = compute_fingerprint(path)
+        self.invocation_tokens = self._read_invocation_tokens()
         self.users: weakref.WeakSet[AdapterUser] = weakref.WeakSet()
 
     @classmethod
@@ -46,8 +47,15 @@ class LoraAdapter(Handle):
         pointer = library.symbols.llama_adapter_lora_init(model.pointer, str(path).encode())
         if pointer == library.ffi.NULL:
             reason = library.log_bridge.take_error("llama.cpp rejected this adapter and gave no reason")
-            raise InvalidModel(str(path), reason)
+            raise InvalidModel(str(path), f"it cannot be applied to {model.path.name}: {reason}")
         return cls(pointer, model, path)
+
+    def _read_invocation_tokens(self) -> tuple[int, ...]:
+        """Return the tokens from which on an activated adapter (aLoRA) is to be applied; empty for other adapters."""
+        symbols = get_library().symbols
+        count = symbols.llama_adapter_get_alora_n_invocation_tokens(self.pointer)
+        tokens = symbols.llama_adapter_get_alora_invocation_tokens(self.pointer)
+        return tuple(int(tokens[index]) & 0xFFFFFFFF for index in range(count))  # invalid ones match no token
 
     def get_pointer_for(self, model: LlamaModel) -> Any:
         """Return the native pointer; raise `InvalidArgument` if the adapter was loaded for another model."""

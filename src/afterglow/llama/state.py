@@ -23,6 +23,7 @@ from afterglow.llama.settings import YARN_FACTORS, ContextSettings
 StateScope = Literal["full", "partial"]
 PARTIAL_ONLY = 1  # flag of llama.cpp's state functions
 MAGIC = b"afterglow state\x01"
+NO_ADAPTERS_KEY = "[]"
 ENVELOPE = struct.Struct(f"<{len(MAGIC)}s32s32s?iiQ")  # magic, checksum, key, partial, first and last position, size
 
 
@@ -73,6 +74,8 @@ class StateOwner(Protocol):
     is_mtp: bool
     adapter_key: str  # the applied adapters and their scales
 
+    def apply_copies(self, sequence: int) -> None: ...
+
     @property
     def pointer(self) -> Any: ...
 
@@ -84,8 +87,10 @@ class StateSerializer:
     >>> context.state.load(1, state)
     """
 
-    def __init__(self, context: StateOwner) -> None:
+    def __init__(self, context: StateOwner, *, ignore_adapters: bool = False) -> None:
+        """With `ignore_adapters`, the caller makes sure that states are loaded with the adapters of their save."""
         self._context = context
+        self._ignore_adapters = ignore_adapters
         self._library = get_library()
 
     @property
@@ -107,7 +112,7 @@ class StateSerializer:
             settings.yarn_orig_ctx,
             *(getattr(settings, name) for name in YARN_FACTORS),
             self._context.is_mtp,
-            self._context.adapter_key,
+            NO_ADAPTERS_KEY if self._ignore_adapters else self._context.adapter_key,
         )
         return blake3(repr(parts).encode()).digest()
 
@@ -121,6 +126,7 @@ class StateSerializer:
     def save(self, sequence: int, scope: StateScope = "full", *, long_lived: bool = False) -> SavedState:
         """Copy the state of a sequence. Set `long_lived` for a copy that is stored; a short-lived copy is faster."""
         memory = self._context.memory
+        self._context.apply_copies(sequence)
         size = self.size(sequence, scope)
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted; decode first to apply the shift")
@@ -145,6 +151,7 @@ class StateSerializer:
         if state.positions is None:
             memory.remove(sequence)
             return
+        self._context.apply_copies(sequence)
         last = state.positions[1]
         if last >= self._context.cells_per_sequence:
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)

@@ -110,6 +110,15 @@ class Vocabulary:
     def adds_bos(self) -> bool:
         return bool(self._library.symbols.llama_vocab_get_add_bos(self.pointer))
 
+    @property
+    def adds_eos(self) -> bool:
+        return bool(self._library.symbols.llama_vocab_get_add_eos(self.pointer))
+
+    @property
+    def adds_separator(self) -> bool:
+        """Whether a separator follows the first text of a pair."""
+        return bool(self._library.symbols.llama_vocab_get_add_sep(self.pointer))
+
     def tokenize(self, text: str | bytes, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Return the token ids of `text`.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter, build_adapter_key
 from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan
 from afterglow.engine.types.constraints import TokenBytes
-from afterglow.engine.types.entries import EntryInterner
+from afterglow.engine.types.entries import EntryInterner, strip_label
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import Cancelled, InvalidArgument, InvalidState, KVCacheFull
 from afterglow.llama.projector import MediaEmbedding
@@ -83,8 +84,8 @@ class FakeBackend:
 
     `recurrent_snapshots` is the number of earlier states of a recurrent memory, as llama.cpp's `n_rs_seq`;
     `can_replay` is whether it can return to a saved state. With `simulate_rounding`, the shape of a decode changes its
-    results, as floating-point rounding does. Prompts may contain media if `interner` is the engine's; with a
-    `projector` (`FakeProjector`), media entries depend on what it encoded.
+    results, as floating-point rounding does. Results also depend on the `adapters` of a decode. Prompts may contain
+    media if `interner` is the engine's; with a `projector` (`FakeProjector`), media entries depend on what it encoded.
 
     >>> backend = FakeBackend("hybrid", sequences=2)
     >>> backend.decode([DecodeSpan(0, [1, 2, 3], position=0, outputs=1)])
@@ -107,6 +108,7 @@ class FakeBackend:
         simulate_rounding: bool = False,
         model_identity: str = "fake",
         projector: MediaEncoder | None = None,
+        adapters: Mapping[str, LoadedAdapter] | None = None,
     ) -> None:
         self._has_recurrent_state = memory_kind in ("recurrent", "hybrid")
         rollbacks = {"attention": cells_per_sequence, "window": WINDOW_MARGIN_ENTRIES}
@@ -124,7 +126,7 @@ class FakeBackend:
             can_replay=can_replay and self._has_recurrent_state,
         )
         self.model_identity = model_identity  # part of `state_key`: states of another model are rejected
-        self.adapter_key = ""  # part of `state_key` and of everything that is computed
+        self.adapters: Mapping[str, LoadedAdapter] = dict(adapters or {})
         self.projector = projector
         self.eog_tokens = frozenset({0})
         pieces = tuple(self.token_to_piece(token) for token in range(vocabulary_size))
@@ -135,6 +137,7 @@ class FakeBackend:
         self.simulate_rounding = simulate_rounding
         self.interner: EntryInterner | None = None
         self.decode_history: list[list[tuple[int, int]]] = []  # (sequence, rows) of every span of every decode
+        self.adapter_history: list[AdapterSet] = []  # of every decode
         self.injected_errors: list[Exception] = []  # raised by the next decodes, one each
         self.closed = False
         self._kv_caches = [FakeKVCache() for _ in range(sequences)]
@@ -151,6 +154,7 @@ class FakeBackend:
             self._fail(self.injected_errors.pop(0), spans)
         self._check_capacity(spans)
         self.decode_history.append([(span.sequence, len(span.entries)) for span in spans])
+        self.adapter_history.append(spans[0].adapters)
         for kv_cache in self._kv_caches:
             kv_cache.last_decode_rows = 0  # recurrent states are moved without their snapshots
         shape = hash_integers(*[len(span.entries) for span in spans]) if self.simulate_rounding else 0
@@ -163,11 +167,13 @@ class FakeBackend:
         assert 0 < sum(span.rows for span in spans) <= self.capabilities.batch_cells
         assert sum(span.outputs for span in spans) <= self.capabilities.max_outputs
         assert len({span.sequence for span in spans}) == len(spans), "a decode has one span per sequence"
+        assert len({span.adapters for span in spans}) == 1, "a decode has one adapter set"
         for span in spans:
             assert span.position == self._kv_caches[span.sequence].position, "positions are consecutive"
-            if max(span.entries) >= self.vocabulary_size or (min(span.entries) < 0 and self.interner is None):
+            largest, smallest = max(map(strip_label, span.entries)), min(span.entries)
+            if largest >= self.vocabulary_size or (smallest < 0 and self.interner is None):
                 raise InvalidArgument("tokens", f"must be from 0 to {self.vocabulary_size - 1}")
-            if self.projector is not None and min(span.entries) < 0:
+            if self.projector is not None and smallest < 0:
                 assert len(span.entries) == len(spans) == 1, "media are decoded alone"
                 assert span.embedding is not None, "media must be encoded first"
 
@@ -229,13 +235,14 @@ class FakeBackend:
             media = self.interner.get_media(int(span.entries[0]))
             assert kv_cache.partial_media_rows + span.rows == media.cells, "media rows come in order, each once"
             kv_cache.recurrent_state, kv_cache.partial_media_rows = kv_cache.state_before_media, 0
+        adapter_key = build_adapter_key(span.adapters, self.adapters).encode()
         states: list[int] = []
         contents: list[int] = []
         for entry in span.entries:
             states = [] if entry < 0 else [kv_cache.recurrent_state, *states]
             embedded = self._embed_entry(int(entry), span.embedding)
             row_shape = batch_shape and hash_integers(batch_shape, len(contents))
-            contents.append(self._append_entry(kv_cache, int(entry), embedded, row_shape))
+            contents.append(self._append_entry(kv_cache, int(entry), embedded, row_shape, adapter_key))
         snapshots = states[:-1][: self.recurrent_snapshots]  # newest first, without the state before the first row
         kv_cache.state_snapshots[: len(snapshots)] = snapshots
         kv_cache.last_decode_rows = len(states)
@@ -244,14 +251,16 @@ class FakeBackend:
     def _embed_entry(self, entry: int, embedding: MediaEmbedding | None) -> int:
         """Return the embedding of an entry as a number: a token itself, media by what was encoded or by its digest."""
         if entry >= 0 or self.interner is None:
-            return entry
+            return strip_label(entry)
         if embedding is not None:
             return int(np.ascontiguousarray(embedding.rows[0]).view(np.int64)[0])
         return hash_media_digest(self.interner.get_media(entry).digest)
 
-    def _append_entry(self, kv_cache: FakeKVCache, entry: int, embedded: int, batch_shape: int) -> int:
+    def _append_entry(
+        self, kv_cache: FakeKVCache, entry: int, embedded: int, batch_shape: int, adapter_key: bytes
+    ) -> int:
         kind = self.capabilities.memory_kind
-        inputs = [kv_cache.position, embedded, batch_shape, *self.adapter_key.encode()]
+        inputs = [kv_cache.position, embedded, batch_shape, *adapter_key]
         if kind != "recurrent":
             inputs += [len(kv_cache.cells), hash_cells(kv_cache.cells)]
         if kind == "window":
@@ -364,7 +373,7 @@ class FakeBackend:
     @property
     def state_key(self) -> bytes:
         capabilities = self.capabilities
-        parts = self.model_identity, capabilities.memory_kind, str(capabilities.kv_unified), self.adapter_key
+        parts = self.model_identity, capabilities.memory_kind, str(capabilities.kv_unified)
         return " ".join(parts).encode()
 
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> FakeCells | None:

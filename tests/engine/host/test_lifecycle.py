@@ -172,7 +172,7 @@ def test_c12_the_state_is_readable_during_a_transition():
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("projector", [None, "projector-llava"])
+@pytest.mark.parametrize("projector", [pytest.param(None, marks=pytest.mark.full), "projector-llava"])
 def test_c12_fifty_cycles_leak_nothing(projector, list_own_handles):
     process = psutil.Process()
     sizes = []

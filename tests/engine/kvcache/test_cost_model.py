@@ -7,13 +7,35 @@ import pytest
 from afterglow.engine.kvcache.cost_model import CostModel, StepCosts
 
 
-def test_the_first_prefill_measurement_replaces_the_estimate_and_later_ones_are_averaged():
-    """Otherwise a new engine underestimates compute time and does not store what it should."""
+def test_the_first_measurement_replaces_each_estimate():
+    """Otherwise a new engine on a fast GPU loads from disk what it computes faster, and stores at a loss."""
     cost_model = CostModel()
-    cost_model.record_prefill(100, 1.0)
-    assert cost_model.seconds_per_entry == pytest.approx(0.01)
-    cost_model.record_prefill(100, 2.0)
-    assert 0.01 < cost_model.seconds_per_entry < 0.02
+    cost_model.record_prefill(1000, 0.02)
+    cost_model.record_transfer(10_000_000, 0.1, entries=100)
+    cost_model.record_disk_read(10_000_000, 0.5)
+    assert cost_model.seconds_per_entry == pytest.approx(2e-5)
+    assert cost_model.seconds_per_byte == pytest.approx(1e-8)
+    assert cost_model.bytes_per_entry == pytest.approx(100_000)
+    assert cost_model.seconds_per_disk_byte == pytest.approx(5e-8)
+
+
+def test_short_prefills_do_not_change_the_cost_of_an_entry_of_a_long_one():
+    cost_model = CostModel()
+    cost_model.record_prefill(2000, 0.04)
+    for _ in range(20):
+        cost_model.record_prefill(12, 0.005)
+    assert cost_model.seconds_per_entry == pytest.approx(2e-5)
+
+
+def test_a_lasting_change_of_speed_is_followed():
+    cost_model = CostModel()
+    for _ in range(8):
+        cost_model.record_prefill(500, 0.5)
+    cost_model.record_prefill(500, 5.0)  # another process had the cores
+    assert cost_model.seconds_per_entry == pytest.approx(1e-3)
+    for _ in range(8):
+        cost_model.record_prefill(500, 5.0)
+    assert cost_model.seconds_per_entry == pytest.approx(1e-2)
 
 
 def test_step_costs_are_interpolated_and_never_fall():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from afterglow.engine.kvcache.blocks import Block, StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint
@@ -117,3 +119,40 @@ def test_at_least_the_last_entry_is_always_recomputed(backend):
     checkpoints = [make_checkpoint(100), make_checkpoint(50)]
     restored = plan(empty, checkpoints=checkpoints, checkpoints_need_cells=False)
     assert restored == Restore(checkpoints[1], 50, empty)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens_per_second=st.floats(5, 50_000),
+    bytes_per_second=st.floats(1e8, 1e10),
+    bytes_per_entry=st.sampled_from([5_000, 20_000, 130_000, 400_000]),
+    prompt_length=st.integers(100, 32_000),
+    stored_fraction=st.floats(0.05, 1.0),
+)
+def test_after_one_prompt_the_plan_is_within_a_tenth_of_the_better_choice_on_any_machine(
+    tokens_per_second, bytes_per_second, bytes_per_entry, prompt_length, stored_fraction
+):
+    def compute_seconds(entries: int) -> float:
+        return 0.002 + entries / tokens_per_second
+
+    def transfer_seconds(entries: int) -> float:
+        return entries * bytes_per_entry / bytes_per_second
+
+    cost_model = CostModel()
+    for entries in (2048, 1952):  # the first prompt, in two chunks, and its transfer to RAM
+        cost_model.record_prefill(entries, compute_seconds(entries))
+    cost_model.record_transfer(4000 * bytes_per_entry, transfer_seconds(4000), entries=4000)
+
+    length = max(1, int(stored_fraction * (prompt_length - 1)))
+    empty, stored_prefix = make_slot(FakeBackend("attention"), 1, 0), make_stored_prefix(length)
+    planned = plan(
+        empty,
+        prompt=np.arange(prompt_length, dtype=np.int64),
+        stored_prefix=stored_prefix,
+        cost_model=cost_model,
+        estimate_load_seconds=lambda prefix, count: count * cost_model.bytes_per_entry * cost_model.seconds_per_byte,
+    )
+    fresh = compute_seconds(prompt_length)
+    loaded = transfer_seconds(length) + compute_seconds(prompt_length - length)
+    chosen = loaded if isinstance(planned, LoadStored) else fresh
+    assert chosen <= 1.1 * min(fresh, loaded)

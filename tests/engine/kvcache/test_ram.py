@@ -18,7 +18,7 @@ from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.llama import page_buffers
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
-from support.play import KINDS, LAYOUTS, Answer, ask, fake, play, prompt, reference, request
+from support.play import KINDS, LAYOUTS, Answer, ask, fake, play, prompt, reference, request, set_prefill_cost
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +128,7 @@ def test_a_sequence_is_stored_before_it_is_truncated(kind):
 def test_a_common_prefix_of_3000_tokens_is_stored_once(make_engine, kind):
     """With streams, in which every sequence has its own cells. A block in which two prompts diverge is stored twice."""
     engine = make_engine(kind, cells=8192, sequences=2)
+    set_prefill_cost(engine, 1e-2)  # computing is expensive, so everything is stored
     system = make_tokens(3000, 1)
     block_size = engine.settings.block_size
     prompts = [system + make_tokens(100, 2), system + make_tokens(100, 3)]
@@ -239,7 +240,8 @@ def test_a_pinned_prefix_is_not_evicted():
 def test_nothing_is_stored_if_computing_is_cheaper():
     engine = fake("attention", SMALL_BLOCKS, sequences=1)
     cost_model = engine.prefix_cache.cost_model
-    cost_model.seconds_per_entry, cost_model.seconds_per_byte = 1e-9, 1e-3
+    set_prefill_cost(engine, 1e-9)
+    cost_model.record_transfer(1_000_000, 1e3, entries=0)
     cost_model.record_prefill = lambda entries, seconds: None  # type: ignore[method-assign]
     ask_each(engine, [prompt(60, 1), prompt(60, 2)])
     assert engine.prefix_cache.store.ram.counters.saves == 0

@@ -8,10 +8,31 @@ import pytest
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.scheduling.scheduler import MIN_CHUNK_ENTRIES, compute_max_batch, compute_prefill_budget
+from afterglow.engine.types.adapters import LoadedAdapter
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.testing import FakeBackend
-from support.play import Answer, collect, fake, play, prompt, request
+from support.play import Answer, collect, fake, play, prompt, request, set_prefill_cost
+
+
+def test_a_prefill_leaves_time_for_decoding_jobs_with_other_adapters():
+    engine = fake(
+        sequences=2,
+        batch_cells=512,
+        settings=EngineSettings(max_token_gap=0.1, speculation="off"),
+        cells_per_sequence=1024,
+        adapters={"a": LoadedAdapter(digest="a")},
+    )
+    engine.submit(request("base", prompt(10, 1), max_tokens=60, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    set_prefill_cost(engine, 0.002)
+    engine.prefix_cache.cost_model.seconds_per_step = 0.02
+    engine.submit(request("a", prompt(400, 2), adapters=(("a", 1.0),)))
+    while not engine.backend.adapter_history[-1]:
+        engine.step()
+    ((_, rows),) = engine.backend.decode_history[-1]
+    assert rows < 100  # of 400
 
 
 def test_a_prefill_alone_gets_the_whole_batch():
@@ -48,7 +69,8 @@ def test_many_short_prompts_that_arrive_late_take_one_decode():
     engine.submit(request("early", prompt(10, 9), max_tokens=60, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    engine.prefix_cache.cost_model.seconds_per_entry, engine.prefix_cache.cost_model.seconds_per_step = 0.002, 0.001
+    set_prefill_cost(engine, 0.002)
+    engine.prefix_cache.cost_model.seconds_per_step = 0.001
     for seed in range(7):
         engine.submit(request(f"late {seed}", prompt(20, seed)))
     engine.step()
@@ -66,12 +88,12 @@ def test_a_decode_that_cannot_be_interrupted_takes_half_a_second_at_most():
 
 def test_a_long_prefill_does_not_stall_decoding_jobs():
     engine = fake(batch_cells=512, settings=EngineSettings(max_token_gap=0.05), cells_per_sequence=8192)
-    engine.prefix_cache.cost_model.seconds_per_entry = 0.001
+    set_prefill_cost(engine, 0.001)
     engine.submit(request("decoding", prompt(10, 1), max_tokens=60, ignore_eos=True))
     answers: dict[str, Answer] = {}
     for _ in range(5):
         collect(answers, engine)
-    engine.prefix_cache.cost_model.seconds_per_entry, engine.prefix_cache.cost_model.seconds_per_step = 0.001, 0.001
+    engine.prefix_cache.cost_model.seconds_per_step = 0.001
     engine.submit(request("long", prompt(3000, 2)))
     before = len(answers["decoding"].tokens)
     collect(answers, engine)

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cffi
 import pytest
 
 from afterglow.errors import LibraryError
-from afterglow.llama.library import loader
-from afterglow.llama.library.declarations import BUILD
+from afterglow.llama.library import compiled_declarations, loader
+from afterglow.llama.library.declarations import BUILD, DECLARATIONS
 from afterglow.llama.library.loader import MTP_NAMES, Library, check_machine, cpu, get_library, providers
+from afterglow.llama.library.mtp_functions import MTP_DECLARATIONS
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +100,10 @@ def test_a_library_without_the_required_functions_is_rejected(tmp_path):
     ],
 )
 def test_a_library_with_different_structs_is_rejected_with_both_sizes(monkeypatch, change, reason):
-    monkeypatch.setattr(loader, "DECLARATIONS", loader.DECLARATIONS.replace(*change))
+    changed = cffi.FFI()
+    changed.cdef(DECLARATIONS.replace(*change))
+    changed.cdef(MTP_DECLARATIONS)
+    monkeypatch.setattr(loader, "ffi", changed)
     with pytest.raises((LibraryError, AttributeError), match=reason):
         Library(get_library().location)
 
@@ -155,6 +160,11 @@ def test_a_program_without_logging_setup_prints_nothing():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == result.stderr == ""
+
+
+def test_the_compiled_declarations_are_those_of_the_declarations(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "compile_declarations.py", tmp_path / "compiled.py"], check=True)
+    assert (tmp_path / "compiled.py").read_text() == Path(compiled_declarations.__file__).read_text()
 
 
 @pytest.mark.native

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
 from afterglow.engine.types.constraints import TokenBytes
+from afterglow.engine.types.entries import strip_label, strip_labels
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import InvalidState, UnsupportedOperation
 from afterglow.llama import kv_layout as llama_layout
@@ -20,6 +22,7 @@ from afterglow.llama.batch import EmbeddingBatch
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.kv_probe import confirm_memory_kind
 from afterglow.llama.library.devices import list_devices
+from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.projector import MediaEmbedding, Projector
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
@@ -33,15 +36,23 @@ class LlamaBackend:
     """Backend on llama.cpp. It closes the model only if `owns_model` is set; otherwise its creator does."""
 
     owns_model = False
+    allows_device_copies = True  # llama.cpp's own copies between streams, which it defers to the next decode
 
-    def __init__(self, context: LlamaContext, *, projector: Projector | None = None) -> None:
-        """With a `projector`, prompts may contain images or audio."""
+    def __init__(
+        self,
+        context: LlamaContext,
+        *,
+        projector: Projector | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
+    ) -> None:
+        """With a `projector`, prompts may contain images or audio. Requests may use the `adapters` by name."""
         confirm_memory_kind(context)
         kind, settings = context.memory.kind, context.settings
         if kind == "none":  # an encoder, which computes embeddings only
             kind = context.model.info.memory_kind
         assert kind != "none"
         self.context = context
+        context.memory.copies_on_device = self.allows_device_copies and _has_cells_on_gpu(context)
         self.capabilities = Capabilities(
             memory_kind=kind,
             sequences=context.sequences,
@@ -54,15 +65,27 @@ class LlamaBackend:
             or not context.model.settings.gpu_layers,
             media=frozenset() if projector is None else projector.modalities,
             max_rollback=_compute_max_rollback(context),
+            copies_on_device=context.memory.copies_on_device,
             can_replay=kind in ("recurrent", "hybrid"),
         )
         self.vocabulary_size = context.model.vocabulary.size
         self.eog_tokens = context.model.vocabulary.eog_tokens
         self.token_bytes: TokenBytes = context.model.vocabulary
         self.projector: MediaEncoder | None = projector
+        self._loras = dict(adapters or {})
+        self.adapters: Mapping[str, LoadedAdapter] = {
+            name: LoadedAdapter(digest=lora.fingerprint, invocation_tokens=lora.invocation_tokens)
+            for name, lora in self._loras.items()
+        }
+        self._applied_adapters: AdapterSet = ()
+        # The prefix cache keeps the states of different adapters apart.
+        self.state = llama_state.StateSerializer(context, ignore_adapters=True)
         self._first_rows: list[int] = []
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
+        if spans[0].adapters != self._applied_adapters:
+            self.context.set_adapters(self.select_adapters(spans[0].adapters))
+            self._applied_adapters = spans[0].adapters
         if spans[0].embedding is not None:
             assert len(spans) == 1, "a media entry has a decode of its own"
             return self._decode_embedding(spans[0], spans[0].embedding)
@@ -75,7 +98,7 @@ class LlamaBackend:
         if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all([len(span.entries) == 1 for span in spans]):
             ordered = [spans[index] for index in order]
             batch.add_rows(
-                [int(span.entries[0]) for span in ordered],
+                [strip_label(int(span.entries[0])) for span in ordered],
                 positions=[span.position for span in ordered],
                 sequences=[span.sequence for span in ordered],
                 outputs=[span.outputs for span in ordered],
@@ -87,10 +110,10 @@ class LlamaBackend:
                 span = spans[index]
                 self._first_rows[index] = batch.count
                 if len(span.entries) == 1:
-                    token, output = int(span.entries[0]), bool(span.outputs)
+                    token, output = strip_label(int(span.entries[0])), bool(span.outputs)
                     batch.add_row(token, position=span.position, sequence=span.sequence, output=output)
                 else:
-                    tokens = np.asarray(span.entries, dtype=np.int32)
+                    tokens = strip_labels(np.asarray(span.entries, dtype=np.int64)).astype(np.int32)
                     batch.add(tokens, position=span.position, sequence=span.sequence, outputs=span.outputs)
         self.context.decode()
 
@@ -132,22 +155,22 @@ class LlamaBackend:
         return self.context.memory.copy(source, target, stop=stop if self.capabilities.can_fork_anywhere else None)
 
     def get_state_size(self, sequence: int, scope: StateScope) -> int:
-        return self.context.state.size(sequence, scope)
+        return self.state.size(sequence, scope)
 
     def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> BackendState:
-        return self.context.state.save(sequence, scope, long_lived=long_lived)
+        return self.state.save(sequence, scope, long_lived=long_lived)
 
     def load(self, sequence: int, state: BackendState) -> None:
         assert isinstance(state, llama_state.SavedState)
-        self.context.state.load(sequence, state)
+        self.state.load(sequence, state)
 
-    @property
-    def adapter_key(self) -> str:
-        return self.context.adapter_key if any(self.context.adapters.values()) else ""
+    def select_adapters(self, adapters: AdapterSet) -> dict[LoraAdapter, float]:
+        """Return the loaded adapters of a set with their scales."""
+        return {self._loras[name]: scale for name, scale in adapters}
 
     @property
     def state_key(self) -> bytes:
-        return self.context.state.key
+        return self.state.key
 
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
         assert isinstance(state, llama_state.SavedState)
@@ -185,6 +208,17 @@ class LlamaBackend:
     def close(self) -> None:
         if self.owns_model:
             self.context.model.close()
+
+
+def _has_cells_on_gpu(context: LlamaContext) -> bool:
+    """Return whether all cells of attention or window memory, in streams, are in the memory of a GPU."""
+    layers = context.model.settings.gpu_layers
+    return (
+        context.memory.kind in ("attention", "window")
+        and not context.settings.kv_unified
+        and (layers < 0 or layers > context.model.info.layer_count)
+        and any("gpu" in device.kind for device in list_devices())
+    )
 
 
 def _compute_max_rollback(context: LlamaContext) -> int:

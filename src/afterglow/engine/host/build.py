@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from blake3 import blake3
+
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache.cost_model import StepCosts
-from afterglow.engine.speculation.calibration import calibrate
+from afterglow.engine.speculation.calibration import calibrate, recall_step_costs, store_step_costs
 from afterglow.engine.speculation.draft_model import DraftModel, check_vocabularies
 from afterglow.engine.speculation.mtp.backend import MtpBackend, MtpDrafter
 from afterglow.engine.speculation.speculator import Drafter
+from afterglow.engine.types.adapters import Adapter
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import AfterglowError
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf import probe
 from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
+from afterglow.llama.kv_probe import compute_probe_key
 from afterglow.llama.library.devices import list_devices
+from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel, ModelSettings, ProgressCallback
 from afterglow.llama.projector import Projector, ProjectorSettings
 from afterglow.llama.settings import ROPE_OPTIONS, ContextSettings
 from afterglow.llama.trial import limit_memory, try_model
 from afterglow.llama.zero_pages import drop_zero_pages
+from afterglow.paths import get_cache_directory
 
 logger = logging.getLogger("afterglow")
 DraftSource: TypeAlias = Path | Literal["mtp"]
@@ -44,6 +51,7 @@ class EngineSpec:
     draft: DraftSource | None = None
     projector_path: Path | None = None
     projector_settings: ProjectorSettings = field(default_factory=ProjectorSettings)
+    adapters: tuple[Adapter, ...] = ()
     trust: bool = False  # the files were loaded before: load them without a trial
     is_trial: bool = False  # this load is the trial of the model: the process that runs it may crash
     step_costs: StepCosts | None = None  # of an earlier engine; None: calibrate
@@ -69,6 +77,7 @@ class EngineSpec:
             draft=self.draft,
             projector=projector,
             projector_error=projector_error,
+            adapters=load_adapters(model, self.adapters, trust=self.trust),
             owns_model=True,
             trust=self.trust,
             step_costs=self.step_costs,
@@ -104,6 +113,7 @@ def build_engine(
     draft: DraftSource | None = None,
     projector: Projector | None = None,
     projector_error: str = "",
+    adapters: Mapping[str, LoraAdapter] | None = None,
     owns_model: bool = False,
     trust: bool = False,
     step_costs: StepCosts | None = None,
@@ -116,10 +126,10 @@ def build_engine(
     drafters: list[Drafter] = []
     backend: LlamaBackend
     if draft == "mtp" and settings.speculation != "off":
-        backend = mtp_backend = _build_mtp_backend(context, projector)
+        backend = mtp_backend = _build_mtp_backend(context, projector, adapters)
         drafters.append(MtpDrafter(mtp_backend.session))
     else:
-        backend = LlamaBackend(context, projector=projector)
+        backend = LlamaBackend(context, projector=projector, adapters=adapters)
         if draft is not None and draft != "mtp" and settings.speculation != "off":
             total = settings.ram_cache_limit  # the engine and its draft model share it
             share = int(total * DRAFT_RAM_SHARE)
@@ -133,12 +143,24 @@ def build_engine(
         if step_costs is not None:
             engine.prefix_cache.cost_model.step_costs = step_costs
         elif engine.speculator.drafter_names and context.model.info.is_causal:
-            calibrate(backend, engine.prefix_cache.cost_model.step_costs)
+            measure_step_costs(backend, engine.prefix_cache.cost_model.step_costs)
         return engine
     except BaseException:
         for drafter in drafters:
             drafter.close()
         raise
+
+
+def measure_step_costs(backend: LlamaBackend, step_costs: StepCosts) -> None:
+    """Calibrate, unless the same model was calibrated lately with the same settings."""
+    context = backend.context
+    key = blake3(f"{compute_probe_key(context)} {context.settings!r} {type(backend).__name__}".encode()).hexdigest()[
+        :32
+    ]
+    path = get_cache_directory("probed") / f"steps-{key}"
+    if not recall_step_costs(path, step_costs):
+        calibrate(backend, step_costs)
+        store_step_costs(path, step_costs)
 
 
 def open_projector(
@@ -155,6 +177,11 @@ def open_projector(
         return None, reason
 
 
+def load_adapters(model: LlamaModel, adapters: Sequence[Adapter], *, trust: bool = False) -> dict[str, LoraAdapter]:
+    """Load the adapters of a model, by name. Closing the model closes them."""
+    return {adapter.name: LoraAdapter.load(model, adapter.path, trust=trust) for adapter in adapters}
+
+
 def find_projector(path: Path) -> Path | None:
     """Return the projector next to a model file, if the folder has exactly one projector and one model."""
     files = [file for file in path.parent.glob("*.gguf") if file.is_file()]
@@ -163,13 +190,15 @@ def find_projector(path: Path) -> Path | None:
     return projectors[0] if len(projectors) == 1 and models == {SPLIT_FILE_NAME.sub("", path.name)} else None
 
 
-def _build_mtp_backend(context: LlamaContext, projector: Projector | None) -> MtpBackend:
+def _build_mtp_backend(
+    context: LlamaContext, projector: Projector | None, adapters: Mapping[str, LoraAdapter] | None
+) -> MtpBackend:
     heads = LlamaContext(context.model, replace(context.settings, recurrent_snapshots=0), mtp_target=context)
     # Without snapshots, rejected draft tokens are undone by replay, which has no limit.
     snapshots = context.max_rollback if context.memory.kind in ("recurrent", "hybrid") else 0
     n_draft_max = min(MAX_DRAFT_TOKENS, snapshots or MAX_DRAFT_TOKENS)
     try:
-        return MtpBackend(context, heads, n_draft_max=n_draft_max, projector=projector)
+        return MtpBackend(context, heads, n_draft_max=n_draft_max, projector=projector, adapters=adapters)
     except BaseException:
         heads.close()
         raise

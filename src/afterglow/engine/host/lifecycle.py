@@ -22,7 +22,7 @@ from typing import TypeAlias
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
-from afterglow.engine.host.build import EngineSpec, build_engine, open_projector
+from afterglow.engine.host.build import EngineSpec, build_engine, load_adapters, open_projector
 from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.remote_calls import EngineInfo
@@ -270,10 +270,18 @@ class ThreadLifecycle(Lifecycle):
             projector, error = open_projector(model, spec.projector_path, spec.projector_settings)
             if projector is not None:
                 stack.enter_context(projector)
+            adapters = load_adapters(model, spec.adapters)
+            for adapter in adapters.values():
+                stack.enter_context(adapter)
             host = stack.enter_context(
                 EngineThread(
                     lambda: build_engine(
-                        context, spec.engine_settings, draft=spec.draft, projector=projector, projector_error=error
+                        context,
+                        spec.engine_settings,
+                        draft=spec.draft,
+                        projector=projector,
+                        projector_error=error,
+                        adapters=adapters,
                     )
                 )
             )

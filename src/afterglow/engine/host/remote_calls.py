@@ -1,4 +1,4 @@
-"""Functions to run on an engine through `call` of its host: information, statistics, scoring and embeddings.
+"""Functions to run on an engine through `call` of its host: information, statistics and scoring.
 
 They are functions of a module, so that they can be pickled, and return plain values.
 """
@@ -8,25 +8,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
 from afterglow.engine.sampling.logprobs import SCORING_SEQUENCE, TokenLogprob, get_scoring_context, score_tokens
-from afterglow.errors import EngineCrashed, PromptTooLong, UnsupportedMedia, UnsupportedOperation
-from afterglow.llama.context import LlamaContext
+from afterglow.engine.types.adapters import AdapterSet
+from afterglow.engine.types.entries import Entries, strip_labels
+from afterglow.engine.types.media import EncodedMedia
+from afterglow.errors import EngineCrashed, UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.model import ModelInfo
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector, get_media_size
 from afterglow.media import load
+from afterglow.media.audio import decode_audio
+from afterglow.media.data_uri import encode_audio
 from afterglow.media.policy import MediaPolicy, Modality
+from afterglow.media.resampling import resample
+from afterglow.media.types import AudioData
+from afterglow.media.windows import split_at_silence
 
-MAX_EMBEDDING_TOKENS = 2048  # of one text: all of them are in one decode, which needs memory
 PREVIEW_ENTRIES = 48  # at either end of a sequence
-POOLING_NONE, POOLING_RANK = 0, 4  # values of llama.cpp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ class CacheContents:
 
 def get_engine_info(engine: Engine) -> EngineInfo:
     """Return the limits of the engine and facts about its model."""
-    capabilities, model = engine.backend.capabilities, _get_llama_context(engine).model
+    capabilities, model = engine.backend.capabilities, _get_llama_backend(engine).context.model
     return EngineInfo(
         model=model.info,
         embedding_width=model.embedding_width,
@@ -152,6 +156,52 @@ def decode_media(
     return _decoder_threads.submit(decode)
 
 
+@dataclass(frozen=True, slots=True)
+class AudioWindow:
+    """Part of a recording, from `start` to `end` seconds."""
+
+    start: float
+    end: float
+    media: EncodedMedia
+
+
+def split_audio(
+    engine: Engine, *, data: bytes, policy: MediaPolicy, source: str, window_seconds: float
+) -> Future[tuple[AudioWindow, ...]]:
+    """Decode an audio file, in a thread, and cut it into windows, each a file at the sample rate of the projector."""
+    projector = engine.backend.projector
+    if not isinstance(projector, Projector) or "audio" not in engine.backend.capabilities.media:
+        raise UnsupportedMedia("file", engine.media_scheduler.projector_error or "this model accepts no audio")
+    sample_rate = projector.sample_rate
+
+    def build_window(audio: AudioData, file: bytes, start: float) -> AudioWindow:
+        media = EncodedMedia(
+            modality="audio",
+            data=file,
+            detail="auto",
+            policy=policy,
+            size=get_media_size(audio),
+            digest=audio.digest,
+            nbytes=audio.nbytes,
+        )
+        return AudioWindow(start, start + audio.seconds, media)
+
+    def split() -> tuple[AudioWindow, ...]:
+        audio = decode_audio(data, policy, source=source)
+        if audio.seconds <= window_seconds:
+            return (build_window(audio, data, 0.0),)
+        audio = resample(audio, sample_rate)
+        samples = np.frombuffer(audio.samples, np.float32)
+        windows = []
+        for start, stop in split_at_silence(samples, sample_rate, window_seconds):
+            clip = AudioData(sample_rate=sample_rate, samples=samples[start:stop].tobytes())
+            file = encode_audio(clip, "FLAC")
+            windows.append(build_window(decode_audio(file, policy), file, start / sample_rate))
+        return tuple(windows)
+
+    return _decoder_threads.submit(split)
+
+
 def get_counters(engine: Engine) -> dict[str, int]:
     """Return the engine counters by name."""
     return asdict(engine.counters)
@@ -176,12 +226,12 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
     return CacheContents(
         sequences=tuple(
             CachedSequence(
-                number=slot.seq_id,
+                number=slot.number,
                 busy=slot.busy,
                 tokens=len(slot),
                 idle_seconds=0.0 if slot.busy else now - slot.last_used,
-                first_entries=tuple(map(int, slot.entries[:PREVIEW_ENTRIES])) if slot.salt == salt else (),
-                last_entries=tuple(map(int, slot.entries[max(PREVIEW_ENTRIES, len(slot) - PREVIEW_ENTRIES) :]))
+                first_entries=_preview(slot.entries[:PREVIEW_ENTRIES]) if slot.salt == salt else (),
+                last_entries=_preview(slot.entries[max(PREVIEW_ENTRIES, len(slot) - PREVIEW_ENTRIES) :])
                 if slot.salt == salt
                 else (),
             )
@@ -199,15 +249,28 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
     )
 
 
+def _preview(entries: Entries) -> tuple[int, ...]:
+    return tuple(map(int, strip_labels(entries)))
+
+
 def run_scoring(
-    engine: Engine, *, tokens: Sequence[int], position: int, count: int, alternatives: int, text_length: int
+    engine: Engine,
+    *,
+    tokens: Sequence[int],
+    position: int,
+    count: int,
+    alternatives: int,
+    text_length: int,
+    adapters: AdapterSet = (),
 ) -> list[TokenLogprob]:
     """Return the logprobs of the last `count` tokens of a part of a text, in one pass on the scoring context.
 
     `position` is the start of the part in a text of `text_length` tokens; 0 starts a new text. The last token is scored
     but not decoded.
     """
-    context = get_scoring_context(_get_llama_context(engine), text_length)
+    backend = _get_llama_backend(engine)
+    context = get_scoring_context(backend.context, text_length)
+    context.set_adapters(backend.select_adapters(adapters))
     if position == 0:
         context.memory.remove(SCORING_SEQUENCE)
     span = context.memory.get_position_range(SCORING_SEQUENCE)
@@ -216,49 +279,8 @@ def run_scoring(
     return score_tokens(context, np.asarray(tokens, dtype=np.int32), position, count, alternatives=alternatives)
 
 
-# --- embeddings
-
-
-def embed(engine: Engine, *, tokens: Sequence[int], limit: int) -> NDArray[np.float32]:
-    """Return the embedding of a text, normalized to length 1. It is one decode: pooling would keep only the last."""
-    target = _get_llama_context(engine)
-    context = target.get_companion("embedding", lambda: _create_embedding_context(target, limit))
-    if len(tokens) > (max_tokens := min(context.cells_per_sequence, context.batch.capacity)):
-        raise PromptTooLong(len(tokens), max_tokens)
-    if context.model.info.is_causal:  # other models have no KV cache
-        context.memory.remove(0)
-    context.batch.clear()
-    context.batch.add(np.asarray(tokens, dtype=np.int32), position=0, sequence=0, outputs=len(tokens))
-    context.decode()
-    vector = context.get_embedding(sequence=0)
-    norm = float(np.linalg.norm(vector))
-    return vector / np.float32(norm) if norm else vector
-
-
-def _create_embedding_context(target: LlamaContext, limit: int) -> LlamaContext:
-    """Create a context with the pooling of the model, or mean pooling if the model defines none."""
-    settings = replace(
-        target.settings,
-        cells=limit,
-        sequences=1,
-        batch=limit,
-        ubatch=limit,
-        kv_unified=False,
-        recurrent_snapshots=0,
-        embeddings=True,
-    )
-    context = LlamaContext(target.model, settings, owner=target)
-    if context.pooling == POOLING_NONE:
-        context.close()
-        context = LlamaContext(target.model, replace(settings, pooling="mean"), owner=target)
-    if context.pooling == POOLING_RANK:
-        context.close()
-        raise UnsupportedOperation("embedding", "the model is a reranker and returns no vectors")
-    return context
-
-
-def _get_llama_context(engine: Engine) -> LlamaContext:
+def _get_llama_backend(engine: Engine) -> LlamaBackend:
     backend = engine.backend
     if not isinstance(backend, LlamaBackend):
         raise UnsupportedOperation("this call", "the engine does not run on llama.cpp")
-    return backend.context
+    return backend

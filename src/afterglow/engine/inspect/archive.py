@@ -15,10 +15,19 @@ from afterglow.engine.kvcache.disk.index import DiskIndex, open_index
 from afterglow.errors import InvalidArgument, InvalidState
 
 
-def export_archive(directory: Path, target: Path, models: Collection[str] | None = None) -> int:
-    """Write the intact blocks and checkpoints of all or some models to a new private file; return their number."""
+def export_archive(
+    directory: Path, target: Path, models: Collection[str] | None = None, names: Collection[str] | None = None
+) -> int:
+    """Write the intact blocks and checkpoints of all or some models to a new private file; return their number.
+
+    `names`: only files with these names.
+    """
     with open_index(directory) as index:
-        rows = [row for row in index.list_rows() if models is None or row.model in models]
+        rows = [
+            row
+            for row in index.list_rows()
+            if (models is None or row.model in models) and (names is None or row.name in names)
+        ]
     if target.exists():
         raise InvalidArgument("file", f"{target} already exists")
     count = 0

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.index import IndexRow, open_index
+from afterglow.engine.types.adapters import AdapterSet
+from afterglow.engine.types.cache_events import CacheEventPage
 from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entry
 from afterglow.errors import InvalidState, PromptTooLong
@@ -73,29 +75,37 @@ def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
     }
 
 
+def get_cache_events(engine: Engine, after: int) -> CacheEventPage:
+    """Return what was stored, loaded and evicted after the event with this number."""
+    engine.prefix_cache.store.refresh()
+    return engine.prefix_cache.store.ram.events.get_page(after)
+
+
 def pin(
     engine: Engine,
     entries: Sequence[Entry] | NDArray[np.int64],
     salt: str = "",
     retention_seconds: float = math.inf,
+    adapters: AdapterSet = (),
 ) -> None:
     """Pin a prefix: it is not evicted from any tier, whether it is cached now or later, until the pin expires.
 
     Raises `InvalidArgument` if pins would take more than half of the budget, and `PromptTooLong` if the prefix does not
     fit into the context.
     """
-    interned = engine.interner.intern(entries)
+    interned, namespace, _ = engine.resolve_prompt(entries, salt, adapters)
     cells, limit = engine.interner.count_cells(interned), engine.backend.capabilities.cells_per_sequence
     if cells > limit:
         raise PromptTooLong(cells, limit)
-    namespace = engine.prefix_cache.build_namespace(salt)
     engine.prefix_cache.store.pin_manager.pin(interned, namespace, retention_seconds=retention_seconds)
 
 
-def unpin(engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "") -> bool:
+def unpin(
+    engine: Engine, entries: Sequence[Entry] | NDArray[np.int64], salt: str = "", adapters: AdapterSet = ()
+) -> bool:
     """Remove a pin; return False if there is none on exactly these entries."""
-    namespace = engine.prefix_cache.build_namespace(salt)
-    return engine.prefix_cache.store.pin_manager.unpin(engine.interner.intern(entries), namespace)
+    interned, namespace, _ = engine.resolve_prompt(entries, salt, adapters)
+    return engine.prefix_cache.store.pin_manager.unpin(interned, namespace)
 
 
 def clear(engine: Engine) -> None:

@@ -18,7 +18,7 @@ from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk.index import IndexRow, open_index
 from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.multimodal import embedding_files
-from afterglow.engine.types.entries import Entries, common_prefix_length
+from afterglow.engine.types.entries import Entries, common_prefix_length, strip_labels
 from afterglow.errors import InvalidArgument, InvalidState
 
 PREVIEW_ENTRIES = 128
@@ -72,7 +72,7 @@ def list_conversations(directory: Path) -> list[StoredConversation]:
                 hits=max(row.hits for row in path.rows),
                 seconds_saved=sum(row.hits * row.seconds for row in uncounted if row in path.rows),
                 pinned=any(row.is_pinned for row in path.rows),
-                first_entries=tuple(map(int, path.entries[:PREVIEW_ENTRIES])),
+                first_entries=tuple(map(int, strip_labels(path.entries[:PREVIEW_ENTRIES]))),
             )
         )
     return conversations
@@ -195,7 +195,7 @@ def find_nearest(directory: Path, models: Collection[str], entries: Entries) -> 
     limit = min(shared, len(entries) - 1)
     positions = [position for row in checkpoints if (position := row.start + len(row.entries)) <= limit]
     reused = max(positions, default=0) if checkpoints else shared
-    following = tuple(map(int, nearest.entries[shared : shared + MAX_SHOWN_ENTRIES]))
+    following = tuple(map(int, strip_labels(nearest.entries[shared : shared + MAX_SHOWN_ENTRIES])))
     explanation = _build_explanation(entries, reused, shared, next(iter(following), None))
     return NearestPrefix(explanation=explanation, cached_entries=following)
 

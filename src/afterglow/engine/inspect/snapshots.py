@@ -13,13 +13,14 @@ from afterglow.engine.inspect import cache
 from afterglow.engine.kvcache.planner import Fresh
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.kvcache.sequence import Sequence as Slot
+from afterglow.engine.types.entries import TOKEN_MASK
 from afterglow.errors import EngineError, InvalidArgument, InvalidState, KVCacheFull, UnsupportedOperation
 from afterglow.llama import state as llama_state
 from afterglow.llama.atomic_write import write_atomically
 from afterglow.llama.checks import check_integer
 
 MAGIC = b"afterglow snapshot\x03"
-HEADER = struct.Struct("<QQQQ")  # number of entries, grid, bytes of salt, bytes of state
+HEADER = struct.Struct("<QQQQ")  # number of entries, grid, bytes of namespace, bytes of state
 
 
 def save(engine: Engine, sequence: int | None = None) -> SavedSequence:
@@ -28,8 +29,6 @@ def save(engine: Engine, sequence: int | None = None) -> SavedSequence:
     slot = get_idle_slot(engine, sequence)
     if not len(slot):
         raise InvalidArgument("sequence", f"{sequence} is empty")
-    if not engine.prefix_cache.is_current(slot):
-        raise InvalidArgument("sequence", f"{sequence} was computed with other adapters: apply them to save it")
     return replace(slot.save(), grid=engine.prefix_cache.grid)
 
 
@@ -49,10 +48,12 @@ def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -
     if grid and snapshot.grid != grid:
         saved_with = f"grid {snapshot.grid}" if snapshot.grid else "deterministic mode off"
         raise InvalidState(f"it was saved with {saved_with}: deterministic mode with grid {grid} cannot reuse it")
-    plan = engine.prefix_cache.plan(snapshot.entries, use_prefix_cache=False, slot=sequence, salt=snapshot.salt)
+    plan = engine.prefix_cache.plan(
+        snapshot.entries, use_prefix_cache=False, slot=sequence, namespace=snapshot.namespace
+    )
     if not isinstance(plan, Fresh):
         raise KVCacheFull(len(snapshot.entries), engine.backend.capabilities.cells_per_sequence)
-    slot, _ = engine.prefix_cache.acquire(plan, snapshot.salt)
+    slot, _ = engine.prefix_cache.acquire(plan, snapshot.namespace)
     try:
         slot.load(snapshot.entries, snapshot.state)
         slot.prompt_length = len(slot)
@@ -61,7 +62,7 @@ def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -
         raise
     finally:
         engine.prefix_cache.release(slot)
-    return slot.seq_id
+    return slot.number
 
 
 def fork(engine: Engine, sequence: int | None = None) -> int:
@@ -76,7 +77,7 @@ def find_latest(engine: Engine) -> int:
         grid = engine.prefix_cache.grid
         reason = f": deterministic mode keeps full chunks of {grid} entries" if grid else ""
         raise InvalidArgument("sequence", f"must be given: no idle sequence has entries{reason}")
-    return max(idle, key=lambda slot: slot.last_used).seq_id
+    return max(idle, key=lambda slot: slot.last_used).number
 
 
 def clear(engine: Engine, sequence: int | None = None) -> None:
@@ -91,9 +92,11 @@ def write_file(snapshot: SavedSequence, path: Path) -> None:
     assert isinstance(snapshot.state, llama_state.SavedState)
     if len(snapshot.entries) and int(snapshot.entries.min()) < 0:
         raise UnsupportedOperation("a snapshot file", "the snapshot contains media: use it by name only")
-    body, salt = snapshot.state.to_bytes(), snapshot.salt.encode()
-    header = HEADER.pack(len(snapshot.entries), snapshot.grid, len(salt), len(body))
-    write_atomically(path, [MAGIC, header, snapshot.entries.tobytes(), salt, body])
+    if len(snapshot.entries) and int(snapshot.entries.max()) > TOKEN_MASK:
+        raise UnsupportedOperation("a snapshot file", "an activated adapter computed the snapshot: use it by name only")
+    body, namespace = snapshot.state.to_bytes(), snapshot.namespace.encode()
+    header = HEADER.pack(len(snapshot.entries), snapshot.grid, len(namespace), len(body))
+    write_atomically(path, [MAGIC, header, snapshot.entries.tobytes(), namespace, body])
 
 
 def read_file(path: Path) -> SavedSequence:
@@ -102,13 +105,13 @@ def read_file(path: Path) -> SavedSequence:
     start = len(MAGIC) + HEADER.size
     if len(data) < start or bytes(data[: len(MAGIC)]) != MAGIC:
         raise InvalidState(f"{path} is not an afterglow snapshot of this version")
-    count, grid, salt_bytes, state_bytes = HEADER.unpack_from(data, len(MAGIC))
-    if len(data) != start + 8 * count + salt_bytes + state_bytes:
+    count, grid, namespace_bytes, state_bytes = HEADER.unpack_from(data, len(MAGIC))
+    if len(data) != start + 8 * count + namespace_bytes + state_bytes:
         raise InvalidState(f"the size of {path} does not match its header")
-    salt_start = start + 8 * count
-    entries = np.frombuffer(data[start:salt_start], dtype=np.int64)
-    salt = bytes(data[salt_start : salt_start + salt_bytes]).decode("utf-8", "replace")
-    state = llama_state.SavedState.from_bytes(data[salt_start + salt_bytes :])
+    namespace_start = start + 8 * count
+    entries = np.frombuffer(data[start:namespace_start], dtype=np.int64)
+    namespace = bytes(data[namespace_start : namespace_start + namespace_bytes]).decode("utf-8", "replace")
+    state = llama_state.SavedState.from_bytes(data[namespace_start + namespace_bytes :])
     if state.positions is None or state.positions[1] + 1 != count:
         raise InvalidState(f"{path} has {count} entries and another number of positions")
-    return SavedSequence(entries, state, salt, grid)
+    return SavedSequence(entries, state, namespace, grid)

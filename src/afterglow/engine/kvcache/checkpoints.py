@@ -31,7 +31,7 @@ class Checkpoint:
 
     entries: Entries
     state: BackendState
-    salt: str = ""  # with the adapters: `PrefixCache.build_namespace`
+    salt: str = ""  # the namespace: `PrefixCache.build_namespace`
     parent: bytes = b""  # key of the last full block before it
     start: int = 0  # number of entries in the full blocks before it
     key: bytes = b""
@@ -86,6 +86,7 @@ class CheckpointStore:
     def __init__(self, settings: CheckpointSettings, cost_model: CostModel, budget: ByteBudget) -> None:
         self.all_checkpoints: list[Checkpoint] = []
         self.tree: RadixTree[Checkpoint] = RadixTree()
+        self.loss_count = 0  # number of checkpoints dropped so far
         self._settings = settings
         self._cost_model = cost_model
         self._budget = budget
@@ -148,6 +149,7 @@ class CheckpointStore:
 
     def drop(self, checkpoint: Checkpoint) -> None:
         self.all_checkpoints.remove(checkpoint)
+        self.loss_count += 1
         self._budget.remove("checkpoints", checkpoint.nbytes)
         self._budget.remove("tables", checkpoint.table_bytes)
         self.tree.remove(checkpoint)

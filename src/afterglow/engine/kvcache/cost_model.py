@@ -7,29 +7,41 @@ from collections import deque
 
 NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
 MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
+INITIAL_SECONDS_PER_ENTRY = 1e-3  # until a prefill was measured
 
 
 class CostModel:
-    """Running averages of measured costs. The initial values are estimates until something was measured."""
+    """Measured costs. The initial values are estimates; the first measurement replaces them."""
 
     def __init__(self) -> None:
-        self.seconds_per_entry = 1e-3  # prefill of one entry
-        self.latest_seconds_per_entry = 1e-3  # the same, of the latest decode only
-        self.seconds_per_byte = 2e-10  # transfer between the device and RAM
+        self.prefill_costs = PrefillCosts()
+        self.latest_seconds_per_entry = INITIAL_SECONDS_PER_ENTRY  # prefill of one entry in the latest decode
         self.bytes_per_entry = 20_000.0  # of a full state
-        self.seconds_per_disk_byte = 1e-9  # reading and verifying a file
         self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
-        self._has_entry_time = False  # whether `seconds_per_entry` was measured
+        self._transfer = RunningAverage(2e-10)
+        self._disk = RunningAverage(1e-9)
         self._has_entry_size = False  # whether `bytes_per_entry` was measured
+
+    @property
+    def seconds_per_entry(self) -> float:
+        """Seconds of the prefill of one entry of a long prompt."""
+        return self.prefill_costs.seconds_per_entry
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Seconds to transfer a byte between the device and RAM."""
+        return self._transfer.value
+
+    @property
+    def seconds_per_disk_byte(self) -> float:
+        """Seconds to read and verify a byte of a file."""
+        return self._disk.value
 
     def record_prefill(self, entries: int, seconds: float) -> None:
         """Record a decode of prompt entries."""
-        self.latest_seconds_per_entry = measured = max(seconds / entries, 1e-9)
-        # The first measurement replaces the estimate if it is slower: if computing seems too cheap, nothing is stored.
-        weight = 1.0 if not self._has_entry_time and measured > self.seconds_per_entry else NEW_SAMPLE_WEIGHT
-        self.seconds_per_entry += weight * (measured - self.seconds_per_entry)
-        self._has_entry_time = True
+        self.latest_seconds_per_entry = max(seconds / entries, 1e-9)
+        self.prefill_costs.record(entries, seconds)
 
     def record_decode_step(self, seconds: float) -> None:
         """Record a decode without prompt entries."""
@@ -38,7 +50,7 @@ class CostModel:
     def record_transfer(self, nbytes: int, seconds: float, entries: int) -> None:
         """Record saving, loading or copying the state of a sequence of `entries` entries (0: size not measured)."""
         if nbytes >= MIN_MEASURED_BYTES:
-            self.seconds_per_byte += NEW_SAMPLE_WEIGHT * (seconds / nbytes - self.seconds_per_byte)
+            self._transfer.add(seconds / nbytes)
         if nbytes and entries:
             # Sizes need no averaging, except over short sequences.
             weight = NEW_SAMPLE_WEIGHT if self._has_entry_size else 1.0
@@ -48,7 +60,12 @@ class CostModel:
     def record_disk_read(self, nbytes: int, seconds: float) -> None:
         """Record reading files."""
         if nbytes >= MIN_MEASURED_BYTES:
-            self.seconds_per_disk_byte += NEW_SAMPLE_WEIGHT * (seconds / nbytes - self.seconds_per_disk_byte)
+            self._disk.add(seconds / nbytes)
+
+    @property
+    def seconds_per_row(self) -> float:
+        """Seconds of a decode of one row, which reads all weights."""
+        return self.step_costs.estimate_seconds(1, self.seconds_per_step)
 
     def estimate_copy_seconds(self, entries: int) -> float:
         """Return the expected seconds to copy a sequence between streams: one transfer out and one in."""
@@ -75,6 +92,10 @@ class RecentTimings:
     def add(self, seconds: float) -> None:
         self._samples.append(seconds)
 
+    def list_samples(self) -> list[float]:
+        """Return the latest measurements, oldest first."""
+        return list(self._samples)
+
     @property
     def seconds(self) -> float:
         """Duration in seconds. Sorted on access, because it is read far less often than measured."""
@@ -82,6 +103,52 @@ class RecentTimings:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+
+class RunningAverage:
+    """Average in which new measurements have a fixed weight. The first one replaces the initial estimate.
+
+    >>> average = RunningAverage(5.0)
+    >>> average.add(1.0)
+    >>> average.add(2.0)
+    >>> average.value
+    1.2
+    """
+
+    def __init__(self, initial: float) -> None:
+        self.value = initial
+        self._is_measured = False
+
+    def add(self, measured: float) -> None:
+        weight = NEW_SAMPLE_WEIGHT if self._is_measured else 1.0
+        self.value += weight * (measured - self.value)
+        self._is_measured = True
+
+
+class PrefillCosts:
+    """Seconds per entry of a prefill, by its number of entries in classes that double.
+
+    Part of a decode does not depend on its length; on a GPU, 16 entries take about as long as 500. Only the longest
+    prefills show what one more entry costs, which is what a plan compares.
+
+    >>> costs = PrefillCosts()
+    >>> costs.record(16, 0.004)
+    >>> costs.record(512, 0.016)
+    >>> costs.record(20, 0.005)
+    >>> costs.seconds_per_entry
+    3.125e-05
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[int, RecentTimings] = {}  # seconds per entry, by the binary logarithm of the entries
+
+    def record(self, entries: int, seconds: float) -> None:
+        """Record a decode of this many prompt entries."""
+        self._classes.setdefault(entries.bit_length(), RecentTimings()).add(max(seconds / entries, 1e-9))
+
+    @property
+    def seconds_per_entry(self) -> float:
+        return self._classes[max(self._classes)].seconds if self._classes else INITIAL_SECONDS_PER_ENTRY
 
 
 class StepCosts:
@@ -103,6 +170,10 @@ class StepCosts:
         if not len(timings):
             self._measured_rows.insert(bisect_left(self._measured_rows, rows), rows)
         timings.add(seconds)
+
+    def list_samples(self) -> dict[int, list[float]]:
+        """Return the latest measurements by row count."""
+        return {rows: timings.list_samples() for rows, timings in self._timings.items()}
 
     @property
     def max_measured_rows(self) -> int:

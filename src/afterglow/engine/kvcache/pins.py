@@ -188,6 +188,14 @@ class PinManager:
             self.pins.remove(pin)
         return self._sync_block_pins(entries, salt, is_unpinned=True) or pin is not None
 
+    def forget(self, entries: Entries, start: int, salt: str) -> int:
+        """Remove the pins that continue the first `start` entries as these do; return their number."""
+        matching = [pin for pin in self.pins if pin.salt == salt and common_prefix_length(pin.entries, entries) > start]
+        for pin in matching:
+            self.pins.remove(pin)
+            self._sync_block_pins(pin.entries, pin.salt, is_unpinned=True)
+        return len(matching)
+
     def enforce_limit(self) -> None:
         """Remove the oldest pins while their actual bytes exceed the limit."""
         while self.nbytes > self.limit:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from afterglow.engine.kvcache.blocks import StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_checkpoint_positions
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import estimate_eviction_cost
 from afterglow.engine.kvcache.explain import EvictionHistory, Explanation, find_miss_cause
+from afterglow.engine.kvcache.placement import PAYBACK_DECODES, count_copied_entries, count_runs, plan_moves
 from afterglow.engine.kvcache.planner import (
     Continue,
     Fork,
@@ -25,11 +28,20 @@ from afterglow.engine.kvcache.planner import (
     plan_prefix,
 )
 from afterglow.engine.kvcache.radix_tree import RadixTree
-from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
+from afterglow.engine.kvcache.sequence import ADAPTER_SEPARATOR, SavedSequence, Sequence
 from afterglow.engine.kvcache.store import TieredStore
+from afterglow.engine.types.adapters import AdapterSet, build_adapter_key
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.counters import StoreReport
-from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length, round_down_to_grid
+from afterglow.engine.types.entries import (
+    Entries,
+    EntryInterner,
+    common_prefix_length,
+    round_down_to_grid,
+    strip_label,
+    strip_labels,
+)
+from afterglow.engine.types.request import PlanKind, PlannedPrefix
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError, KVCacheFull
 
@@ -37,6 +49,26 @@ from afterglow.errors import AfterglowError, KVCacheFull
 MAX_SKIPPED_STOP_ENTRIES = 24
 MAX_CANDIDATE_SEQUENCES = 16  # sequences that a plan considers: those that share most, and the longest idle ones
 CLOSE_TIMEOUT_SECONDS = 3.0  # for storing idle sequences on disk
+MAX_FOLLOWING_ENTRIES = 4096  # of a stored prefix after the entries that a prompt shares with it
+MAX_DESCRIBED_ENTRIES = 400  # the same in the description of a plan
+PLAN_KINDS: dict[type[PrefixPlan], PlanKind] = {
+    Continue: "continue",
+    Fork: "fork",
+    Restore: "restore",
+    LoadStored: "load",
+    Fresh: "fresh",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class ForgetReport:
+    """What `PrefixCache.forget` removed."""
+
+    sequences: int = 0  # idle ones, truncated or cleared
+    busy_sequences: int = 0  # of running requests, which stay
+    blocks: int = 0
+    checkpoints: int = 0
+    pins: int = 0
 
 
 class PrefixCache:
@@ -48,6 +80,7 @@ class PrefixCache:
     def __init__(self, backend: Backend, interner: EntryInterner, settings: EngineSettings, grid: int = 0) -> None:
         self.cost_model = CostModel()
         self._backend = backend
+        self._interner = interner
         self._checkpoint_settings = settings.checkpoints
         self._swap_limit_bytes = settings.swap_bytes
         self._partial_state_bytes = 0  # size of the last saved partial state
@@ -58,7 +91,6 @@ class PrefixCache:
         self._unwritten_slots: dict[Sequence, None] = {}  # idle and not on disk yet, the newest last
         self._last_loss_count = 0  # of sequences and blocks, at the last search for orphaned checkpoints
         self.eviction_history = EvictionHistory()
-        self._adapter_key = backend.adapter_key
         self.store = TieredStore(backend, interner, self.cost_model, settings, grid=grid)
         self.checkpoints = self.store.checkpoints
 
@@ -66,31 +98,18 @@ class PrefixCache:
     def all_checkpoints(self) -> list[Checkpoint]:
         return self.checkpoints.all_checkpoints
 
-    def build_namespace(self, salt: str) -> str:
-        """Return the salt together with the adapters that are applied now.
+    def build_namespace(self, salt: str, adapters: AdapterSet = ()) -> str:
+        """Return the salt together with the content and the scales of adapters.
 
         The stores and trees find only what has the same one: state of other tenants or other weights is never reused.
         """
-        return f"{salt}\0{self._backend.adapter_key}" if self._backend.adapter_key else salt
-
-    def notice_adapters(self) -> None:
-        """Notice whether the adapters have changed. Busy sequences are then computed with both sets, and not reused."""
-        if self._adapter_key != self._backend.adapter_key:
-            self._adapter_key = self._backend.adapter_key
-            for slot in self.slots:
-                slot.mixes_adapters = slot.busy and len(slot) > 0
-                if slot.busy and not len(slot):  # nothing is computed yet
-                    slot.namespace = self.build_namespace(slot.salt)
-
-    def is_current(self, slot: Sequence) -> bool:
-        """Return whether a sequence was computed with the adapters that are applied now. Only then it can be saved."""
-        return slot.namespace == self.build_namespace(slot.salt) and not slot.mixes_adapters
+        key = build_adapter_key(adapters, self._backend.adapters)
+        return f"{salt}{ADAPTER_SEPARATOR}{key}" if key else salt
 
     def plan(
-        self, entries: Entries, *, use_prefix_cache: bool = True, slot: int | None = None, salt: str = ""
+        self, entries: Entries, *, use_prefix_cache: bool = True, slot: int | None = None, namespace: str = ""
     ) -> PrefixPlan | None:
         """Return the plan for a prompt; None if every slot that it could use is busy."""
-        namespace = self.build_namespace(salt)
         requested = None if slot is None else self.slots[slot]
         if requested is not None and requested.busy:
             return None
@@ -110,7 +129,7 @@ class PrefixCache:
                 target_eviction_cost=target_eviction_cost,
                 can_fork_anywhere=capabilities.can_fork_anywhere,
                 checkpoints_need_cells=capabilities.checkpoints_need_cells,
-                has_copy_cost=not capabilities.kv_unified,
+                has_copy_cost=not (capabilities.kv_unified or capabilities.copies_on_device),
                 cost_model=self.cost_model,
                 grid=self.grid,
                 stored_prefix=self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix(),
@@ -143,8 +162,11 @@ class PrefixCache:
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells
         return is_waiting
 
-    def acquire(self, plan: PrefixPlan, salt: str = "") -> tuple[Sequence, int]:
-        """Apply a plan; return its sequence, now busy, and the number of prompt entries that it holds."""
+    def acquire(self, plan: PrefixPlan, namespace: str = "", *, is_transient: bool = False) -> tuple[Sequence, int]:
+        """Apply a plan; return its sequence, now busy, and the number of prompt entries that it holds.
+
+        `is_transient`: no later prompt will continue it, so that it is evicted first and not stored for its like.
+        """
         self.store.pin_manager.expire()
         target = plan.slot if isinstance(plan, Continue) else plan.target
         if target in self._idle_tree:
@@ -152,10 +174,14 @@ class PrefixCache:
         del self._idle_slots[target]
         target.busy = True
         self.store.protect(plan.stored_prefix if isinstance(plan, LoadStored) else StoredPrefix())
-        self._prepare_eviction(target, plan.reuse_length if isinstance(plan, Continue) else 0)
-        target.salt, target.namespace, target.mixes_adapters = salt, self.build_namespace(salt), False
+        if not (is_transient and target.is_transient):
+            self._prepare_eviction(target, plan.reuse_length if isinstance(plan, Continue) else 0)
+        target.is_transient = is_transient
+        target.namespace = namespace
         try:
             self._apply_plan(plan)
+            if isinstance(plan, Continue | Fork):
+                (plan.slot if isinstance(plan, Continue) else plan.source).reuse_lengths.append(len(target))
             if not self.grid:  # deterministic mode does not speculate
                 target.rewind_for_drafter()
         except AfterglowError:  # a state that does not load is a prefix miss
@@ -209,13 +235,11 @@ class PrefixCache:
         sequence.busy = False
         sequence.last_used = time.monotonic()
         self._idle_slots[sequence] = None
-        if sequence.mixes_adapters:
-            sequence.clear()
         if self.grid:
             self._truncate_to_grid(sequence)
         if len(sequence):
             self._idle_tree.insert(sequence.entries, sequence, sequence.namespace)
-            if len(self.store.tiers) > 1:
+            if len(self.store.tiers) > 1 and not sequence.is_transient:
                 self._unwritten_slots[sequence] = None
         self._drop_orphaned_checkpoints()
 
@@ -238,7 +262,7 @@ class PrefixCache:
         idle = [slot for slot in self._idle_slots if len(slot)][:MAX_CANDIDATE_SEQUENCES]
         if not idle:
             return False
-        slot = min(idle, key=self._estimate_eviction_cost)
+        slot = min(idle, key=self._compute_eviction_order)
         self._idle_tree.remove(slot)
         self._prepare_eviction(slot, 0)
         slot.clear()
@@ -258,6 +282,38 @@ class PrefixCache:
         self.store.clear()
         self._drop_orphaned_checkpoints(include_standalone=True)
 
+    def forget(self, entries: Entries, start: int, namespace: str) -> ForgetReport:
+        """Remove everything that continues the first `start` entries as these do, from all tiers, and its pins.
+
+        Sequences are truncated there if they can be continued, else cleared. Those of running requests stay.
+        """
+        report = ForgetReport()
+        for slot in self.slots:
+            if slot.namespace != namespace or common_prefix_length(slot.entries, entries) <= start:
+                continue
+            if slot.busy:
+                report.busy_sequences += 1
+                continue
+            report.sequences += 1
+            self._idle_tree.remove(slot)
+            if start and slot.can_resume_at(start):
+                slot.truncate(start)
+                self._idle_tree.insert(slot.entries, slot, slot.namespace)
+            else:
+                slot.clear()
+        report.pins = self.store.pin_manager.forget(entries, start, namespace)
+        report.blocks, report.checkpoints = self.store.forget(entries, start, namespace)
+        self._drop_orphaned_checkpoints()
+        return report
+
+    def write_prefix(self, entries: Entries, namespace: str) -> None:
+        """Queue everything of a prefix for the disk: of idle sequences that hold it, and what is stored."""
+        for slot in self.slots:
+            if slot.namespace == namespace and not slot.busy and common_prefix_length(slot.entries, entries):
+                self._write_to_disk(slot, keep_all=True)
+        self._drop_orphaned_checkpoints()
+        self.store.write_back_prompt(entries, namespace)
+
     def write_back(self) -> bool:
         """Store one idle sequence and queue it for the disk, to survive a crash; return False if none is left."""
         while self._unwritten_slots:
@@ -275,7 +331,7 @@ class PrefixCache:
         """
         started = time.monotonic()
         deadline = started + timeout
-        idle = [slot for slot in self.slots if len(slot) and not slot.busy]
+        idle = [slot for slot in self.slots if len(slot) and not slot.busy and not slot.is_transient]
         report = StoreReport(sequences=len(idle))
         disk = self.store.disk_tier
         if disk is not None and store_idle:
@@ -295,7 +351,7 @@ class PrefixCache:
 
     def swap_out(self, sequence: Sequence) -> SavedSequence | None:
         """Save the sequence of a preempted job to RAM; return None if it must be computed again."""
-        if not len(sequence) or not self.is_current(sequence):
+        if not len(sequence):
             return None
         ram = self.store.ram
         if ram.budget.get("swapped") + sequence.nbytes > self._swap_limit_bytes:
@@ -346,7 +402,7 @@ class PrefixCache:
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Add a checkpoint at the current end of a sequence, within the limits."""
-        if sequence.mixes_adapters or self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
+        if self.checkpoints.has_checkpoint_at(sequence.entries, sequence.namespace):
             return
         state_bytes = self._backend.get_state_size(sequence.seq_id, "partial")
         if self.store.ram.can_add_checkpoint(sequence.entries, state_bytes):
@@ -367,18 +423,58 @@ class PrefixCache:
         if state.nbytes:
             self.store.add_checkpoint(checkpoint)
 
+    # --- placement
+
+    def pack(self, busy: Iterable[Sequence]) -> int:
+        """Make busy sequences adjacent in the backend if their decodes gain more than the copies cost.
+
+        Returns the number of moves. An idle sequence that is in the way moves to a free place; if there is none, the
+        idle one with the lowest eviction cost is evicted, as the next new prompt would do.
+        """
+        by_id = {slot.seq_id: slot for slot in self.slots}
+        busy_ids = sorted(slot.seq_id for slot in busy)
+        runs = count_runs(busy_ids)
+        if runs < 2 or self._backend.capabilities.kv_unified:
+            return 0
+        lengths = [len(by_id[seq_id]) for seq_id in range(len(self.slots))]
+        moves = plan_moves(busy_ids, lengths)
+        copied = count_copied_entries(moves, lengths)
+        cost = 0.0 if self._backend.capabilities.copies_on_device else self.cost_model.estimate_copy_seconds(copied)
+        if cost > (runs - 1) * self.cost_model.seconds_per_row * PAYBACK_DECODES:
+            return 0
+        try:
+            for source, target in moves:
+                self._move(by_id[source], target)
+        except AfterglowError:  # a copy failed, and changed nothing
+            return 0
+        return len(moves)
+
+    def _move(self, slot: Sequence, seq_id: int) -> None:
+        """Give `slot` the backend's sequence `seq_id`, which is idle."""
+        target = next(other for other in self.slots if other.seq_id == seq_id)
+        if len(target) and not any(not len(other) for other in self._idle_slots):
+            self.evict()
+        if len(target):
+            spare = next(other for other in self._idle_slots if not len(other))
+            target.move_to(spare)  # `spare` has the place of `target` now, and is empty
+            target = spare
+        slot.move_to(target)
+
     # --- storing before eviction
 
     def _prepare_eviction(self, slot: Sequence, remaining: int) -> None:
         """Store a sequence, if it is worth it, before all but its first `remaining` entries are dropped."""
         self._store_if_valuable(slot, remaining)
+        dropped = len(slot) - remaining
+        nbytes = dropped * self.cost_model.bytes_per_entry
+        self.store.ram.events.record("evicted", "device", entries=dropped, nbytes=nbytes if dropped > 0 else 0)
         if self._count_recoverable(slot) < len(slot) > remaining:
             self.eviction_history.add(slot.entries, slot.namespace)
 
     def _store_if_valuable(self, slot: Sequence, remaining: int = 0, *, keep_all: bool = False) -> None:
         """Store a sequence in RAM, and on disk if there is one, if that is worth its cost or everything is kept."""
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
-            if not (self._can_store and self.is_current(slot)):
+            if not self._can_store:
                 return
             is_stored = self._count_recoverable(slot) == len(slot)
             if is_stored or not (keep_all or self._is_worth_storing(slot, remaining)):
@@ -423,9 +519,8 @@ class PrefixCache:
         positions = (checkpoint.position for checkpoint in self.store.find_checkpoints(slot.entries, slot.namespace))
         return next((position for position in positions if position <= stored_length), 0)
 
-    def explain(self, entries: Entries, plan: PrefixPlan | None, salt: str = "") -> Explanation:
+    def explain(self, entries: Entries, plan: PrefixPlan | None, namespace: str = "") -> Explanation:
         """Return how much of a prompt a plan reuses, and why not more."""
-        namespace = self.build_namespace(salt)
         candidates = self._find_candidates(entries, namespace)
         best = max(candidates, key=lambda candidate: candidate.shared_entries, default=None)
         shared = best.shared_entries if best else 0
@@ -450,11 +545,63 @@ class PrefixCache:
             prompt_entries=len(entries),
             reused_entries=reused,
             shared_entries=shared,
-            next_prompt_entry=int(entries[shared]) if shared < len(entries) else None,
-            next_cached_entry=next_cached,
+            next_prompt_entry=strip_label(int(entries[shared])) if shared < len(entries) else None,
+            next_cached_entry=None if next_cached is None else strip_label(next_cached),
             cause=cause,
             evicted_entries=evicted,
         )
+
+    def describe_plan(self, entries: Entries, plan: PrefixPlan, namespace: str = "") -> PlannedPrefix:
+        """Return how a plan starts a prompt, and what differs from the nearest cached prefix."""
+        explanation = self.explain(entries, plan, namespace)
+        nearest, common_length = self.find_nearest(entries, namespace, MAX_DESCRIBED_ENTRIES)
+        following = nearest[common_length : common_length + MAX_DESCRIBED_ENTRIES]
+        return PlannedPrefix(
+            kind=PLAN_KINDS[type(plan)],
+            tier=self._find_source_tier(plan),
+            reused_entries=plan.reuse_length,
+            seconds_saved=plan.reuse_length * self.cost_model.seconds_per_entry,
+            shared_entries=explanation.shared_entries,
+            evicted_entries=explanation.evicted_entries,
+            cause=explanation.cause,
+            common_length=common_length,
+            cached_entries=tuple(strip_labels(self._interner.to_portable_entries(following)).tolist()),
+        )
+
+    def _find_source_tier(self, plan: PrefixPlan) -> str:
+        """Return the slowest tier that a plan reads: "device", "ram" or "disk"; "none" for a prefix miss."""
+        if isinstance(plan, Fresh):
+            return "none"
+        if isinstance(plan, Continue | Fork):
+            return "device"
+        blocks = plan.stored_prefix.blocks if isinstance(plan, LoadStored) else ()
+        return self.store.find_slowest_tier(
+            [block for block in blocks if block.start < plan.reuse_length], plan.checkpoint
+        )
+
+    def find_nearest(self, entries: Entries, namespace: str, limit: int = MAX_FOLLOWING_ENTRIES) -> tuple[Entries, int]:
+        """Return the cached or recently evicted prefix that shares most with a prompt, and how many entries it shares.
+
+        Of a stored prefix, about `limit` entries after those are returned.
+        """
+        nearest, common_length = np.zeros(0, dtype=np.int64), 0
+        for cached in self._iter_nearest(entries, namespace, limit):
+            shared = common_prefix_length(cached, entries)
+            if shared > common_length or not len(nearest):
+                nearest, common_length = cached, shared
+        return nearest, common_length
+
+    def _iter_nearest(self, entries: Entries, namespace: str, limit: int) -> Iterator[Entries]:
+        """Yield the candidates: sequences (most recently used first), stored blocks, checkpoints, evicted sequences."""
+        idle = self._idle_tree.find_nearest(self._idle_tree.match(entries, namespace), MAX_CANDIDATE_SEQUENCES)
+        busy = [slot for slot in self.slots if slot.busy and slot.namespace == namespace and len(slot)]
+        for slot in sorted([*busy, *(slot for slot, _ in idle)], key=lambda slot: -slot.last_used):
+            yield slot.entries
+        yield self.store.find_nearest(entries, namespace, limit)
+        tree = self.checkpoints.tree
+        for checkpoint, _ in tree.find_nearest(tree.match(entries, namespace), 1):
+            yield checkpoint.entries
+        yield from self.eviction_history.find_by_salt(namespace)
 
     # --- candidates and eviction cost
 
@@ -465,7 +612,7 @@ class PrefixCache:
         matches += [
             (slot, common_prefix_length(slot.entries[: slot.prompt_length] if self.grid else slot.entries, entries))
             for slot in self.slots
-            if slot.busy and slot.namespace == namespace and not slot.mixes_adapters
+            if slot.busy and slot.namespace == namespace
         ]
         for slot, shared in matches:
             if shared and not slot.partial_media_rows:  # a sequence with an incomplete media entry is not copied
@@ -473,13 +620,17 @@ class PrefixCache:
 
     def _choose_target(self) -> tuple[Sequence | None, float]:
         """Return an empty slot or the idle one with the lowest eviction cost, and that cost."""
-        empty = next((slot for slot in self._idle_slots if not len(slot)), None)
-        if empty is not None:
-            return empty, 0.0
+        empty = [slot for slot in self._idle_slots if not len(slot)]
+        if empty:
+            return min(empty, key=lambda slot: slot.seq_id), 0.0
         if not self._idle_slots:
             return None, 0.0
-        slot = min(itertools.islice(self._idle_slots, MAX_CANDIDATE_SEQUENCES), key=self._estimate_eviction_cost)
+        slot = min(itertools.islice(self._idle_slots, MAX_CANDIDATE_SEQUENCES), key=self._compute_eviction_order)
         return slot, self._estimate_eviction_cost(slot)
+
+    def _compute_eviction_order(self, slot: Sequence) -> tuple[bool, float]:
+        """Return the place of an idle sequence in the order of eviction: transient ones first, then by cost."""
+        return not slot.is_transient, self._estimate_eviction_cost(slot)
 
     def _estimate_eviction_cost(self, slot: Sequence) -> float:
         """Return the expected seconds that evicting a sequence costs; 0 if other sequences hold the same entries."""
@@ -505,7 +656,7 @@ class PrefixCache:
     def _has_cells_for(self, checkpoint: Checkpoint) -> bool:
         """Return whether all cells before a checkpoint are on the device or stored."""
         entries, salt = checkpoint.entries, checkpoint.salt
-        busy = [slot for slot in self.slots if slot.busy and slot.namespace == salt and not slot.mixes_adapters]
+        busy = [slot for slot in self.slots if slot.busy and slot.namespace == salt]
         return (
             self._idle_tree.match(entries, salt).length == checkpoint.position
             or any(common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy)

@@ -58,6 +58,15 @@ class RadixTree(Generic[AnchorT]):
         """Return the root of a salt; a new empty one if the salt has none."""
         return self._roots.get(salt) or RadixNode(np.zeros(0, dtype=np.int64), None)
 
+    def get_node(self, anchor: AnchorT) -> RadixNode[AnchorT]:
+        """Return the node at the end of the path to `anchor`."""
+        return self._nodes[anchor]
+
+    @property
+    def salts(self) -> list[str]:
+        """Salts that have anchors."""
+        return list(self._roots)
+
     def insert(self, entries: Entries, anchor: AnchorT, salt: str = "") -> None:
         """Insert `anchor` at the end of `entries`; move it if it is already in the tree."""
         if anchor in self._nodes:

@@ -16,6 +16,7 @@ from afterglow.engine.kvcache.checkpoints import CHECKPOINT_TABLE_BYTES, Checkpo
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import choose_victims, compute_log_value, compute_rank, find_victim
 from afterglow.engine.types.backend import BackendState
+from afterglow.engine.types.cache_events import CacheEventLog
 from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries
 from afterglow.errors import InvalidState
@@ -39,6 +40,7 @@ class RamTier:
     ) -> None:
         """`cells_suffice`: blocks are of use without checkpoints."""
         self.budget = tree.budget
+        self.events = CacheEventLog()  # of all tiers
         self.counters = TierCounters()
         self.checkpoints = checkpoints
         self.bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
@@ -113,10 +115,15 @@ class RamTier:
         if nbytes > self.budget.limit - self.pinned_bytes:
             return False
         protected = self.protected | protected
+        used_bytes, evicted_entries = self.budget.used_bytes, 0
         while self.budget.free_bytes < nbytes:
-            if not self._evict_one(protected):
-                return False
-        return True
+            entries = self._evict_one(protected)
+            if entries is None:
+                break
+            evicted_entries += entries
+        freed_bytes = used_bytes - self.budget.used_bytes
+        self.events.record("evicted", self.name, entries=evicted_entries, nbytes=freed_bytes)
+        return self.budget.free_bytes >= nbytes
 
     def reserve(self, kind: ByteKind, nbytes: int, protected: AbstractSet[bytes] = frozenset()) -> bool:
         """Count bytes of a kind, after evicting until they fit; return False if that is not possible."""
@@ -128,23 +135,30 @@ class RamTier:
     def can_add_checkpoint(self, entries: Entries, state_bytes: int) -> bool:
         """Evict until a checkpoint after these entries fits; return False if it cannot."""
         nbytes = page_buffers.get_allocated_bytes(state_bytes) + entries.nbytes
-        table_bytes = CHECKPOINT_TABLE_BYTES + entries.nbytes
-        return self.checkpoints.evict_until_fits(nbytes) and self.evict_until_free(nbytes + table_bytes)
+        table_bytes, before = CHECKPOINT_TABLE_BYTES + entries.nbytes, self.checkpoints.nbytes
+        has_room = self.checkpoints.evict_until_fits(nbytes)
+        self.events.record("evicted", "checkpoint", entries=0, nbytes=before - self.checkpoints.nbytes)
+        return has_room and self.evict_until_free(nbytes + table_bytes)
 
-    def _evict_one(self, protected: AbstractSet[bytes]) -> bool:
-        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank."""
+    def _evict_one(self, protected: AbstractSet[bytes]) -> int | None:
+        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank.
+
+        Returns the number of entries of the block, 0 for a checkpoint, or None if there is nothing to evict.
+        """
         block, checkpoint = find_victim(self, protected), self.checkpoints.find_victim()
         if block is not None and (
             checkpoint is None or self._compute_block_rank(block) <= self.checkpoints.compute_rank(checkpoint)
         ):
             self.forget(block)
             self._tree.remove_unheld(block)
+            entries = len(block.entries)
         elif checkpoint is not None:
             self.checkpoints.drop(checkpoint)
+            entries = 0
         else:
-            return self._forget_blocks(protected)
+            return 0 if self._forget_blocks(protected) else None
         self.counters.evictions += 1
-        return True
+        return entries
 
     def _forget_blocks(self, protected: AbstractSet[bytes]) -> bool:
         """Remove the least recently used blocks that only slower tiers hold from the tree; return if there were any.

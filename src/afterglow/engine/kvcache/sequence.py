@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass
 
+from afterglow.engine.kvcache.blocks import BlockHasher
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.entries import Entries, EntryBuffer, EntryInterner
 from afterglow.errors import UnsupportedOperation
+
+ADAPTER_SEPARATOR = "\0"  # in a namespace, between the salt and the adapters
+MAX_REUSE_LENGTHS = 64  # latest prompts that reused a sequence, which are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,7 @@ class SavedSequence:
 
     entries: Entries
     state: BackendState
-    salt: str = ""
+    namespace: str = ""
     grid: int = 0  # of a snapshot: `PrefixCache.grid` of its engine
 
     @property
@@ -28,13 +33,13 @@ class SavedSequence:
 class Sequence:
     """One sequence (slot) of the KV cache. Invariant: `entries` are what the KV cache holds, entry for entry."""
 
-    def __init__(self, seq_id: int, backend: Backend, interner: EntryInterner) -> None:
-        self.seq_id = seq_id
+    def __init__(self, number: int, backend: Backend, interner: EntryInterner) -> None:
+        self.number = number  # of the slot, as clients see it
+        self.seq_id = number  # of the backend's sequence; `move_to` changes it
         self.entry_buffer = EntryBuffer()
-        self.salt = ""  # of the tenant; requests with another salt never reuse its contents
-        self.namespace = ""  # salt and adapters that its contents were computed with
-        self.mixes_adapters = False  # the adapters changed meanwhile: nothing may reuse its contents
+        self.namespace = ""  # salt and adapters; requests with another namespace never reuse its contents
         self.busy = False
+        self.is_transient = False  # no later prompt continues it: it is evicted first and not stored
         self.prompt_length = 0  # if it is busy: the entries after these were decoded one at a time
         self.last_used = time.monotonic()
         self._backend = backend
@@ -43,6 +48,9 @@ class Sequence:
         self.cell_count = 0
         self.loss_count = 0  # number of times that entries were dropped
         self.partial_media_rows = 0  # rows of the next entry, a media entry, that the KV cache already holds
+        self.reuse_lengths: deque[int] = deque(maxlen=MAX_REUSE_LENGTHS)  # entries that later prompts reused here
+        self._block_keys: list[bytes] = []  # of its full blocks, as far as they were needed
+        self._key_distance = 1  # entries per key
 
     def __len__(self) -> int:
         return self.entry_buffer.length
@@ -50,6 +58,25 @@ class Sequence:
     @property
     def entries(self) -> Entries:
         return self.entry_buffer.entries
+
+    @property
+    def salt(self) -> str:
+        """Salt of the tenant, without the adapters."""
+        return self.namespace.partition(ADAPTER_SEPARATOR)[0]
+
+    def hash_blocks(self, hasher: BlockHasher, limit: int) -> bool:
+        """Hash at most `limit` of its full blocks that were not hashed yet; return whether all are."""
+        size, entries, keys = hasher.block_size, self.entries, self._block_keys
+        self._key_distance = size
+        for start in range(len(keys) * size, len(self) - len(self) % size, size)[:limit]:
+            parent = keys[-1] if keys else hasher.get_root_key(self.namespace)
+            keys.append(hasher.hash_block(parent, entries[start : start + size]))
+        return len(keys) >= len(self) // size
+
+    def get_block_keys(self, hasher: BlockHasher) -> list[bytes]:
+        """Return the key before its first block and those of its full blocks."""
+        self.hash_blocks(hasher, len(self))
+        return [hasher.get_root_key(self.namespace), *self._block_keys]
 
     def position_at(self, length: int) -> int:
         """Return the position of the entry with index `length`."""
@@ -113,6 +140,14 @@ class Sequence:
         self.append_decoded(source.entries[:length].copy())
         return nbytes
 
+    def move_to(self, empty: Sequence) -> None:
+        """Exchange the backend's sequence with that of an empty one. What both hold and record stays the same."""
+        assert not len(empty), "the contents of the target would be lost"
+        if len(self):
+            self._backend.copy(self.seq_id, empty.seq_id, self.position)
+            self._backend.clear(self.seq_id)
+        self.seq_id, empty.seq_id = empty.seq_id, self.seq_id
+
     @property
     def nbytes(self) -> int:
         """Number of bytes that `save` would return."""
@@ -120,7 +155,7 @@ class Sequence:
 
     def save(self) -> SavedSequence:
         state = self._backend.save(self.seq_id, "full", long_lived=True)
-        return SavedSequence(self.entries.copy(), state, self.salt)
+        return SavedSequence(self.entries.copy(), state, self.namespace)
 
     def load(self, entries: Entries, state: BackendState) -> None:
         """Replace the contents with a full state that was saved after these entries."""
@@ -136,6 +171,11 @@ class Sequence:
     def _set_length(self, length: int) -> None:
         self.loss_count += length < len(self)
         self.partial_media_rows = 0
+        if self._block_keys:
+            del self._block_keys[length // self._key_distance :]
+        if self.reuse_lengths and max(self.reuse_lengths) > length:
+            kept = (min(reused, length) for reused in self.reuse_lengths)
+            self.reuse_lengths = deque((reused for reused in kept if reused), maxlen=MAX_REUSE_LENGTHS)
         self.entry_buffer.truncate(length)
         self.position = self._interner.count_positions(self.entry_buffer.entries)
         self.cell_count = self._interner.count_cells(self.entry_buffer.entries)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import numpy as np
 from blake3 import blake3
 
 from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHasher, BlockTree, StoredPrefix
@@ -20,7 +21,7 @@ from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.kvcache.tier import Tier
 from afterglow.engine.types.backend import Backend, BackendCells, BackendState
-from afterglow.engine.types.entries import Entries, EntryInterner
+from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
@@ -81,6 +82,27 @@ class TieredStore:
             for checkpoint in tier.find_checkpoints(entries, salt):
                 by_position.setdefault(checkpoint.position, checkpoint)
         return sorted(by_position.values(), key=lambda checkpoint: -checkpoint.position)
+
+    def find_nearest(self, entries: Entries, salt: str, limit: int) -> Entries:
+        """Return the stored prefix nearest to a prompt: what they share, then about `limit` entries of latest use."""
+        prefix = self.find_stored_prefix(entries, salt)
+        key = prefix.blocks[-1].key if prefix.blocks else self.hasher.get_root_key(salt)
+        parts, length = [entries[: prefix.length]], 0
+        if prefix.next_entry is not None:
+            parts.append(prefix.blocks[-1].entries[prefix.length - prefix.blocks[-1].start :])
+            length += len(parts[-1])
+        while length < limit and (children := self.tree.get_children(key)):
+            latest = max(children, key=lambda block: block.last_used)
+            parts.append(latest.entries)
+            length += len(latest.entries)
+            key = latest.key
+        return np.concatenate(parts)
+
+    def find_slowest_tier(self, blocks: SequenceOf[Block], checkpoint: Checkpoint | None) -> str:
+        """Return the name of the slowest tier that blocks and a checkpoint are loaded from."""
+        tiers = {self._find_tier(block) for block in blocks}
+        tiers.add(self.ram if checkpoint is None else self._tiers_by_name[checkpoint.tier])
+        return max(tiers, key=self.tiers.index).name
 
     def _find_tier(self, block: Block) -> Tier:
         """Return the fastest tier that holds a block."""
@@ -184,6 +206,7 @@ class TieredStore:
         self.ram.touch(path)
         self.ram.counters.saves += 1
         self.ram.counters.saved_bytes += needed
+        self.ram.events.record("stored", self.ram.name, entries=len(entries) - start, nbytes=needed)
         self.pin_manager.enforce_limit()
         return True
 
@@ -265,6 +288,7 @@ class TieredStore:
         """Add a checkpoint to RAM if it fits."""
         if self.ram.can_add_checkpoint(checkpoint.entries, checkpoint.state.nbytes):
             self.ram.put(checkpoint)
+            self.ram.events.record("stored", "checkpoint", entries=checkpoint.position, nbytes=checkpoint.nbytes)
             self.pin_manager.on_checkpoint_added()
 
     def count_hit(
@@ -280,6 +304,7 @@ class TieredStore:
         used = {*tiers, self.ram if checkpoint is None else self._tiers_by_name[checkpoint.tier]}
         slowest = max(used, key=self.tiers.index)
         slowest.counters.record_hit(entries, nbytes, entries * self._cost_model.seconds_per_entry - seconds)
+        self.ram.events.record("loaded", slowest.name, entries=entries, nbytes=nbytes, seconds=seconds)
         for block in blocks:
             block.hits += 1
         for tier in self.tiers:
@@ -299,6 +324,39 @@ class TieredStore:
     def find_pin_expiry(self, spans: SequenceOf[PinnedSpan], index: int) -> float:
         """Return until when the entry at this index is pinned; 0 if it is not."""
         return find_expiry(spans, index)
+
+    def forget(self, entries: Entries, start: int, salt: str) -> tuple[int, int]:
+        """Delete the blocks and checkpoints that continue the first `start` entries as these do; return their number.
+
+        A block that begins before them and ends after them is deleted, too: nothing else shares it.
+        """
+        self.refresh()
+        index, offset = divmod(start, self.hasher.block_size)
+        parent = self.hasher.hash_prefixes(entries[:start], salt)[index]
+        portable = self._interner.to_portable_entries(entries[start - offset :])
+        pending = [
+            child for child in self.tree.get_children(parent) if common_prefix_length(child.entries, portable) > offset
+        ]
+        blocks: list[Block] = []
+        while pending:
+            blocks.append(block := pending.pop())
+            pending += self.tree.get_children(block.key)
+        checkpoints = [
+            checkpoint
+            for checkpoint in self.checkpoints.all_checkpoints
+            if checkpoint.salt == salt and common_prefix_length(checkpoint.entries, entries) > start
+        ]
+        found = [checkpoint for checkpoint in self.find_checkpoints(entries, salt) if checkpoint.position > start]
+        keys = {checkpoint.key for checkpoint in (*checkpoints, *found)}
+        for checkpoint in checkpoints:
+            self.checkpoints.drop(checkpoint)
+        if self.disk_tier is not None:
+            keys |= self.disk_tier.delete_checkpoints(keys, {block.key for block in blocks})
+        for block in reversed(blocks):
+            for tier in self.tiers:
+                tier.delete(block)
+            self.tree.remove(block)
+        return len(blocks), len(keys)
 
     def clear(self) -> None:
         """Remove every block from all tiers, including pinned ones."""

@@ -161,6 +161,13 @@ class GrammarPosition:
         """Return how many of `tokens`, in order, the grammar allows next. Does not consider limits of JSON text."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
+    def find_forced_tokens(self) -> list[int]:
+        """Return the tokens of the text that must come next, e.g. the rest of a JSON key; empty if there is a choice.
+
+        A last token that could continue into the free text after it is left out.
+        """
+        return list(self._matcher.compute_ff_tokens())
+
     def accept(self, tokens: Sequence[int]) -> bool:
         """Advance by tokens; return whether the grammar allows them."""
         if not self._matcher.consume_tokens(list(tokens)):
@@ -218,6 +225,12 @@ class GrammarMatcher:
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens`, in order, may come next. Does not advance the matcher."""
         return len(tokens) if self._active is None else self._active.count_allowed(tokens)
+
+    def find_forced_tokens(self) -> list[int]:
+        """Return the tokens of the text that must come next; empty if there is a choice."""
+        if self._active is None or self._active.is_finished or self._active.is_complete:
+            return []
+        return self._active.find_forced_tokens()
 
     def accept(self, token: int) -> None:
         """Advance by a token of the completion."""

@@ -40,12 +40,36 @@ class TokenConstraint:
             token = token if self.matcher is None else self.matcher.replace_other_text(token)
         else:
             sampler.accept(token)
+        self._accept(token)
+        return token
+
+    def find_forced_tokens(self) -> list[int]:
+        """Return the tokens that must come next whatever the logits are; empty if there is a choice.
+
+        Their text is the only one that the grammar allows, and they are how the vocabulary writes it.
+        """
+        is_reasoning_ending = (
+            self.reasoning_limiter is not None and self.reasoning_limiter.get_forced_token() is not None
+        )
+        if self.matcher is None or self.min_tokens > 0 or is_reasoning_ending:
+            return []
+        return self.matcher.find_forced_tokens()
+
+    def accept_forced(self, sampler: Sampler, token: int) -> None:
+        """Advance the sampler and the constraint by a forced token.
+
+        It is sampled from one candidate, so that a seeded sampler draws as often as without forced tokens.
+        """
+        logits = np.broadcast_to(np.float32(0), len(self.pieces))  # one number: a vocabulary may have 250,000 tokens
+        sampler.sample_and_accept(logits, np.array([token], dtype=np.intp))
+        self._accept(token)
+
+    def _accept(self, token: int) -> None:
         if self.reasoning_limiter is not None:
             self.reasoning_limiter.accept(token, self.pieces[token])
         if self.matcher is not None:
             self.matcher.accept(token)
         self.min_tokens -= 1
-        return token
 
     def _forbid_end(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> NDArray[np.float32]:
         """Return the logits without end tokens if the text is too short. A grammar that ends takes precedence."""

@@ -16,6 +16,9 @@ def check_servable(request: Request, entries: Entries, interner: EntryInterner, 
         raise InvalidArgument("entries", "must be at least one")
     if (largest := int(entries.max())) >= backend.vocabulary_size:
         raise InvalidArgument("entries", f"must be tokens from 0 to {backend.vocabulary_size - 1}, not {largest}")
+    for token in request.logprob_tokens:
+        if not 0 <= token < backend.vocabulary_size:
+            raise InvalidArgument("logprob_tokens", f"must be from 0 to {backend.vocabulary_size - 1}, not {token}")
     if (cells := interner.count_cells(entries)) > max_cells:
         raise PromptTooLong(cells, max_cells)
     for media_id in entries[entries < 0]:

@@ -11,11 +11,12 @@ from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
 from afterglow.engine.multimodal.encoder_cache import EncodeTask
 from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint
+from afterglow.engine.types.adapters import ActiveAdapters, AdapterSet
 from afterglow.engine.types.backend import DecodeSpan, Sampler
 from afterglow.engine.types.draft_stats import DraftStats
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaPart
-from afterglow.engine.types.request import PrefillProgress, Request, Usage
+from afterglow.engine.types.request import FinishCause, PlannedPrefix, PrefillProgress, Request, Usage
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class Job:
 
     request: Request
     prompt: Entries
+    namespace: str = ""  # of cached state: salt and adapters
+    adapters: ActiveAdapters = field(default_factory=ActiveAdapters)
+    priority: int = field(init=False)  # of the request, or of a follower that waits for its prefix if that is higher
     media_indices: tuple[int, ...] = ()  # indices of media entries in the prompt
     media_parts: dict[int, MediaPart] = field(default_factory=dict)  # content to encode, by index
     prompt_cells: int = 0
@@ -31,6 +35,7 @@ class Job:
     stop_matcher: StopMatcher | None
     token_constraint: TokenConstraint | None = None
     generated: list[int] = field(default_factory=list)
+    finish_cause: FinishCause | None = None  # of a completion that ends when its forced tokens are computed
     draft_stats: DraftStats = field(default_factory=DraftStats)
     checkpoint_positions: list[int] = field(default_factory=list)  # lengths at which a decode has to end
     encode_tasks: dict[int, EncodeTask] = field(default_factory=dict)  # of its next media, by index
@@ -50,6 +55,13 @@ class Job:
     draft_steps: int = 0  # decodes with draft tokens
     speculation_seconds_saved: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.priority = self.request.priority
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority < 0
+
     @property
     def known_length(self) -> int:
         return len(self.prompt) + len(self.generated)
@@ -63,7 +75,7 @@ class Job:
         deadline = self.request.deadline
         return deadline is not None and time.monotonic() - self.submitted_at > deadline
 
-    def build_progress(self, computed_entries: int) -> PrefillProgress:
+    def build_progress(self, computed_entries: int, plan: PlannedPrefix | None = None) -> PrefillProgress:
         """Return the progress of the prefill, of which `computed_entries` are in the KV cache."""
         return PrefillProgress(
             self.request.id,
@@ -73,6 +85,7 @@ class Job:
             seconds=time.monotonic() - self.admitted_at if self.admitted_at else 0.0,
             prompt_tokens=self.prompt_cells,
             cached_tokens=self.cached_cells,
+            plan=plan,
         )
 
     def build_usage(self) -> Usage:
@@ -121,7 +134,9 @@ class RunningJob:
     sequence: Sequence
     max_cells: int  # capacity of its sequence
     draft: list[int] = field(default_factory=list)  # draft tokens after the known entries, for the next decode only
+    ready_since: int = 0  # number of the decode after which its next entries could be computed
     entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
+    forced_entries: int = 0  # tokens that the grammar forced before the newest one, not computed yet
 
     @property
     def uncomputed_entries(self) -> int:
@@ -134,8 +149,23 @@ class RunningJob:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest token, and entries to recompute before it, are not in the KV cache."""
-        return bool(self.job.generated) and self.uncomputed_entries == 1 + self.entries_to_recompute
+        """Whether only the newest token, and generated tokens to compute with it, are not in the KV cache."""
+        return bool(self.job.generated) and self.uncomputed_entries == 1 + self.entries_before_newest
+
+    @property
+    def entries_before_newest(self) -> int:
+        """Number of generated tokens before the newest one that the next decode computes with it."""
+        return self.entries_to_recompute + self.forced_entries
+
+    @property
+    def free_cells(self) -> int:
+        """Cells of the sequence that are left after all known entries."""
+        return self.max_cells - self.sequence.cell_count - self.uncomputed_entries
+
+    @property
+    def adapter_set(self) -> AdapterSet:
+        """Adapters that its next entry is computed with."""
+        return self.job.adapters.find_at(self.sequence.entry_buffer.length)
 
     @property
     def is_full(self) -> bool:
@@ -159,11 +189,14 @@ class RunningJob:
         """
         known = self.uncomputed_entries
         if count == known == 1 and self.job.generated and not self.draft:  # fast path: plain decoding
-            return DecodeSpan(self.sequence.seq_id, self.job.generated[-1:], self.sequence.position, 1)
+            span = DecodeSpan(self.sequence.seq_id, self.job.generated[-1:], self.sequence.position, 1)
+            span.adapters = self.job.adapters.tail
+            return span
         if self.draft:
             self.draft = self.draft[: max(0, count - known)]
         span = DecodeSpan(self.sequence.seq_id, self.get_pending(count), self.sequence.position, 0)
         span.outputs = count - known + 1 if count >= known else 0
+        span.adapters = self.adapter_set
         if self.job.encode_tasks and len(self.sequence) in self.job.encode_tasks:
             self._attach_embedding(span, len(self.sequence), max_media_rows)
         return span
@@ -184,17 +217,23 @@ class RunningJob:
             self.sequence.partial_media_rows += span.rows
             return 0
         self.sequence.append_decoded(span.entries)
-        if not self.entries_to_recompute:
+        if not self.entries_before_newest:
             return 0
-        recomputed = min(self.entries_to_recompute, len(span.entries) - 1)
-        self.entries_to_recompute = max(0, self.uncomputed_entries - 1)
+        computed, remaining = len(span.entries) - 1, max(0, self.uncomputed_entries - 1)
+        recomputed = min(self.entries_to_recompute, computed)
+        self.entries_to_recompute = min(remaining, self.entries_to_recompute - recomputed)
+        self.forced_entries = remaining - self.entries_to_recompute
         return recomputed
 
     def get_chunk_limit(self) -> int:
-        """Return the entries of the next chunk: up to the next checkpoint position or media entry, itself one chunk."""
+        """Return the entries of the next chunk.
+
+        It ends at the next checkpoint position, change of adapters or media entry, which is itself one chunk.
+        """
         length = len(self.sequence)
         end = self.job.known_length if length >= len(self.job.prompt) else len(self.job.prompt)
-        stop = min([position for position in self.job.checkpoint_positions if position > length], default=end)
+        stops = [*self.job.checkpoint_positions, self.job.adapters.start]
+        stop = min([position for position in stops if position > length], default=end)
         for index in self.job.media_indices:
             if index >= length:
                 return min(stop, max(index, length + 1)) - length

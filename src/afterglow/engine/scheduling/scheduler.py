@@ -12,6 +12,9 @@ from afterglow.engine.types.entries import EntryInterner, common_prefix_length, 
 AGING_ENTRIES_PER_SECOND = 64  # each second of waiting offsets this many remaining prompt entries
 MIN_CHUNK_ENTRIES = 16  # a prefill always advances by this much, however small the time budget
 MAX_DECODE_SECONDS = 0.5  # bound on a decode that cannot be interrupted
+MAX_PAUSE_SECONDS = 2.0  # a paused job takes part in a decode at least this often, so that background work advances
+BACKGROUND_DECODE_SECONDS = 0.1  # bound on a background prefill: a request that arrives meanwhile waits for its decode
+BACKGROUND_SLOWDOWN = 1.25  # how much longer a decode with tokens of other requests may take for background prefill
 MIN_COALESCED_CELLS = 16  # below this, computing a prefix twice is simpler than waiting for the leader
 
 
@@ -28,9 +31,9 @@ def schedule(
 ) -> list[tuple[RunningJob, int]]:
     """Return the jobs of the next decode and the number of entries of each.
 
-    Decoding jobs come first, each with its newest token, the entries to recompute before it and the draft tokens after
-    it. Prefill chunks fill the rest, shortest remaining prompt first. Waiting time is subtracted from the remaining
-    length, so no prompt starves.
+    Decoding jobs come first, each with its newest token, generated entries to compute before it and draft tokens after
+    it. Prefill chunks fill the rest, highest priority first, then shortest remaining prompt. Waiting time is subtracted
+    from the remaining length, so no prompt of a priority starves. Prompts of lower priority share a minimal chunk.
     """
     decode_cells = budget.cells - (min(MIN_CHUNK_ENTRIES, budget.cells // 2) if prefilling else 0)
     if len(decoding) > decode_cells:  # more jobs than the batch holds: least recently decoded first
@@ -39,11 +42,14 @@ def schedule(
     spare = decode_cells - len(decoding)
     batch: list[tuple[RunningJob, int]] = []
     for running in decoding:
-        extra = min(running.entries_to_recompute + len(running.draft), spare)
+        extra = min(running.entries_before_newest + len(running.draft), spare)
         batch.append((running, 1 + extra))
         spare -= extra
     remaining = min(budget.cells - decode_cells + spare, budget.prefill_entries)
-    for running in sorted(prefilling, key=lambda running: compute_sort_key(running, now)):
+    ordered = sorted(prefilling, key=lambda running: compute_sort_key(running, now))
+    for running in ordered:
+        if running.job.priority < ordered[0].job.priority:
+            remaining = min(remaining, MIN_CHUNK_ENTRIES)
         count = min(remaining, running.get_chunk_limit())
         if count > 0:
             batch.append((running, count))
@@ -51,10 +57,45 @@ def schedule(
     return batch
 
 
+def select_adapter_set(jobs: Sequence[RunningJob]) -> list[RunningJob]:
+    """Return the jobs of the next decode's adapter set: that of the job that has waited for the most decodes.
+
+    Sets take turns, so that none starves.
+    """
+    if not jobs:
+        return []
+    oldest = min(jobs, key=lambda running: (running.ready_since, running.job.submitted_at))
+    return [running for running in jobs if running.adapter_set == oldest.adapter_set]
+
+
 def compute_sort_key(running: RunningJob, now: float) -> tuple[int, float]:
     """Return priority, then remaining entries less an allowance for waiting time; the smallest is scheduled first."""
     job = running.job
-    return -job.request.priority, running.backlog - AGING_ENTRIES_PER_SECOND * (now - job.submitted_at)
+    return -job.priority, running.backlog - AGING_ENTRIES_PER_SECOND * (now - job.submitted_at)
+
+
+def drop_paused(jobs: Sequence[RunningJob], now: float) -> Sequence[RunningJob]:
+    """Return the jobs that may take part in the next decode: all, unless their priorities differ.
+
+    While a prompt is prefilled, prompts of lower priority and background jobs of lower priority pause, so that its
+    first token comes as soon as if it were alone. No job pauses for longer than `MAX_PAUSE_SECONDS`.
+    """
+    if len({running.job.priority for running in jobs}) < 2:
+        return jobs
+    highest = max((running.job.priority for running in jobs if not running.is_decoding), default=None)
+
+    def may_run(running: RunningJob) -> bool:
+        job = running.job
+        if highest is None or job.priority >= highest or (running.is_decoding and not job.is_background):
+            return True
+        return now - max(job.last_decoded_at, job.admitted_at) > MAX_PAUSE_SECONDS
+
+    return [running for running in jobs if may_run(running)]
+
+
+def pick_victim(jobs: Sequence[RunningJob]) -> RunningJob:
+    """Return the job to preempt: the youngest one of the lowest priority."""
+    return max(jobs, key=lambda running: (-running.job.priority, running.job.submitted_at))
 
 
 def partition_jobs(jobs: Iterable[RunningJob]) -> tuple[list[RunningJob], list[RunningJob], list[RunningJob]]:
@@ -103,6 +144,21 @@ def compute_prefill_budget(
     return max(MIN_CHUNK_ENTRIES, min(max_entries, entries))
 
 
+def limit_background_prefill(
+    max_entries: int, *, has_interactive_decoding: bool, seconds_per_step: float, seconds_per_entry: float
+) -> int:
+    """Return the prompt entries of a decode whose prompts are all background work.
+
+    Beside tokens of other requests, the decode takes at most `BACKGROUND_SLOWDOWN` times as long as without prompts.
+    Otherwise it is short enough for a request that arrives meanwhile.
+    """
+    if has_interactive_decoding:
+        seconds = (BACKGROUND_SLOWDOWN - 1) * seconds_per_step
+    else:
+        seconds = max(BACKGROUND_DECODE_SECONDS, 2 * seconds_per_step)
+    return min(max_entries, max(MIN_CHUNK_ENTRIES, int(seconds / max(seconds_per_entry, 1e-9))))
+
+
 def schedule_on_grid(jobs: Sequence[RunningJob], grid: int) -> list[tuple[RunningJob, int]]:
     """Deterministic schedule: one job per decode, round robin, prefill chunks end at multiples of `grid`."""
     runnable = [running for running in jobs if running.backlog > 0]
@@ -115,7 +171,7 @@ def schedule_on_grid(jobs: Sequence[RunningJob], grid: int) -> list[tuple[Runnin
 
 
 def _compute_turn(job: Job) -> tuple[int, float, float]:
-    return -job.request.priority, job.last_decoded_at, job.submitted_at
+    return -job.priority, job.last_decoded_at, job.submitted_at
 
 
 # --- prefix coalescing: concurrent requests with a common prefix prefill it once
@@ -131,7 +187,7 @@ def find_leader(
     if not job.request.use_prefix_cache:
         return None
     for candidate in running:
-        if candidate.job.request.salt != job.request.salt:
+        if candidate.job.namespace != job.namespace:
             continue
         common_length = min(common_prefix_length(candidate.job.prompt, job.prompt), len(job.prompt) - 1)
         position = round_down_to_grid(common_length, job.prompt, grid)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
+from pathlib import Path
 
 from afterglow.engine.kvcache.cost_model import StepCosts
 from afterglow.engine.types.backend import Backend, DecodeSpan
@@ -13,7 +17,33 @@ from afterglow.errors import AfterglowError
 # then are learned from speculative decodes.
 MAX_CALIBRATION_SECONDS = 0.25
 DECODES_PER_ROW_COUNT = 4  # the first one warms up
+MAX_AGE_SECONDS = 7 * 86400.0  # of stored measurements
 ROW_COUNTS = (1, 2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
+
+
+def recall_step_costs(path: Path, step_costs: StepCosts) -> bool:
+    """Add the measurements of an earlier calibration. Returns False if there are none, or if they are too old."""
+    try:
+        if time.time() - path.stat().st_mtime > MAX_AGE_SECONDS:
+            return False
+        samples = {
+            int(rows): [float(value) for value in values] for rows, values in json.loads(path.read_text()).items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+    for rows, values in samples.items():
+        for seconds in [0.0, *values]:  # the first one is not recorded: it stands for the decode that warms up
+            step_costs.record(rows, seconds)
+    return bool(samples)
+
+
+def store_step_costs(path: Path, step_costs: StepCosts) -> None:
+    """Keep the measurements for the next load with the same settings."""
+    with contextlib.suppress(OSError):  # they are measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(step_costs.list_samples()))
+        temporary.replace(path)
 
 
 def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_CALIBRATION_SECONDS) -> None:

@@ -12,7 +12,7 @@ from afterglow.engine.kvcache.sequence import Sequence as Slot
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.speculator import INITIAL_ACCEPTANCE_RATE, DraftRequest
 from afterglow.engine.types.backend import Backend, BackendState, DecodeSpan
-from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
+from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length, strip_labels
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError, InvalidArgument, KVCacheFull, UnsupportedOperation
 from afterglow.llama.vocabulary import Vocabulary
@@ -54,7 +54,7 @@ class DraftModel:
     It has a prefix cache like the engine's, with checkpoints, RAM tier and disk tier, so it reuses what it computed of
     a conversation, also after a restart. Before each draft it compares its sequence with the known entries of the job
     and keeps the common prefix. So it needs no report of which draft tokens were accepted, nor of changes to the
-    target's KV cache.
+    target's KV cache. It drafts without adapters, also for requests with adapters.
     """
 
     name = "draft"
@@ -80,7 +80,7 @@ class DraftModel:
         job = running.job
         mirror = self._mirrors.get(job)
         if mirror is None:
-            plan = self.prefix_cache.plan(job.known_entries, salt=job.request.salt)
+            plan = self.prefix_cache.plan(strip_labels(job.known_entries), namespace=job.request.salt)
             computed = 0 if plan is None else plan.reuse_length
         else:
             computed = len(mirror.slot)
@@ -125,7 +125,7 @@ class DraftModel:
         self._jobs_without_cells.discard(job)
         mirror = self._mirrors.pop(job, None)
         if mirror is not None:
-            common_length = common_prefix_length(mirror.slot.entries, job.known_entries)
+            common_length = common_prefix_length(mirror.slot.entries, strip_labels(job.known_entries))
             with contextlib.suppress(UnsupportedOperation):  # its entries remain those that it computed
                 if mirror.slot.can_resume_at(common_length):
                     mirror.slot.truncate(common_length)
@@ -149,7 +149,7 @@ class DraftModel:
 
         `drafting` are all jobs of this draft; they keep their sequences.
         """
-        known = job.known_entries
+        known = strip_labels(job.known_entries)
         if int(known.min()) < 0 or int(known.max()) >= self._backend.vocabulary_size:
             return False  # media, or a token that only the target has
         if len(known) > self._backend.capabilities.cells_per_sequence:
@@ -179,16 +179,16 @@ class DraftModel:
                 mirror.slot.truncate(common_length)
                 return mirror
             self.release(job)
-        plan = self.prefix_cache.plan(known, salt=salt)
+        plan = self.prefix_cache.plan(known, namespace=salt)
         if plan is None:  # jobs that were preempted since occupy slots that they do not use
             jobs = [running.job for running in drafting]
             for idle in [mirrored for mirrored in self._mirrors if mirrored not in jobs]:
                 self.release(idle)
-            plan = self.prefix_cache.plan(known, salt=salt)
+            plan = self.prefix_cache.plan(known, namespace=salt)
         if plan is None:
             return None
         slot, _ = self.prefix_cache.acquire(plan, salt)
-        positions = self.prefix_cache.checkpoint_positions(slot, job.prompt, job.request.boundaries)
+        positions = self.prefix_cache.checkpoint_positions(slot, strip_labels(job.prompt), job.request.boundaries)
         mirror = self._mirrors[job] = MirrorSequence(slot, positions)
         return mirror
 

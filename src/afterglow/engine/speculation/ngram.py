@@ -17,7 +17,7 @@ from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.speculator import DraftRequest
 from afterglow.engine.types.draft_stats import AcceptanceEstimator
-from afterglow.engine.types.entries import Entries, EntryBuffer, common_prefix_length
+from afterglow.engine.types.entries import Entries, EntryBuffer, common_prefix_length, strip_labels
 
 NGRAM_TOKENS = 3  # two match too often, four too late
 BITS_PER_TOKEN = 21  # of a key; three tokens fit into 64 bits
@@ -222,10 +222,11 @@ class NgramDrafter:
 
     def _open_index(self, job: Job) -> NgramIndex:
         """Continue the idle index with the longest common prefix, or create a new one."""
+        prompt = strip_labels(job.prompt)
         candidates = [number for number, (salt, _) in enumerate(self._idle_indexes) if salt == job.request.salt]
-        best = max(candidates, key=lambda number: self._idle_indexes[number][1].match_prefix(job.prompt), default=None)
+        best = max(candidates, key=lambda number: self._idle_indexes[number][1].match_prefix(prompt), default=None)
         index = NgramIndex()
-        if best is not None and self._idle_indexes[best][1].match_prefix(job.prompt) >= NGRAM_TOKENS:
+        if best is not None and self._idle_indexes[best][1].match_prefix(prompt) >= NGRAM_TOKENS:
             index = self._pop_idle(best)
-        index.add_prompt(job.prompt)
+        index.add_prompt(prompt)
         return index

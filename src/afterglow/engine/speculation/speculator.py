@@ -142,11 +142,11 @@ class Speculator:
         rows = len(decoding)
         if self._fixed_length is None and not (decoding and not prefilling and self._can_draft(rows)):
             return
-        # Jobs with entries to recompute are left out: drafters assume that only the newest token is missing.
+        # Jobs with entries before the newest token are left out: drafters assume that only that one is missing.
         drafters_by_job = {
             running: drafters
             for running in decoding
-            if not running.entries_to_recompute
+            if not running.entries_before_newest
             and (drafters := [drafter for drafter in self._drafters if drafter.can_draft(running)])
         }
         if not drafters_by_job:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaEncoder
@@ -37,6 +38,7 @@ class Capabilities:
     interruptible: bool  # a running decode can be stopped
     media: frozenset[Modality] = frozenset()  # modalities that prompts may contain in addition to tokens
     max_rollback: int = 0  # newest entries that a sequence can drop right after a decode, e.g. rejected draft tokens
+    copies_on_device: bool = False  # copying a sequence takes no time: a GPU copies within its memory
     can_replay: bool = False  # a sequence can return to a partial state that was saved before a decode
 
     @property
@@ -110,6 +112,7 @@ class DecodeSpan:
     outputs: int
     embedding: MediaEmbedding | None = None  # all or the next rows of the media entry
     completes_entry: bool = True  # these are the last rows of the media entry
+    adapters: AdapterSet = ()  # to compute with; all spans of a decode have the same
 
     @property
     def rows(self) -> int:
@@ -131,17 +134,17 @@ class Backend(Protocol):
     eog_tokens: frozenset[int]  # tokens that end a generation
     token_bytes: TokenBytes  # bytes of each token, for grammars
     projector: MediaEncoder | None  # encodes images and audio, on another thread
-
-    @property
-    def adapter_key(self) -> str:
-        """The LoRA adapters that are applied now, as text. Empty if there are none. It may change between decodes."""
+    adapters: Mapping[str, LoadedAdapter]  # LoRA adapters by name, in the order of their declaration
 
     @property
     def state_key(self) -> bytes:
-        """Key of model, build, settings and adapters. Saved bytes are valid only in a backend with an equal key."""
+        """Key of model, build and settings. Saved bytes are valid only in a backend with an equal key.
+
+        They are also valid only with the adapters that they were computed with; the prefix cache sees to that.
+        """
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
-        """Compute all spans in one batch.
+        """Compute all spans in one batch, with their adapters.
 
         `KVCacheFull`: nothing was changed. `Cancelled`, `DecodeFailed`: the sequences may hold some of the rows; check
         `get_position_range`.

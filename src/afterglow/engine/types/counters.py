@@ -19,12 +19,18 @@ class EngineCounters:
     preempted: int = 0
     coalesced: int = 0
     interrupted: int = 0
+    moved_sequences: int = 0  # moves that made busy sequences adjacent, so that they are computed together
     max_batch_jobs: int = 0  # most jobs in one decode
+    batch_jobs: int = 0  # jobs in all decodes
     draft_steps: int = 0  # times that a draft was verified
     draft_tokens: int = 0  # draft tokens that were decoded
     accepted_tokens: int = 0  # draft tokens that were accepted
+    forced_tokens: int = 0  # tokens that a grammar forced, appended without a decode each
     replayed_entries: int = 0  # entries decoded again because the KV cache could not drop only the rejected drafts
     encoded_media: int = 0  # images and audio clips
+    pooled_texts: int = 0  # texts that were embedded or scored by a classifier head
+    pooled_rows: int = 0  # of the decodes of these texts; not part of `rows`
+    pooled_decodes: int = 0  # with texts; not part of `decodes`
 
     def record_decode(self, spans: Sequence[DecodeSpan], replayed: int) -> tuple[int, int]:
         """Count a decode; return its rows and how many of them were draft tokens."""
@@ -36,7 +42,14 @@ class EngineCounters:
         self.rows += rows
         self.replayed_entries += replayed
         self.max_batch_jobs = max(self.max_batch_jobs, len(spans))
+        self.batch_jobs += len(spans)
         return rows, draft_tokens
+
+    def record_pooling(self, texts: int, rows: int) -> None:
+        """Count a decode of texts in the context for embeddings or for the scores of a classifier head."""
+        self.pooled_texts += texts
+        self.pooled_rows += rows
+        self.pooled_decodes += 1
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_integer
 
 Entries: TypeAlias = NDArray[np.int64]
+TOKEN_BITS = 32  # of an entry that is a token; the bits above are its label
+TOKEN_MASK = (1 << TOKEN_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,16 @@ Entry: TypeAlias = int | Media
 
 
 class EntryInterner:
-    """Assigns a negative id to each distinct media entry, so that prompts are integer arrays and fast to compare."""
+    """Assigns a negative id to each distinct media entry, so that prompts are integer arrays and fast to compare.
+
+    A token can have a label: it equals only the same token with the same label. The first token that is computed with
+    other weights than those before it is labelled with these weights, so that no match extends beyond it.
+    """
 
     def __init__(self) -> None:
         self._media_by_id: list[Media] = []
         self._ids_by_media: dict[Media, int] = {}
+        self._labels: list[str] = []
 
     def intern(self, entries: Sequence[Entry] | NDArray[np.generic]) -> Entries:
         """Return the entries as integers: tokens unchanged, equal media as equal negative ids."""
@@ -51,6 +58,12 @@ class EntryInterner:
                     return tokens
         return np.array([self._intern_entry(entry) for entry in entries], dtype=np.int64)
 
+    def label_token(self, token: int, label: str) -> int:
+        """Return the entry for a token with a label."""
+        if label not in self._labels:
+            self._labels.append(label)
+        return (self._labels.index(label) + 1) << TOKEN_BITS | token
+
     def get_media(self, media_id: int) -> Media:
         return self._media_by_id[-media_id - 1]
 
@@ -63,18 +76,39 @@ class EntryInterner:
         return len(entries) + sum(self.get_media(int(media_id)).positions - 1 for media_id in entries[entries < 0])
 
     def to_portable_entries(self, entries: Entries) -> Entries:
-        """Return the entries with media ids that are the same in every process."""
-        if not len(entries) or entries.min() >= 0:
+        """Return the entries with media ids and labels that are the same in every process."""
+        if not len(entries) or (entries.min() >= 0 and entries.max() <= TOKEN_MASK):
             return entries
         portable = entries.copy()
         for index in np.flatnonzero(entries < 0):
             portable[index] = -1 - (int.from_bytes(self._hash_media(int(entries[index]))[:8], "little") >> 1)
+        for index in np.flatnonzero(entries > TOKEN_MASK):
+            entry = int(entries[index])
+            number = int.from_bytes(self._hash_label(entry)[:4], "little") >> 1 or 1
+            portable[index] = number << TOKEN_BITS | entry & TOKEN_MASK
         return portable
+
+    def from_portable_entries(self, entries: Entries) -> Entries:
+        """Return the entries with the media ids of this process.
+
+        Raises `InvalidArgument` if it has not seen one of the media.
+        """
+        if not len(entries) or entries.min() >= 0:
+            return entries
+        ids = np.arange(-1, -1 - len(self._media_by_id), -1, dtype=np.int64)
+        known = dict(zip(self.to_portable_entries(ids).tolist(), ids.tolist(), strict=True))
+        media = entries[entries < 0].tolist()
+        if not known.keys() >= set(media):
+            raise InvalidArgument("id", "contains images or audio that this engine has not seen since its start")
+        interned = entries.copy()
+        interned[entries < 0] = [known[portable] for portable in media]
+        return interned
 
     def to_portable_bytes(self, entries: Entries) -> bytes:
         """Return bytes that are the same in every process and differ for different entries."""
         media = b"".join(self._hash_media(int(media_id)) for media_id in entries[entries < 0])
-        return self.to_portable_entries(entries).astype("<i8", copy=False).tobytes() + media
+        labels = b"".join(self._hash_label(int(entry)) for entry in entries[entries > TOKEN_MASK])
+        return self.to_portable_entries(entries).astype("<i8", copy=False).tobytes() + media + labels
 
     def _intern_entry(self, entry: Entry) -> int:
         return self._intern_media(entry) if isinstance(entry, Media) else check_integer("entries", entry, 0)
@@ -88,6 +122,9 @@ class EntryInterner:
     def _hash_media(self, media_id: int) -> bytes:
         media = self.get_media(media_id)
         return blake3(repr((media.digest, media.cells, media.positions)).encode()).digest()
+
+    def _hash_label(self, entry: int) -> bytes:
+        return blake3(self._labels[(entry >> TOKEN_BITS) - 1].encode()).digest()
 
 
 class EntryBuffer:
@@ -125,6 +162,26 @@ class EntryBuffer:
         larger = np.zeros(2 * (len(self._buffer) + extra), dtype=np.int64)
         larger[: self.length] = self._buffer[: self.length]
         self._buffer = larger
+
+
+def strip_label(entry: int) -> int:
+    """Return an entry without its label.
+
+    >>> strip_label(EntryInterner().label_token(7, "adapter")), strip_label(-1)
+    (7, -1)
+    """
+    return entry & TOKEN_MASK if entry > TOKEN_MASK else entry
+
+
+def strip_labels(entries: Entries) -> Entries:
+    """Return the entries without the labels of tokens.
+
+    >>> strip_labels(np.array([7, EntryInterner().label_token(7, "adapter"), -1])).tolist()
+    [7, 7, -1]
+    """
+    if not len(entries) or entries.max() <= TOKEN_MASK:
+        return entries
+    return np.where(entries > TOKEN_MASK, entries & TOKEN_MASK, entries)
 
 
 def common_prefix_length(left: Entries, right: Entries) -> int:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.types.adapters import AdapterSet
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.entries import Entry
 from afterglow.engine.types.media import MediaPart
@@ -18,6 +19,8 @@ from afterglow.llama.sampling import Sampling
 
 LONG_PREFILL_ENTRIES = 256
 FinishReason: TypeAlias = Literal["stop", "length", "deadline"]
+FinishCause: TypeAlias = tuple[FinishReason, bytes | int | None]  # and the stop text or token
+PlanKind: TypeAlias = Literal["continue", "fork", "restore", "load", "fresh"]
 
 
 class RetainedPrefix(NamedTuple):
@@ -50,11 +53,20 @@ class Request:
     reasoning_budget: ReasoningBudget | None = None  # limit on the number of reasoning tokens
     ignore_eos: bool = False  # continue after the model's end-of-generation tokens
     logprobs: int | None = None  # number of alternatives returned with each token. None: no log-probabilities at all
-    priority: int = 0  # requests with a higher priority are scheduled first
+    logprob_tokens: tuple[int, ...] = ()  # tokens whose log-probabilities come after those of the alternatives
+    priority: int = 0  # requests with a higher priority are scheduled first; below 0: background work
+    is_transient: bool = False  # no later prompt continues it: its KV cache is evicted first and stored in no tier
     deadline: float | None = None  # seconds after submission at which it finishes with the tokens generated so far
     use_prefix_cache: bool = True  # reuse the computed prefixes of other requests. False: compute the whole prompt
     sequence: int | None = None  # number of the sequence (slot) to use. None: the planner chooses
     salt: str = ""  # of the tenant: cached state is never shared between, nor visible to, requests of different salts
+    explained: bool = False  # whether its first progress says how it starts, and why not more of it is reused
+    adapters: AdapterSet = ()  # LoRA adapters to compute with; requests with other sets share no cached state
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the request gives way to all that have the default priority."""
+        return self.priority < 0
 
     @property
     def is_constrained(self) -> bool:
@@ -72,11 +84,11 @@ class Request:
         check_integer("system_length", self.system_length, 0, len(self.entries))
         if self.constraint is not None and self.sampling.grammar:
             raise InvalidArgument("sampling.grammar", "must be empty if the output has another constraint")
-        if not isinstance(self.salt, str):
-            raise InvalidArgument("salt", f"must be text, not {self.salt!r}")
+        if not isinstance(self.salt, str) or "\0" in self.salt:
+            raise InvalidArgument("salt", f"must be text without a NUL character, not {self.salt!r}")
         if self.deadline is not None:
             check_float("deadline", self.deadline, 0)
-        for name, kind in (("stop", bytes), ("stop_tokens", int), ("boundaries", int)):
+        for name, kind in (("stop", bytes), ("stop_tokens", int), ("boundaries", int), ("logprob_tokens", int)):
             values = getattr(self, name)
             if not isinstance(values, tuple | frozenset) or not all(isinstance(value, kind) for value in values):
                 raise InvalidArgument(name, f"must be a tuple or frozenset of {kind.__name__}")
@@ -115,6 +127,21 @@ class Usage:
         return self.draft_tokens / self.draft_steps if self.draft_steps else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPrefix:
+    """How the prefill of a request starts, and where its prompt differs from the nearest cached prefix."""
+
+    kind: PlanKind
+    tier: str  # slowest tier that the prefix comes from: "device", "ram", "disk", or "none" for a prefix miss
+    reused_entries: int
+    seconds_saved: float  # estimated time to compute them
+    shared_entries: int  # this and the next two as in `Explanation`
+    evicted_entries: int
+    cause: str
+    common_length: int  # entries that the prompt shares with the nearest cached prefix, which may be evicted
+    cached_entries: tuple[int, ...]  # first entries of that prefix after those; negative entries are media
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """Number of prompt entries in the KV cache: as soon as the plan is known, and after each chunk but the last.
@@ -130,6 +157,7 @@ class PrefillProgress:
     seconds: float = 0.0  # since the prefill began
     prompt_tokens: int = 0  # as in `Usage`
     cached_tokens: int = 0  # as in `Usage`
+    plan: PlannedPrefix | None = None  # of the first progress of a request that is `explained`
 
     @property
     def is_long(self) -> bool:
@@ -150,6 +178,8 @@ class PrefillProgress:
 
 class Token(NamedTuple):
     """Next generated token. `alternatives` are the most likely tokens at its position with their log-probabilities.
+
+    The `logprob_tokens` of the request follow them.
 
     A named tuple because tokens are frequent: it is created and sent in half the time of a dataclass.
     """

@@ -12,29 +12,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import cffi
-
 from afterglow.errors import LibraryError
 from afterglow.llama.library import cpu, logs, providers
-from afterglow.llama.library.declarations import BUILD, DECLARATIONS
+from afterglow.llama.library.compiled_declarations import ffi
+from afterglow.llama.library.declarations import BUILD
+from afterglow.llama.library.mtp_functions import MTP_NAMES
 from afterglow.llama.library.openmp import limit_spinning
-
-# The MTP functions are exported under their C++ names only. A build without them lacks MTP; the rest works.
-MTP_NAMES = {
-    "llama_set_embeddings_nextn": "_Z26llama_set_embeddings_nextnP13llama_contextbb",
-    "llama_get_embeddings_nextn": "_Z26llama_get_embeddings_nextnP13llama_context",
-    "llama_get_embeddings_nextn_ith": "_Z30llama_get_embeddings_nextn_ithP13llama_contexti",
-    "llama_set_nextn_layer_offset": "_Z28llama_set_nextn_layer_offsetP13llama_contexti",
-    "llama_get_ctx_other": "_Z19llama_get_ctx_otherP13llama_context",
-}
-MTP_DECLARATIONS = """
-void _Z26llama_set_embeddings_nextnP13llama_contextbb(struct llama_context *, bool, bool);
-float * _Z26llama_get_embeddings_nextnP13llama_context(struct llama_context *);
-float * _Z30llama_get_embeddings_nextn_ithP13llama_contexti(struct llama_context *, int32_t);
-void _Z28llama_set_nextn_layer_offsetP13llama_contexti(struct llama_context *, int32_t);
-struct llama_context * _Z19llama_get_ctx_otherP13llama_context(struct llama_context *);
-size_t strlen(const char *);
-"""
 
 # Defaults of the pinned build. Read through wrong structs, some of these values differ.
 KNOWN_DEFAULTS: dict[str, dict[str, int]] = {
@@ -69,7 +52,7 @@ class Symbols:
         for handle in self._handles:
             try:
                 function = getattr(handle, name)
-            except AttributeError:
+            except (AttributeError, ffi.error):  # not declared, or not in this file
                 continue
             setattr(self, name, function)
             return function
@@ -81,9 +64,7 @@ class Library:
 
     def __init__(self, location: providers.LibraryLocation) -> None:
         self.location = location
-        self.ffi: Any = cffi.FFI()
-        self.ffi.cdef(DECLARATIONS)
-        self.ffi.cdef(MTP_DECLARATIONS)
+        self.ffi: Any = ffi
         # If mtmd is a separate file, it needs llama, which needs ggml: opening mtmd loads the others from its folder.
         files = sorted(location.files, key=lambda path: (path != location.path, "mtmd" not in path.name, path.name))
         with limit_spinning():

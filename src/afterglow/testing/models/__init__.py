@@ -15,8 +15,9 @@ from pathlib import Path
 
 from afterglow.errors import ModelNotFound
 from afterglow.paths import get_cache_directory
-from afterglow.testing.models import colors, embedding, notes, projector
-from afterglow.testing.models.attention import Gemma3, Llama, MixtureOfExperts, write_adapter
+from afterglow.testing.models import colors, embedding, notes, projector, ranking_decoder
+from afterglow.testing.models.adapter import INVOCATION_TEXT, write_adapter
+from afterglow.testing.models.attention import Gemma3, Llama, MixtureOfExperts
 from afterglow.testing.models.audio_projector import write_gemma4ua, write_ultravox, write_vision_and_audio
 from afterglow.testing.models.constructed import (
     CYCLE,
@@ -25,12 +26,12 @@ from afterglow.testing.models.constructed import (
     get_successor,
     write_successor_model,
 )
-from afterglow.testing.models.decoder import write_random_model
+from afterglow.testing.models.decoder import Decoder, write_random_model
 from afterglow.testing.models.hybrid import Qwen35, write_hybrid
 from afterglow.testing.models.mtp_heads import HyV3, Step35, write_mtp_model
 from afterglow.testing.models.recurrent import Mamba
 
-__all__ = ["CYCLE", "get_path", "get_successor", "list_names"]
+__all__ = ["CYCLE", "INVOCATION_TEXT", "get_path", "get_successor", "list_names"]
 
 _DRAFT_DECODER = Llama(embedding_length=32, layers=1, heads=2, kv_heads=1, feed_forward_length=64)
 _MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
@@ -55,6 +56,8 @@ _MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
         path, Step35(mtp_heads=(build_mtp_head(), build_mtp_head(MISDRAFTED_TOKENS)))
     ),
     "embedding": embedding.write_embedding_model,
+    "reranker": embedding.write_cross_encoder,
+    "reranker-causal": ranking_decoder.write_model,
     "projector-llava": projector.write_llava,
     "projector-gemma3": projector.write_gemma3,
     "projector-qwen": projector.write_qwen,
@@ -65,8 +68,19 @@ _MODEL_WRITERS: dict[str, Callable[[Path], None]] = {
     "projector-both": write_vision_and_audio,
     "notes": notes.write_model,
     "projector-notes": notes.write_projector,
-    "adapter": partial(write_adapter, model=Llama(), seed=11),
+    "adapter": partial(write_adapter, decoder=Llama(), seed=11),
 }
+_ADAPTED_DECODERS: dict[str, Decoder] = {
+    "attention": Llama(),
+    "window": Gemma3(),
+    "recurrent": Mamba(),
+    "hybrid": Qwen35(),
+}
+for _kind, _decoder in _ADAPTED_DECODERS.items():
+    for _seed, _suffix in enumerate(("a", "b", "c", "activated"), start=21):
+        _MODEL_WRITERS[f"adapter-{_kind}-{_suffix}"] = partial(
+            write_adapter, decoder=_decoder, seed=_seed, activated=_suffix == "activated"
+        )
 
 
 def list_names() -> list[str]:

@@ -1,18 +1,16 @@
-"""Attention models: llama, with a LoRA adapter or with experts, and gemma3 with a sliding window."""
+"""Attention models: llama, also with experts, and gemma3 with a sliding window."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from afterglow.testing.models.writer import MetadataInput, ModelWriter
 
 # With scores of unit variance, attention would average over a long context until no token has an effect.
 ATTENTION_GAIN = 2.0
-LORA_RANK, LORA_ALPHA = 4, 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,19 +127,3 @@ def write_feed_forward(writer: ModelWriter, block: str, width: int, feed_forward
     writer.add_matrix(f"{block}.ffn_gate.weight", feed_forward_length, width)
     writer.add_matrix(f"{block}.ffn_up.weight", feed_forward_length, width)
     writer.add_matrix(f"{block}.ffn_down.weight", width, feed_forward_length, gain=gain)
-
-
-def write_adapter(path: Path, *, model: Llama, seed: int) -> None:
-    """Write a LoRA adapter for all query and attention output matrices, which clearly changes the logits."""
-    queries = model.heads * model.head_size
-    with ModelWriter(path, model.architecture, seed=seed, kind="adapter") as writer:
-        writer.add_metadata("adapter", {"type": "lora", "lora.alpha": LORA_ALPHA})
-        for layer in range(model.layers):
-            _write_lora_pair(writer, f"blk.{layer}.attn_q.weight", queries, model.embedding_length)
-            _write_lora_pair(writer, f"blk.{layer}.attn_output.weight", model.embedding_length, queries)
-
-
-def _write_lora_pair(writer: ModelWriter, name: str, rows: int, columns: int) -> None:
-    """Add the two factors of one matrix; llama.cpp adds b x a x alpha / rank to it."""
-    writer.add_matrix(f"{name}.lora_a", LORA_RANK, columns)
-    writer.add_matrix(f"{name}.lora_b", rows, LORA_RANK)

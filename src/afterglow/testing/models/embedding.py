@@ -1,4 +1,4 @@
-"""Embedding model: bert with a small WordPiece vocabulary. It generates no text and has no KV cache."""
+"""Embedding model and cross-encoder: bert with a small WordPiece vocabulary. They generate no text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHARACTERS = string.ascii_lowercase + string.digits + ".,!?-"
 TOKENS = (*_CONTROL_TOKENS, *(f"\u2581{start}" for start in (*_WORDS, *_CHARACTERS)), *_CHARACTERS)
 
 
-def _write_metadata(writer: ModelWriter) -> None:
+def _write_metadata(writer: ModelWriter, pooling: PoolingType) -> None:
     kinds = [TokenType.CONTROL] * len(_CONTROL_TOKENS) + [TokenType.NORMAL] * (len(TOKENS) - len(_CONTROL_TOKENS))
     writer.add_metadata(
         "tokenizer.ggml",
@@ -55,15 +55,27 @@ def _write_metadata(writer: ModelWriter) -> None:
             "attention.head_count": HEADS,
             "attention.layer_norm_epsilon": 1e-12,
             "attention.causal": False,
-            "pooling_type": int(PoolingType.MEAN),
+            "pooling_type": int(pooling),
         },
     )
 
 
 def write_embedding_model(path: Path) -> None:
     """Write a random encoder; texts with common words have closer embeddings than texts without."""
-    with ModelWriter(path, "bert", seed=7) as writer:
-        _write_metadata(writer)
+    _write_encoder(path, seed=7, pooling=PoolingType.MEAN)
+
+
+def write_cross_encoder(path: Path) -> None:
+    """Write a random encoder with a classifier head: it scores a pair of texts by one number."""
+    _write_encoder(path, seed=16, pooling=PoolingType.RANK)
+
+
+def _write_encoder(path: Path, *, seed: int, pooling: PoolingType) -> None:
+    with ModelWriter(path, "bert", seed=seed) as writer:
+        _write_metadata(writer, pooling)
+        if pooling == PoolingType.RANK:
+            writer.add_linear("cls", EMBEDDING_LENGTH, EMBEDDING_LENGTH)
+            writer.add_linear("cls.output", 1, EMBEDDING_LENGTH)
         writer.add_noise("token_embd.weight", len(TOKENS), EMBEDDING_LENGTH, scale=1.0, half=True)
         writer.add_noise("token_types.weight", 2, EMBEDDING_LENGTH, scale=0.1)
         writer.add_noise("position_embd.weight", CONTEXT_LENGTH_TOKENS, EMBEDDING_LENGTH, scale=0.1)

@@ -67,6 +67,10 @@ class ModelWriter:
                 case _:
                     self._gguf.add_array(key, value)
 
+    def add_uint32_array(self, key: str, values: Sequence[int]) -> None:
+        """Add an array of uint32. Arrays of `add_metadata` are of int32."""
+        self._gguf.add_key_value(key, list(values), gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT32)
+
     def add_matrix(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
         """Add a random linear map: inputs of unit variance give outputs of variance `gain` squared."""
         self.add_noise(name, rows, columns, scale=gain / math.sqrt(columns))

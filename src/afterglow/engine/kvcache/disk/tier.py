@@ -74,6 +74,7 @@ class DiskTier:
         self._tree = tree
         self._ram = ram
         self._counters = TierCounters()
+        self._written_bytes = 0  # by the writer, at the last `sync`
         self._checkpoints: dict[bytes, dict[bytes, DiskCheckpoint]] = {}  # by parent key, by key
         self.writer = DiskWriter(
             settings.disk_cache_directory,
@@ -101,18 +102,27 @@ class DiskTier:
     def sync(self) -> None:
         """Apply the writer's file events to the tree."""
         self.prefetcher.drop_stale()
+        added_entries = removed_entries = removed_bytes = 0
         for event in self.writer.drain_events():
             match event:
                 case FileAdded(row) if row.kind == "cells":
+                    added_entries += len(row.entries)
                     self._add_block(row)
                 case FileAdded(row):
                     self._add_checkpoint(row)
                 case FileRemoved("cells", key):
                     if (block := self._tree.get(key)) is not None:
+                        removed_entries += len(block.entries) if block.is_on_disk else 0
+                        removed_bytes += block.file_bytes
                         self.forget(block)
                         self._tree.remove_unheld(block)
                 case FileRemoved("state", key):
                     self._remove_checkpoint(key)
+        self._ram.events.record("evicted", self.name, entries=removed_entries, nbytes=removed_bytes)
+        new_bytes = self.writer.counters.written_bytes - self._written_bytes
+        if new_bytes > 0:  # otherwise other processes wrote the files
+            self._written_bytes += new_bytes
+            self._ram.events.record("stored", self.name, entries=added_entries, nbytes=new_bytes)
 
     def _add_block(self, row: IndexRow) -> None:
         block = self._tree.get(row.key)
@@ -168,6 +178,16 @@ class DiskTier:
                 self._ram.budget.remove("tables", checkpoint.table_bytes)
             if not siblings:
                 del self._checkpoints[parent]
+
+    def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
+        """Delete the checkpoints with these keys, and those after these blocks; return the keys of the files."""
+        deleted = {
+            on_disk.key for on_disk in self.list_checkpoints() if on_disk.key in keys or on_disk.parent in parents
+        }
+        for key in deleted:
+            self._remove_checkpoint(key)
+            self.writer.remove("state", key)
+        return deleted
 
     def list_checkpoints(self) -> list[DiskCheckpoint]:
         return [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings.values()]

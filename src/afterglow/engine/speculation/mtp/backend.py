@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from afterglow.errors import AfterglowError, InvalidState
 from afterglow.llama import kv_layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.projector import Projector
 from afterglow.llama.state import StateScope
 
@@ -48,12 +49,20 @@ class MtpState(llama_state.SavedState):
 
 
 class MtpBackend(LlamaBackend):
-    """A llama.cpp backend whose MTP heads see everything it computes."""
+    """A llama.cpp backend whose MTP heads see everything it computes. The heads draft without adapters."""
+
+    allows_device_copies = False  # the heads copy states, which does not wait for the next decode
 
     def __init__(
-        self, context: LlamaContext, head_context: LlamaContext, *, n_draft_max: int, projector: Projector | None = None
+        self,
+        context: LlamaContext,
+        head_context: LlamaContext,
+        *,
+        n_draft_max: int,
+        projector: Projector | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
-        super().__init__(context, projector=projector)
+        super().__init__(context, projector=projector, adapters=adapters)
         self.head_context = head_context
         # Layout of the heads' cells, known after the first save; empty if cells cannot be extracted from their state.
         self._head_layout: bytes | None = None
@@ -108,7 +117,7 @@ class MtpBackend(LlamaBackend):
         return nbytes
 
     def save(self, sequence: int, scope: StateScope, *, long_lived: bool = False) -> BackendState:
-        state = self.context.state.save(sequence, scope, long_lived=long_lived)
+        state = self.state.save(sequence, scope, long_lived=long_lived)
         end = 0 if state.positions is None else state.positions[1] + 1
         # The heads' cells stay in their KV cache like attention cells; only a full state, or a window, contains them.
         head_state = None
@@ -153,7 +162,7 @@ class MtpBackend(LlamaBackend):
 
     @property
     def state_key(self) -> bytes:
-        return self.context.state.key + b" with heads and window " + self.head_context.state.key
+        return self.state.key + b" with heads and window " + self.head_context.state.key
 
     def extract_cells(self, state: BackendState, partial: BackendState | None) -> BackendCells | None:
         assert isinstance(state, MtpState)
@@ -187,7 +196,7 @@ class MtpBackend(LlamaBackend):
             head_state = llama_state.SavedState(
                 key=self.head_context.state.key, scope="full", positions=positions, data=data
             )
-        return _add_head_state(state, self.context.state.key, head_state, hidden_state)
+        return _add_head_state(state, self.state.key, head_state, hidden_state)
 
     def serialize_state(self, partial: BackendState) -> list[bytes | memoryview]:
         assert isinstance(partial, llama_state.SavedState)
@@ -215,7 +224,7 @@ class MtpBackend(LlamaBackend):
             head_state = replace(head_state, key=self.head_context.state.key)
         hidden = data[HEAD_STATE_HEADER.size : end]
         hidden_state = np.frombuffer(hidden, dtype=np.float32).copy() if hidden_bytes else None
-        return _add_head_state(state, self.context.state.key, head_state, hidden_state)
+        return _add_head_state(state, self.state.key, head_state, hidden_state)
 
     def clear(self, sequence: int) -> None:
         super().clear(sequence)
