@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Unpack
 
+from afterglow.agents.execution import call_tool
+from afterglow.agents.limits import Limits, Spent
+from afterglow.agents.loop import Execute, Generate, Policy, RunState, ToolResult, decide
 from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions
 from afterglow.chat.content import AttachmentSource, build_attachments, check_text
-from afterglow.chat.messages import Message, MessageLike, ToolCall, parse_messages, to_openai_message
+from afterglow.chat.messages import Message, MessageLike, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
-from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
+from afterglow.chat.tools.tool import ToolLike, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOperation
 
-logger = logging.getLogger("afterglow")
 MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
 
 
@@ -91,15 +91,10 @@ class Conversation:
         **options: Unpack[ChatGenerationOptions],
     ) -> ChatResponse:
         """Asyncio version of `ask`."""
-        history = [*self.messages, build_user_message(text, images, audio)]
-        for chat_options in self._iterate_tool_rounds(options):
-            response = self.last_response = await self.model.chat_async(history, tools=self.tools, **chat_options)
-            history.append(response.message)
-            if not self._can_call_tools(response):
-                break
-            history += self._call_tools(response)
-        self.messages = history
-        return response
+        rounds = ToolRounds(self, [*self.messages, build_user_message(text, images, audio)], options)
+        while (chat_options := rounds.get_next_options()) is not None:
+            rounds.add(await self.model.chat_async(rounds.messages, tools=self.tools, **chat_options))
+        return rounds.finish()
 
     def stream(
         self,
@@ -214,26 +209,18 @@ class Conversation:
     # --- generation
 
     def _generate(self, history: list[Message], options: ChatGenerationOptions) -> ChatResponse:
-        response: ChatResponse
-        for chat_options in self._iterate_tool_rounds(options):
-            response = self.last_response = self.model.chat(history, tools=self.tools, **chat_options)
-            history.append(response.message)
-            if not self._can_call_tools(response):
-                break
-            history += self._call_tools(response)
-        self.messages = history
-        return response
+        rounds = ToolRounds(self, history, options)
+        while (chat_options := rounds.get_next_options()) is not None:
+            rounds.add(self.model.chat(rounds.messages, tools=self.tools, **chat_options))
+        return rounds.finish()
 
     def _stream_history(self, history: list[Message], options: ChatGenerationOptions) -> Iterator[Delta]:
-        for chat_options in self._iterate_tool_rounds(options):
-            stream: ChatStream = self.model.chat(history, stream=True, tools=self.tools, **chat_options)
+        rounds = ToolRounds(self, history, options)
+        while (chat_options := rounds.get_next_options()) is not None:
+            stream: ChatStream = self.model.chat(rounds.messages, stream=True, tools=self.tools, **chat_options)
             yield from stream.deltas()
-            self.last_response = stream.response
-            history.append(stream.response.message)
-            if not self._can_call_tools(stream.response):
-                break
-            history += self._call_tools(stream.response)
-        self.messages = history
+            rounds.add(stream.response)
+        rounds.finish()
 
     def _get_history_to_question(self) -> list[Message]:
         for index in range(len(self.messages) - 1, -1, -1):
@@ -241,25 +228,58 @@ class Conversation:
                 return self.messages[: index + 1]
         raise InvalidArgument("messages", "have no question yet to answer again")
 
-    # --- tools
 
-    def _iterate_tool_rounds(self, options: ChatGenerationOptions) -> Iterator[ChatGenerationOptions]:
-        """Yield the options of each round of tool calls; the last round does not allow tool calls."""
-        chat_options: ChatGenerationOptions = {**self.options, **options}
-        yield from itertools.repeat(chat_options, MAX_TOOL_ROUNDS)
-        yield {**chat_options, "tool_choice": "none"}
+class ToolRounds:
+    """The loop of agents for one question of a conversation: all calls are allowed, and run in the calling thread."""
 
-    def _can_call_tools(self, response: ChatResponse) -> bool:
-        """Return whether the model called tools and all of them are functions."""
-        functions = {tool.name for tool in self.tools if tool.function is not None}
-        return bool(response.tool_calls) and all(call.name in functions for call in response.tool_calls)
+    def __init__(self, conversation: Conversation, history: list[Message], options: ChatGenerationOptions) -> None:
+        self._conversation = conversation
+        self._options: ChatGenerationOptions = {**conversation.options, **options}
+        self._tools = {tool.name: tool for tool in conversation.tools}
+        self._state = RunState(messages=history)
+        self._response: ChatResponse | None = None
+        self._policy = Policy(
+            tools=self._tools,
+            effects=dict.fromkeys(self._tools, "external"),
+            allowed=self._tools,
+            limits=Limits(rounds=MAX_TOOL_ROUNDS, calls=None, repeats=None),
+        )
 
-    def _call_tools(self, response: ChatResponse) -> list[Message]:
-        tools = {tool.name: tool for tool in self.tools}
-        return [
-            Message(role="tool", name=call.name, tool_call_id=call.id, content=call_tool(tools[call.name], call))
-            for call in response.tool_calls
-        ]
+    @property
+    def messages(self) -> list[Message]:
+        """The history of the next request."""
+        return self._state.messages
+
+    def get_next_options(self) -> ChatGenerationOptions | None:
+        """Execute calls until the model must write, and return the options of its message; None at the end."""
+        while self._can_call_tools():
+            match decide(self._state, self._policy):
+                case Generate(stopping):
+                    return {**self._options, "tool_choice": "none"} if stopping else self._options
+                case Execute(verdicts):
+                    for verdict in verdicts:
+                        text = call_tool(self._tools[verdict.call.name], verdict.call)
+                        self._state.add_result(verdict.call.id, ToolResult("ok", text))
+                case _:
+                    return None
+        return None
+
+    def add(self, response: ChatResponse) -> None:
+        """Add the response to a request."""
+        self._response = self._conversation.last_response = response
+        self._state.add_message(response.message, Spent(rounds=1))
+
+    def finish(self) -> ChatResponse:
+        """Keep the messages in the conversation and return the last response."""
+        assert self._response is not None
+        self._conversation.messages = self._state.messages
+        return self._response
+
+    def _can_call_tools(self) -> bool:
+        """Return whether all calls of the last message are of functions. The caller executes others."""
+        return all(
+            call.name in self._tools and self._tools[call.name].function is not None for call in self._state.pending
+        )
 
 
 def build_user_message(
@@ -275,16 +295,3 @@ def build_user_message(
         content=check_text(text, "text"),
         attachments=(*build_attachments("image", images), *build_attachments("audio", audio)),
     )
-
-
-def call_tool(tool: Tool, call: ToolCall) -> str:
-    """Call a tool and return its result as text. An error becomes text too, so that the model can try again."""
-    try:
-        value = tool.call(call.arguments)
-    except InvalidArgument as error:  # the model wrote arguments that the tool does not accept
-        logger.info("the model called the tool %s with invalid arguments: %s", tool.name, error)
-        return f"error: {error}"
-    except Exception as error:
-        logger.exception("the tool %s raised an error, which the model gets as its result", tool.name)
-        return f"error: {error}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

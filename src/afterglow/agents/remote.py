@@ -1,0 +1,185 @@
+"""Generates with a running afterglow server, over its OpenAI API. The prefix cache of the server makes forks cheap."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from afterglow.api.options import ChatGenerationOptions, SamplingOptions, get_fields
+from afterglow.chat.messages import Message, to_openai_message
+from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta, join_parts
+from afterglow.chat.output.response import ChatResponse
+from afterglow.chat.tools.tool import Tool
+from afterglow.engine.types.request import Usage
+from afterglow.errors import EngineError, InvalidArgument, RequestError, UnsupportedOperation
+
+CONNECT_SECONDS = 10.0
+SAME_FIELDS = frozenset(
+    {
+        *("max_tokens", "min_tokens", "seed", "stop", "deadline", "overflow", "ignore_eos", "replay"),
+        *("tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs"),
+        *get_fields(SamplingOptions),
+    }
+)
+RENAMED_FIELDS = {"salt": "cache_salt", "use_prefix_cache": "cache_prompt"}
+
+
+class RemoteEndpoint:
+    """A model of a server. `url` is that of the server, with or without `/v1`."""
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: Any = None
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.url} {self.model or ''}".strip()
+
+    async def start(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatGenerationOptions
+    ) -> RemoteStream:
+        body: dict[str, Any] = {
+            "messages": [to_openai_message(message) for message in messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **build_fields(options),
+        }
+        if self.model is not None:
+            body["model"] = self.model
+        if tools:
+            body["tools"] = [tool.definition for tool in tools]
+        return await self._post(body)
+
+    async def _post(self, body: Mapping[str, Any]) -> RemoteStream:
+        try:
+            import httpx
+        except ImportError:
+            raise UnsupportedOperation("connect", "install it with `pip install afterglow-llm[agents]`") from None
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+        url = f"{self.url}/v1/chat/completions"
+        try:
+            request = self._client.build_request("POST", url, json=body, headers=self._headers)
+            response = await self._client.send(request, stream=True)
+            if response.status_code != 200:
+                text = (await response.aread()).decode("utf-8", "replace")
+                await response.aclose()
+                kind = RequestError if response.status_code < 500 else EngineError
+                raise kind(f"{self.url} answered {response.status_code}: {extract_message(text)}")
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.url} cannot be reached: {error or type(error).__name__}") from None
+        return RemoteStream(response, self.url)
+
+    async def close(self) -> None:
+        """Close the connections. The next run opens them again."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+
+class RemoteStream:
+    """A response of a server while it is generated."""
+
+    def __init__(self, response: Any, url: str) -> None:
+        self._response, self._url = response, url
+        self._parts: list[OutputPart] = []
+        self._finish: dict[str, Any] = {}
+        self._usage: dict[str, Any] = {}
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[OutputPart]:
+        import httpx
+
+        try:
+            async for line in self._response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    for part in self._read_chunk(json.loads(line.removeprefix("data: "))):
+                        self._parts.append(part)
+                        yield part
+        except httpx.HTTPError as error:
+            raise EngineError(f"the response of {self._url} was interrupted: {error or type(error).__name__}") from None
+        finally:
+            await self._response.aclose()
+        if not self._finish:
+            raise EngineError(f"the response of {self._url} has no end")
+
+    def _read_chunk(self, chunk: dict[str, Any]) -> list[OutputPart]:
+        if "error" in chunk:
+            raise EngineError(f"{self._url}: {chunk['error'].get('message', chunk['error'])}")
+        self._usage = chunk.get("usage") or self._usage
+        parts: list[OutputPart] = []
+        for choice in chunk.get("choices", ()):
+            delta = choice.get("delta") or {}
+            if delta.get("reasoning_content"):
+                parts.append(ReasoningDelta(delta["reasoning_content"]))
+            if delta.get("content"):
+                parts.append(TextDelta(delta["content"]))
+            for call in delta.get("tool_calls") or ():
+                function = call.get("function") or {}
+                parts.append(
+                    ToolCallDelta(call["index"], function.get("arguments") or "", call.get("id"), function.get("name"))
+                )
+            if choice.get("finish_reason"):
+                self._finish = choice
+        return parts
+
+    @property
+    def response(self) -> ChatResponse:
+        """The complete response. Only available after the end of the stream."""
+        output, usage = join_parts(self._parts), self._usage
+        details = usage.get("prompt_tokens_details") or {}
+        is_late = self._finish.get("stop_reason") == "deadline"
+        return ChatResponse(
+            text=output.text,
+            reasoning=output.reasoning,
+            tool_calls=output.tool_calls,
+            finish_reason="deadline" if is_late else self._finish["finish_reason"],
+            stop_reason=self._finish.get("stop_reason"),
+            tokens=(),
+            usage=Usage(
+                prompt_tokens=usage.get("prompt_tokens", 0),
+                cached_tokens=details.get("cached_tokens", 0),
+                replayed_tokens=details.get("replayed_tokens", 0),
+                generated_tokens=usage.get("completion_tokens", 0),
+            ),
+        )
+
+    def cancel(self) -> None:
+        """Close the connection, which ends the request on the server."""
+        self._closing = asyncio.get_running_loop().create_task(self._response.aclose())
+
+
+def build_fields(options: ChatGenerationOptions) -> dict[str, Any]:
+    """Return the fields of a request for options of `Model.chat`.
+
+    >>> build_fields({"temperature": 0, "reasoning": False, "salt": "a"})
+    {'temperature': 0, 'enable_thinking': False, 'cache_salt': 'a'}
+    """
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name == "reasoning":
+            kinds = {bool: "enable_thinking", int: "reasoning_budget", str: "reasoning_effort"}
+            fields[kinds[type(value)]] = value
+        elif name in SAME_FIELDS or name in RENAMED_FIELDS:
+            fields[RENAMED_FIELDS.get(name, name)] = value
+        else:
+            raise InvalidArgument(name, "cannot be sent to a server: it is an option of a model in this process")
+    return fields
+
+
+def extract_message(text: str) -> str:
+    """Return the message of an error body.
+
+    >>> extract_message('{"error": {"message": "no such model"}}')
+    'no such model'
+    """
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:300]

@@ -1,0 +1,298 @@
+"""Children, branches, marks and rewinds: they cost only their new tokens, and never exceed the rights of the parent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+import afterglow
+from afterglow.agents import Agent, Forked, Limits, Outcome, Permissions, Role, Run, Spent, effect
+from afterglow.agents.limits import share_limits
+from afterglow.api.model import Model
+from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.testing import models
+from afterglow.testing.script import script_answers, write_call
+
+pytestmark = pytest.mark.native
+KINDS = ("attention", "window", "recurrent", "hybrid")
+LETTERS = {"type": "regex", "pattern": "[a-z ]{8,16}"}  # random bytes are no text
+CHILDREN = 8
+
+
+@effect("read")
+def look(place: str) -> str:
+    """Look at a place."""
+    return f"{place}: a door"
+
+
+@effect("write")
+def save(text: str) -> str:
+    """Save a text."""
+    return "saved"
+
+
+@effect("external")
+def send(text: str) -> str:
+    """Send a text."""
+    return "sent"
+
+
+TOOLS = (look, save, send)
+ALLOW = Permissions(write="allow", external="allow")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with afterglow.load(models.get_path("attention"), context=8192, sequences=4, threads=1) as loaded:
+        yield loaded
+
+
+def play(model: Model, answers: list[str], coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine while the model writes given answers."""
+    with script_answers(model, answers):
+        return asyncio.run(coroutine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "length", [pytest.param(600, id="600 tokens"), pytest.param(8000, id="8000 tokens", marks=pytest.mark.full)]
+)
+def test_children_compute_exactly_the_sum_of_their_new_tokens(kind: str, length: int) -> None:
+    async def fan_out(agent: Agent) -> tuple[Run, Spent, list[Outcome]]:
+        run = agent.start("Go.")
+        parent = (await run).spent
+        return run, parent, await run.fork(tasks, allow={"read"})
+
+    tasks = [f"{number} Check this." for number in range(CHILDREN)]
+    with afterglow.load(models.get_path(kind), context=length + 2500, sequences=CHILDREN + 2, threads=2) as model:
+        options = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "response_format": LETTERS, "tool_choice": "none"}
+        run, parent, outcomes = asyncio.run(fan_out(Agent(model, "x" * length, tools=TOOLS, **options)))  # type: ignore[arg-type]
+        assert parent.computed > length
+        held = parent.computed + parent.generated - 1  # the last token was sampled and not decoded
+        tools = [tool.tool for tool in run._tools.values()]
+        prompts = [len(model.plan_chat([*run.messages, ("user", task)], tools=tools).prompt.tokens) for task in tasks]
+        new = [length - held for length in prompts]
+        computed = [outcome.spent.computed for outcome in outcomes]
+        # Children that arrive together may also compute the common start of their messages once.
+        assert all(0 < few <= all_new for few, all_new in zip(computed, new, strict=True))
+        shared = len(model.tokenize("<|im_start|>user\n", special=True)) + 8
+        assert sum(computed) >= sum(new) - shared * (CHILDREN - 1)
+        assert run.spent.computed == parent.computed + sum(computed)
+
+
+def list_calls(store_run: Agent, outcomes: list[Outcome]) -> list[str]:
+    """Return the names of all calls that runs made."""
+    names = []
+    for outcome in outcomes:
+        for row in store_run.store.read(outcome.run_id):
+            if row.kind == "message":
+                names += [call["function"]["name"] for call in row.body["message"].get("tool_calls", ())]
+    return names
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(20, id="20 calls"), pytest.param(10_000, id="10000 calls", marks=pytest.mark.full)]
+)
+def test_no_call_of_a_child_at_temperature_2_is_outside_its_rights(model: Model, count: int) -> None:
+    executed: list[str] = []
+
+    def build_tool(name: str) -> Any:
+        def pick() -> str:
+            executed.append(name)
+            return "ok"
+
+        pick.__name__, pick.__doc__ = name, "Pick."
+        return effect("read" if name.startswith("read") else "write")(pick)
+
+    async def call() -> list[Outcome]:
+        run = agent.start("Go.")
+        await run
+        outcomes: list[Outcome] = []
+        while len(executed) < count:
+            assert len(outcomes) < 100 + 4 * count
+            tasks = [f"{len(outcomes) + number} Call." for number in range(4)]
+            outcomes += await run.fork(tasks, allow={"read"}, limits=calls, max_tokens=80, tool_choice="required")
+        return outcomes
+
+    names = ["read_one", "write_one", "read_two", "write_two"]
+    limits = Limits(rounds=None, calls=None, repeats=None)
+    calls = Limits(rounds=5, calls=None, repeats=None)
+    options = {"temperature": 2.0, "max_tokens": 8, "parallel_tool_calls": False}
+    agent = Agent(model, tools=[*map(build_tool, names)], permissions=ALLOW, limits=limits, **options)  # type: ignore[arg-type]
+    outcomes = asyncio.run(call())
+    assert set(executed) == {"read_one", "read_two"}
+    assert set(list_calls(agent, outcomes)) == {"read_one", "read_two"}
+
+
+def test_a_child_cannot_write_a_call_that_its_parent_may_not_make(model: Model) -> None:
+    async def descend() -> list[Outcome]:
+        run = Agent(model, tools=TOOLS, permissions=ALLOW).start("Go.")
+        await run
+        (outcome,) = await run.fork(["Look."], allow={"read"})
+        return await run.agent.resume(outcome.run_id).fork(["Save."], allow={"read", "write"})
+
+    (outcome,) = play(model, ["Yes.", "Seen.", write_call("save", text="x")], descend())
+    assert outcome.status == "failed"
+    assert "is not allowed" in outcome.reason  # the scripted model insists on a token that the grammar excludes
+
+
+def test_the_limits_of_children_are_shares_of_what_the_parent_has_left() -> None:
+    parent = Limits(rounds=30, generated=1000, computed=None, calls=10, seconds=60, depth=2)
+    share = share_limits(parent, Spent(rounds=5, generated=200, calls=2, seconds=10), 4, Limits(rounds=50, calls=50))
+    assert (share.rounds, share.generated, share.calls, share.seconds, share.depth) == (25, 200, 2, 50, 1)
+    assert share.computed is None
+
+
+def test_the_depth_of_children_is_limited(model: Model) -> None:
+    async def descend() -> None:
+        run = Agent(model, limits=Limits(depth=1)).start("Go.")
+        await run
+        (outcome,) = await run.fork(["Deeper."])
+        await run.agent.resume(outcome.run_id).fork(["Deeper."])
+
+    with pytest.raises(UnsupportedOperation, match="depth"):
+        play(model, ["One.", "Two."], descend())
+
+
+def test_children_are_events_of_the_parent_and_runs_of_the_store(model: Model) -> None:
+    async def fork() -> tuple[Run, list[Outcome], list[Any]]:
+        run = Agent(model).start("Go.")
+        await run
+        outcomes = await run.fork(["One."])
+        run.say("And?")
+        return run, outcomes, [event async for event in run]
+
+    run, outcomes, events = play(model, ["Yes.", "Child.", "Fine."], fork())
+    assert [event.children for event in events if isinstance(event, Forked)] == [(outcomes[0].run_id,)]
+    (summary, _) = run.agent.store.list_runs()
+    assert (summary.id, summary.parent) == (outcomes[0].run_id, run.id)
+
+
+def test_a_child_that_fails_leaves_its_siblings(model: Model) -> None:
+    async def fork() -> list[Outcome]:
+        run = Agent(model, max_tokens=16).start("Go.")
+        await run
+        return await run.fork(["x" * 20_000, "Fine."])
+
+    outcomes = asyncio.run(fork())
+    assert outcomes[0].status == "failed"
+    assert "cells" in outcomes[0].reason
+    assert outcomes[1].status != "failed"
+
+
+def test_the_first_accepted_branch_wins_and_the_others_are_cancelled(model: Model) -> None:
+    async def branch() -> tuple[Run, Outcome | None]:
+        run = Agent(model, "x" * 400).start("Go.")
+        return run, await run.branches(3, accept=lambda outcome: outcome.text == "Good.", temperature=0.8)
+
+    answers = ["Bad.", "Good.", "x" * 2000]
+    run, best = play(model, answers, branch())
+    assert best is not None
+    assert best.text == "Good."
+    statuses = sorted(summary.status for summary in run.agent.store.list_runs() if summary.parent)
+    assert statuses == ["answered", "answered", "cancelled"]
+    prompt = len(model.plan_chat(run.messages).prompt.tokens)
+    assert run.spent.computed < 2 * prompt  # the three branches share one prefill
+
+
+def test_no_branch_is_returned_if_none_is_accepted(model: Model) -> None:
+    run = Agent(model).start("Go.")
+    assert play(model, ["A.", "B."], run.branches(2, accept=lambda outcome: False)) is None
+
+
+# --- marks and rewinds
+
+
+async def rewind(run: Run, **options: Any) -> None:
+    mark = run.mark("before")
+    run.say("Go.")
+    await run
+    run.rewind(mark, **options)
+
+
+def test_a_rewind_returns_to_the_exact_prefix(model: Model) -> None:
+    async def go() -> tuple[Run, Spent]:
+        run = Agent(model, "x" * 400, tools=TOOLS).start("Go.")
+        await run
+        await rewind(run, note="Approach A failed.")
+        before = run.spent
+        await run
+        return run, before
+
+    run, before = play(model, ["Hello.", "Approach A.", "Approach B."], go())
+    contents = [message.content for message in run.messages if message.role != "system"]
+    assert contents == ["Go.", "Hello.", "Approach A failed.", "Approach B."]
+    note = len(
+        model.tokenize("\n<|im_start|>user\nApproach A failed.<|im_end|>\n<|im_start|>assistant\n", special=True)
+    )
+    assert run.spent.computed - before.computed <= note + 1
+
+
+def test_a_rewind_across_effects_is_refused_unless_they_are_kept_and_told(model: Model) -> None:
+    async def go(**options: Any) -> Run:
+        run = Agent(model, tools=TOOLS, permissions=ALLOW).start("Hi.")
+        await run
+        await rewind(run, **options)
+        return run
+
+    answers = ["Hello.", write_call("save", text="a"), "Done."]
+    with pytest.raises(UnsupportedOperation, match=r'save\(\{"text": "a"\}\) had effects'):
+        play(model, answers, go())
+    run = play(model, answers, go(effects="keep", note="Other way."))
+    assert run.messages[-1].content == (
+        'Other way.\nThese calls were executed and are not undone: save({"text": "a"}).'
+    )
+
+
+def test_a_rewind_across_reads_needs_nothing(model: Model) -> None:
+    async def go() -> Run:
+        run = Agent(model, tools=TOOLS).start("Hi.")
+        await run
+        await rewind(run)
+        return run
+
+    run = play(model, ["Hello.", write_call("look", place="a"), "Done."], go())
+    assert [message.content for message in run.messages] == ["Hi.", "Hello."]
+
+
+def test_a_mark_survives_a_restart_and_an_unknown_one_is_an_error(model: Model) -> None:
+    run = Agent(model).start("Hi.")
+    play(model, ["Hello."], run._drive())
+    run.mark("here")
+    resumed = run.agent.resume(run.id)  # type: ignore[attr-defined]
+    resumed.rewind("here", note="Again.")
+    assert [message.content for message in resumed.messages] == ["Hi.", "Hello.", "Again."]
+    with pytest.raises(InvalidArgument, match="the marks are: here"):
+        resumed.rewind("there")
+
+
+# --- roles
+
+
+ROLES = [
+    Role(name="reader", instructions="You read.", description="reads", allow=("read",)),
+    Role(name="writer", instructions="You write.", description="writes"),
+]
+
+
+def test_the_model_delegates_to_a_role_with_its_rights_and_instructions(model: Model) -> None:
+    run = Agent(model, tools=TOOLS, permissions=ALLOW, roles=ROLES).start("Go.")
+    answers = [write_call("delegate", role="reader", task="Find it."), "It is here.", "Found."]
+    assert play(model, answers, run._drive()).text == "Found."
+    assert next(message.content for message in run.messages if message.role == "tool") == "It is here."
+    child = next(summary for summary in run.agent.store.list_runs() if summary.parent == run.id)
+    started = run.agent.store.read(child.id)[0].body
+    assert started["history"][-1]["content"] == "You read.\n\nFind it."
+    assert started["allow"] == ["delegate", "look"]
+
+
+def test_a_role_cannot_be_below_itself(model: Model) -> None:
+    run = Agent(model, tools=TOOLS, roles=ROLES).start("Go.")
+    delegate = write_call("delegate", role="reader", task="Find it.")
+    play(model, [delegate, delegate, "I cannot.", "Well."], run._drive())
+    child = next(summary for summary in run.agent.store.list_runs() if summary.parent == run.id)
+    results = [row.body["text"] for row in run.agent.store.read(child.id) if row.kind == "result"]
+    assert "reader is above itself: reader → reader" in results[0]

@@ -1,0 +1,178 @@
+"""Conversation: tool rounds are limited, and a history may exceed the context."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import afterglow
+from afterglow import ChatResponse, Conversation, Message, TextDelta, ToolCall
+from afterglow.agents.conversation import MAX_TOOL_ROUNDS
+from afterglow.chat.output.response import Delta
+from afterglow.engine.types.request import Usage
+from afterglow.errors import Cancelled, InvalidArgument, PromptTooLong
+from afterglow.testing import models
+from afterglow.testing.script import script_answers
+
+
+class ToolCallingModel:
+    """A model that calls a tool whenever tool calls are allowed."""
+
+    def chat(self, messages: Any, *, tools: Any, stream: bool = False, **options: Any) -> Any:
+        calls = () if options.get("tool_choice") == "none" else (ToolCall(id="1", name="look", arguments="{}"),)
+        text = "" if calls else "There it is."
+        finish_reason = "tool_calls" if calls else "stop"
+        usage = Usage(prompt_tokens=1, generated_tokens=1)
+        response = ChatResponse(
+            text=text,
+            reasoning="",
+            tool_calls=calls,
+            finish_reason=finish_reason,
+            stop_reason=None,
+            tokens=(),
+            usage=usage,
+        )
+        return FakeStream(response) if stream else response
+
+    async def chat_async(self, messages: Any, **options: Any) -> ChatResponse:
+        return self.chat(messages, **options)
+
+
+class FakeStream:
+    """A chat stream with one delta."""
+
+    def __init__(self, response: ChatResponse) -> None:
+        self.response = response
+
+    def deltas(self) -> Iterator[Delta]:
+        yield Delta((TextDelta(self.response.text),))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda chat: chat.ask("Where?"),
+        lambda chat: asyncio.run(chat.ask_async("Where?")),
+        lambda chat: list(chat.stream("Where?")),
+    ],
+    ids=["ask", "ask_async", "stream"],
+)
+def test_the_model_must_answer_after_the_last_tool_round(ask: Callable[[Conversation], object]) -> None:
+    calls = []
+
+    def look() -> str:
+        """Look around."""
+        calls.append(True)
+        return "nothing yet"
+
+    chat = Conversation(ToolCallingModel(), tools=[look])  # type: ignore[arg-type]
+    ask(chat)
+    assert len(calls) == MAX_TOOL_ROUNDS
+    assert chat.messages[-1].content == "There it is."
+    assert chat.last_response is not None
+    assert chat.last_response.finish_reason == "stop"
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_conversation_continues_after_its_history_exceeds_the_context(kind: str) -> None:
+    with afterglow.load(models.get_path(f"successor-{kind}"), context=512, threads=1) as model:
+        chat = Conversation(model, max_tokens=8)
+        responses = [chat.ask(f"{number} {'x' * 10}") for number in range(30)]
+        assert len(chat.messages) == 60
+        truncated = [response for response in responses if response.truncation is not None]
+        assert len(truncated) > 5
+        assert truncated[-1].truncation.dropped_messages >= 20
+        hits = [response for response in truncated if response.usage.cached_tokens > response.usage.prompt_tokens // 2]
+        assert len(hits) >= len(truncated) // 2  # dropping in steps keeps later turns prefix hits
+        strict = Conversation(model, messages=chat.messages, overflow="refuse")
+        with pytest.raises(PromptTooLong):
+            strict.ask("one more")
+        assert len(strict.messages) == 60
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["attention", "window", "recurrent", "hybrid"])
+def test_a_summary_continues_the_cached_conversation_and_later_turns_are_prefix_hits(kind: str) -> None:
+    with afterglow.load(models.get_path(f"successor-{kind}"), context=2048, threads=1) as model:
+        chat = Conversation(model, system="be brief", max_tokens=30, overflow="compact", temperature=0)
+        responses = [chat.ask(f"{number} {'x' * 100}") for number in range(12)]
+        assert len(chat.messages) == 25  # the history stays whole
+        computed = [response.usage.prompt_tokens - response.usage.cached_tokens for response in responses]
+        first = next(index for index, response in enumerate(responses) if response.truncation is not None)
+        compaction = responses[first].truncation.compaction
+        assert compaction.summaries_written == 1
+        assert compaction.summary.startswith("abcdef")
+        assert compaction.tokens_after < compaction.tokens_before // 2 + 256
+        # Without the cache, the prompt of the summary would be most of `tokens_before`.
+        instruction = 300
+        assert compaction.computed_tokens <= instruction + (100 if kind in ("recurrent", "hybrid") else 0)
+        later = responses[first + 1 :]
+        assert later
+        assert all(response.truncation.compaction.summary == compaction.summary for response in later)
+        assert all(response.truncation.compaction.summaries_written == 0 for response in later)
+        assert max(computed[first + 1 :]) <= computed[1] + 8  # new text only, as before the summary
+
+
+@pytest.mark.native
+def test_a_long_history_is_summarized_in_pieces_once_and_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path))
+    history = [(role, f"{number} {'x' * 100}") for number in range(6) for role in ("user", "assistant")]
+    question = [*history, ("user", "the newest question")]
+    options: Any = {"context": 1024, "threads": 1, "disk_cache": True}
+    path = models.get_path("successor-attention")
+    with afterglow.load(path, **options) as model:
+        response = model.chat(question, overflow="compact", max_tokens=8, temperature=0)
+        assert response.truncation.compaction.summaries_written > 1
+        assert response.usage.prompt_tokens < 1024 - 8
+        again = asyncio.run(model.chat_async(question, overflow="compact", max_tokens=8, temperature=0))
+        assert again.truncation.compaction.summaries_written == 0
+        assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+    with afterglow.load(path, **options) as model:
+        later = model.chat(question, overflow="compact", max_tokens=8, temperature=0)
+        assert later.truncation.compaction.summaries_written == 0
+        assert later.truncation.compaction.summary == response.truncation.compaction.summary
+        model.clear_cache()
+        assert model.chat(question, overflow="compact", max_tokens=1).truncation.compaction.summaries_written
+
+
+@pytest.mark.native
+def test_tools_stay_in_the_prompt_of_a_compacted_conversation() -> None:
+    def look(place: str) -> str:
+        """Look at a place."""
+        return place
+
+    call = ToolCall(id="1", name="look", arguments='{"place": "here"}')
+    steps = [Message(role="assistant", content="", tool_calls=(call,)), Message(role="tool", content="x" * 300)]
+    messages = [Message(role="user", content="Where is it?"), *(steps * 7)]
+    with (
+        afterglow.load(models.get_path("attention"), context=4096, threads=1) as model,
+        script_answers(model, ["Here.", "SUMMARY", "There."]),
+    ):
+        model.chat(messages[:-2], tools=[look])
+        response = model.chat(messages, tools=[look], overflow="compact", max_tokens=100)
+        assert response.text == "There."
+        compaction = response.truncation.compaction
+        assert (compaction.summary, compaction.summarized_messages % 2) == ("SUMMARY", 1)  # a call with its result
+        assert compaction.computed_tokens < compaction.tokens_before // 4
+        system = model.apply_chat_template([("system", "")], tools=[look]).cells
+        assert response.usage.cached_tokens >= system - 10  # the tools are where they were
+
+
+@pytest.mark.native
+def test_a_summary_can_be_cancelled_and_a_prompt_without_messages_cannot_be_summarized() -> None:
+    history = [(role, f"{number} {'x' * 150}") for number in range(9) for role in ("user", "assistant")]
+    cancel = threading.Event()
+    cancel.set()
+    with afterglow.load(models.get_path("successor-attention"), context=2048, threads=1) as model:
+        with pytest.raises(Cancelled):
+            model.chat([*history, ("user", "x" * 300)], overflow="compact", max_tokens=8, cancel=cancel)
+        with pytest.raises(InvalidArgument, match="messages"):
+            model.complete("x" * 3000, overflow="compact")

@@ -1,0 +1,68 @@
+"""`Agent.connect`: an agent on a real server process, with tools in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afterglow.agents import Agent, Outcome, Permissions, Run, effect
+from afterglow.errors import EngineError, InvalidArgument, RequestError
+from afterglow.testing.models.scripted import write_scripted_model
+from afterglow.testing.script import write_call
+from support.server_process import ServerProcess, run_server
+
+pytestmark = pytest.mark.native
+
+
+@effect("write")
+def save(text: str) -> str:
+    """Save a text."""
+    return "saved"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    path = tmp_path_factory.mktemp("model") / "scripted.gguf"
+    write_scripted_model(path, [write_call("save", text="the report"), "It is saved."])
+    with run_server(f"tiny={path}", "--context", "4096", "--sequences", "4") as server:
+        yield server
+
+
+def connect(server: ServerProcess, **options: Any) -> Agent:
+    return Agent.connect(server.url, "x" * 2000, model="tiny", tools=[save], **options)
+
+
+def test_a_run_calls_tools_over_http(server: ServerProcess) -> None:
+    outcome = connect(server, permissions=Permissions(write="allow")).start("Save it.").wait()
+    assert (outcome.status, outcome.text) == ("answered", "It is saved.")
+    assert outcome.spent.calls == 1
+
+
+def test_a_run_waits_is_resumed_and_forked_without_prefill(server: ServerProcess, tmp_path: Path) -> None:
+    async def wait_resume_and_fork() -> tuple[Outcome, Run, list[Outcome]]:
+        async with connect(server, store=tmp_path / "runs.db") as agent:
+            waiting = await agent.start("Save this.")
+        async with connect(server, store=tmp_path / "runs.db") as agent:
+            run = agent.resume(waiting.run_id, {waiting.waiting[0].call.id: "allow"})
+            await run
+            return waiting, run, await run.fork(["Check a.", "Check b."], allow=set())
+
+    waiting, run, outcomes = asyncio.run(wait_resume_and_fork())
+    assert waiting.status == "waiting"
+    assert run.outcome is not None
+    assert run.outcome.text == "It is saved."
+    assert run.outcome.spent.computed - waiting.spent.computed < 60  # the result; the prompt has 800 tokens
+    assert all(outcome.spent.computed < 60 for outcome in outcomes)
+
+
+def test_errors_of_the_server_name_it(server: ServerProcess) -> None:
+    with pytest.raises(RequestError, match="answered 400: The prompt has"):
+        connect(server).start("x " * 20_000).wait()
+    with pytest.raises(EngineError, match="cannot be reached"):
+        Agent.connect("http://127.0.0.1:9", model="tiny").start("Go.").wait()
+    with pytest.raises(InvalidArgument, match="cannot be sent to a server"):
+        connect(server, sequence=1).start("Go.").wait()

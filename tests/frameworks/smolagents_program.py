@@ -1,0 +1,21 @@
+"""An agent of smolagents on an afterglow server: `python smolagents_program.py URL MODEL`."""
+
+import sys
+
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+
+@tool
+def look(place: str) -> str:
+    """Look at a place.
+
+    Args:
+        place: The place.
+    """
+    print(f"look {place}")
+    return "a door"
+
+
+model = OpenAIServerModel(sys.argv[2], api_base=f"{sys.argv[1]}/v1", api_key="none")
+agent = ToolCallingAgent(tools=[look], model=model, verbosity_level=0)
+print(agent.run("Where is the door?"))
