@@ -17,7 +17,8 @@ from afterglow.errors import AfterglowError
 from afterglow.version import __version__
 
 if TYPE_CHECKING:
-    from afterglow.api.conversation import Conversation
+    from afterglow.agents.conversation import Conversation
+    from afterglow.api.embeddings import Embeddings
     from afterglow.api.load import load
     from afterglow.api.model import Model
     from afterglow.api.options import (
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
         SamplingOptions,
     )
     from afterglow.api.outputs import Choice, Completion, Score
+    from afterglow.api.rerank import RankedDocument, Reranking
     from afterglow.api.sampling_defaults import SamplingDefaults
+    from afterglow.api.transcription import Transcription, TranscriptionSegment
     from afterglow.chat.messages import Message, ToolCall
     from afterglow.chat.output.parts import ReasoningDelta, TextDelta, ToolCallDelta
     from afterglow.chat.output.response import ChatResponse, ChatStream
@@ -48,6 +51,7 @@ __all__ = [
     "Choice",
     "Completion",
     "Conversation",
+    "Embeddings",
     "EngineSettings",
     "GenerationOptions",
     "ImageData",
@@ -57,7 +61,9 @@ __all__ = [
     "Message",
     "Model",
     "PromptOptions",
+    "RankedDocument",
     "ReasoningDelta",
+    "Reranking",
     "Sampling",
     "SamplingDefaults",
     "SamplingOptions",
@@ -66,6 +72,8 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolCallDelta",
+    "Transcription",
+    "TranscriptionSegment",
     "__version__",
     "load",
 ]
@@ -78,7 +86,8 @@ _MODULES = {
     "ChatStream": "afterglow.chat.output.response",
     "Choice": "afterglow.api.outputs",
     "Completion": "afterglow.api.outputs",
-    "Conversation": "afterglow.api.conversation",
+    "Conversation": "afterglow.agents.conversation",
+    "Embeddings": "afterglow.api.embeddings",
     "EngineSettings": "afterglow.engine.types.settings",
     "GenerationOptions": "afterglow.api.options",
     "ImageData": "afterglow.media.types",
@@ -88,7 +97,9 @@ _MODULES = {
     "Message": "afterglow.chat.messages",
     "Model": "afterglow.api.model",
     "PromptOptions": "afterglow.api.options",
+    "RankedDocument": "afterglow.api.rerank",
     "ReasoningDelta": "afterglow.chat.output.parts",
+    "Reranking": "afterglow.api.rerank",
     "Sampling": "afterglow.llama.sampling",
     "SamplingDefaults": "afterglow.api.sampling_defaults",
     "SamplingOptions": "afterglow.api.options",
@@ -97,9 +108,11 @@ _MODULES = {
     "Tool": "afterglow.chat.tools.tool",
     "ToolCall": "afterglow.chat.messages",
     "ToolCallDelta": "afterglow.chat.output.parts",
+    "Transcription": "afterglow.api.transcription",
+    "TranscriptionSegment": "afterglow.api.transcription",
     "load": "afterglow.api.load",
 }
-_PACKAGES = ("api", "chat", "engine", "llama", "media", "registry", "server", "testing")
+_PACKAGES = ("agents", "api", "chat", "engine", "llama", "media", "registry", "server", "testing")
 
 
 if not TYPE_CHECKING:  # a type checker must report unknown names

@@ -3,7 +3,7 @@
     AfterglowError
     ├── LoadError      a model or the native library cannot be used
     │   ├── ModelNotFound · InvalidModel · DownloadFailed · LoadVetoed
-    │   └── OutOfMemory · LibraryError
+    │   └── OutOfMemory · LibraryError · ToolServerFailed
     ├── RequestError   the caller can fix it; HTTP 4xx
     │   ├── InvalidArgument · UnsupportedOption · UnsupportedOperation · WrongState · WrongProcess
     │   ├── PromptTooLong · InvalidGrammar · InvalidTemplate · InvalidState
@@ -111,6 +111,17 @@ class LibraryError(LoadError):
 
     def __str__(self) -> str:
         return f"llama.cpp library: expected {self.expected}; found {self.found}"
+
+
+class ToolServerFailed(LoadError):
+    """An MCP server cannot be started, ended, or broke the protocol."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"the MCP server {self.name} failed: {self.reason}"
 
 
 class InvalidArgument(RequestError):

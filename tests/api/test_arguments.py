@@ -12,7 +12,7 @@ import pytest
 
 import afterglow
 from afterglow import Conversation, Message, ToolCall
-from afterglow.api.conversation import call_tool
+from afterglow.agents.execution import call_tool
 from afterglow.errors import InvalidArgument
 from afterglow.testing import models
 from afterglow.testing.script import script_answers, write_call

@@ -395,6 +395,14 @@ def test_explain_reports_the_divergence_and_the_cause():
         assert (evicted.cause, evicted.reused_entries, evicted.lost_entries) == ("evicted", 0, len(prompt) - 1)
 
 
+def test_the_pooling_option_chooses_the_embedding():
+    with load("attention") as model, load("attention", pooling="last") as other:
+        mean, last = (loaded.embed("the cat sat") for loaded in (model, other))
+        assert np.linalg.norm(last) == pytest.approx(1.0, abs=1e-4)
+        assert not np.allclose(mean, last, atol=1e-3)
+        assert model.complete("the cat", max_tokens=4).tokens == other.complete("the cat", max_tokens=4).tokens
+
+
 def test_an_embedding_model_does_not_complete():
     with load("embedding", context=256) as model, pytest.raises(InvalidArgument, match="embeddings"):
         model.complete("the cat")

@@ -54,6 +54,7 @@ CONTEXT_FIELDS: dict[str, tuple[Any, str, Any]] = {
     "flash_attention": (False, "flash_attn_type", 0),
     "kv_unified": (True, "kv_unified", True),
     "swa_full": (True, "swa_full", True),
+    "pooling": ("last", "pooling_type", 3),
     "rope_scaling": ("yarn", "rope_scaling_type", 2),
     "rope_freq_base": (5000.0, "rope_freq_base", 5000.0),
     "rope_freq_scale": (0.5, "rope_freq_scale", 0.5),
@@ -224,7 +225,7 @@ def test_an_invalid_option_is_an_error_that_names_it(options: dict[str, Any], ma
         (
             GenerationOptions,
             {"overflow": "shfit"},
-            "`overflow` must be 'refuse', 'shift' or 'truncate_middle', not 'shfit'",
+            "`overflow` must be 'refuse', 'shift', 'truncate_middle' or 'compact', not 'shfit'",
         ),
         (ChatGenerationOptions, {"response_fromat": {}}, "did you mean 'response_format'?"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from afterglow import MediaPolicy
-from afterglow.api.conversation import Conversation, build_user_message
+from afterglow.agents.conversation import Conversation, build_user_message
 from afterglow.chat.content import build_attachments, load_attachments
 from afterglow.chat.messages import Message, parse_messages, to_openai_message
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, UnsupportedMedia, UnsupportedOption

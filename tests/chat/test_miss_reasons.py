@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from afterglow.chat.miss_reasons import explain_miss, find_last_role
+from afterglow.chat.miss_reasons import (
+    CACHE_REASON_MESSAGES,
+    REASON_SUMMARIES,
+    TEXT_REASON_MESSAGES,
+    MissReason,
+    explain_miss,
+    find_last_role,
+)
 from afterglow.engine.kvcache.explain import Explanation, MissCause
 
 SYSTEM = "<|im_start|>system\n"
@@ -108,3 +117,9 @@ def test_long_texts_are_truncated() -> None:
 
 def test_a_text_without_messages_has_no_role() -> None:
     assert find_last_role("Once upon a time the user said") is None
+
+
+def test_every_reason_has_a_summary_and_a_message():
+    reasons = set(get_args(MissReason))
+    assert REASON_SUMMARIES.keys() == reasons
+    assert CACHE_REASON_MESSAGES.keys() | TEXT_REASON_MESSAGES.keys() == reasons

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from afterglow.api.conversation import Conversation
+from afterglow.agents.conversation import Conversation
 from afterglow.chat.chat import Chat, ChatOptions
 from afterglow.engine.types.entries import Media
 from afterglow.errors import InvalidArgument, InvalidTemplate, UnsupportedMedia

@@ -10,7 +10,7 @@ import pytest
 
 import afterglow
 from afterglow import AudioData, MediaPolicy
-from afterglow.api.conversation import Conversation
+from afterglow.agents.conversation import Conversation
 from afterglow.engine.inspect import disk
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidMedia, MediaRefused, PromptTooLong, UnsupportedMedia

@@ -49,11 +49,12 @@ PLANNED_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companions:
-    """Memory beside the model: a draft model or MTP heads, a projector, and snapshots of recurrent states."""
+    """Memory beside the model: a draft model or MTP heads, a projector, adapters, snapshots of recurrent states."""
 
     draft: ModelFacts | None = None
     uses_mtp: bool = False
     projector_bytes: int = 0
+    adapter_bytes: int = 0
     recurrent_snapshots: int = 0
 
 
@@ -112,7 +113,7 @@ class Use:
     ram: Footprint
     gpu: Footprint
     draft_bytes: int  # draft model or MTP heads, with the model
-    beside_ram: int  # draft and projector
+    beside_ram: int  # draft, projector and adapters
     beside_gpu: int
 
     @property
@@ -288,7 +289,7 @@ class _Planner:
         )
         gpu = replace(gpu, compute_bytes=gpu.compute_bytes * max(1, len(self._memory.gpu_bytes)))
         draft = self._measure_draft(settings)
-        beside = draft + self._companions.projector_bytes
+        beside = draft + self._companions.projector_bytes + self._companions.adapter_bytes
         on_ram, on_gpu = (0, beside) if layers else (beside, 0)
         return Use(ram=ram, gpu=gpu, draft_bytes=draft, beside_ram=on_ram, beside_gpu=on_gpu)
 
@@ -401,6 +402,9 @@ class _Planner:
             yield FitLine(name, "", "with the same context", *self._place_bytes(use.draft_bytes, use))
         if projector := self._companions.projector_bytes:
             yield FitLine("projector", "", "encodes images and audio", *self._place_bytes(projector, use))
+        if adapters := self._companions.adapter_bytes:
+            count = len(self._options["adapters"])
+            yield FitLine("adapters", f"{count}", "LoRA adapters for requests", *self._place_bytes(adapters, use))
         is_full = ram_cache == self._ram_cache_bytes
         reason = "a quarter of the free RAM, at most 2 GiB" if is_full else "what the other lines leave"
         yield FitLine("RAM prefix cache", "limit", self._explain("ram_cache_bytes", reason), ram_cache)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, Unpack, cast
 
 from afterglow import registry
+from afterglow.api.adapters import read_adapters
 from afterglow.api.fit import Companions, FitPlan, plan_fit
 from afterglow.api.model import Model
 from afterglow.api.options import (
@@ -121,6 +122,8 @@ def load(
             replay=checked["replay"],
             ollama_parameters=registry.read_ollama_parameters(str(model)),
             sampling_defaults=sampling,
+            shorten_embeddings=checked["shorten_embeddings"],
+            reranker=checked["reranker"],
             fit=plan,
         )
     except BaseException:
@@ -187,6 +190,7 @@ def plan_load(
         draft=read_facts(draft) if isinstance(draft, Path) else None,
         uses_mtp=draft == "mtp",
         projector_bytes=count_tensor_bytes(projector) if projector is not None else 0,
+        adapter_bytes=sum(count_tensor_bytes(Path(file).expanduser()) for file, _ in options["adapters"].values()),
         recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings),
     )
     if options["ram_cache_bytes"] is None:
@@ -233,6 +237,7 @@ def build_engine_spec(
         engine_settings=replace(engine_settings, ram_cache_bytes=options["ram_cache_bytes"]),
         draft=draft,
         projector_path=resolve_projector(path, options["projector"]),
+        adapters=read_adapters(path, options["adapters"]),
         projector_settings=projector_settings
         or ProjectorSettings(use_gpu=model_settings.gpu_layers != 0, threads=context_settings.threads),
     )

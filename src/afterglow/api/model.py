@@ -8,22 +8,34 @@ import itertools
 import math
 import os
 import threading
+import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NoReturn, TypeAlias, Unpack, overload
+from typing import Literal, NoReturn, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.api.adapters import LoraInput, resolve_lora
+from afterglow.api.embeddings import (
+    Embeddings,
+    LongTextPolicy,
+    check_dimensions,
+    embed_tokens,
+    find_common_prefix,
+    pool_all,
+    supports_shorter_vectors,
+)
 from afterglow.api.fit import FitPlan
 from afterglow.api.options import (
     ChatGenerationOptions,
     GenerationOptions,
     PromptOptions,
+    RerankerKind,
     SamplingOptions,
     check_options,
     document_options,
@@ -39,8 +51,29 @@ from afterglow.api.prompts import (
     build_mixed_entries,
     is_mixed_prompt,
 )
+from afterglow.api.rerank import (
+    DEFAULT_INSTRUCTION,
+    RankTemplate,
+    Reranking,
+    build_messages,
+    build_ranking,
+    compare_answers,
+    find_answer_tokens,
+    to_score,
+    tokenize_pair,
+)
 from afterglow.api.sampling_defaults import SamplingDefaults, build_sampling_defaults
+from afterglow.api.transcription import (
+    DEFAULT_WINDOW_SECONDS,
+    INSTRUCTIONS,
+    Transcription,
+    TranscriptionTask,
+    build_transcription,
+    compute_max_tokens,
+)
+from afterglow.api.transcription import build_messages as build_transcription_messages
 from afterglow.chat.chat import Chat, ChatOptions, ChatPlan
+from afterglow.chat.compaction import BuildPlan, Compactor, SummaryTask, WrittenSummary, compact_plan
 from afterglow.chat.content import check_text
 from afterglow.chat.messages import Message, MessageLike
 from afterglow.chat.multimodal import MediaSupport
@@ -50,25 +83,25 @@ from afterglow.chat.output.response import ChatResponse, ChatStream
 from afterglow.chat.prompt import Breakpoint, ChatPrompt, Truncation, TruncationPolicy
 from afterglow.chat.replay import ReplayStore
 from afterglow.chat.replay_disk import SqliteReplays
+from afterglow.chat.summaries import SqliteSummaries, SummaryStore
 from afterglow.chat.tools.tool import ToolLike
 from afterglow.chat.truncation import count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.lifecycle import EngineHost, Lifecycle, LoadState, ProcessLifecycle
-from afterglow.engine.host.remote_calls import (
-    MAX_EMBEDDING_TOKENS,
-    CacheContents,
-    DecodedMediaInfo,
-    EngineInfo,
-    EngineStats,
-)
-from afterglow.engine.inspect import cache, difference, snapshots
+from afterglow.engine.host.remote_calls import AudioWindow, CacheContents, DecodedMediaInfo, EngineInfo, EngineStats
+from afterglow.engine.inspect import cache, difference, snapshots, tree
+from afterglow.engine.inspect.archive import export_archive
 from afterglow.engine.inspect.difference import PrefixMiss
+from afterglow.engine.inspect.tree import MAX_TREE_NODES, CachedPrefix, PackedTree, PrefixTree, StoredFiles
 from afterglow.engine.kvcache.explain import Explanation
-from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS, ForgetReport
 from afterglow.engine.kvcache.sequence import SavedSequence
+from afterglow.engine.pooling import MAX_POOLED_TOKENS, choose_rows
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
+from afterglow.engine.types.adapters import Adapter, resolve_adapters
+from afterglow.engine.types.cache_events import CacheEventPage
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.media import EncodedMedia, MediaPart
 from afterglow.engine.types.request import Request, RetainedPrefix
@@ -80,8 +113,10 @@ from afterglow.llama.model import ModelInfo, ModelSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.vocabulary import Vocabulary
+from afterglow.media.data_uri import encode_audio
 from afterglow.media.load import decode_media
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality
+from afterglow.media.types import AudioData
 from afterglow.version import __version__
 
 GREEDY = Sampling(temperature=0)
@@ -89,6 +124,7 @@ DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 MAX_REQUEST_TEMPLATES = 4  # whose renderers stay open
+PROJECT_NAME, FILE_NAME = "myproject", "filename"  # in infill prompts with several files
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -102,6 +138,7 @@ CAPABILITIES = frozenset(
             "partial_state",
             "prompt_caching",
             "raw_completion",
+            "rerank",
         ),
         *("sliding_window", "speculative_decoding", "streaming", "tokenizer", "trim", "vision"),
     }
@@ -138,6 +175,8 @@ class Model(Closeable):
         replay: bool = True,
         ollama_parameters: Mapping[str, object] | None = None,
         sampling_defaults: SamplingOptions | None = None,
+        shorten_embeddings: bool | None = None,
+        reranker: RerankerKind | None = None,
         fit: FitPlan | None = None,
     ) -> None:
         self.name = name
@@ -150,6 +189,8 @@ class Model(Closeable):
         self._replays = replay
         self._ollama_parameters = ollama_parameters
         self._sampling_settings = sampling_defaults
+        self._shorten_embeddings = shorten_embeddings
+        self._reranker = reranker
         self._request_ids = itertools.count()
         self._media_measurer = MediaMeasurer(lambda measure: lifecycle.get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
@@ -264,7 +305,7 @@ class Model(Closeable):
         supported = {
             "audio": "audio" in modalities,
             "chat_template": model.get_chat_template() is not None,
-            "embeddings": model.metadata.get(f"{info.architecture}.pooling_type") != RANK_POOLING,
+            "embeddings": not self._has_rank_head,
             "generation": generates,
             "gpu": any("gpu" in device.kind for device in list_devices()),
             "grammar": generates,
@@ -273,12 +314,13 @@ class Model(Closeable):
             "infill": "fim_pre" in model.vocabulary.special_tokens,
             "kv_cache": generates and memory_kind != "recurrent",
             "log_probs": generates,
-            "lora_adapters": False,  # only contexts of the low-level API apply adapters
+            "lora_adapters": generates and bool(self.adapters),
             "mtp": info.mtp_layer_count > 0 and get_library().supports_mtp,
             "multi_sequence": generates and self._lifecycle.spec.context_settings.sequences > 1,
             "partial_state": memory_kind != "attention",
             "prompt_caching": generates,
             "raw_completion": generates,
+            "rerank": self._has_rank_head or generates,
             "sliding_window": info.sliding_window > 0,
             "speculative_decoding": generates and settings.speculation != "off" and not settings.deterministic,
             "streaming": generates,
@@ -288,6 +330,15 @@ class Model(Closeable):
         }
         assert supported.keys() == CAPABILITIES
         return frozenset(name for name, is_supported in supported.items() if is_supported)
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """LoRA adapters that requests can use, in the order of their declaration in `load(…, adapters=…)`.
+
+        >>> model.adapters
+        ()
+        """
+        return self._lifecycle.spec.adapters
 
     @property
     def media_error(self) -> str:
@@ -424,7 +475,11 @@ class Model(Closeable):
         >>> asyncio.run(model.chat_async("What is 2+2?", temperature=0)).text
         'The answer to this classic math problem is 4.'
         """
-        streams = self.submit_chat(messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options)
+        submit = functools.partial(
+            self.submit_chat, messages, tools=tools, n=n, on_token=on_token, cancel=cancel, **options
+        )
+        # Only `compact` generates before it returns.
+        streams = await asyncio.to_thread(submit) if options.get("overflow") == "compact" else submit()
         try:
             first, *others = [await chat_stream.result_async() for chat_stream in streams]
         except BaseException:
@@ -446,8 +501,11 @@ class Model(Closeable):
         """Start `n` responses that share one prefill and return their streams. Options as for `chat`."""
         checked = check_options(ChatGenerationOptions, options, others=("tools", "stream", "n", "on_token", "cancel"))
         prompt_options = select_options(PromptOptions, checked)
-        plan = self._plan_fitted_chat(messages, tools, checked, prompt_options)
+        started = time.monotonic()
+        plan = self._plan_fitted_chat(messages, tools, checked, prompt_options, cancel)
         generation_options = select_options(GenerationOptions, options)
+        if checked["overflow"] == "compact":
+            shorten_deadline(generation_options, time.monotonic() - started)
         generation_options["overflow"] = "refuse"  # the plan fits
         generation_options["sampling"] = resolve_sampling(self.sampling_defaults.sampling, checked)
         for name in get_fields(SamplingOptions):
@@ -497,18 +555,63 @@ class Model(Closeable):
         tools: Sequence[ToolLike],
         generation_options: GenerationOptions,
         options: PromptOptions,
+        cancel: threading.Event | None,
     ) -> ChatPlan:
-        """Plan a chat and drop turns by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
+        """Plan a chat that fits by the overflow policy. With `refuse`, the engine rejects a prompt too long."""
         salt, overflow = generation_options["salt"], generation_options["overflow"]
         if overflow == "refuse":
             return self.plan_chat(messages, tools=tools, salt=salt, **options)
-        return fit_plan(
-            self.load_media(to_messages(messages)),
-            lambda remaining: self.plan_chat(remaining, tools=tools, salt=salt, **options),
-            overflow,
+        loaded = self.load_media(to_messages(messages))
+        build_plan: BuildPlan = lambda remaining: self.plan_chat(remaining, tools=tools, salt=salt, **options)  # noqa: E731
+        if overflow == "compact":
+            return self.plan_compacted_chat(loaded, build_plan, tools, generation_options, options, cancel)
+        max_tokens = generation_options["max_tokens"]
+        return fit_plan(loaded, build_plan, overflow, context=self.context_length, max_tokens=max_tokens)
+
+    def plan_compacted_chat(
+        self,
+        messages: Sequence[Message],
+        build_plan: BuildPlan,
+        tools: Sequence[ToolLike],
+        generation_options: GenerationOptions,
+        options: PromptOptions,
+        cancel: threading.Event | None = None,
+    ) -> ChatPlan:
+        """Plan a chat by the overflow policy `compact`: summaries that the prompt needs are generated first. Blocking.
+
+        `build_plan` plans the messages that are left. Salt, priority, deadline and use of the prefix cache of a summary
+        are those of `generation_options`.
+        """
+        salt, chat = generation_options["salt"], self._get_chat()
+
+        def build_summary_plan(remaining: list[Message], reasoning_off: bool) -> ChatPlan:
+            summary_options: PromptOptions = {**options, "tool_choice": "none", "response_format": None}
+            if reasoning_off:
+                summary_options["reasoning"] = False
+            plan = self.plan_chat(remaining, tools=tools, salt=salt, **summary_options)
+            return replace(plan, place=None)  # no later prompt contains a summary as an answer
+
+        def write(task: SummaryTask) -> WrittenSummary:
+            kept: GenerationOptions = {"max_tokens": task.max_tokens, "sampling": GREEDY, "salt": salt}
+            for name in ("priority", "deadline", "use_prefix_cache"):
+                if name in generation_options:
+                    kept[name] = generation_options[name]
+            request = task.plan.apply_to(self.build_request(task.plan.prompt, **kept))
+            (response,) = collect_responses(self.start(request, task.plan.output_format, cancel=cancel))
+            text = response.text.strip()
+            failure = "" if text else "the model wrote an empty summary"
+            if response.finish_reason == "deadline":
+                failure = "the deadline passed before the summary was complete"
+            return WrittenSummary(text, response.usage, failure)
+
+        compactor = Compactor(
+            messages=messages,
+            build_plan=build_plan,
+            build_summary_plan=build_summary_plan,
             context=self.context_length,
-            max_tokens=generation_options["max_tokens"],
+            max_tokens=generation_options.get("max_tokens"),
         )
+        return compact_plan(compactor, chat.summary_store, salt, write)
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
         """Return the messages with their images and audio fetched and decoded."""
@@ -632,6 +735,7 @@ class Model(Closeable):
             use_prefix_cache=checked["use_prefix_cache"],
             ignore_eos=checked["ignore_eos"],
             salt=checked["salt"],
+            adapters=resolve_lora(checked["lora"], self.adapters, self.name),
         )
 
     def _choose_base_sampling(self, options: GenerationOptions) -> Sampling:
@@ -639,8 +743,16 @@ class Model(Closeable):
         draws = options["temperature"] != 0 and any(options[name] is not None for name in DRAW_OPTIONS)
         return self.sampling_defaults.sampling if draws else GREEDY
 
-    def build_infill_prompt(self, before: str, after: str) -> list[int]:
+    def build_infill_prompt(
+        self, before: str, after: str, *, start: str = "", files: Sequence[tuple[str, str]] = ()
+    ) -> list[int]:
         """Build a fill-in-the-middle prompt for the text between `before` and `after`.
+
+        Args:
+            before: Text before the gap.
+            after: Text after the gap.
+            start: Start of the text in the gap; the model continues it.
+            files: Names and texts of other files of the project. They come first, so that they are a common prefix.
 
         Raises `UnsupportedOption` if the model has no fill-in-the-middle tokens.
         """
@@ -648,22 +760,50 @@ class Model(Closeable):
         prefix, suffix, middle = (special.get(name) for name in ("fim_pre", "fim_suf", "fim_mid"))
         if prefix is None or suffix is None or middle is None:
             raise UnsupportedOption("suffix", f"the model {self.name!r} has no fill-in-the-middle tokens")
-        start = [special["bos"]] if self.vocabulary.adds_bos and "bos" in special else []
-        return [*start, prefix, *self.tokenize(before), suffix, *self.tokenize(after), middle]
+        bos = [special["bos"]] if self.vocabulary.adds_bos and "bos" in special else []
+        parts = [prefix, *self.tokenize(before), suffix, *self.tokenize(after), middle, *self.tokenize(start)]
+        return [*bos, *self._build_project_tokens(files), *parts]
 
-    def explain(self, prompt: PromptInput, *, salt: str = "") -> Explanation:
+    def _build_project_tokens(self, files: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens of other files of a project, with the tokens of the model for projects and files."""
+        special, tokens = self.vocabulary.special_tokens, []
+        if not files:
+            return []
+        if "fim_rep" in special:
+            tokens += [special["fim_rep"], *self.tokenize(f"{PROJECT_NAME}\n")]
+        for name, text in files:
+            head = [special["fim_sep"], *self.tokenize(f"{name}\n")] if "fim_sep" in special else []
+            tokens += [*head, *self.tokenize(text if head else f"{text}\n\n")]
+        return tokens + ([special["fim_sep"], *self.tokenize(f"{FILE_NAME}\n")] if "fim_sep" in special else [])
+
+    def explain(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> Explanation:
         """Explain how much of a prompt is a prefix hit now, where it diverges from the cache, and why it misses.
 
         >>> completion = model.complete("The rain in Spain", max_tokens=1)
         >>> model.explain("The rain in Portugal").shared_entries
         3
         """
-        return self._get_host().call(functools.partial(Engine.explain, request=self.build_request(prompt, salt=salt)))
+        request = self._build_lookup(prompt, salt, lora)
+        return self._get_host().call(functools.partial(Engine.explain, request=request))
+
+    def _build_lookup(self, prompt: PromptInput, salt: str, lora: LoraInput) -> Request:
+        """Build a request that is only looked up in the prefix cache."""
+        request = self.build_request(prompt, salt=salt)
+        return replace(request, adapters=resolve_lora(lora, self.adapters, self.name))
 
     # --- prefix cache
 
-    def pin(self, prompt: PromptInput, *, salt: str = "", retention_seconds: float | None = None) -> None:
+    def pin(
+        self,
+        prompt: PromptInput,
+        *,
+        salt: str = "",
+        lora: LoraInput = (),
+        retention_seconds: float | None = None,
+    ) -> None:
         """Pin a prefix, e.g. a system prompt: it is never evicted, whether it is cached now or later.
+
+        It is pinned for requests with this `salt` and these adapters (`lora`).
 
         With `retention_seconds`, the pin expires that time after the last request that used the prefix. Such pins are
         few (64), and give way to other pins.
@@ -676,16 +816,18 @@ class Model(Closeable):
         True
         """
         seconds = math.inf if retention_seconds is None else check_float("retention_seconds", retention_seconds, 0)
-        entries = self._build_entries(prompt)[0]
-        self._get_host().call(functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds))
+        entries, adapters = self._build_entries(prompt)[0], resolve_lora(lora, self.adapters, self.name)
+        pin = functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds, adapters=adapters)
+        self._get_host().call(pin)
 
-    def unpin(self, prompt: PromptInput, *, salt: str = "") -> bool:
+    def unpin(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> bool:
         """Remove a pin, so that the prefix can be evicted again; return False if exactly this prefix is not pinned.
 
         >>> model.unpin("This was never pinned.")
         False
         """
-        return self._get_host().call(functools.partial(cache.unpin, entries=self._build_entries(prompt)[0], salt=salt))
+        entries, adapters = self._build_entries(prompt)[0], resolve_lora(lora, self.adapters, self.name)
+        return self._get_host().call(functools.partial(cache.unpin, entries=entries, salt=salt, adapters=adapters))
 
     def clear_cache(self, sequence: int | None = None) -> None:
         """Clear one idle sequence, or the prefix cache in all tiers with pinned prefixes and the files of this model.
@@ -710,6 +852,70 @@ class Model(Closeable):
         """
         return self._lifecycle.get_host().call(functools.partial(remote_calls.get_cache_contents, salt=salt))
 
+    @overload
+    def get_tree(self, *, salt: str = "", max_nodes: int = MAX_TREE_NODES, since: None = None) -> PrefixTree: ...
+    @overload
+    def get_tree(self, *, salt: str = "", max_nodes: int = MAX_TREE_NODES, since: int) -> PrefixTree | None: ...
+    def get_tree(
+        self, *, salt: str = "", max_nodes: int = MAX_TREE_NODES, since: int | None = None
+    ) -> PrefixTree | None:
+        """Return the cached prefixes of a salt as a tree: where each one lies, who shares it, and its checkpoints.
+
+        Beyond `max_nodes`, the least recently used branches are folded into the nodes above them. `since` is the
+        version of an earlier tree: the result is None if nothing has changed. The engine builds the tree in slices of
+        a millisecond between its steps.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> any(node.sequence is not None and node.end >= 4 for node in model.get_tree().nodes)
+        True
+        """
+        check_integer("max_nodes", max_nodes, 1, 100_000)
+        get_tree: Callable[[Engine], Future[PackedTree] | None] = functools.partial(
+            tree.get_tree, salt=salt, max_nodes=max_nodes, since=since
+        )
+        packed: PackedTree | None = self._lifecycle.get_host().call(get_tree)  # type: ignore[arg-type]
+        return None if packed is None else packed.unpack()
+
+    def find_prefix(self, id: str, *, salt: str = "") -> CachedPrefix | None:
+        """Return the entries up to the end of a node of `get_tree`; None if there is no such node any more.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> node = next(node for node in model.get_tree().nodes if node.sequence is not None)
+        >>> len(model.find_prefix(node.id).entries) == node.end
+        True
+        """
+        find: Callable[[Engine], Future[CachedPrefix | None]] = functools.partial(tree.find_prefix, id=id, salt=salt)
+        return self._lifecycle.get_host().call(find)  # type: ignore[arg-type]
+
+    def pin_prefix(self, prefix: CachedPrefix) -> None:
+        """Pin a prefix of `find_prefix`, as `pin` does."""
+        self._lifecycle.get_host().call(functools.partial(tree.pin_prefix, prefix=prefix))
+
+    def unpin_prefix(self, prefix: CachedPrefix) -> bool:
+        """Remove the pin on exactly this prefix of `find_prefix`; return False if there is none."""
+        return self._lifecycle.get_host().call(functools.partial(tree.unpin_prefix, prefix=prefix))
+
+    def forget_prefix(self, prefix: CachedPrefix) -> ForgetReport:
+        """Remove a node of `get_tree` and all nodes below it from all tiers, with their pins.
+
+        What lies before the node stays. Sequences of running requests stay, too.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> node = next(node for node in model.get_tree().nodes if node.sequence is not None)
+        >>> model.forget_prefix(model.find_prefix(node.id)).sequences > 0
+        True
+        """
+        return self._lifecycle.get_host().call(functools.partial(tree.forget_prefix, prefix=prefix))
+
+    def export_prefix(self, prefix: CachedPrefix, path: str | os.PathLike[str]) -> int:
+        """Write the files of a prefix to a new archive for `afterglow cache import`; return their number.
+
+        Raises `UnsupportedOperation` if the model has no disk cache.
+        """
+        store: Callable[[Engine], Future[StoredFiles]] = functools.partial(tree.store_prefix, prefix=prefix)
+        files: StoredFiles = self._lifecycle.get_host().call(store)  # type: ignore[arg-type]
+        return export_archive(files.directory, Path(path), [files.model], files.names)
+
     def get_stats(self) -> EngineStats:
         """Return counters, tier usage and speculation results of the engine since its start.
 
@@ -718,11 +924,20 @@ class Model(Closeable):
         """
         return self._lifecycle.get_host().call(remote_calls.get_engine_stats)
 
-    def explain_miss(self, prompt: PromptInput, *, salt: str = "") -> PrefixMiss:
+    def get_cache_events(self, after: int = 0) -> CacheEventPage:
+        """Return what the prefix cache stored, loaded and evicted after the event with this number.
+
+        >>> completion = model.complete("The rain in Spain", max_tokens=1)
+        >>> page = model.get_cache_events()
+        >>> page.last_number >= len(page.events)
+        True
+        """
+        return self._lifecycle.get_host().call(functools.partial(cache.get_cache_events, after=after))
+
+    def explain_miss(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> PrefixMiss:
         """Like `explain`, with the entries of both sides after the divergence."""
-        return self._get_host().call(
-            functools.partial(difference.explain_miss, request=self.build_request(prompt, salt=salt))
-        )
+        request = self._build_lookup(prompt, salt, lora)
+        return self._get_host().call(functools.partial(difference.explain_miss, request=request))
 
     # --- scoring
 
@@ -747,7 +962,9 @@ class Model(Closeable):
         ]
         return Score(tokens=tuple(tokens), logprobs=tuple(values), windows=len(windows))
 
-    def score(self, tokens: Sequence[int], alternatives: int = 0, *, first: int = 1) -> list[TokenLogprob]:
+    def score(
+        self, tokens: Sequence[int], alternatives: int = 0, *, first: int = 1, lora: LoraInput = ()
+    ) -> list[TokenLogprob]:
         """Return the log-probability of each token from index `first` on, with the most likely alternatives.
 
         A long text takes several decodes; other requests run between them.
@@ -758,10 +975,14 @@ class Model(Closeable):
         self._check_length(tokens, self.context_length)
         step = self.engine_info.max_scoring_tokens
         host = self._get_host()
+        adapters = {adapter.name: adapter for adapter in self.adapters}
+        requested = resolve_lora(lora, self.adapters, self.name)
+        active, _ = resolve_adapters(requested, adapters, np.asarray(tokens, dtype=np.int64))
+        starts = sorted({*range(0, active.start, step), *range(active.start, len(tokens) - 1, step)})
         scored: list[TokenLogprob] = []
         with self._scoring_lock:
-            for start in range(0, len(tokens) - 1, step):
-                rows = tokens[start : start + step + 1]
+            for start, stop in itertools.pairwise([*starts, len(tokens) - 1]):
+                rows = tokens[start : stop + 1]
                 scored += host.call(
                     functools.partial(
                         remote_calls.run_scoring,
@@ -770,6 +991,7 @@ class Model(Closeable):
                         count=max(0, min(len(rows) - 1, start + len(rows) - first)),
                         alternatives=alternatives,
                         text_length=len(tokens),
+                        adapters=active.find_at(start),
                     )
                 )
         return scored
@@ -786,26 +1008,321 @@ class Model(Closeable):
 
     @property
     def max_embedding_tokens(self) -> int:
-        """Maximum number of tokens of a text for `embed`."""
+        """Maximum number of tokens of a text for `embed`, unless it is embedded in windows."""
         settings = self._lifecycle.spec.context_settings
-        return min(settings.cells_per_sequence, self.info.trained_context_length, MAX_EMBEDDING_TOKENS)
+        return min(settings.cells_per_sequence, self.info.trained_context_length, MAX_POOLED_TOKENS)
 
-    def embed(self, text: str | Sequence[int]) -> NDArray[np.float32]:
-        """Return the embedding of a text or of tokens, normalized to length 1.
+    @functools.cached_property
+    def can_shorten_embeddings(self) -> bool:
+        """Whether embeddings can have fewer `dimensions`: by the option `shorten_embeddings`, or the name of the model.
 
-        Models that generate text are pooled by the mean of their tokens. Raises `PromptTooLong` for a text of more than
-        `max_embedding_tokens`.
+        >>> model.can_shorten_embeddings
+        False
+        """
+        if self._shorten_embeddings is not None:
+            return self._shorten_embeddings
+        return supports_shorter_vectors(self._lifecycle.model.metadata)
 
-        >>> cat, dog, car = (model.embed(text) for text in ("a cat", "a dog", "the engine of a car"))
+    def embed(
+        self,
+        text: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        long_text: LongTextPolicy = "refuse",
+    ) -> NDArray[np.float32]:
+        """Return the embedding of a text, or a matrix with one row per text. Vectors are normalized to length 1.
+
+        Models that generate text are pooled by the mean of their tokens.
+
+        Args:
+            text: A text or its tokens, or a list of texts or of token lists. Many texts at once are faster than one
+                after the other.
+            dimensions: Shorten the vectors to this length. Raises `UnsupportedOption` unless `can_shorten_embeddings`.
+            long_text: For a text of more than `max_embedding_tokens`: "refuse" raises `PromptTooLong`, "window" returns
+                the mean over windows, weighted by their tokens.
+
+        >>> cat, dog, car = model.embed(["a cat", "a dog", "the engine of a car"])
         >>> bool(cat @ dog > cat @ car)
         True
         """
-        tokens = [int(token) for token in self._tokenize_prompt(text, "text")]
-        if not tokens:
-            raise InvalidArgument("text", "must have at least one token")
-        self._check_length(tokens, limit := self.max_embedding_tokens)
-        host = self._lifecycle.get_host()  # models that cannot generate can embed
-        return host.call(functools.partial(remote_calls.embed, tokens=tokens, limit=limit))
+        is_list = is_text_list(text)
+        texts = cast(Sequence[Sequence[int]], text if is_list else [text])
+        vectors = self.embed_texts(texts, dimensions=dimensions, long_text=long_text).vectors
+        return vectors if is_list else cast(NDArray[np.float32], vectors[0])
+
+    def embed_texts(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        long_text: LongTextPolicy = "refuse",
+        salt: str = "",
+        cancel: threading.Event | None = None,
+    ) -> Embeddings:
+        """Embed texts like `embed`; return the vectors with the number of tokens and windows of each text.
+
+        Texts with the same `salt` share a computed prefix. Setting `cancel` raises `Cancelled`.
+
+        >>> result = model.embed_texts(["search: a cat", "search: a dog"])
+        >>> result.token_counts, result.computed_tokens
+        ((4, 4), 5)
+        """
+        if dimensions is not None:
+            width = self.engine_info.embedding_width
+            check_integer("dimensions", dimensions)
+            check_dimensions(dimensions, width, can_shorten=self.can_shorten_embeddings, name=self.name)
+        if not len(texts):
+            raise InvalidArgument("texts", "must not be empty")
+        return embed_tokens(
+            self._lifecycle.get_host(),  # models that cannot generate can embed
+            [self._tokenize_prompt(text, "text").tolist() for text in texts],
+            limit=self.max_embedding_tokens,
+            batch_rows=self._pooled_rows,
+            control_tokens=frozenset(self.vocabulary.control_tokens),
+            long_text=long_text,
+            dimensions=dimensions,
+            salt=salt,
+            cancel=cancel,
+        )
+
+    @property
+    def _pooled_rows(self) -> int:
+        """Rows of one decode of texts."""
+        on_gpu = self._lifecycle.spec.model_settings.gpu_layers != 0
+        return choose_rows(self.engine_info.batch_cells, on_gpu=on_gpu)
+
+    # --- reranking
+
+    @functools.cached_property
+    def reranker_kind(self) -> RerankerKind:
+        """How this model ranks documents: by the option `reranker`, or by the file of the model.
+
+        Raises `UnsupportedOption` if it cannot.
+
+        >>> model.reranker_kind
+        'generative'
+        """
+        kind = self._reranker or ("classifier" if self._has_rank_head else "generative")
+        if kind == "classifier" and not self._has_rank_head:
+            raise UnsupportedOption("reranker", f"the model {self.name!r} has no classifier head")
+        if kind == "generative" and not self.can_generate:
+            raise UnsupportedOption("model", f"{self.name!r} has no classifier head and generates no text: cannot rank")
+        return kind
+
+    @property
+    def _has_rank_head(self) -> bool:
+        return self._lifecycle.model.metadata.get(f"{self.info.architecture}.pooling_type") == RANK_POOLING
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        max_document_tokens: int | None = None,
+        salt: str = "",
+        cancel: threading.Event | None = None,
+    ) -> Reranking:
+        """Score documents by their relevance for a query, from 0 to 1, and return them with the most relevant first.
+
+        A reranker with a classifier head computes many documents per decode. Any other model that generates text is
+        asked whether the document is relevant: the score is the probability of yes against no, and the prompt before
+        the document is prefilled once.
+
+        Args:
+            query: The question.
+            documents: Texts to score.
+            top_n: Return only this many.
+            instruction: What makes a document relevant, for generative rerankers without a template of their own.
+            max_document_tokens: Cut longer documents. Default: a pair that is too long raises `PromptTooLong`.
+            salt: Cached prefixes are shared only with requests of the same salt.
+            cancel: Setting this event raises `Cancelled`.
+
+        >>> ranking = model.rerank("What do cats eat?", ["The engine is loud.", "Cats eat mice."])
+        >>> sorted(document.index for document in ranking.results)
+        [0, 1]
+        """
+        kind = self.reranker_kind
+        if top_n is not None:
+            check_integer("top_n", top_n, 1)
+        if isinstance(documents, str) or not len(documents):
+            raise InvalidArgument("documents", "must be a list with at least one text")
+        texts = [self._cut_document(document, max_document_tokens) for document in documents]
+        prompts = self._build_rank_prompts(check_text(query, "query"), texts, instruction, kind)
+        if kind == "classifier":
+            for prompt in prompts:
+                self._check_length(prompt, self.max_embedding_tokens)
+            host = self._lifecycle.get_host()
+            outputs, computed = pool_all(host, "rank", prompts, batch_rows=self._pooled_rows, salt=salt, cancel=cancel)
+            scores = [to_score(output, self.info.architecture) for output in outputs]
+        else:
+            scores, computed = self._score_answers(prompts, salt, cancel)
+        total = sum(map(len, prompts))
+        return build_ranking(documents, scores, top_n, prompt_tokens=total, computed_tokens=computed)
+
+    def _cut_document(self, document: str, max_tokens: int | None) -> str:
+        tokens = self.tokenize(check_text(document, "documents"))
+        if max_tokens is None or len(tokens) <= check_integer("max_document_tokens", max_tokens, 1):
+            return document
+        return self.detokenize(tokens[:max_tokens])
+
+    def _build_rank_prompts(
+        self, query: str, documents: Sequence[str], instruction: str | None, kind: RerankerKind
+    ) -> list[list[int]]:
+        """Tokenize the prompt of each document: the template of the file, a pair, or a question of a conversation."""
+        template = self._lifecycle.model.get_chat_template("rerank")
+        if instruction is not None and (template is not None or kind == "classifier"):
+            raise UnsupportedOption("instruction", f"the prompt of {self.name!r} has none")
+        if template is not None:
+            parsed = RankTemplate(template, self.vocabulary)
+            return [parsed.tokenize(query=query, document=document) for document in documents]
+        if kind == "classifier":
+            return [tokenize_pair(query, document, self.vocabulary) for document in documents]
+        return self._build_questions(query, documents, instruction or DEFAULT_INSTRUCTION)
+
+    def _build_questions(self, query: str, documents: Sequence[str], instruction: str) -> list[list[int]]:
+        """Tokenize the question about each document. The chat template is rendered once, with placeholders."""
+
+        def plan(query: str, document: str, instruction: str) -> ChatPrompt:
+            messages = build_messages(query, document, instruction)
+            return self.plan_chat(messages, reasoning=False if self.can_reason else None).prompt
+
+        rendered = plan("{query}", "{document}", "{instruction}")
+        bare = RankTemplate(rendered.text, self.vocabulary).tokenize()
+        start = rendered.tokens[: max(0, len(rendered.tokens) - len(bare))]  # the BOS token, if it is not in the text
+        template = RankTemplate(rendered.text, self.vocabulary, start)
+        if tuple(template.tokenize()) == rendered.tokens:
+            return [
+                template.tokenize(query=query, document=document, instruction=instruction) for document in documents
+            ]
+        return [list(plan(query, document, instruction).tokens) for document in documents]
+
+    def _score_answers(
+        self, prompts: Sequence[list[int]], salt: str, cancel: threading.Event | None
+    ) -> tuple[list[float], int]:
+        """Return the probability of yes after each prompt, and the number of computed tokens."""
+        unique = list(dict.fromkeys(map(tuple, prompts)))
+        has_template = self._lifecycle.model.get_chat_template("rerank") is not None
+        yes, no = find_answer_tokens(self.vocabulary, any_case=not has_template)
+        boundaries = frozenset({find_common_prefix(unique)} - {0})
+        requests = [
+            replace(
+                self.build_request(list(prompt), max_tokens=1, salt=salt),
+                boundaries=boundaries,
+                logprob_tokens=(*yes, *no),
+            )
+            for prompt in unique
+        ]
+        responses = self._run_bounded(requests, self.build_text_format(None), cancel)
+        scores = {
+            prompt: compare_answers(dict(response.tokens[0].alternatives), yes, no)
+            for prompt, response in zip(unique, responses, strict=True)
+        }
+        computed = sum(response.usage.prompt_tokens - response.usage.cached_tokens for response in responses)
+        return [scores[tuple(prompt)] for prompt in prompts], computed
+
+    def _run_bounded(
+        self, requests: Sequence[Request], output_format: OutputFormat, cancel: threading.Event | None
+    ) -> list[ChatResponse]:
+        """Run the requests of one call, at most one per sequence at a time, and return the responses in their order.
+
+        So they do not fill the queue of the engine: other requests get their turn in between. If one fails, its error
+        is raised and the others are cancelled.
+        """
+        waiting, running = deque(requests), deque[ChatStream]()
+        responses: list[ChatResponse] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.engine_info.sequences:
+                    running += self.start(waiting.popleft(), output_format, cancel=cancel)
+                responses.append(running[0].result())
+                running.popleft()
+        finally:
+            for stream in running:
+                stream.cancel()
+        return responses
+
+    # --- transcription
+
+    def transcribe(
+        self,
+        audio: AudioData | bytes | os.PathLike[str],
+        *,
+        task: TranscriptionTask = "transcribe",
+        language: str | None = None,
+        prompt: str | None = None,
+        temperature: float = 0.0,
+        window_seconds: float = DEFAULT_WINDOW_SECONDS,
+    ) -> Transcription:
+        """Transcribe a recording with a model that has an audio projector.
+
+        A long recording is cut into windows where it is quiet. Each window is a segment of the result. Models report no
+        times inside a window.
+
+        Args:
+            audio: Samples, an audio file (WAV, MP3 or FLAC) as bytes, or its path.
+            task: "transcribe", or "translate" into English.
+            language: Language of the speech, e.g. "German" or "de".
+            prompt: Context for the model, e.g. names that occur.
+            temperature: Sampling temperature. 0: the most likely tokens.
+            window_seconds: Maximum length of a window.
+
+        >>> from afterglow import AudioData
+        >>> model.transcribe(AudioData(sample_rate=16_000, samples=bytes(64_000)))
+        Traceback (most recent call last):
+        afterglow.errors.UnsupportedMedia: `file` cannot be used: this model accepts no audio
+        """
+        if isinstance(audio, AudioData):
+            audio = encode_audio(audio)
+        windows = self.split_audio(audio if isinstance(audio, bytes) else Path(audio).read_bytes(), window_seconds)
+        return self.transcribe_windows(windows, task=task, language=language, prompt=prompt, temperature=temperature)
+
+    def split_audio(self, data: bytes, window_seconds: float = DEFAULT_WINDOW_SECONDS) -> tuple[AudioWindow, ...]:
+        """Cut an audio file into windows for `transcribe_windows`, where it is quiet."""
+        check_float("window_seconds", window_seconds, 1)
+        split: Callable[[Engine], Future[tuple[AudioWindow, ...]]] = functools.partial(
+            remote_calls.split_audio,
+            data=data,
+            policy=self._media_policy,
+            source="the file",
+            window_seconds=window_seconds,
+        )
+        return self._get_host().call(split)
+
+    def transcribe_windows(
+        self,
+        windows: Sequence[AudioWindow],
+        *,
+        task: TranscriptionTask = "transcribe",
+        language: str | None = None,
+        prompt: str | None = None,
+        temperature: float = 0.0,
+        salt: str = "",
+        cancel: threading.Event | None = None,
+    ) -> Transcription:
+        """Transcribe the windows of a recording: see `transcribe`. Setting `cancel` raises `Cancelled`."""
+        if task not in INSTRUCTIONS:
+            raise InvalidArgument("task", f"must be one of {', '.join(INSTRUCTIONS)}, not {task!r}")
+        plans = [
+            self.plan_chat(
+                build_transcription_messages(window, task, language, prompt),
+                salt=salt,
+                reasoning=False if self.can_reason else None,
+                replay=False,
+            )
+            for window in windows
+        ]
+        requests = [
+            plan.apply_to(
+                self.build_request(
+                    plan.prompt, temperature=temperature, max_tokens=compute_max_tokens(window), logprobs=0, salt=salt
+                )
+            )
+            for plan, window in zip(plans, windows, strict=True)
+        ]
+        responses = self._run_bounded(requests, plans[0].output_format, cancel)
+        return build_transcription(windows, responses)
 
     # --- snapshots
 
@@ -843,6 +1360,33 @@ class Model(Closeable):
         Raises `InvalidState` if the file is damaged. If it is of another model, `restore` raises it.
         """
         self._snapshots[name] = snapshots.read_file(Path(path))
+
+    def save_sequence(self, path: str | os.PathLike[str], sequence: int | None = None) -> int:
+        """Write the state of an idle sequence to a file, and return its number of tokens.
+
+        `sequence` None writes the most recently used one. Sequences with media cannot be written.
+
+        >>> completion = model.complete("A long story that is worth keeping:", max_tokens=1)
+        >>> tokens = model.save_sequence("story.bin")
+        >>> model.clear_cache()
+        >>> model.load_sequence("story.bin") == tokens
+        True
+        >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached_tokens
+        7
+        """
+        saved = self._get_host().call(functools.partial(snapshots.save, sequence=sequence))
+        snapshots.write_file(saved, Path(path))
+        return len(saved.entries)
+
+    def load_sequence(self, path: str | os.PathLike[str], sequence: int | None = None) -> int:
+        """Load a file of `save_sequence` into the KV cache, and return its number of tokens.
+
+        `sequence` None replaces the least valuable one. Raises `InvalidState` if the file is damaged or of another
+        model.
+        """
+        saved = snapshots.read_file(Path(path))
+        self._get_host().call(functools.partial(snapshots.load, snapshot=saved, sequence=sequence))
+        return len(saved.entries)
 
     # --- load states
 
@@ -1011,6 +1555,7 @@ class Model(Closeable):
             get_media_support,
             boundaries=self._needs_boundaries,
             replay_store=self._open_replay_store() if self._replays and template is None else None,
+            summary_store=self._open_summary_store() if template is None else None,
         )
 
     def _open_replay_store(self) -> ReplayStore | None:
@@ -1020,6 +1565,14 @@ class Model(Closeable):
             return None
         directory = settings.disk_cache_directory
         return ReplayStore(fingerprint, disk=None if directory is None else SqliteReplays(directory, fingerprint))
+
+    def _open_summary_store(self) -> SummaryStore:
+        """Return the store of summaries, beside the disk tier if there is one."""
+        fingerprint, directory = (
+            self._lifecycle.model.fingerprint,
+            self._lifecycle.spec.engine_settings.disk_cache_directory,
+        )
+        return SummaryStore(fingerprint, disk=None if directory is None else SqliteSummaries(directory, fingerprint))
 
     @property
     def _needs_boundaries(self) -> bool:
@@ -1124,6 +1677,17 @@ def to_messages(messages: ChatInput) -> Sequence[MessageLike]:
     return [("user", messages)] if isinstance(messages, str) else messages
 
 
+def is_text_list(value: object) -> bool:
+    """Return whether a value is a list of texts or token lists, and not one text or its tokens.
+
+    >>> is_text_list(["a", "b"]), is_text_list([[1], [2, 3]]), is_text_list([1, 2]), is_text_list("a")
+    (True, True, False, False)
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not len(value):
+        return isinstance(value, np.ndarray) and value.ndim == 2
+    return not isinstance(value[0], int | np.integer)
+
+
 def collect_responses(streams: Sequence[ChatStream]) -> list[ChatResponse]:
     """Wait for all choices and return them. If one fails, the others are cancelled."""
     try:
@@ -1132,6 +1696,19 @@ def collect_responses(streams: Sequence[ChatStream]) -> list[ChatResponse]:
         for stream in streams:
             stream.cancel()
         raise
+
+
+def shorten_deadline(options: GenerationOptions, seconds: float) -> None:
+    """Subtract the time that a request has taken already from its deadline.
+
+    >>> options: GenerationOptions = {"deadline": 2.0}
+    >>> shorten_deadline(options, 0.5)
+    >>> options["deadline"]
+    1.5
+    """
+    deadline = options.get("deadline")
+    if deadline is not None:
+        options["deadline"] = max(0.0, deadline - seconds)
 
 
 def resolve_sampling(defaults: Sampling, options: GenerationOptions) -> Sampling:

@@ -14,7 +14,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_type_hints
 
 import numpy as np
 import psutil
@@ -34,6 +34,9 @@ from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
 BYTE_SIZE = pydantic.TypeAdapter(pydantic.ByteSize)
 MESSAGE_NOISE = re.compile(r"^Value error, |, (unable to parse|got a) .*")  # in messages of pydantic
 UNPLANNED_OPTIONS = {"context": 4096, "sequences": 4, "cache_type_k": "f16", "cache_type_v": "f16", "kv_unified": False}
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+ADAPTER_SCALE = re.compile(r"(.+)@(-?[0-9]+(?:\.[0-9]+)?)")
+RerankerKind: TypeAlias = Literal["classifier", "generative"]
 OptionsT = TypeVar("OptionsT")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -61,6 +64,48 @@ def parse_bytes(value: Any) -> Any:
     4096
     """
     return int(BYTE_SIZE.validate_python(value)) if isinstance(value, str) else value
+
+
+def parse_adapters(value: Any) -> Any:
+    """Return adapters as paths and scales by name. Text is NAME=PATH, or NAME=PATH@SCALE, separated by commas.
+
+    >>> parse_adapters({"style": "style.gguf", "formal": ("formal.gguf", 0.5)})
+    {'style': ('style.gguf', 1.0), 'formal': ('formal.gguf', 0.5)}
+    >>> parse_adapters("style=style.gguf@0.8")
+    {'style': ('style.gguf', 0.8)}
+    """
+    items = parse_list(value)
+    if isinstance(items, list | tuple):
+        parts = [str(item).partition("=") for item in items]
+        if wrong := next((name for name, equals, path in parts if not (name and equals and path)), None):
+            raise ValueError(f"must be NAME=PATH or NAME=PATH@SCALE, not {wrong!r}")
+        items = {name.strip(): path.strip() for name, _, path in parts}
+    if not isinstance(items, Mapping):
+        return value
+    adapters: dict[Any, Any] = {}
+    for name, source in items.items():
+        if not ADAPTER_NAME.fullmatch(str(name)):
+            raise ValueError(f"has the name {name!r}; names are letters, digits, `.`, `_` and `-`")
+        if isinstance(source, str | os.PathLike):
+            match = ADAPTER_SCALE.fullmatch(os.fspath(source))
+            adapters[name] = (match[1], float(match[2])) if match else (os.fspath(source), 1.0)
+        elif isinstance(source, list | tuple) and len(source) == 2 and isinstance(source[0], str | os.PathLike):
+            adapters[name] = os.fspath(source[0]), source[1]
+        else:
+            raise ValueError(f"must have a path, or a path and a scale, for {name!r}, not {source!r}")
+    return adapters
+
+
+def parse_lora(value: Any) -> Any:
+    """Return adapters that are given as text, NAME or NAME@SCALE separated by commas, as names and pairs.
+
+    >>> parse_lora("style,formal@0.5"), parse_lora(["style"])
+    (['style', ('formal', 0.5)], ['style'])
+    """
+    if not isinstance(value, str):
+        return value
+    matches = [(part, ADAPTER_SCALE.fullmatch(part)) for part in parse_list(value)]
+    return [(match[1], float(match[2])) if match else part for part, match in matches]
 
 
 def _option(default: object, description: str, *, ge: float | None = None, le: float | None = None) -> Any:
@@ -174,6 +219,14 @@ class ContextOptions(TypedDict, total=False):
             "continue from any position without a checkpoint.",
         ),
     ]
+    pooling: Annotated[
+        Literal["model", "mean", "cls", "last"],
+        _option(
+            "model",
+            "How the vectors of the tokens of a text become its embedding: their `mean`, that of the first (`cls`) or "
+            "the `last` token. `model`: as in the model file, or the mean if it defines none.",
+        ),
+    ]
     rope_scaling: Annotated[
         RopeScaling,
         _option("model", "RoPE scaling: `none`, `linear`, `yarn` or `longrope`. `model`: as in the model file."),
@@ -272,6 +325,15 @@ class LoadOptions(ContextOptions, total=False):
             "the only `*mmproj*.gguf` in the directory of the model.",
         ),
     ]
+    adapters: Annotated[
+        Mapping[str, tuple[str, float]],
+        pydantic.BeforeValidator(parse_adapters),
+        _option(
+            {},
+            "LoRA adapters that requests can use, by name: a GGUF file for each, or a file and the default scale. As "
+            "text: NAME=PATH or NAME=PATH@SCALE. Default: none.",
+        ),
+    ]
     replay: Annotated[
         bool,
         _option(
@@ -283,6 +345,22 @@ class LoadOptions(ContextOptions, total=False):
     strip_media: Annotated[
         bool,
         _option(False, "Drop images and audio that the model does not accept, with a warning, instead of an error."),
+    ]
+    shorten_embeddings: Annotated[
+        bool | None,
+        _option(
+            None,
+            "Whether embeddings may be shortened to the `dimensions` of a request: the model was trained for it "
+            "(Matryoshka). Default: true for models whose name or tags say so.",
+        ),
+    ]
+    reranker: Annotated[
+        RerankerKind | None,
+        _option(
+            None,
+            "How the model ranks documents: `classifier` (the score of its classification head) or `generative` (the "
+            "probabilities of yes and no). Default: `classifier` if the model file has such a head.",
+        ),
     ]
 
 
@@ -403,7 +481,10 @@ class GenerationOptions(SamplingOptions, total=False):
             "Chat prompts have their message boundaries already.",
         ),
     ]
-    priority: Annotated[int, _option(0, "Requests with a higher priority start first.")]
+    priority: Annotated[
+        int,
+        _option(0, "Requests with a higher priority go first; below 0: background work, which gives way to others."),
+    ]
     deadline: Annotated[
         float | None,
         _option(None, "Seconds after which generation ends with what there is, with finish reason `deadline`.", ge=0),
@@ -415,9 +496,19 @@ class GenerationOptions(SamplingOptions, total=False):
         _option(
             "refuse",
             "Policy for a prompt that exceeds the context: `refuse` (`PromptTooLong`), `shift` (drop the oldest "
-            "turns of a chat, or the start of a prompt) or `truncate_middle`. The latter two also leave space for "
-            "the response: `max_tokens`, or a quarter of the context. `truncation` of the result says what was "
-            "dropped.",
+            "turns of a chat, or the start of a prompt), `truncate_middle`, or `compact` (the model summarizes the "
+            "old messages of a chat first). All but `refuse` also leave space for the response: `max_tokens`, or a "
+            "quarter of the context. `truncation` of the result says what was dropped or summarized.",
+        ),
+    ]
+    lora: Annotated[
+        list[str | tuple[str, float]] | tuple[str | tuple[str, float], ...] | dict[str, float],
+        pydantic.BeforeValidator(parse_lora),
+        _option(
+            (),
+            "LoRA adapters to use, of those that were declared at load: names, each with its default scale or in a "
+            'pair with a scale, e.g. `["style", ("formal", 0.5)]`, or a dictionary of scales. As text: NAME or '
+            "NAME@SCALE, separated by commas. Default: none, the base model.",
         ),
     ]
     salt: Annotated[
@@ -504,7 +595,7 @@ def format_default(name: str, field: FieldInfo) -> str:
     '10GiB'
     """
     default = field.default
-    if default in (None, (), "") or "default" in (field.description or "").lower():
+    if default in (None, (), "", {}) or "default" in (field.description or "").lower():
         return ""
     if isinstance(default, bool):
         return "true" if default else "false"

@@ -41,6 +41,7 @@ from afterglow.chat.replay import (
     compute_meaning,
     compute_outline,
 )
+from afterglow.chat.summaries import SummaryStore
 from afterglow.chat.template.adapter import adapt_messages
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.chat.tools.detection import detect_family
@@ -135,11 +136,14 @@ class Chat(Closeable):
         *,
         boundaries: bool = True,
         replay_store: ReplayStore | None = None,
+        summary_store: SummaryStore | None = None,
     ) -> None:
         """`boundaries`: whether prompts get boundaries at the ends of messages (see `PromptBuilder`).
 
-        `replay_store` keeps generated messages, and is closed with the chat. Without one, nothing is replayed.
+        `replay_store` keeps generated messages, `summary_store` summaries of conversations; both are closed with the
+        chat. Without the first, nothing is replayed; without the second, summaries stay in RAM.
         """
+        self.summary_store = summary_store or SummaryStore("")
         self._replay_store = replay_store
         self.media_policy = media_policy
         self._media_support = media_support
@@ -270,7 +274,8 @@ class Chat(Closeable):
         return Replayer(self._replay_store, options.salt, messages, parse, write_as_text, defaults).plan(rendered)
 
     def forget_answers(self) -> None:
-        """Remove all generated messages, on disk too."""
+        """Remove all generated messages and summaries, on disk too."""
+        self.summary_store.clear()
         if self._replay_store is not None:
             self._replay_store.clear()
 
@@ -316,6 +321,7 @@ class Chat(Closeable):
 
     def close(self) -> None:
         self._template.close()
+        self.summary_store.close()
         if self._replay_store is not None:
             self._replay_store.close()
 

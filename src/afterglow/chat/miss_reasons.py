@@ -80,6 +80,29 @@ TEXT_REASON_MESSAGES: dict[MissReason, str] = {  # reasons inferred from the tex
 }
 
 
+REASON_SUMMARIES: dict[MissReason, str] = {  # clauses after "because"
+    "not cached": "no cached prefix begins like this prompt",
+    "fully reused": "the last token is always computed",
+    "continuation": "the prompt continues after the cached prefix",
+    "evicted": "{explanation.evicted_entries:,} tokens were cached and have been evicted",
+    "no checkpoint": "there is no checkpoint closer to the end of the {explanation.shared_entries:,} cached tokens",
+    "window moved": "the sliding window has moved past the end of the {explanation.shared_entries:,} cached tokens",
+    "deterministic grid": "deterministic mode reuses whole chunks only",
+    "tokenization": "the same text was tokenized differently",
+    "whitespace": "whitespace changed in {location}",
+    "date": "a date or time changed in {location}",
+    "number": "a number changed in {location}",
+    "tools reordered": "the tools came in a different order",
+    "tools changed": "a tool or its description changed",
+    "reasoning stripped": "the reasoning of an earlier response was removed",
+    "system prompt": "the system prompt is different",
+    "assistant message": "an earlier assistant message differs from the generated response",
+    "tool result": "a tool result is different",
+    "user message": "the user message is different",
+    "text": "the text is different",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissReport:
     """Why a prompt missed. `shared_text` precedes the divergence; `prompt_text` and `cached_text` follow it in the
@@ -87,6 +110,7 @@ class MissReport:
 
     reason: MissReason
     message: str
+    summary: str  # clause after "because"
     shared_text: str
     prompt_text: str
     cached_text: str
@@ -123,8 +147,14 @@ def explain_miss(explanation: Explanation, *, shared_text: str, prompt_text: str
     prompt_text, cached_text = _truncate(prompt_text), _truncate(cached_text)
     if reason in TEXT_REASON_MESSAGES:
         message += f" After “{shared_text}”, the prompt has “{prompt_text}” and the cached prefix “{cached_text}”."
+    summary = REASON_SUMMARIES[reason].format(location=location, explanation=explanation)
     return MissReport(
-        reason=reason, message=message, shared_text=shared_text, prompt_text=prompt_text, cached_text=cached_text
+        reason=reason,
+        message=message,
+        summary=summary,
+        shared_text=shared_text,
+        prompt_text=prompt_text,
+        cached_text=cached_text,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.control_tokens import ControlTokenEscaper
@@ -22,7 +22,7 @@ from afterglow.errors import InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 
 MAX_CACHED_SPANS = 8192
-TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle"]
+TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle", "compact"]
 BOUNDARY_MESSAGES = 3  # the ends of the last messages are boundaries; earlier prompts had those of older messages
 
 
@@ -122,17 +122,35 @@ class RenderedConversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """A summary in place of the old messages of a prompt, and what it took to write it."""
+
+    summarized_messages: int
+    tokens_before: int
+    tokens_after: int
+    summary: str
+    summaries_written: int = 0  # 0: an earlier request wrote it. More than one: in pieces that fit the context
+    computed_tokens: int = 0  # of the prompts of these summaries; the others were prefix hits
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
     """What was dropped from a prompt, by its overflow policy."""
 
     policy: TruncationPolicy
     dropped_messages: int = 0
     dropped_tokens: int = 0
+    compaction: Compaction | None = None  # with the policy `compact`
+    fallback: str = ""  # why `shift` was used instead of `compact`
 
     @property
     def report(self) -> dict[str, Any]:
         """Value of the response field `overflow`."""
-        return {"policy": self.policy, "dropped_messages": self.dropped_messages, "dropped_tokens": self.dropped_tokens}
+        if self.compaction is not None:
+            return {"policy": self.policy, **asdict(self.compaction)}
+        dropped = {"dropped_messages": self.dropped_messages, "dropped_tokens": self.dropped_tokens}
+        return {"policy": self.policy, **dropped, **({"fallback": self.fallback} if self.fallback else {})}
 
 
 class PromptBuilder:
@@ -349,8 +367,8 @@ def find_common_prefix(left: str, right: str) -> str:
     return left[:low]
 
 
-def count_common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two token sequences."""
+def count_common_prefix(left: Sequence[Entry], right: Sequence[Entry]) -> int:
+    """Return the length of the longest common prefix of two sequences of entries."""
     if left == right[: len(left)]:  # the usual case, without a loop over the tokens
         return len(left)
     pairs = enumerate(zip(left, right, strict=False))

@@ -1,29 +1,22 @@
 """Generated messages on disk, so that conversations are replayed after a restart: one SQLite table for all models.
 
-The table is a cache. If it is damaged it is created again; if the disk is full or fails, messages stay in RAM only.
 A message holds token ids and digests, no text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import queue
-import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from afterglow.chat.replay import GeneratedMessage, Meaning, Place
+from afterglow.chat.sqlite_cache import SqliteCache
 
 FILE_NAME = "replays.sqlite3"
-LOCK_TIMEOUT_SECONDS = 10.0  # for locks of other processes
 ROW_BYTES = 256  # of a message on disk, beside its tokens
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS replays (
@@ -36,7 +29,6 @@ CREATE INDEX IF NOT EXISTS replays_by_parent ON replays (parent);
 CREATE INDEX IF NOT EXISTS replays_by_use ON replays (last_used);
 """
 COLUMNS = "parent, length, place, position, text, reasoning, calls, outline, call_ids, written_ids, tokens"
-Work: TypeAlias = Callable[[sqlite3.Connection], None]
 logger = logging.getLogger("afterglow.chat.replay")
 
 
@@ -47,115 +39,61 @@ class SqliteReplays:
     """
 
     def __init__(self, directory: Path, model: str, max_bytes: int = 256 * 1024**2) -> None:
-        self._path = directory / FILE_NAME
         self._model = model
-        self._max_bytes = max_bytes
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._cache = SqliteCache(
+            directory / FILE_NAME,
+            SCHEMA,
+            "replays",
+            model=model,
+            max_bytes=max_bytes,
+            logger=logger,
+            purpose="earlier answers are tokenized again",
+        )
 
     def read(self, parent: bytes) -> list[GeneratedMessage]:
         """Return the messages that follow `parent`. None are found if the table cannot be read."""
-        if not self._path.exists():
-            return []
+        rows = self._cache.select(f"SELECT {COLUMNS} FROM replays WHERE parent = ? ORDER BY last_used", (parent,))
         try:
-            with connect(self._path) as connection:
-                rows = connection.execute(
-                    f"SELECT {COLUMNS} FROM replays WHERE parent = ? ORDER BY last_used", (parent,)
-                ).fetchall()
             return [_build_message(*row) for row in rows]
-        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
-            logger.warning("%s cannot be read, so earlier answers are tokenized again: %s", self._path, error)
+        except (ValueError, TypeError) as error:
+            self._cache.warn_unreadable(error)
             return []
 
     def write(self, message: GeneratedMessage) -> None:
         """Write a message in the background."""
         place, meaning = message.place, message.meaning
         tokens = np.asarray(message.tokens, "<i4").tobytes()
-        values = (
-            *(message.id, self._model, place.parent, place.length, place.text, place.index),
-            *(meaning.text, meaning.reasoning, meaning.calls, message.outline),
-            *(
-                json.dumps(message.call_ids),
-                json.dumps(message.written_ids),
-                tokens,
-                ROW_BYTES + len(tokens),
-                time.time(),
-            ),
+        self._cache.insert(
+            (
+                *(message.id, self._model, place.parent, place.length, place.text, place.index),
+                *(meaning.text, meaning.reasoning, meaning.calls, message.outline),
+                *(
+                    json.dumps(message.call_ids),
+                    json.dumps(message.written_ids),
+                    tokens,
+                    ROW_BYTES + len(tokens),
+                    time.time(),
+                ),
+            )
         )
-
-        def insert(connection: sqlite3.Connection) -> None:
-            connection.execute(f"INSERT OR IGNORE INTO replays VALUES ({', '.join('?' * len(values))})", values)
-            evict(connection, self._max_bytes)
-
-        self._submit(insert)
 
     def touch(self, ids: Sequence[bytes]) -> None:
         """Update the time of last use, so that a message is evicted before its parents."""
         now = time.time()
-        rows = [(now - 1e-6 * index, id) for index, id in enumerate(ids)]
-        self._submit(lambda connection: connection.executemany("UPDATE replays SET last_used = ? WHERE id = ?", rows))
+        self._cache.set_last_used([(now - 1e-6 * index, id) for index, id in enumerate(ids)])
 
     def clear(self) -> None:
         """Remove the messages of the model."""
-        self._submit(lambda connection: connection.execute("DELETE FROM replays WHERE model = ?", (self._model,)))
-        self.close()
+        self._cache.clear()
 
     def close(self) -> None:
         """Wait until everything is written."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
-
-    def _submit(self, work: Callable[[sqlite3.Connection], object]) -> None:
-        self._queue.put(work)  # type: ignore[arg-type]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_queued, name="afterglow-replays", daemon=True)
-            self._thread.start()
-
-    def _write_queued(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                with connect(self._path, create=True) as connection:
-                    work(connection)
-            except (sqlite3.Error, OSError) as error:
-                logger.warning("%s cannot be written: %s", self._path, error)
-                if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in (
-                    sqlite3.SQLITE_CORRUPT,
-                    sqlite3.SQLITE_NOTADB,
-                ):
-                    self._path.unlink(missing_ok=True)
+        self._cache.close()
 
 
 def remove_replays(directory: Path) -> None:
     """Remove the messages of all models."""
     (directory / FILE_NAME).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def connect(path: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open the table for one transaction. A connection is closed at once, so that the file can be removed."""
-    if create:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_SECONDS)
-    try:
-        connection.execute("PRAGMA synchronous = OFF")
-        connection.executescript(SCHEMA)
-        with connection:
-            yield connection
-    finally:
-        connection.close()
-
-
-def evict(connection: sqlite3.Connection, max_bytes: int) -> None:
-    """Remove the least recently used messages until the table is within its limit."""
-    (excess,) = connection.execute("SELECT coalesce(sum(nbytes), 0) - ? FROM replays", (max_bytes,)).fetchone()
-    while excess > 0:
-        rows = connection.execute("SELECT id, nbytes FROM replays ORDER BY last_used LIMIT 64").fetchall()
-        connection.executemany("DELETE FROM replays WHERE id = ?", [(id,) for id, _ in rows])
-        excess -= sum(nbytes for _, nbytes in rows)
 
 
 def _build_message(

@@ -158,6 +158,11 @@ def fit_entries(
     The first `keep_start` entries (e.g. the BOS token) and the last `keep_end` are never dropped. Raises
     `PromptTooLong` if the prompt exceeds the context and the policy forbids truncation, or if these entries exceed it.
     """
+    if policy == "compact":
+        reason = (
+            "must be `shift` or `truncate_middle` for a prompt without messages, not `compact`: it summarizes messages"
+        )
+        raise InvalidArgument("overflow", reason)
     length, limit = count_cells(entries), compute_prompt_limit(context, max_tokens)
     if policy == "refuse" or length <= limit:
         if length > context:

@@ -127,9 +127,20 @@ def test_a_child_that_died_is_replaced_without_an_error(number):
 def test_a_child_that_always_dies_is_an_error(monkeypatch, tmp_path):
     script = tmp_path / "dies.py"
     script.write_text("input()")
-    monkeypatch.setattr(renderer.sandbox_child, "__file__", str(script))
+    monkeypatch.setattr(renderer, "CHILD_PROGRAM", script)
     with ChatTemplate("{{ messages[0].content }}") as template, pytest.raises(InvalidTemplate, match="died twice"):
         template.render([Message(role="user", content="x")])
+
+
+def test_the_next_template_uses_a_child_that_was_started_in_advance():
+    renderer.prestart_child()
+    renderer.prestart_child()  # there is one already
+    ((_, spare),) = renderer._spare_children
+    with ChatTemplate("{{ messages[0].content }}") as template, ChatTemplate(None) as other:
+        assert template.render([Message(role="user", content="x")]) == "x"
+        other.render([Message(role="user", content="x")])
+        assert template._child is spare
+        assert other._child is not spare
 
 
 def test_signals_of_the_terminal_do_not_reach_the_child():

@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from afterglow.chat.messages import Message, map_strings, to_template_message
-from afterglow.chat.template import sandbox_child
 from afterglow.chat.template.adapter import adapt_messages, iter_fallbacks
 from afterglow.chat.template.capabilities import (
     TemplateCapabilities,
@@ -39,6 +39,8 @@ RENDER_CPU_SECONDS = 5.0
 RENDER_WALL_SECONDS = 60.0
 LIMIT_CHECK_SECONDS = 0.1  # interval between checks of the limits
 MAX_CHILDREN_PER_REQUEST = 2
+# Run by path: `-m` would import the afterglow package first and take three times as long to start.
+CHILD_PROGRAM = Path(__file__).with_name("sandbox_child.py")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -188,18 +190,7 @@ class ChatTemplate(Closeable):
         raise TemplateExhausted("its process died twice; it may have exceeded the memory limit", None)
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        # Run by path: `-m` would import the afterglow package first and take three times as long to start.
-        command = [sys.executable, "-P", sandbox_child.__file__]
-        self._child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-        )
-        assert self._child.stdin is not None
-        os.set_blocking(self._child.stdin.fileno(), False)
+        self._child = take_spare_child() or start_child()
         return self._child
 
     def _stop_child(self) -> None:
@@ -208,6 +199,42 @@ class ChatTemplate(Closeable):
             child.kill()
             with contextlib.suppress(BrokenPipeError):
                 child.communicate()
+
+
+_spare_children: list[tuple[int, subprocess.Popen[bytes]]] = []  # with the id of the process that started them
+
+
+def prestart_child() -> None:
+    """Start the child of the next template now, so that the first rendering does not wait for it.
+
+    A child that no template takes ends with this process.
+    """
+    if not _spare_children:
+        _spare_children.append((os.getpid(), start_child()))
+
+
+def take_spare_child() -> subprocess.Popen[bytes] | None:
+    """Return a child that was started in advance by this process and still runs."""
+    while _spare_children:
+        owner, child = _spare_children.pop()
+        if owner == os.getpid() and child.poll() is None:
+            return child
+    return None
+
+
+def start_child() -> subprocess.Popen[bytes]:
+    """Start a child process, which waits for requests."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(CHILD_PROGRAM)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    os.set_blocking(child.stdin.fileno(), False)
+    return child
 
 
 class RenderBudget:
