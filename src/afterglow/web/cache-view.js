@@ -1,0 +1,204 @@
+// The prefix cache: tree of a model, the node under the pointer, actions on it, and the requests below.
+
+import { describe } from "./chat.js";
+import { h, icon, replace } from "./dom.js";
+import { cleanPrefix, formatBytes, formatCount, formatSeconds } from "./format.js";
+import * as icons from "./icons.js";
+import { applyEvent } from "./live.js";
+import { isSamePrompt, parsePrompt } from "./prompt-text.js";
+import { download } from "./sidebar.js";
+import { listFacts } from "./tree-view.js";
+import "./requests-view.js";
+
+const MAX_NODES = 2000;
+const POLL_SECONDS = 2; // besides events
+const SETTLE_SECONDS = 0.25; // between an event and the next look at the tree
+const RETRY_SECONDS = 2; // after the stream of events ended
+const TIERS = [["device", "Device"], ["ram", "RAM"], ["disk", "Disk"], ["checkpoint", "Checkpoint only"]];
+const LIST_EVENTS = new Set(["admitted", "finished", "failed"]); // the list has more about them than the event
+const QUIET_EVENTS = new Set(["progress", "decoding", "first_token"]); // they do not change the tree
+
+/** Dispatches "continue" with `{messages, rest, isFork}`, "text" with the text of a prefix, and "problem". */
+export class CacheView extends HTMLElement {
+  #api;
+  #session;
+  #tree = null;
+  #requests = [];
+  #selected = null;
+  #watching = null; // AbortController while the view is shown
+  #dirty = 0;
+  #hasNewRequests = false;
+  #lastEvent = null;
+  #frame = 0;
+  #totals = h("p", { class: "totals", "aria-live": "polite" });
+  #legend = h("ul", { class: "legend", "aria-label": "Colours" }, TIERS.map(([tier, name]) => h("li", {}, h("span", { class: `swatch tier-${tier}` }), name)));
+  #view = h("ag-tree");
+  #card = h("aside", { class: "card", "aria-live": "polite" });
+  #requestsView = h("ag-requests");
+
+  setUp(api, session) {
+    this.#api = api;
+    this.#session = session;
+    this.#requestsView.setUp(api);
+    const head = h("div", { class: "cache-head" }, h("h1", {}, "What is cached"), this.#totals, this.#legend);
+    this.append(head, h("div", { class: "cache-body" }, this.#view, this.#card), this.#requestsView);
+    this.#view.addEventListener("select", (event) => this.#select(event.detail));
+    this.#view.addEventListener("hover", (event) => this.#showCard(event.detail ?? this.#selected));
+    session.addEventListener("models", () => { if (this.#watching && this.#tree?.model !== session.model) this.#reload(); });
+    this.#showCard(null);
+    return this;
+  }
+
+  /** Look at the server while this view is shown, and only then. */
+  set isActive(value) {
+    if (value === (this.#watching !== null)) return;
+    this.#watching?.abort();
+    this.#watching = value ? new AbortController() : null;
+    if (value) this.#watch(this.#watching.signal);
+  }
+
+  /** Show what a request reused and where its prompt differs from the cache. */
+  openRequest(id) {
+    this.#requestsView.open(id);
+  }
+
+  async #watch(signal) {
+    const poll = setInterval(() => this.#loadTree(), 1000 * POLL_SECONDS);
+    signal.addEventListener("abort", () => clearInterval(poll));
+    while (!signal.aborted) {
+      try {
+        await this.#reload();
+        for await (const event of this.#api.stream("GET", this.#lastEvent === null ? "/events" : `/events?after=${this.#lastEvent}`, undefined, signal)) this.#onEvent(event);
+      } catch (error) {
+        if (!signal.aborted && error.status > 0 && error.status < 500) this.#report(error);
+      }
+      await new Promise((resolve) => setTimeout(resolve, 1000 * RETRY_SECONDS));
+    }
+  }
+
+  async #reload() {
+    this.#tree = null;
+    await this.#loadRequests();
+    await this.#loadTree();
+  }
+
+  async #loadTree() {
+    const { model } = this.#session;
+    if (!model || !this.#watching) return;
+    const since = this.#tree?.model === model ? `&since=${this.#tree.version}` : "";
+    try {
+      const tree = await this.#api.get(`/tree?model=${encodeURIComponent(model)}&max_nodes=${MAX_NODES}${since}`);
+      if (!tree || model !== this.#session.model) return;
+      this.#tree = tree;
+      this.#showTree();
+    } catch (error) {
+      if (error.status > 0 && error.status < 500) this.#report(error); // a restart of the engine shows in its state
+    }
+  }
+
+  #onEvent(event) {
+    if (event.number) this.#lastEvent = event.number;
+    if (event.type === "gap") return this.#reload();
+    const next = applyEvent(this.#requests, event);
+    if (next !== this.#requests) {
+      this.#requests = next;
+      this.#frame ||= requestAnimationFrame(() => {
+        this.#frame = 0;
+        this.#requestsView.show(this.#requests);
+      });
+    }
+    this.#hasNewRequests ||= LIST_EVENTS.has(event.type);
+    if (!QUIET_EVENTS.has(event.type)) this.#dirty ||= setTimeout(() => this.#settle(), 1000 * SETTLE_SECONDS);
+    return undefined;
+  }
+
+  async #settle() {
+    this.#dirty = 0;
+    await this.#loadTree();
+    if (!this.#hasNewRequests || !this.#watching) return;
+    this.#hasNewRequests = false;
+    await this.#run(() => this.#loadRequests());
+  }
+
+  async #loadRequests() {
+    this.#requests = (await this.#api.get("/requests?limit=1000")).requests;
+    this.#requestsView.show(this.#requests);
+  }
+
+  #showTree() {
+    const { nodes, total_nodes: total } = this.#tree;
+    this.#view.show(this.#tree);
+    this.#selected = nodes.find(({ id }) => id === this.#selected?.id) ?? null;
+    this.#showCard(this.#selected);
+    const sum = (count) => nodes.reduce((result, node) => result + count(node), 0);
+    const tokens = sum((node) => node.end - node.start);
+    const leaves = nodes.length - new Set(nodes.map(({ parent }) => parent).filter(Boolean)).size;
+    const bytes = sum((node) => (node.bytes?.ram ?? 0) + (node.bytes?.disk ?? 0));
+    const folded = total > nodes.length ? ` · ${formatCount(total - nodes.length)} nodes folded` : "";
+    const saved = sum((node) => node.seconds_saved);
+    const text = `${formatCount(leaves)} ${leaves === 1 ? "branch" : "branches"} · ${formatCount(tokens)} tokens${bytes ? ` · ${formatBytes(bytes)}` : ""}${saved > 0.05 ? ` · ${formatSeconds(saved)} of prefill saved` : ""}${folded}`;
+    replace(this.#totals, nodes.length ? text : "Nothing is cached yet. Send a message and look again.");
+  }
+
+  #select(node) {
+    this.#selected = node;
+    this.#showCard(node);
+  }
+
+  #showCard(node) {
+    this.#card.classList.toggle("empty", !node);
+    if (!node) {
+      replace(this.#card, h("p", {}, "Width is tokens, height is the number of conversations that share them. Select a prefix for its details; double-click or Enter zooms in, Escape zooms out."));
+      return;
+    }
+    const facts = h("dl", {}, listFacts(node).map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
+    replace(this.#card, h("p", { class: "prefix-text" }, cleanPrefix(node.text) || "no text"), facts, node.id === this.#selected?.id ? this.#buildActions(node) : null);
+  }
+
+  #buildActions(node) {
+    const action = (path, label, run) => h("button", { type: "button", class: "quiet", onclick: () => this.#run(run) }, icon(path), label);
+    return h("div", { class: "actions" },
+      action(icons.PLAY, "Continue from here", () => this.#continue(node, false)),
+      action(icons.FORK, "Fork", () => this.#continue(node, true)),
+      action(icons.PIN, node.pinned ? "Unpin" : "Pin", () => this.#post(node.pinned ? "unpin" : "pin", node)),
+      action(icons.DOWNLOAD, "Export", () => this.#export(node)),
+      action(icons.TRASH, "Forget", () => this.#post("forget", node)));
+  }
+
+  async #post(action, node) {
+    await this.#api.post(`/tree/${action}`, { model: this.#session.model, id: node.id });
+    this.#tree = null;
+    await this.#loadTree();
+  }
+
+  async #export(node) {
+    const response = await this.#api.request("GET", `/tree/export?model=${encodeURIComponent(this.#session.model)}&id=${encodeURIComponent(node.id)}`);
+    const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1];
+    download(name ?? `${this.#session.model}-${node.id.slice(0, 8)}.afterglow`, await response.blob());
+  }
+
+  /** Open the prefix as a conversation if the server renders its messages to the same text, else as text. */
+  async #continue(node, isFork) {
+    const { model } = this.#session;
+    const { text } = await this.#api.get(`/tree/prompt?model=${encodeURIComponent(model)}&id=${encodeURIComponent(node.id)}`);
+    const parsed = parsePrompt(text);
+    if (parsed?.messages.length) {
+      const { prompt } = await this.#api.post("/apply-template", { model, messages: parsed.messages });
+      if (isSamePrompt(text, prompt)) {
+        this.dispatchEvent(new CustomEvent("continue", { detail: { ...parsed, isFork } }));
+        return;
+      }
+    }
+    this.dispatchEvent(new CustomEvent("text", { detail: text }));
+  }
+
+  #run(work) {
+    return work().catch((error) => this.#report(error));
+  }
+
+  #report(error) {
+    this.dispatchEvent(new CustomEvent("problem", { detail: describe(error), bubbles: true }));
+  }
+}
+
+customElements.define("ag-cache", CacheView);

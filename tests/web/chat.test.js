@@ -1,0 +1,138 @@
+// The controller of a conversation, with a server of recorded responses.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Api, ApiError } from "../../src/afterglow/web/api.js";
+import { Chat, describeGeneration } from "../../src/afterglow/web/chat.js";
+import { EventParser } from "../../src/afterglow/web/sse.js";
+
+/** A server that stores conversations and answers chats with given chunks. */
+class RecordedServer {
+  requests = [];
+  chunks = [{ choices: [{ delta: { content: "Hello" } }] }, { choices: [{ delta: {}, finish_reason: "stop" }] }, { choices: [], usage: { prompt_tokens: 9, completion_tokens: 2, prompt_tokens_details: { cached_tokens: 4 } } }];
+  failure = null;
+
+  fetch = async (path, { method, body, signal, headers }) => {
+    const request = { path, method, body: body && JSON.parse(body), headers };
+    this.requests.push(request);
+    if (path === "/v1/chat/completions") return this.#stream(signal);
+    return Response.json({ id: "c1", title: request.body?.title ?? "", leaf: null, settings: request.body?.settings ?? {}, messages: [] });
+  };
+
+  get puts() {
+    return this.requests.filter(({ method }) => method === "PUT");
+  }
+
+  #stream(signal) {
+    if (this.failure) return Response.json({ error: { message: this.failure, code: "engine_crashed" } }, { status: 503 });
+    const { chunks } = this;
+    const encoder = new TextEncoder();
+    const body = new ReadableStream({
+      start(controller) {
+        signal.addEventListener("abort", () => setTimeout(() => controller.error(signal.reason), 20)); // not at once, as in a network
+        for (const chunk of chunks) if (chunk !== "wait") controller.enqueue(encoder.encode(`data: ${JSON.stringify(chunk)}\n\n`));
+        if (!chunks.includes("wait")) controller.close();
+      },
+    });
+    return new Response(body);
+  }
+}
+
+function start() {
+  const server = new RecordedServer();
+  const storage = { getItem: () => "secret", setItem: () => {}, removeItem: () => {} };
+  const chat = new Chat(new Api(storage, server.fetch));
+  return { server, chat };
+}
+
+test("a message is stored, sent, and its response stored", async () => {
+  const { server, chat } = start();
+  await chat.send("Hi", [], "tiny");
+  assert.deepEqual(server.requests.map(({ method, path }) => `${method} ${path.replace(/[0-9a-f]{32}/, "ID")}`), ["POST /conversations", "PUT /conversations/c1/messages/ID", "POST /v1/chat/completions", "PUT /conversations/c1/messages/ID"]);
+  const [question, answer] = chat.path;
+  assert.deepEqual([question.message.content, answer.message.content, answer.parent], ["Hi", "Hello", question.id]);
+  assert.deepEqual([answer.info.state, answer.info.cached_tokens, answer.info.prompt_tokens, answer.info.finish_reason], ["complete", 4, 9, "stop"]);
+  assert.ok(server.requests.every(({ headers }) => headers.Authorization === "Bearer secret"));
+});
+
+test("an edit and a regeneration make siblings, and the old branches stay", async () => {
+  const { chat } = start();
+  await chat.send("one", [], "tiny");
+  const [question, answer] = chat.path;
+  await chat.regenerate(answer.id, "tiny");
+  assert.equal(chat.path[1].parent, question.id);
+  await chat.edit(question.id, "two", "tiny");
+  assert.deepEqual(chat.path.map(({ message }) => message.content), ["two", "Hello"]);
+  assert.equal(chat.conversation.messages.length, 5);
+  await chat.switchBranch(chat.path[0].id, -1);
+  assert.equal(chat.path[0].message.content, "one");
+});
+
+test("stop ends a response in its prefill", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [{ delta: { role: "assistant", content: "" } }], prompt_progress: { total: 100, cache: 20, processed: 40, seconds_left: 3 } }, "wait"];
+  const done = chat.send("long", [], "tiny");
+  await new Promise((resolve) => chat.addEventListener("stream", resolve, { once: true }));
+  const state = describeGeneration(chat.generation, 0);
+  assert.deepEqual([state.phase, state.done, state.total, state.secondsLeft], ["prefill", 40, 100, 3]);
+  chat.stop();
+  await done;
+  assert.deepEqual([chat.generation, chat.path[1].info.state, chat.path[1].message.content], [null, "stopped", ""]);
+});
+
+test("leaving a conversation saves and stops its response, and not that of the next one", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [{ delta: { content: "Hel" } }] }, "wait"];
+  const first = chat.send("one", [], "tiny");
+  await new Promise((resolve) => chat.addEventListener("stream", resolve, { once: true }));
+  chat.start();
+  assert.equal(server.puts.at(-1).body.message.content, "Hel");
+  const second = chat.send("two", [], "tiny");
+  await new Promise((resolve) => chat.addEventListener("stream", resolve, { once: true }));
+  await first;
+  assert.notEqual(chat.generation, null);
+  assert.deepEqual(chat.path.map(({ message }) => message.content), ["two", "Hel"]);
+  chat.stop();
+  await second;
+});
+
+test("a failed request keeps the question and says why", async () => {
+  const { server, chat } = start();
+  server.failure = "the engine crashed";
+  await chat.send("Hi", [], "tiny");
+  assert.deepEqual([chat.path[1].info.state, chat.path[1].info.error], ["failed", "the engine crashed"]);
+  server.failure = null;
+  await chat.regenerate(chat.path[1].id, "tiny");
+  assert.equal(chat.path[1].message.content, "Hello");
+});
+
+test("a response that ended early is continued in place", async () => {
+  const { server, chat } = start();
+  await chat.send("Hi", [], "tiny");
+  await chat.continueResponse("tiny");
+  assert.equal(chat.path[1].message.content, "HelloHello");
+  assert.equal(server.requests.findLast(({ path }) => path === "/v1/chat/completions").body.messages.at(-1).role, "assistant");
+  assert.equal(chat.conversation.messages.length, 2);
+});
+
+test("an error event of a stream is an error", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [{ delta: { content: "He" } }] }, { error: { message: "out of memory", code: "engine_error" } }];
+  await chat.send("Hi", [], "tiny");
+  assert.deepEqual([chat.path[1].message.content, chat.path[1].info.error], ["He", "out of memory"]);
+});
+
+test("a server that is gone is an error with status 0", async () => {
+  const api = new Api({ getItem: () => null }, async () => { throw new TypeError("failed"); });
+  await assert.rejects(api.get("/health"), (error) => error instanceof ApiError && error.status === 0);
+});
+
+test("events may be cut anywhere", () => {
+  const source = ": ping\n\nid: 4\ndata: {\"a\":1}\n\ndata: x\r\ndata: y\r\n\r\n";
+  for (let cut = 0; cut <= source.length; cut += 1) {
+    const parser = new EventParser();
+    const events = [...parser.push(source.slice(0, cut)), ...parser.push(source.slice(cut))];
+    assert.deepEqual(events.map(({ data }) => data), ['{"a":1}', "x\ny"], String(cut));
+  }
+});
