@@ -288,7 +288,7 @@ def test_media_settings_reach_the_models(tmp_path: Path, monkeypatch: pytest.Mon
 def test_media_flags_reach_the_models(tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Settings] = []
 
-    def capture(models: Any, settings: Settings) -> None:
+    def capture(models: Any, settings: Settings, *, opens_page: bool) -> None:
         captured.append(settings)
         raise KeyboardInterrupt
 

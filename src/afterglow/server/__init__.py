@@ -1,4 +1,4 @@
-"""HTTP server with the APIs of OpenAI, Anthropic and Ollama: schemas, routes, admission and limits.
+"""HTTP server with the APIs of OpenAI, Anthropic, Ollama and llama-server: schemas, routes, admission and limits.
 
 Generation happens in `api` and below.
 """

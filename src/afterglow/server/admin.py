@@ -15,18 +15,23 @@ from fastapi.responses import JSONResponse
 from afterglow.api.model import Model, PromptInput
 from afterglow.chat.prompt import ChatPrompt, ReplayReport
 from afterglow.engine.host.remote_calls import CachedSequence
+from afterglow.server.adapters import Lora, build_lora
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import explain_prompt_miss, format_entries
 from afterglow.server.generation import ConversationRequest, build_prompt
+from afterglow.server.llamacpp.errors import not_supported_error
+from afterglow.server.llamacpp.metrics import render_metrics
+from afterglow.server.llamacpp.prompts import tokenize_prompt
 from afterglow.server.metrics import CONTENT_TYPE
-from afterglow.server.models import ModelSlot
+from afterglow.server.models import ModelSlot, SlotState
 from afterglow.server.openai.chat import build_prompt_options, find_reasoning_field
 from afterglow.server.openai.formatting import format_replay_misses
 from afterglow.server.openai.schema.chat import ChatFields, build_message, build_tools
 from afterglow.server.schema.admin import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
+    ChangedModelCard,
     ClearRequest,
     ClearResponse,
     DetokenizeRequest,
@@ -34,8 +39,11 @@ from afterglow.server.schema.admin import (
     ExplainRequest,
     HealthResponse,
     LoadModelRequest,
+    LoadStatus,
     ModelCard,
     ModelList,
+    ModelMeta,
+    ModelStatus,
     PinRequest,
     PinResponse,
     SamplingDefault,
@@ -48,6 +56,7 @@ from afterglow.server.state import ServerState
 
 ResultT = TypeVar("ResultT")
 DIFFERENCE_CONTEXT_TOKENS = 16  # tokens shown on each side of a difference
+LOAD_STATUSES: dict[SlotState, LoadStatus] = {"not loaded": "unloaded", "warm": "unloaded", "loading": "loading"}
 HEALTHY_STATES = frozenset({"not loaded", "loading", "ready", "warm", "unloading"})
 
 
@@ -60,27 +69,30 @@ def build_router(state: ServerState) -> APIRouter:
 
 
 def _add_model_routes(router: APIRouter, state: ServerState) -> None:
-    @router.get("/v1/models", summary="List the served models")
     async def models() -> ModelList:
-        return ModelList(data=[build_model_card(slot) for slot in state.models.slots.values()])
+        return ModelList(data=[card for slot in state.models.slots.values() for card in build_model_cards(slot)])
+
+    for path in ("/v1/models", "/models"):
+        router.get(path, summary="List the served models")(models)
 
     @router.get("/v1/models/{name:path}", summary="Retrieve a model")
     async def model(name: str) -> ModelCard:
-        return build_model_card(state.models.get_slot(name))
+        cards = {card.id: card for slot in state.models.slots.values() for card in build_model_cards(slot)}
+        return cards.get(name) or build_model_card(state.models.get_slot(name))
 
     @router.post("/models/load", summary="Load a model; others are unloaded if there is no room")
-    async def load_model(body: LoadModelRequest) -> ModelCard:
+    async def load_model(body: LoadModelRequest) -> ChangedModelCard:
         slot = state.models.get_slot(body.model)
         await asyncio.wrap_future(slot.start_load())
         if body.keep_alive is not None:
             slot.set_keep_alive(body.keep_alive)
-        return build_model_card(slot)
+        return ChangedModelCard(**build_model_card(slot).model_dump())
 
     @router.post("/models/unload", summary="Store the KV cache of a model on disk and unload it")
-    async def unload_model(body: UnloadModelRequest) -> ModelCard:
+    async def unload_model(body: UnloadModelRequest) -> ChangedModelCard:
         slot = state.models.get_slot(body.model)
         await state.run_engine_call(lambda: slot.unload(body.timeout))
-        return build_model_card(slot)
+        return ChangedModelCard(**build_model_card(slot).model_dump())
 
 
 def build_model_card(slot: ModelSlot) -> ModelCard:
@@ -89,9 +101,12 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
     return ModelCard(
         id=slot.name,
         created=slot.created,
+        parent=None,
         context_length=None if model is None else model.context_length,
         loaded=slot.is_usable,
         state=slot.state,
+        status=ModelStatus(value=LOAD_STATUSES.get(slot.state, "loaded")),
+        meta=None if model is None else build_model_meta(model),
         bytes=dict(slot.nbytes) if slot.has_room else {},
         pinned=slot.pinned,
         active_requests=slot.active_requests,
@@ -99,6 +114,25 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
         expires_at=None if (expires_at := slot.expires_at) is None else to_unix_time(expires_at),
         capabilities=[] if model is None else list_capabilities(model),
         sampling=None if model is None or not model.can_generate else list_sampling_defaults(model),
+    )
+
+
+def build_model_cards(slot: ModelSlot) -> list[ModelCard]:
+    """Build the model object of a slot, and one for each of its adapters under the name that selects it."""
+    card = build_model_card(slot)
+    names = [f"{slot.name}+{adapter}" for adapter in slot.adapters]
+    return [card, *(card.model_copy(update={"id": name, "parent": slot.name}) for name in names)]
+
+
+def build_model_meta(model: Model) -> ModelMeta:
+    """Build the facts about a model that llama-server lists."""
+    info = model.info
+    return ModelMeta(
+        n_vocab=info.vocabulary_size,
+        n_ctx_train=info.trained_context_length,
+        n_embd=model.engine_info.embedding_width,
+        n_params=info.parameter_count,
+        size=info.nbytes,
     )
 
 
@@ -117,7 +151,8 @@ def list_capabilities(model: Model) -> list[str]:
     """List the capabilities of a model."""
     infill = {"fim_pre", "fim_suf", "fim_mid"} <= model.vocabulary.special_tokens.keys()
     generation = ["chat", "completion"] if model.can_generate else []
-    return ["embeddings", *generation, *(["infill"] if infill else []), *sorted(model.engine_info.media)]
+    retrieval = [name for name in ("embeddings", "rerank") if model.supports(name)]
+    return [*retrieval, *generation, *(["infill"] if infill else []), *sorted(model.engine_info.media)]
 
 
 def _add_text_routes(router: APIRouter, state: ServerState) -> None:
@@ -125,7 +160,7 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         model = await state.get_model(body.model)
         tokens = await state.run_text_work(
-            lambda: model.tokenize(body.content, special=body.parse_special, bos=body.add_special)
+            lambda: tokenize_prompt(model, body.content, special=body.parse_special, bos=body.add_special)
         )
         if not body.with_pieces:
             return TokenizeResponse(tokens=tokens)
@@ -141,9 +176,17 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
     async def apply_template(body: ApplyTemplateRequest, request: Request) -> ApplyTemplateResponse:
         model = await state.get_model(body.model)
         with contextlib.ExitStack() as resources:
-            conversation = build_conversation_request(body, get_tenant_salt(request))
+            conversation = build_conversation_request(end_with_message(body), get_tenant_salt(request))
             prompt = await build_prompt(state, model, conversation, resources)
             return ApplyTemplateResponse(prompt=prompt.text, tokens=prompt.cells)
+
+
+def end_with_message(body: ApplyTemplateRequest) -> ApplyTemplateRequest:
+    """Return the body with `add_generation_prompt: false` as a variable of the template: nothing is generated here."""
+    if body.add_generation_prompt is not False or body.messages[-1].role == "assistant":
+        return body
+    variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": False}
+    return body.model_copy(update={"add_generation_prompt": None, "chat_template_kwargs": variables})
 
 
 def format_piece(model: Model, token: int) -> str | list[int]:
@@ -182,10 +225,13 @@ def _add_state_routes(router: APIRouter, state: ServerState) -> None:
     for path in ("/health", "/v1/health"):
         router.get(path, summary="Check whether all models are ready", response_model=HealthResponse)(health)
 
-    @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    @router.get("/metrics", summary="Prometheus metrics, also with the names of llama-server", response_class=Response)
     async def metrics() -> Response:
+        if not state.settings.metrics:
+            raise not_supported_error("metrics are not served: start the server without --no-metrics")
         await state.update_metrics()
-        return Response(state.metrics.render(), media_type=CONTENT_TYPE)
+        headers = {"Process-Start-Time-Unix": str(state.metrics.started)}
+        return Response(state.metrics.render() + render_metrics(state.metrics), 200, headers, media_type=CONTENT_TYPE)
 
     @router.get("/stats", summary="Engine counters, speculative decoding statistics and cache tiers")
     async def stats() -> dict[str, Any]:
@@ -220,12 +266,13 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
             return {"models": {model.name: await collect_cache_contents(state, model, salt) for model in models}}
 
     async def run_with_prompt(
-        body: ExplainRequest, request: Request, work: Callable[[Model, PromptInput, str], ResultT]
+        body: ExplainRequest, request: Request, work: Callable[[Model, PromptInput, str, Lora], ResultT]
     ) -> ResultT:
         model, salt = await state.get_model(body.model), get_tenant_salt(request)
+        lora = build_lora(state.models, model, body.model, body.lora)
         with contextlib.ExitStack() as resources:
             prompt = await build_prompt_input(state, model, body, resources, salt)
-            return await state.run_engine_call(lambda: work(model, prompt, salt))
+            return await state.run_engine_call(lambda: work(model, prompt, salt, lora))
 
     @router.post("/cache/explain", summary="Explain how much of a prompt is cached and why not more")
     async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
@@ -257,18 +304,18 @@ async def build_prompt_input(
     return await build_prompt(state, model, build_conversation_request(body, salt), resources)
 
 
-def pin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:
+def pin_prompt(model: Model, prompt: PromptInput, salt: str, lora: Lora) -> PinResponse:
     """Pin a prefix."""
     tokenized = model.tokenize_prompt(prompt)
-    model.pin(tokenized, salt=salt)
+    model.pin(tokenized, salt=salt, lora=lora)
     return PinResponse(model=model.name, tokens=len(tokenized.entries), pinned=True)
 
 
-def unpin_prompt(model: Model, prompt: PromptInput, salt: str) -> PinResponse:
+def unpin_prompt(model: Model, prompt: PromptInput, salt: str, lora: Lora) -> PinResponse:
     """Unpin a prefix; raise status 404 if it is not pinned."""
     tokenized = model.tokenize_prompt(prompt)
     tokens = len(tokenized.entries)
-    if not model.unpin(tokenized, salt=salt):
+    if not model.unpin(tokenized, salt=salt, lora=lora):
         raise APIError(404, f"exactly this prefix of {tokens:,} tokens is not pinned", code="pin_not_found")
     return PinResponse(model=model.name, tokens=tokens, pinned=False)
 
@@ -298,9 +345,9 @@ def _format_sequence(model: Model, sequence: CachedSequence) -> dict[str, Any]:
     }
 
 
-def explain_prompt(model: Model, prompt: PromptInput, salt: str) -> dict[str, Any]:
+def explain_prompt(model: Model, prompt: PromptInput, salt: str, lora: Lora) -> dict[str, Any]:
     """Compare a prompt with the nearest cached prefix: token counts, the texts at the difference, and the reason."""
-    explained = explain_prompt_miss(model, prompt, salt)
+    explained = explain_prompt_miss(model, prompt, salt, lora)
     entries, miss, report = explained.entries, explained.miss, explained.report
     explanation, position, cached_entries = miss.explanation, miss.common_length, miss.cached_entries
     return {

@@ -16,9 +16,10 @@ MAX_RETRY_AFTER_SECONDS = 60
 class Ticket:
     """Admission of a number of choices. Each place is released once. All methods may be called from any thread."""
 
-    def __init__(self, queue: AdmissionQueue, count: int) -> None:
+    def __init__(self, queue: AdmissionQueue, count: int, *, is_background: bool = False) -> None:
         self._queue = queue
         self._count = count
+        self._is_background = is_background
         self._lock = threading.Lock()
         self._started = time.monotonic()
 
@@ -35,11 +36,11 @@ class Ticket:
             count = min(count, self._count)
             self._count -= count
         if count:
-            self._queue.release(count, time.monotonic() - self._started)
+            self._queue.release(count, time.monotonic() - self._started, is_background=self._is_background)
 
 
 class AdmissionQueue:
-    """Counts the choices of one model that run or wait.
+    """Counts the choices of one model that run or wait. Background ones take no place of the others.
 
     >>> queue = AdmissionQueue(max_running=2, max_waiting=0)
     >>> ticket = queue.admit(2)
@@ -50,6 +51,7 @@ class AdmissionQueue:
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self.in_flight = 0
+        self.background = 0  # of those in flight
         self._lock = threading.Lock()
         self._max_running = max_running
         self._max_in_flight = max_running + max_waiting
@@ -60,25 +62,28 @@ class AdmissionQueue:
         """Choices that wait for a sequence."""
         return max(0, self.in_flight - self._max_running)
 
-    def admit(self, count: int) -> Ticket:
+    def admit(self, count: int, *, is_background: bool = False) -> Ticket:
         """Admit `count` choices or raise a 429 error. An idle model admits any number."""
         with self._lock:
-            if self.in_flight and self.in_flight + count > self._max_in_flight:
+            taken = self.in_flight if is_background else self.in_flight - self.background
+            if taken and taken + count > self._max_in_flight:
                 raise APIError(
                     429,
-                    f"the queue is full: {self.in_flight} choices are running or waiting, the limit is "
+                    f"the queue is full: {taken} choices are running or waiting, the limit is "
                     f"{self._max_in_flight}; retry later",
                     error_type="rate_limit_error",
                     code="queue_full",
                     retry_after=self._estimate_wait_seconds(),
                 )
             self.in_flight += count
-        return Ticket(self, count)
+            self.background += count if is_background else 0
+        return Ticket(self, count, is_background=is_background)
 
-    def release(self, count: int, seconds: float) -> None:
+    def release(self, count: int, seconds: float, *, is_background: bool = False) -> None:
         """Remove `count` choices that took `seconds`."""
         with self._lock:
             self.in_flight -= count
+            self.background -= count if is_background else 0
             self._mean_seconds += DURATION_SMOOTHING * (seconds - self._mean_seconds)
 
     def _estimate_wait_seconds(self) -> int:

@@ -6,26 +6,53 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from afterglow.server import admin, errors
+from afterglow.server import admin, errors, observe
 from afterglow.server.anthropic import errors as anthropic_errors
 from afterglow.server.anthropic import messages as anthropic_messages
 from afterglow.server.anthropic import models as anthropic_models
 from afterglow.server.auth import AuthMiddleware
+from afterglow.server.batches import routes as batches
 from afterglow.server.errors import ErrorFormats
+from afterglow.server.llamacpp import router as llamacpp
+from afterglow.server.llamacpp.errors import build_error_body as build_llama_error_body
 from afterglow.server.ollama import router as ollama
 from afterglow.server.ollama.errors import build_error_body as build_ollama_error_body
-from afterglow.server.openai import chat, completions, embeddings, responses
+from afterglow.server.openai import chat, completions, embeddings, responses, transcriptions
 from afterglow.server.openai.errors import build_error_body
+from afterglow.server.retrieval import rerank
+from afterglow.server.retrieval.errors import build_error_body as build_rerank_error_body
 from afterglow.server.state import ServerState
+from afterglow.server.web import router as web
 from afterglow.version import __version__
 
-DESCRIPTION = "API of OpenAI, Anthropic and Ollama for local language models. No field is ignored silently."
+DESCRIPTION = (
+    "API of OpenAI, Anthropic, Ollama and llama-server for local language models. No field is ignored silently."
+)
 EXPOSED_HEADERS = ("x-afterglow-ignored", "x-afterglow-unenforced", "retry-after")  # to web pages of other origins
 # The first matching route responds: those of `anthropic_models` match only Anthropic's clients.
-ROUTE_MODULES = (chat, completions, responses, embeddings, anthropic_messages, anthropic_models, ollama, admin)
+API_MODULES = (
+    *(chat, completions, responses, embeddings, transcriptions, rerank, batches),
+    *(anthropic_messages, anthropic_models, ollama, llamacpp),
+)
+ROUTE_MODULES = (*API_MODULES, admin, observe, web)
+LLAMA_SERVER_PATHS = (
+    "/completion",
+    "/chat/",
+    "/infill",
+    "/embedding",
+    "/slots",
+    "/props",
+    "/lora-adapters",
+    "/responses",
+)
 ERROR_FORMATS = ErrorFormats(  # another API adds its path prefix
     default=build_error_body,
-    by_prefix={"/v1/messages": anthropic_errors.build_error_body, "/api/": build_ollama_error_body},
+    by_prefix={
+        "/v1/messages": anthropic_errors.build_error_body,
+        "/api/": build_ollama_error_body,
+        **dict.fromkeys(rerank.PATHS, build_rerank_error_body),
+        **dict.fromkeys(LLAMA_SERVER_PATHS, build_llama_error_body),
+    },
     status_by_prefix={"/v1/messages": anthropic_errors.get_status},
 )
 

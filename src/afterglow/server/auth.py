@@ -22,8 +22,11 @@ from afterglow.server.models import hold_models
 from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # need no key and respond during shutdown
+PAGE_PATH, PAGE_FILES_PREFIX = "/", "/web/"  # the web page needs no key; its requests to the other routes do
 
 KEY_HEADERS = ("authorization", "x-api-key")
+UPLOAD_PATH = "/v1/files"
+FORM_BYTES = 64 * 1024  # of a form around its file
 
 
 class APIKeys:
@@ -148,6 +151,7 @@ class AuthMiddleware:
         self._keys = APIKeys(settings.api_keys)
         self._browser_policy = BrowserPolicy(settings)
         self._max_body_bytes = settings.max_body_bytes
+        self._max_upload_bytes = max(settings.max_body_bytes, settings.max_file_bytes + FORM_BYTES)
         self._strict = settings.strict
         self._metrics = metrics
         self._error_formats = error_formats
@@ -171,7 +175,7 @@ class AuthMiddleware:
             error = self._check_request(scope)
             if error is None:
                 with hold_models():
-                    await self.app(scope, self._limit_body(receive), send_and_record)
+                    await self.app(scope, self._limit_body(receive, scope["path"]), send_and_record)
             else:
                 response = self._error_formats.build_response(error, scope["path"])
                 await response(scope, receive, send_and_record)
@@ -191,6 +195,8 @@ class AuthMiddleware:
             return APIError(
                 503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5
             )
+        if scope["path"] == PAGE_PATH or scope["path"].startswith(PAGE_FILES_PREFIX):
+            return None
         sent_keys = {headers[name].removeprefix("Bearer ") for name in KEY_HEADERS if headers.get(name)}
         key = next(iter(sent_keys), "")
         scope.setdefault("state", {})["salt"] = self._keys.get_salt(key)
@@ -200,23 +206,27 @@ class AuthMiddleware:
                 message = "`Authorization` and `x-api-key` have different keys: send one of them"
             return APIError(401, message, error_type="authentication_error", code="invalid_api_key")
         length = headers.get("content-length", "0")
-        if length.isdigit() and len(length) < 20 and int(length) > self._max_body_bytes:
-            return self._build_too_large_error()
+        if length.isdigit() and len(length) < 20 and int(length) > self._get_max_bytes(scope["path"]):
+            return self._build_too_large_error(scope["path"])
         return None
 
-    def _limit_body(self, receive: Receive) -> Receive:
-        received_bytes = 0
+    def _get_max_bytes(self, path: str) -> int:
+        return self._max_upload_bytes if path == UPLOAD_PATH else self._max_body_bytes
+
+    def _limit_body(self, receive: Receive, path: str) -> Receive:
+        received_bytes, max_bytes = 0, self._get_max_bytes(path)
 
         async def receive_limited() -> Message:
             nonlocal received_bytes
             message = await receive()
             received_bytes += len(message.get("body", b""))
-            if received_bytes > self._max_body_bytes:
-                raise ReceiveError(self._build_too_large_error())
+            if received_bytes > max_bytes:
+                raise ReceiveError(self._build_too_large_error(path))
             return message
 
         return receive_limited
 
-    def _build_too_large_error(self) -> APIError:
-        limit = f"{self._max_body_bytes:,} bytes (server setting `max_body_bytes`)"
+    def _build_too_large_error(self, path: str) -> APIError:
+        setting = "max_file_bytes" if path == UPLOAD_PATH else "max_body_bytes"
+        limit = f"{self._get_max_bytes(path):,} bytes (server setting `{setting}`)"
         return APIError(413, f"the body is too large: the limit is {limit}", code="body_too_large")

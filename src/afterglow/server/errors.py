@@ -57,10 +57,13 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        details: Mapping[str, int] | None = None,
     ) -> None:
+        """`details` are numbers that some APIs have in their error bodies."""
         super().__init__(message)
         self.status, self.message, self.error_type = status, message, error_type
         self.param, self.code, self.retry_after = param, code, retry_after
+        self.details = dict(details or {})
 
 
 ErrorFormat: TypeAlias = Callable[[APIError], dict[str, Any]]
@@ -107,7 +110,8 @@ def to_api_error(error: BaseException) -> APIError:
             message = (
                 f"The prompt has {error.cells:,} tokens; the context length is {error.limit:,}. Shorten the prompt."
             )
-            return APIError(400, message, param="messages", code="context_length_exceeded")
+            details = {"n_prompt_tokens": error.cells, "n_ctx": error.limit}
+            return APIError(400, message, param="messages", code="context_length_exceeded", details=details)
         case InvalidArgument() | UnsupportedOption() | UnsupportedMedia():
             root, dot, rest = error.name.partition(".")
             codes = {InvalidArgument: "invalid_value", UnsupportedMedia: "unsupported_media"}
@@ -148,6 +152,8 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
     # Of a union, pydantic reports an error for each member: the deepest one belongs to the member that was meant.
     same_field = (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2])
     first = max(same_field, key=lambda error: len(error["loc"]))
+    if first["loc"][0] != "body":
+        return _build_parameter_error(".".join(map(str, first["loc"][1:])), first)
     param = format_param_path(first["loc"], body) or None
     match first["type"]:
         case "json_invalid":
@@ -163,6 +169,17 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
             code = "unsupported_parameter" if first["type"] == "unsupported_parameter" else "invalid_value"
             return APIError(400, f"`{param}` {first['msg']}", param=param, code=code)
     return APIError(400, f"`{param}`: {first['msg']}", param=param, code="invalid_value")
+
+
+def _build_parameter_error(param: str, error: Mapping[str, Any]) -> APIError:
+    """Convert a validation error of a query, a path or a header."""
+    if error["type"] == "extra_forbidden":
+        message, code = f"`{param}` is not a parameter of this request", "unknown_parameter"
+    elif error["type"] == "missing":
+        message, code = f"`{param}` is missing", "missing_required_parameter"
+    else:
+        message, code = f"`{param}`: {error['msg']}", "invalid_value"
+    return APIError(400, message, param=param, code=code)
 
 
 def format_param_path(location: Sequence[str | int], body: Any) -> str:

@@ -6,7 +6,11 @@ the `Generation` with a formatter of its own.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import operator
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,10 +18,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 from fastapi import Response
 from fastapi.responses import JSONResponse
+from numpy.typing import NDArray
 
-from afterglow.api.model import Model
+from afterglow.api.model import Model, shorten_deadline
 from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.chat import ChatPlan
@@ -31,11 +37,17 @@ from afterglow.chat.tools.enforcement import find_violation
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.constraints import GrammarConstraint
-from afterglow.engine.types.request import PrefillProgress, Request, Token
+from afterglow.engine.types.entries import Entry
+from afterglow.engine.types.request import PlannedPrefix, PrefillProgress, Request, Token
+from afterglow.errors import Cancelled
 from afterglow.server import limits
+from afterglow.server.adapters import Lora, build_lora
 from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.explain import format_entries, summarize_plan
+from afterglow.server.history import HEAD_ENTRIES, TrackedRequest, extract_difference
 from afterglow.server.logs import get_record
 from afterglow.server.media import load_media
+from afterglow.server.priority import get_engine_priority, is_batch_line
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
 from afterglow.server.sse import (
     EventStreamResponse,
@@ -68,6 +80,8 @@ class GenerationRequest(ABC):
     stop: list[str] = field(default_factory=list)
     logprobs: int | None = None
     salt: str = ""
+    lora: Lora = field(default_factory=list)  # set by `start_generation`, from the body and the name of the model
+    service_tier: str | None = None
     keep_alive: float | None = None  # seconds for which the model stays loaded after the request
 
     @property
@@ -96,16 +110,27 @@ class GenerationRequest(ABC):
         """Return the request with its media loaded. They are released with `resources`."""
         return self
 
+    @property
+    def generates_summaries(self) -> bool:
+        """Whether `plan` may generate text, and take as long as that."""
+        return False
+
     @abstractmethod
-    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
-        """Plan the prompts. `options` are those of `Model.build_request`. Blocking."""
+    def get_newest_text(self, model: Model) -> str:
+        """Return the text of the newest message, or of the prompt."""
+
+    @abstractmethod
+    def plan(self, model: Model, options: GenerationOptions, cancel: threading.Event) -> list[PlannedPrompt]:
+        """Plan the prompts. `options` are those of `Model.build_request`. Blocking; `cancel` ends it."""
 
     def build_options(self, state: ServerState, model: Model) -> GenerationOptions:
         """Build the options of `Model.build_request`. The deadline is the smaller of those of request and server."""
-        fields = self.sampling_fields
-        deadlines = [fields.deadline, state.settings.deadline]
+        fields, settings = self.sampling_fields, state.settings
+        if fields.seed is None and settings.default_seed is not None:
+            fields = fields.model_copy(update={"seed": settings.default_seed})
+        deadlines = [fields.deadline, settings.deadline]
         return {
-            "max_tokens": self.max_tokens,
+            "max_tokens": settings.default_max_tokens if self.max_tokens is None else self.max_tokens,
             "min_tokens": fields.min_tokens or 0,
             "ignore_eos": bool(fields.ignore_eos),
             "use_prefix_cache": fields.cache_prompt is not False,
@@ -119,7 +144,13 @@ class GenerationRequest(ABC):
             "logprobs": self.logprobs,
             "deadline": min((value for value in deadlines if value is not None), default=None),
             "salt": self.cache_salt,
+            "lora": self.lora,
         }
+
+    @property
+    def priority(self) -> int:
+        """Priority for the engine. Raises status 400 if two fields contradict each other."""
+        return get_engine_priority(self.sampling_fields.priority, self.service_tier)
 
     @property
     def cache_salt(self) -> str:
@@ -166,7 +197,7 @@ class ConversationRequest(GenerationRequest):
             self,
             messages=stable.messages,
             breakpoints=stable.breakpoints,
-            prompt_options=drop_reasoning_hint(model, self.prompt_options, self.reasoning_field),
+            prompt_options=choose_reasoning(state, model, self.prompt_options, self.reasoning_field),
         )
 
     async def load_media(
@@ -175,9 +206,14 @@ class ConversationRequest(GenerationRequest):
         """Return the request with its media loaded. They are released with `resources`."""
         return replace(self, messages=await load_media(state, model, self.messages, resources))
 
+    def get_newest_text(self, model: Model) -> str:
+        """Return the text of the newest message."""
+        return next((message.content for message in reversed(self.messages) if message.content), "")
+
     def plan_messages(self, model: Model, messages: Sequence[Message]) -> ChatPlan:
         """Plan the prompt of all messages, or of those that are left of a conversation that is too long. Blocking."""
-        is_complete = len(messages) == len(self.messages)  # the positions are those of all messages
+        # The positions are those of all messages.
+        is_complete = len(messages) == len(self.messages) and all(map(operator.is_, messages, self.messages))
         return model.plan_chat(
             messages,
             tools=self.tools,
@@ -186,15 +222,23 @@ class ConversationRequest(GenerationRequest):
             **self.prompt_options,
         )
 
-    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
-        """Render the conversation to a prompt that fits the context. Blocking."""
-        plan = fit_plan(
-            self.messages,
-            lambda messages: self.plan_messages(model, messages),
-            self.overflow,
-            context=model.context_length,
-            max_tokens=self.max_tokens,
-        )
+    @property
+    def generates_summaries(self) -> bool:
+        """Whether `plan` may generate text, and take as long as that."""
+        return self.overflow == "compact"
+
+    def plan(self, model: Model, options: GenerationOptions, cancel: threading.Event) -> list[PlannedPrompt]:
+        """Render the conversation to a prompt that fits the context. Blocking; `cancel` ends it."""
+        started = time.monotonic()
+        build_plan = functools.partial(self.plan_messages, model)
+        if self.overflow == "compact":
+            plan = model.plan_compacted_chat(
+                self.messages, build_plan, self.tools, options, self.prompt_options, cancel
+            )
+            shorten_deadline(options, time.monotonic() - started)
+        else:
+            context, max_tokens = model.context_length, self.max_tokens
+            plan = fit_plan(self.messages, build_plan, self.overflow, context=context, max_tokens=max_tokens)
         request = self.add_stop_tokens(plan.apply_to(model.build_request(plan.prompt, **options)))
         return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints, plan.unenforced_tools)]
 
@@ -216,7 +260,11 @@ class PromptRequest(GenerationRequest):
         GenerationRequest.check_limits(self, state)
         limits.check_grammar_size("response_format", self.response_format, state.settings)
 
-    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
+    def get_newest_text(self, model: Model) -> str:
+        """Return the first text of the first prompt."""
+        return format_entries(model, list(self.prompts[0].entries[:HEAD_ENTRIES])) if self.prompts else ""
+
+    def plan(self, model: Model, options: GenerationOptions, cancel: threading.Event) -> list[PlannedPrompt]:
         """Build the engine requests. Blocking."""
         spec = parse_response_format(self.response_format).spec
         constraint = None if spec is None else GrammarConstraint(grammar=build_grammar(spec))
@@ -241,9 +289,14 @@ def move_volatile(
     return stable
 
 
-def drop_reasoning_hint(model: Model, options: PromptOptions, field: str) -> PromptOptions:
-    """Return the options without reasoning if the model has none: its field is a hint then."""
+def choose_reasoning(state: ServerState, model: Model, options: PromptOptions, field: str) -> PromptOptions:
+    """Return the options with the reasoning of the settings if the request sets none.
+
+    If the model cannot reason, it is left out: the field is a hint then.
+    """
     reasoning = options.get("reasoning")
+    if reasoning is None and state.settings.default_reasoning != "auto" and model.can_reason:
+        return {**options, "reasoning": state.settings.default_reasoning == "on"}
     asks_for_reasoning = reasoning not in (None, "none") and reasoning is not False
     if asks_for_reasoning and not model.can_reason and get_record().accept_hint(field):
         return {**options, "reasoning": None}
@@ -282,7 +335,7 @@ class ReasoningTokenCounter:
 class Formatter(Protocol):
     """Formats a generation for one API."""
 
-    async def build_response(self) -> dict[str, Any]:
+    async def build_response(self) -> Any:
         """Read the generation to its end and return the body of the response."""
 
     def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
@@ -316,8 +369,11 @@ class Generation:
         resources: contextlib.ExitStack,
         prompts: list[PlannedPrompt],
         streams: list[ChatStream],
+        tracked: TrackedRequest,
     ) -> None:
         """`resources` releases the admission ticket and the media budget."""
+        self._tracked = tracked
+        self._explanation: asyncio.Task[None] | None = None
         self.model = model
         self.prompts = prompts
         self.created = int(time.time())
@@ -347,13 +403,29 @@ class Generation:
 
     async def stream_deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield deltas as they arrive, each with the index of its choice. During prefill they have a `progress`."""
-        async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
-            self.prefill_progress = delta.progress
-            if delta.token is not None:
-                self._latency_recorders[index].record_token()
-                self._record.generated_tokens = (self._record.generated_tokens or 0) + 1
-            self._reasoning_counters[index].add_delta(delta)
-            yield index, delta
+        try:
+            async for index, delta in merge_streams([stream.deltas_async() for stream in self._streams]):
+                self.prefill_progress = delta.progress
+                if delta.token is not None:
+                    self._latency_recorders[index].record_token()
+                    self._record.generated_tokens = (self._record.generated_tokens or 0) + 1
+                    self._tracked.record_token()
+                elif delta.progress is not None and index == 0:
+                    self._record_progress(delta.progress)
+                self._reasoning_counters[index].add_delta(delta)
+                yield index, delta
+        except Exception as error:
+            self._tracked.fail(error)
+            raise
+
+    def _record_progress(self, progress: PrefillProgress) -> None:
+        """Record the progress of the first choice. The first one comes with the plan, which is explained as text."""
+        self._tracked.record_progress(progress)
+        if (plan := progress.plan) is not None and self._explanation is None:
+            entries = self.prompts[0].request.entries
+            self._explanation = asyncio.ensure_future(
+                explain_plan(self._state, self.model, self._tracked, plan, entries)
+            )
 
     async def collect_responses(self) -> list[ChatResponse]:
         """Wait for all choices and return them."""
@@ -370,6 +442,7 @@ class Generation:
             self._state.metrics.record_usage(self.model.name, usages)
             reasons = [response.finish_reason for response in responses]
             self._record.record_usage(usages, reasons, len(usages) // len(self.prompts))
+            self._tracked.finish(usages, reasons, len(usages) // len(self.prompts))
         return responses
 
     def list_violations(self, response: ChatResponse) -> dict[str, str]:
@@ -417,9 +490,22 @@ class Generation:
 
     def close(self) -> None:
         """Cancel running choices and release the resources of the request."""
+        self._tracked.fail(Cancelled("the client disconnected"))
         for stream in self._streams:
             stream.cancel()
         self._resources.close()
+
+
+async def explain_plan(
+    state: ServerState,
+    model: Model,
+    tracked: TrackedRequest,
+    plan: PlannedPrefix,
+    entries: Sequence[Entry] | NDArray[np.int64],
+) -> None:
+    """Record why not more of a prompt is reused. The text for that is built in a thread."""
+    tracked.difference = difference = extract_difference(entries, plan)
+    tracked.record_reason(await state.run_text_work(lambda: summarize_plan(model, plan, len(entries), difference)))
 
 
 async def start_generation(state: ServerState, model_name: str | None, request: GenerationRequest) -> Generation:
@@ -428,27 +514,41 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     request.check_limits(state)
     if request.keep_alive is not None:
         state.models.get_requested_slot(model_name).set_keep_alive(request.keep_alive)
-    request = request.adapt(state, model)
-    ticket = state.get_admission_queue(model).admit(request.choices)
+    lora = build_lora(state.models, model, model_name, request.sampling_fields.lora)
+    request = replace(request.adapt(state, model), lora=lora)
+    is_line, priority = is_batch_line(), request.priority
+    ticket = state.get_admission_queue(model).admit(request.choices, is_background=priority < 0)
     resources = contextlib.ExitStack()
     resources.callback(ticket.release)
+    record = get_record()
+    tracked = state.history.start(
+        record.id, model=model.name, path=record.path, salt=request.salt, first_words=request.get_newest_text(model)
+    )
     prompts: list[PlannedPrompt] = []
     try:
         loaded_request = await request.load_media(state, model, resources)
+        cancel = threading.Event()
 
         def submit() -> list[ChatStream]:
-            prompts.extend(loaded_request.plan(model, loaded_request.build_options(state, model)))
+            options: GenerationOptions = {**loaded_request.build_options(state, model), "priority": priority}
+            plans = loaded_request.plan(model, options, cancel)
+            prompts.extend(
+                replace(plan, request=replace(plan.request, explained=True, is_transient=is_line)) for plan in plans
+            )
             return [
                 stream
                 for prompt in prompts
                 for stream in model.start(prompt.request, prompt.output_format, request.stop, n=request.n)
             ]
 
-        streams = list(await state.start_streams(submit))
-    except BaseException:
+        streams = list(await state.start_streams(submit, cancel, generates=loaded_request.generates_summaries))
+    except BaseException as error:
+        tracked.fail(error)
         resources.close()
         raise
+    tracked.engine_ids = tuple(stream.events.id for stream in streams)
+    tracked.report("admitted", prompt_tokens=sum(len(prompt.request.entries) for prompt in prompts))
     for stream in streams:
         stream.events.limit_buffer(state.settings.max_buffered_tokens)  # for a slow client
         stream.events.call_at_end(ticket.release_one)
-    return Generation(state, model, resources, prompts, streams)
+    return Generation(state, model, resources, prompts, streams, tracked)

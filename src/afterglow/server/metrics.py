@@ -27,6 +27,39 @@ class SlotCounters:
     unload_seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class ThroughputWindow:
+    """Tokens and seconds of the requests that finished in a window of time.
+
+    >>> window = ThroughputWindow()
+    >>> window.add(Usage(prompt_tokens=30, cached_tokens=10, prefill_seconds=0.5))
+    >>> window.prompt_rate, window.generated_rate
+    (40.0, 0.0)
+    """
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generated_seconds: float = 0.0
+
+    def add(self, usage: Usage) -> None:
+        """Add the usage of a request."""
+        self.prompt_tokens += usage.prompt_tokens - usage.cached_tokens
+        self.prompt_seconds += usage.prefill_seconds
+        self.generated_tokens += usage.generated_tokens
+        self.generated_seconds += usage.decode_seconds
+
+    @property
+    def prompt_rate(self) -> float:
+        """Computed prompt tokens per second."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def generated_rate(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / self.generated_seconds if self.generated_seconds else 0.0
+
+
 class SlotStatus(Protocol):
     """What the metrics read from a model slot."""
 
@@ -63,6 +96,12 @@ class Metrics:
             ["model", "kind"],
             registry=registry,
         )
+        self.seconds = Counter(
+            "afterglow_seconds", "Seconds of prefill and of decoding", ["model", "kind"], registry=registry
+        )
+        self.max_tokens = 0  # of one request, prompt and output together
+        self.started = int(time.time())
+        self._window = ThroughputWindow()
         self.time_to_first_token = histogram(
             "afterglow_time_to_first_token_seconds", "Time to first token", FIRST_TOKEN_BUCKETS_SECONDS
         )
@@ -120,6 +159,15 @@ class Metrics:
             self.tokens.labels(model, "generated").inc(usage.generated_tokens)
             self.tokens.labels(model, "draft").inc(usage.draft_tokens)
             self.tokens.labels(model, "accepted").inc(usage.accepted_tokens)
+            self.seconds.labels(model, "prefill").inc(usage.prefill_seconds)
+            self.seconds.labels(model, "decode").inc(usage.decode_seconds)
+            self.max_tokens = max(self.max_tokens, usage.prompt_tokens + usage.generated_tokens)
+            self._window.add(usage)
+
+    def take_rates(self) -> tuple[float, float]:
+        """Return prompt and generated tokens per second since the last call, as far as requests have finished."""
+        window, self._window = self._window, ThroughputWindow()
+        return window.prompt_rate, window.generated_rate
 
     def render(self) -> bytes:
         """Return the metrics in the Prometheus text format."""

@@ -46,6 +46,7 @@ class ServedModel:
     pinned: bool = False  # it is never unloaded
     plan: FitPlan | None = None  # how its options were chosen
     path: Path | None = None  # of its file
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     is_installed: bool = False  # it was added because a client named it, not on the command line
     with_context: Callable[[int], ServedModel] | None = None  # the same with another context length, if that is allowed
 
@@ -61,6 +62,7 @@ class ModelSlot:
         self.keep_alive = served.keep_alive
         self.plan = served.plan
         self.path = served.path
+        self.adapters = served.adapters
         self.is_installed = served.is_installed
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load
@@ -424,8 +426,21 @@ class ModelRegistry(Closeable):
             raise ModelNotFound(name[:200], f"served models: {served}")
         return self.slots[resolved]
 
+    def split_name(self, name: str | None) -> tuple[str | None, str]:
+        """Split the requested name of a model into that of a served model and its adapters, e.g. `+style@0.8`.
+
+        A `+` separates adapters only after the name of a served model, or if the only served model has adapters.
+        """
+        if name is None or name in self.slots or "+" not in name:
+            return name, ""
+        base, plus, suffix = name.partition("+")
+        is_known = self._resolve_alias(base) in self.slots
+        has_adapters = len(self.slots) == 1 and bool(next(iter(self.slots.values())).adapters)
+        return (base, plus + suffix) if is_known or has_adapters else (name, "")
+
     def get_requested_slot(self, name: str | None) -> ModelSlot:
         """Return the slot for a request. If only one model is served, every name selects it, as a hint."""
+        name, _ = self.split_name(name)
         is_unknown = name is not None and self._resolve_alias(name) not in self.slots
         if is_unknown and len(self.slots) == 1 and get_record().accept_hint("model"):
             return next(iter(self.slots.values()))

@@ -144,6 +144,7 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: signal.Signals) -> None:
         self._signal_count += 1
         self._middleware.is_shutting_down = True
+        self._state.events.close()
         active = self._middleware.active_requests
         if self._signal_count == 1:
             seconds = self._state.settings.shutdown_seconds
@@ -210,7 +211,7 @@ def serve(
         app,
         log_config=None,
         access_log=False,
-        lifespan="off",
+        lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=int(FINAL_EVENT_SECONDS),
         backlog=SOCKET_BACKLOG,

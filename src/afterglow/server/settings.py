@@ -107,6 +107,16 @@ class ServerSettings(pydantic.BaseModel):
     manage_models: bool = pydantic.Field(
         True, description="Let clients pull, create, copy and delete models with the Ollama API."
     )
+    web: bool = pydantic.Field(
+        True,
+        description="Serve the web page on `/`: chat, prefix tree and requests. On other addresses than loopback it is "
+        "off unless there are API keys.",
+    )
+    store_conversations: bool = pydantic.Field(
+        True,
+        description="Keep the conversations of the web page in a file; otherwise they last until the server ends, as "
+        "with `private`.",
+    )
     api_keys: Annotated[
         tuple[Annotated[str, pydantic.AfterValidator(hash_api_key)], ...], pydantic.BeforeValidator(parse_list)
     ] = pydantic.Field(
@@ -129,6 +139,26 @@ class ServerSettings(pydantic.BaseModel):
         description="Other names of served models as PATTERN=MODEL, e.g. `claude-*=small`; the first pattern that "
         "matches counts. In the file also a table.",
     )
+    default_max_tokens: int | None = pydantic.Field(
+        None,
+        ge=0,
+        description="Maximum of generated tokens of requests that set none. Default: until the context is full.",
+    )
+    default_seed: int | None = pydantic.Field(
+        None, ge=0, le=2**63 - 1, description="Seed of requests that set none. Default: a random one for each."
+    )
+    default_reasoning: Literal["auto", "on", "off"] = pydantic.Field(
+        "auto",
+        description="Whether models reason if a request does not say so: `on`, `off`, or as their chat templates do "
+        "(`auto`). A model that cannot reason is not affected.",
+    )
+    slots: bool = pydantic.Field(True, description="Serve `/slots` of the llama-server API.")
+    slot_save_path: Path | None = pydantic.Field(
+        None,
+        description="Directory of the files that `/slots/{id}?action=save` and `restore` of the llama-server API write "
+        "and read; each API key has a directory of its own in it. Default: these actions get status 501.",
+    )
+    metrics: bool = pydantic.Field(True, description="Serve `/metrics`.")
     strict: bool = pydantic.Field(
         False,
         description="Reject request fields that have no effect here. Default: they are accepted, and the response "
@@ -169,7 +199,8 @@ class ServerSettings(pydantic.BaseModel):
     max_body_bytes: ByteCount = pydantic.Field(16 * 1024 * 1024, ge=1, description="Maximum size of a request body.")
     max_choices: int = pydantic.Field(16, ge=1, le=128, description="Maximum of `n` and of `best_of`, for each prompt.")
     max_prompts: int = pydantic.Field(128, ge=1, description="Maximum prompts of one completions request.")
-    max_inputs: int = pydantic.Field(256, ge=1, description="Maximum inputs of one embeddings request.")
+    max_inputs: int = pydantic.Field(2048, ge=1, description="Maximum inputs of one embeddings request.")
+    max_documents: int = pydantic.Field(1000, ge=1, description="Maximum documents of one rerank request.")
     max_messages: int = pydantic.Field(4096, ge=1, description="Maximum messages of one chat request.")
     max_stops: int = pydantic.Field(16, ge=0, description="Maximum stop strings of one request.")
     max_stop_length: int = pydantic.Field(256, ge=1, description="Maximum length of a stop string, in characters.")
@@ -215,6 +246,29 @@ class ServerSettings(pydantic.BaseModel):
     max_stored_responses: int = pydantic.Field(256, ge=0, description="Maximum number of stored responses.")
     max_stored_response_bytes: ByteCount = pydantic.Field(
         64 * 1024 * 1024, ge=0, description="Maximum size of all stored responses."
+    )
+
+    max_file_bytes: ByteCount = pydantic.Field(
+        200 * 1024 * 1024, ge=1, description="Maximum size of a file of /v1/files, the input of a batch."
+    )
+    max_stored_file_bytes: ByteCount = pydantic.Field(
+        4 * 1024 * 1024 * 1024, ge=1, description="Maximum size of all files of a tenant."
+    )
+    max_batch_lines: int = pydantic.Field(50_000, ge=1, description="Maximum lines of a batch.")
+    file_retention: Annotated[
+        float, pydantic.Field(gt=0, allow_inf_nan=False), pydantic.BeforeValidator(parse_keep_alive)
+    ] = pydantic.Field(
+        30 * 24 * 3600.0,
+        description="Seconds after which files and ended batches are deleted, or a duration such as `72h`.",
+    )
+    max_conversations: int = pydantic.Field(
+        10_000, ge=0, description="Maximum conversations of the web page, for each API key."
+    )
+    max_conversation_messages: int = pydantic.Field(
+        10_000, ge=1, description="Maximum messages of one conversation of the web page, in all branches."
+    )
+    max_conversation_bytes: ByteCount = pydantic.Field(
+        1024**3, ge=0, description="Maximum size of all conversations of the web page, for each API key."
     )
 
     @pydantic.model_validator(mode="before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -14,8 +15,12 @@ from afterglow.closeable import Closeable
 from afterglow.engine.host.remote_calls import EngineStats
 from afterglow.errors import Cancelled, RequestError
 from afterglow.media.budget import MediaBudget
+from afterglow.paths import get_data_directory
 from afterglow.server.admission import AdmissionQueue
+from afterglow.server.conversations import ConversationDatabase
 from afterglow.server.errors import invalid_request_error, to_api_error
+from afterglow.server.events import EventRing
+from afterglow.server.history import RequestHistory
 from afterglow.server.metrics import Metrics
 from afterglow.server.models import ModelRegistry, get_held_model
 from afterglow.server.settings import ServerSettings
@@ -25,7 +30,9 @@ ItemT = TypeVar("ItemT")
 TEXT_THREADS = 8  # templates and tokenization
 MEDIA_THREADS = 4  # media, which may come from slow hosts
 ENGINE_CALL_THREADS = 16  # calls to engines, which may be starting
+LONG_CALL_THREADS = 16  # embeddings, reranking and transcription: many calls for one request
 STATS_TIMEOUT_SECONDS = 0.5
+CONVERSATIONS_FILE_NAME = "conversations.sqlite3"
 MERGE_BUFFER_ITEMS = 64  # further items stay in the streams, which bound them
 
 
@@ -42,12 +49,18 @@ class ServerState(Closeable):
         self.models = models
         self.settings = settings
         self.metrics = Metrics()
+        self.events = EventRing()
+        self.history = RequestHistory(self.events)
         self.ollama_port: int | None = None  # second port of the server, if it has one
         self.media_budget = MediaBudget()  # of the media files of all requests
+        self.conversations = ConversationDatabase(
+            get_data_directory("web") / CONVERSATIONS_FILE_NAME if settings.store_conversations else None, settings
+        )
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")
         self._engine_call_pool = ThreadPoolExecutor(ENGINE_CALL_THREADS, thread_name_prefix="afterglow-engine-calls")
+        self._long_call_pool = ThreadPoolExecutor(LONG_CALL_THREADS, thread_name_prefix="afterglow-long-calls")
         self._pending_stats: dict[str, asyncio.Future[EngineStats]] = {}
 
     async def get_model(self, name: str | None) -> Model:
@@ -84,15 +97,29 @@ class ServerState(Closeable):
         """Run a blocking call to an engine in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._engine_call_pool, _convert_stop_iteration(work))
 
-    async def start_streams(self, work: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Submit requests in a thread and return their streams.
+    async def run_long_call(self, work: Callable[[threading.Event], ResultT]) -> ResultT:
+        """Run many calls to an engine in a thread of a separate pool. On cancellation, the event of `work` is set."""
+        cancel = threading.Event()
+        call = _convert_stop_iteration(lambda: work(cancel))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._long_call_pool, call)
+        except asyncio.CancelledError:
+            cancel.set()
+            raise
 
-        On cancellation, work that has not begun is dropped, and streams that were started are cancelled.
+    async def start_streams(
+        self, work: Callable[[], Sequence[Any]], cancel: threading.Event, *, generates: bool = False
+    ) -> Sequence[Any]:
+        """Submit requests in a thread and return their streams. `generates`: the work itself waits for an engine.
+
+        On cancellation, `cancel` is set, work that has not begun is dropped, and started streams are cancelled.
         """
-        streams = self._text_pool.submit(_convert_stop_iteration(work))
+        pool = self._engine_call_pool if generates else self._text_pool
+        streams = pool.submit(_convert_stop_iteration(work))
         try:
             return await asyncio.wrap_future(streams)
         except asyncio.CancelledError:
+            cancel.set()
             if not streams.cancel():
                 streams.add_done_callback(_cancel_all)
             raise
@@ -142,9 +169,11 @@ class ServerState(Closeable):
     def close(self) -> None:
         """Close all models and thread pools. Running requests end with an error."""
         self.models.close()
+        self.conversations.close()
         self._text_pool.shutdown(wait=False, cancel_futures=True)
         self._media_pool.shutdown(wait=False, cancel_futures=True)
         self._engine_call_pool.shutdown(wait=False, cancel_futures=True)
+        self._long_call_pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _convert_stop_iteration(work: Callable[[], ResultT]) -> Callable[[], ResultT]:

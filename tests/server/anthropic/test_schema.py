@@ -34,7 +34,6 @@ HINTS: dict[str, Any] = {
     "user_profile_id": "profile",
     "workspace_id": "workspace",
     "metadata": {"user_id": "me"},
-    "service_tier": "priority",
     "inference_geo": "us",
     "fallbacks": [{"model": "other"}],
     "fallback_credit_token": "token",

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_only_the_second_port_says_that_ollama_is_running(machine: ServerProcess
     second = httpx.get(find_second_url(machine))
     assert (second.status_code, second.text) == (200, "Ollama is running")
     assert httpx.head(find_second_url(machine)).status_code == 200
-    assert machine.http.get("/").status_code == 404
+    assert "Ollama is running" not in machine.http.get("/").text
     assert httpx.get(f"{find_second_url(machine)}/v1/models").json() == machine.http.get("/v1/models").json()
 
 
@@ -365,6 +366,7 @@ def test_a_client_that_leaves_ends_its_download(state: ServerState, monkeypatch:
         try:
             while True:
                 report(1, 100)
+                time.sleep(0.001)  # an endless loop would take the interpreter from the server
         except Cancelled as error:
             ended.append(error)
             raise

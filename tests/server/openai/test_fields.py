@@ -295,6 +295,25 @@ def _(generate: Callable[..., str]) -> None:
 
 for ROUTE in ("chat", "completions", "responses"):
 
+    @checks(ROUTE, "priority")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        """tests/server/test_priority.py shows the effect."""
+        expected = get_output(send(server, route))
+        assert get_output(send(server, route, priority=5)) == get_output(send(server, route, priority=-5)) == expected
+        assert send(server, route, priority=2**31)["error"]["param"] == "priority"
+
+    @checks(ROUTE, "service_tier")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        served = {"auto": "default", "scale": "default", "flex": "flex", "priority": "priority", "fast": "priority"}
+        for tier, expected in served.items():
+            response = send(server, route, service_tier=tier)
+            assert get_output(response) == get_output(send(server, route))
+            assert response["service_tier"] == expected
+        assert send(server, route, service_tier="gold")["error"]["param"] == "service_tier"
+        error = send(server, route, service_tier="flex", priority=3)["error"]
+        assert (error["param"], error["code"]) == ("service_tier", "invalid_value")
+        assert send(server, route, service_tier="default", priority=3).get("error") is None
+
     @checks(ROUTE, "num_ctx")
     def _(server: ServerProcess, route: str = ROUTE) -> None:
         assert send(server, route, num_ctx=2048).get("error") is None
@@ -302,6 +321,13 @@ for ROUTE in ("chat", "completions", "responses"):
         assert error["param"] == "num_ctx"
         assert "4,096" in error["message"]
         assert "2,048" in error["message"]
+
+    @checks(ROUTE, "lora")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:  # its effect: tests/server/test_adapters.py
+        assert get_output(send(server, route, lora=[])) == get_output(send(server, route))
+        error = send(server, route, lora=[{"name": "style", "scale": 0.5}])["error"]
+        assert (error["param"], error["code"]) == ("lora", "invalid_value")
+        assert "'style' is not an adapter of 'tiny'" in error["message"]
 
     @checks(ROUTE, "cache_prompt", "cache_salt")
     def _(server: ServerProcess, route: str = ROUTE) -> None:
@@ -383,6 +409,38 @@ for ROUTE, PATH in (("chat", "/v1/chat/completions"), ("completions", "/v1/compl
         assert processed == sorted(set(processed))
         assert len(processed) > 1
         assert all(progress["seconds_left"] >= 0 for progress in chunks)
+
+
+for ROUTE, PATH in (("chat", "/v1/chat/completions"), ("completions", "/v1/completions")):
+
+    @checks(ROUTE, "timings_per_token")
+    def _(server: ServerProcess, route: str = ROUTE, path: str = PATH) -> None:
+        def stream(**options: Any) -> list[dict[str, Any]]:
+            prompt = {"prompt": "a"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+            return server.collect_events(path, {"model": "tiny", "max_tokens": 3, **prompt, **options})
+
+        *chunks, end = stream()
+        assert end["timings"]["predicted_n"] == 3
+        assert not any("timings" in chunk for chunk in chunks)
+        *chunks, end = stream(timings_per_token=True, stream_options={"include_usage": True})
+        counts = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
+        assert counts == [1, 2, 3]
+        assert end["timings"]["predicted_n"] == end["usage"]["completion_tokens"] == 3
+
+    @checks(ROUTE, "verbose")
+    def _(server: ServerProcess, route: str = ROUTE) -> None:
+        assert "__verbose" not in send(server, route)
+        assert send(server, route, verbose=True)["__verbose"]["prompt_tokens"]
+
+
+@checks("responses", "return_progress", "timings_per_token")
+def _(server: ServerProcess) -> None:
+    body = {"model": "tiny", "input": "with progress", "max_output_tokens": 2}
+    plain = server.collect_events("/v1/responses", body)
+    assert not any({"prompt_progress", "timings"} & set(event) for event in plain)
+    events = server.collect_events("/v1/responses", {**body, "return_progress": True, "timings_per_token": True})
+    assert {event["type"] for event in events if "prompt_progress" in event} == {"response.in_progress"}
+    assert events[-1]["timings"]["predicted_n"] == 2
 
 
 @checks("responses", "stream_options")
@@ -473,8 +531,6 @@ for ROUTE in ("chat", "completions"):
 
     register_hints(
         ROUTE,
-        priority=(0, 3),
-        service_tier=("auto", "flex"),
         store=(False, True),
         verbosity=("medium", "low"),
         prompt_cache_retention=("in_memory", "24h"),
@@ -487,7 +543,6 @@ for ROUTE in ("chat", "completions"):
         id_slot=(-1, 2),
         n_keep=(0, 5),
         n_cache_reuse=(0, 256),
-        timings_per_token=(False, True),
         response_fields=(None, ["content"]),
         request_id=(None, "a"),
         guided_decoding_backend=(None, "xgrammar"),
@@ -510,7 +565,6 @@ for ROUTE in ("chat", "completions"):
         t_max_predict_ms=(0, 500),
         n_indent=(0, 2),
         bad_words=([], ["x"]),
-        lora=([], [{"id": 0, "scale": 1.0}]),
         plugins=([], [{"id": "web"}]),
     )
     register_unsupported(
@@ -810,7 +864,7 @@ def _(server: ServerProcess) -> None:
     for empty in ("", [], [""]):
         assert send(server, "embeddings", input=empty)["error"]["param"] == "input"
     assert send(server, "embeddings", input="x" * 3000)["error"]["code"] == "context_length_exceeded"
-    assert send(server, "embeddings", input=["x"] * 257)["error"]["code"] == "limit_exceeded"
+    assert send(server, "embeddings", input=["x"] * 2049)["error"]["code"] == "limit_exceeded"
 
 
 @checks("embeddings", "encoding_format")
@@ -824,6 +878,16 @@ def _(server: ServerProcess) -> None:
 def _(server: ServerProcess) -> None:
     assert len(get_output(send(server, "embeddings", dimensions=64))[0]["embedding"]) == 64
     assert send(server, "embeddings", dimensions=32)["error"]["param"] == "dimensions"
+
+
+@checks("embeddings", "long_text")
+def _(server: ServerProcess) -> None:
+    long = "x" * 3000
+    for policy in (None, "refuse"):
+        assert send(server, "embeddings", input=long, long_text=policy)["error"]["code"] == "context_length_exceeded"
+    (item,) = get_output(send(server, "embeddings", input=long, long_text="window"))
+    assert (item["windows"], len(item["embedding"])) == (2, 64)
+    assert send(server, "embeddings", long_text="cut")["error"]["param"] == "long_text"
 
 
 register_labels("embeddings", "user")
@@ -972,13 +1036,13 @@ def _(server: ServerProcess) -> None:
         assert "x-afterglow-ignored" not in response.headers
 
 
-@checks("responses", "client_metadata", "service_tier", "max_tool_calls")
+@checks("responses", "client_metadata", "max_tool_calls")
 def _(server: ServerProcess) -> None:
     body = {"model": "tiny", "input": "hello", "max_output_tokens": 3, "temperature": 0}
-    hints = {"client_metadata": {"a": 1}, "service_tier": "flex", "max_tool_calls": 3}
+    hints = {"client_metadata": {"a": 1}, "max_tool_calls": 3}
     response = server.post("/v1/responses", {**body, **hints})
     assert set(response.headers["x-afterglow-ignored"].split(", ")) == set(hints)
-    plain = server.post("/v1/responses", {**body, "service_tier": "auto"})
+    plain = server.post("/v1/responses", body)
     assert "x-afterglow-ignored" not in plain.headers
     assert get_output(response.json()) == get_output(plain.json())
 

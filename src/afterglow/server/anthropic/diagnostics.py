@@ -7,6 +7,7 @@ from typing import Any
 from afterglow.api.model import Model
 from afterglow.chat.miss_reasons import MissReason, find_last_role
 from afterglow.chat.prompt import ChatPrompt
+from afterglow.server.adapters import Lora
 from afterglow.server.explain import ExplainedMiss, explain_prompt_miss
 
 REUSED_REASONS: frozenset[MissReason] = frozenset({"fully reused", "continuation"})
@@ -20,9 +21,9 @@ CHANGED_TYPES: dict[MissReason, str] = {
 }
 
 
-def diagnose(model: Model, prompt: ChatPrompt, salt: str) -> dict[str, Any] | None:
+def diagnose(model: Model, prompt: ChatPrompt, salt: str, lora: Lora) -> dict[str, Any] | None:
     """Build `diagnostics` for a prompt that was not submitted yet; None if all that is cached is reused. Blocking."""
-    explained = explain_prompt_miss(model, prompt, salt)
+    explained = explain_prompt_miss(model, prompt, salt, lora)
     if explained.report.reason in REUSED_REASONS:
         return None
     miss_type, missed = classify(explained), explained.miss.cached_length - explained.miss.explanation.reused_entries

@@ -165,6 +165,8 @@ class MessageFormatter:
             "stop_sequence": None,
             "diagnostics": diagnostics,
         }
+        for truncation in generation.truncations:  # at most one: there is one prompt
+            self._head["overflow"] = truncation.report
 
     async def build_response(self) -> dict[str, Any]:
         """Build the whole message."""

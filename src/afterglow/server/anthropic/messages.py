@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from afterglow.api.model import Model
 from afterglow.server import limits
+from afterglow.server.adapters import build_lora
 from afterglow.server.anthropic.conversion import (
     build_prompt_options,
     convert_conversation,
@@ -61,7 +62,8 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
     if body.diagnostics is not None and body.diagnostics.previous_message_id is not None:
         with contextlib.ExitStack() as resources:  # what is cached is compared before it changes
             prompt = await build_prompt(state, model, request, resources)
-        diagnostics = await state.run_engine_call(lambda: diagnose(model, prompt, salt))
+        lora = build_lora(state.models, model, body.model, body.lora)
+        diagnostics = await state.run_engine_call(lambda: diagnose(model, prompt, salt, lora))
     generation = await start_generation(state, body.model, request)
     formatter = MessageFormatter(
         generation,

@@ -37,7 +37,7 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models", summary="List the served models")
     async def list_models() -> dict[str, Any]:
-        data = [build_model_info(slot) for slot in state.models.slots.values()]
+        data = [info for slot in state.models.slots.values() for info in build_model_infos(slot)]
         ids = [model["id"] for model in data] or [None]
         return {"data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
 
@@ -49,6 +49,13 @@ def build_router(state: ServerState) -> APIRouter:
             return JSONResponse(build_error_body(to_api_error(error)), 404)
 
     return router
+
+
+def build_model_infos(slot: ModelSlot) -> list[dict[str, Any]]:
+    """Build Anthropic's model object of a slot, and one for each of its adapters under the name that selects it."""
+    info = build_model_info(slot)
+    names = [f"{slot.name}+{adapter}" for adapter in slot.adapters]
+    return [info, *({**info, "id": name, "display_name": name} for name in names)]
 
 
 def build_model_info(slot: ModelSlot) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class MessagePromptFields(SamplingFields):
     speed: str | None = hint("there is a single speed", "standard")
     user_profile_id: Any = hint("there are no profiles")
     workspace_id: Any = hint("there are no workspaces")
-    compaction: Any = unsupported("the server does not summarize conversations")
+    compaction: Any = unsupported('use `overflow: "compact"`')
 
 
 class CountTokensRequest(MessagePromptFields):
@@ -285,7 +285,9 @@ class MessageRequest(MessagePromptFields):
     diagnostics: DiagnosticsOptions | None = None
 
     metadata: Any = hint("there are no accounts to attribute requests to")
-    service_tier: str | None = hint("there is a single service tier", "auto", "standard_only")
+    service_tier: Literal["auto", "standard_only"] | None = pydantic.Field(
+        None, description="Both values are the default: use `priority`."
+    )
     inference_geo: Any = hint("the server runs where it runs")
     fallbacks: Any = hint("the requested model always responds", [])
     fallback_credit_token: Any = hint("nothing is billed")

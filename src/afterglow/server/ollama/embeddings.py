@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 
@@ -11,9 +10,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
+from afterglow.api.embeddings import shorten_vectors
 from afterglow.api.model import Model
 from afterglow.errors import PromptTooLong
 from afterglow.server import limits
+from afterglow.server.adapters import refuse_adapters
+from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.ollama.formatting import to_nanoseconds
@@ -30,20 +32,25 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.post("/api/embed", summary="Ollama: embed texts")
     async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
-        return await state.run_while_connected(request, create_embeddings(state, library, body), "input")
+        return await state.run_while_connected(
+            request, create_embeddings(state, library, body, get_tenant_salt(request)), "input"
+        )
 
     @router.post("/api/embeddings", summary="Ollama: embed one text, in the old form")
     async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
-        return await state.run_while_connected(request, create_embedding(state, library, body), "prompt")
+        return await state.run_while_connected(
+            request, create_embedding(state, library, body, get_tenant_salt(request)), "prompt"
+        )
 
     return router
 
 
-async def create_embeddings(state: ServerState, library: ModelLibrary, body: OllamaEmbedRequest) -> Response:
+async def create_embeddings(state: ServerState, library: ModelLibrary, body: OllamaEmbedRequest, salt: str) -> Response:
     """Embed each text."""
     texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
     limits.check_limit(state.settings, "max_inputs", "input", len(texts))
     num_ctx = body.options.num_ctx if body.options else None
+    refuse_adapters(state.models, body.model, "an embedding")
     opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
     width = opened.model.engine_info.embedding_width
     if (body.dimensions or 0) > width:
@@ -51,11 +58,11 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
     tokens = await state.run_text_work(
         lambda: [tokenize_text(opened.model, text, truncate=bool(body.truncate)) for text in texts]
     )
-    vectors = await embed_all(state, opened.model, tokens)
+    vectors = await embed_all(state, opened.model, tokens, salt)
     return JSONResponse(
         {
             "model": body.model,
-            "embeddings": [shorten_vector(vector, body.dimensions or width).tolist() for vector in vectors],
+            "embeddings": shorten_vectors(vectors, body.dimensions or width).tolist() if len(vectors) else [],
             "total_duration": to_nanoseconds(time.monotonic() - opened.started),
             "load_duration": to_nanoseconds(opened.load_seconds),
             "prompt_eval_count": sum(map(len, tokens)),
@@ -63,28 +70,33 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
     )
 
 
-async def create_embedding(state: ServerState, library: ModelLibrary, body: OllamaEmbeddingsRequest) -> Response:
+async def create_embedding(
+    state: ServerState, library: ModelLibrary, body: OllamaEmbeddingsRequest, salt: str
+) -> Response:
     """Embed one text. Without a text, the model is loaded."""
     num_ctx = body.options.num_ctx if body.options else None
+    refuse_adapters(state.models, body.model, "an embedding")
     opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
     if not body.prompt:
         return JSONResponse({"embedding": []})
     text = body.prompt
     tokens = await state.run_text_work(lambda: tokenize_text(opened.model, text, truncate=False))
-    (vector,) = await embed_all(state, opened.model, [tokens])
+    (vector,) = await embed_all(state, opened.model, [tokens], salt)
     return JSONResponse({"embedding": vector.tolist()})
 
 
-async def embed_all(state: ServerState, model: Model, texts: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-    """Embed tokenized texts. The engine serves other requests between two of them."""
+async def embed_all(state: ServerState, model: Model, texts: Sequence[list[int]], salt: str) -> NDArray[np.float32]:
+    """Embed tokenized texts, many per decode. The engine serves other requests between two decodes."""
+    if not texts:
+        return np.zeros((0, 0), np.float32)
     ticket = state.get_admission_queue(model).admit(1)
     try:
-        vectors = [await state.run_engine_call(functools.partial(model.embed, tokens)) for tokens in texts]
+        result = await state.run_long_call(lambda cancel: model.embed_texts(texts, salt=salt, cancel=cancel))
     finally:
         ticket.release()
     record = get_record()
     record.model, record.prompt_tokens = model.name, sum(map(len, texts))
-    return vectors
+    return result.vectors
 
 
 def tokenize_text(model: Model, text: str, *, truncate: bool) -> list[int]:
@@ -98,16 +110,3 @@ def tokenize_text(model: Model, text: str, *, truncate: bool) -> list[int]:
         raise PromptTooLong(len(tokens), limit)
     end = tokens[-1:] if tokens[-1] in model.vocabulary.control_tokens else []
     return tokens[: limit - len(end)] + end
-
-
-def shorten_vector(vector: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Return the first dimensions of a vector, normalized to length 1.
-
-    >>> shorten_vector(np.array([3.0, 4.0, 12.0], np.float32), 2).round(1).tolist()
-    [0.6000000238418579, 0.800000011920929]
-    """
-    if dimensions >= len(vector):
-        return vector
-    shortened = vector[:dimensions]
-    norm = float(np.linalg.norm(shortened))
-    return (shortened / norm).astype(np.float32) if norm else shortened

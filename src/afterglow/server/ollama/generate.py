@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter, Request, Response
@@ -128,7 +129,7 @@ class ContinuedRequest(ConversationRequest):
 
     context: list[int]
 
-    def plan(self, model: Model, options: GenerationOptions) -> list[PlannedPrompt]:
+    def plan(self, model: Model, options: GenerationOptions, cancel: threading.Event) -> list[PlannedPrompt]:
         """Render the prompt and append it to the context. Blocking."""
         context = [int(token) for token in model.vocabulary.check_tokens(self.context)]
         prompt_options: PromptOptions = {**self.prompt_options, "replay": False}

@@ -43,7 +43,7 @@ class OpenedModel:
     """A loaded model for one request."""
 
     requested_name: str
-    slot_name: str
+    slot_name: str  # with the adapters, if there are any
     model: Model
     created: CreatedModel | None
     started: float  # by the monotonic clock
@@ -107,14 +107,17 @@ class ModelLibrary:
     async def open(self, name: str, *, num_ctx: int | None, keep_alive: float | None) -> OpenedModel:
         """Load a model for a request, and set how long it stays loaded. It is not unloaded before the request ends."""
         started = time.monotonic()
-        found, slot = await self.get_slot(name)
+        base, plus, adapters = name.partition("+")
+        has_adapters = bool(plus) and self._find_slot(base) is not None
+        found, slot = await self.get_slot(base if has_adapters else name)
         context = num_ctx or (found.created.options.num_ctx if found.created else None)
         if context is not None:
             await self._ensure_context(slot, context)
         model = await self._state.get_model(slot.name)
         if keep_alive is not None:
             slot.set_keep_alive(keep_alive)
-        return OpenedModel(name, slot.name, model, found.created, started, time.monotonic())
+        slot_name = f"{slot.name}+{adapters.removesuffix(DEFAULT_TAG)}" if has_adapters else slot.name
+        return OpenedModel(name, slot_name, model, found.created, started, time.monotonic())
 
     async def _ensure_context(self, slot: ModelSlot, context: int) -> None:
         """Load a model again if its context is too short; raise status 400 with both numbers if that is not possible.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -19,10 +19,11 @@ from afterglow.server.generation import ConversationRequest, Generation, start_g
 from afterglow.server.openai.formatting import (
     ChunkFormatter,
     build_finish,
-    build_progress,
+    build_timings,
     build_token_logprobs,
     build_truncation,
     build_usage,
+    build_verbose,
     build_violations,
 )
 from afterglow.server.openai.schema.chat import (
@@ -36,6 +37,7 @@ from afterglow.server.openai.schema.chat import (
     parse_max_tokens,
 )
 from afterglow.server.openai.schema.foreign import build_response_format
+from afterglow.server.priority import get_served_tier
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -82,6 +84,7 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         overflow=body.overflow or "refuse",
         salt=salt,
+        service_tier=body.service_tier,
         keep_alive=body.keep_alive,
     )
 
@@ -102,6 +105,9 @@ def build_prompt_options(body: ChatFields) -> PromptOptions:
 
 def check_continuation(body: ChatFields) -> None:
     """Reject fields that contradict how prompts end: a last assistant message is continued, others begin an answer."""
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "`continue_final_message` and `add_generation_prompt` exclude each other"
+        raise invalid_request_error("continue_final_message", message)
     is_continued = len(body.messages or ()) > 1 and body.messages[-1].role == "assistant"
     if body.continue_final_message is not None and body.continue_final_message != is_continued:
         reason = "the last message is of the assistant" if is_continued else "the last message is not of the assistant"
@@ -161,9 +167,11 @@ def find_reasoning_field(body: ChatFields) -> str:
 class ChatFormatter(ChunkFormatter):
     """Formats a generation as a chat completion, whole or in chunks."""
 
+    FIRST_DELTA: ClassVar[dict[str, Any]] = {"role": "assistant", "content": ""}
+
     def __init__(self, body: ChatRequest, generation: Generation) -> None:
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "service_tier": "default"}
-        super().__init__(generation, head, "chat.completion.chunk", include_usage=body.includes_usage)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "service_tier": get_served_tier(body.service_tier)}
+        super().__init__(generation, head, "chat.completion.chunk", body, choices=body.n or 1)
         self._body = body
 
     async def build_response(self) -> dict[str, Any]:
@@ -174,22 +182,25 @@ class ChatFormatter(ChunkFormatter):
             "object": "chat.completion",
             "choices": [self._build_choice(index, response) for index, response in enumerate(responses)],
             "usage": build_usage(self._generation),
+            "timings": build_timings(responses[0].usage),
         }
         if self._body.metadata is not None:
             completion["metadata"] = self._body.metadata
-        return completion | build_truncation(self._generation)
+        return completion | build_truncation(self._generation) | build_verbose(self._generation, self._body)
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
         truncation = build_truncation(self._generation)
         for index in range(self._body.n or 1):
-            yield self._format_chunk(index, {"delta": {"role": "assistant", "content": ""}}, extra=truncation)
+            yield self._format_chunk(index, {"delta": self.FIRST_DELTA}, extra=truncation)
         async for index, delta in deltas:
-            if delta.progress is not None and self._body.return_progress:
-                yield self._format_chunk(index, {"delta": {}}, extra=build_progress(delta.progress))
+            extra = self._build_extra(index, delta)
+            if "prompt_progress" in extra:
+                yield self._format_chunk(index, {"delta": {}}, extra=extra)
             logprobs = self._build_logprobs([delta.token] if delta.token else [])
             if delta.parts or (logprobs and logprobs["content"]):
-                yield self._format_chunk(index, {"delta": build_delta(delta.parts)}, logprobs=logprobs)
+                extra.pop("prompt_progress", None)
+                yield self._format_chunk(index, {"delta": build_delta(delta.parts)}, logprobs=logprobs, extra=extra)
         for event in self._format_end({"delta": {}}):
             yield event
 

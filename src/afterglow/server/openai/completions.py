@@ -16,19 +16,22 @@ from afterglow.chat.output.response import ChatResponse, Delta
 from afterglow.engine.sampling.logprobs import TokenLogprob
 from afterglow.engine.types.request import Token
 from afterglow.server import limits
+from afterglow.server.adapters import build_lora
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import Generation, PromptRequest, start_generation
 from afterglow.server.openai.formatting import (
     ChunkFormatter,
     build_finish,
-    build_progress,
+    build_timings,
     build_truncation,
     build_usage,
+    build_verbose,
 )
 from afterglow.server.openai.schema.chat import parse_max_tokens
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
 from afterglow.server.openai.schema.foreign import build_response_format
+from afterglow.server.priority import get_served_tier, is_batch_line
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -60,6 +63,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
         salt=salt,
+        service_tier=body.service_tier,
         keep_alive=body.keep_alive,
     )
     request.check_limits(state)
@@ -108,10 +112,11 @@ async def score_prompts(
     alternatives = body.logprobs
     if not body.echo or alternatives is None:
         return [[] for _ in prompts]
-    ticket = state.get_admission_queue(model).admit(1)
+    lora = build_lora(state.models, model, body.model, body.lora)
+    ticket = state.get_admission_queue(model).admit(1, is_background=is_batch_line())
     try:
         return [
-            await state.run_engine_call(functools.partial(model.score, prompt.tokens, alternatives))
+            await state.run_engine_call(functools.partial(model.score, prompt.tokens, alternatives, lora=lora))
             for prompt in prompts
         ]
     finally:
@@ -131,8 +136,9 @@ class CompletionFormatter(ChunkFormatter):
         prompts: list[FittedPrompt],
         prompt_scores: list[list[TokenLogprob]],
     ) -> None:
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-        super().__init__(generation, head, "text_completion", include_usage=body.includes_usage)
+        tier = get_served_tier(body.service_tier)
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "service_tier": tier}
+        super().__init__(generation, head, "text_completion", body, choices=len(prompts) * (body.n or 1))
         self._body = body
         self._prompts = prompts
         self._prompt_scores = prompt_scores
@@ -148,8 +154,9 @@ class CompletionFormatter(ChunkFormatter):
                 self._add_logprobs(table, response.tokens, len(echo))
             text, logprobs = echo + response.text, dump_logprobs(table)
             choices.append({"index": index, "text": text, "logprobs": logprobs, **build_finish(response)})
-        usage = build_usage(self._generation)
-        return {**self._head, "choices": choices, "usage": usage, **build_truncation(self._generation)}
+        ends = {"usage": build_usage(self._generation), "timings": build_timings(responses[0].usage)}
+        extra = build_truncation(self._generation) | build_verbose(self._generation, self._body)
+        return {**self._head, "choices": choices, **ends, **extra}
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
@@ -161,14 +168,16 @@ class CompletionFormatter(ChunkFormatter):
             if echo or truncation:
                 yield self._format_chunk(index, {"text": echo}, logprobs=dump_logprobs(table), extra=truncation)
         async for index, delta in deltas:
-            if delta.progress is not None and self._body.return_progress:
-                yield self._format_chunk(index, {"text": ""}, extra=build_progress(delta.progress))
+            extra = self._build_extra(index, delta)
+            if "prompt_progress" in extra:
+                yield self._format_chunk(index, {"text": ""}, extra=extra)
             text = "".join(part.text for part in delta.parts if isinstance(part, TextDelta))
             table = None if self._body.logprobs is None else LogprobsTable()
             if table is not None and delta.token is not None:
                 self._add_logprobs(table, [delta.token], offsets[index])
             if text or (table is not None and table.tokens):
-                yield self._format_chunk(index, {"text": text}, logprobs=dump_logprobs(table))
+                extra.pop("prompt_progress", None)
+                yield self._format_chunk(index, {"text": text}, logprobs=dump_logprobs(table), extra=extra)
             offsets[index] += len(text)
         for event in self._format_end({"text": ""}):
             yield event

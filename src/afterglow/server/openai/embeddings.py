@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from afterglow.api.model import Model
 from afterglow.server import limits
+from afterglow.server.adapters import refuse_adapters
+from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
+from afterglow.server.priority import is_batch_line
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -25,37 +28,44 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/embeddings", summary="Create embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        return await state.run_while_connected(request, create_embeddings(state, body), "input")
+        work = create_embeddings(state, body, get_tenant_salt(request))
+        return await state.run_while_connected(request, work, "input")
 
     return router
 
 
-async def create_embeddings(state: ServerState, body: EmbeddingRequest) -> Response:
-    """Embed each input. The engine serves other requests between two inputs."""
+async def create_embeddings(state: ServerState, body: EmbeddingRequest, salt: str) -> Response:
+    """Embed the inputs, many per decode. The engine serves other requests between two decodes."""
     inputs = list_inputs(body)
     if not inputs or not all(inputs):
         raise invalid_request_error("input", "`input` must not be empty")
     limits.check_limit(state.settings, "max_inputs", "input", len(inputs))
+    refuse_adapters(state.models, body.model, "an embedding")
     model = await state.get_model(body.model)
-    width = model.engine_info.embedding_width
-    if body.dimensions is not None and body.dimensions != width:
-        raise invalid_request_error(
-            "dimensions", f"the embeddings of {model.name!r} have {width} dimensions", "unsupported_value"
-        )
-    ticket = state.get_admission_queue(model).admit(1)
+    ticket = state.get_admission_queue(model).admit(1, is_background=is_batch_line())
     try:
         token_lists = await state.run_text_work(lambda: [tokenize_input(model, value) for value in inputs])
-        vectors = [await state.run_engine_call(lambda tokens=tokens: model.embed(tokens)) for tokens in token_lists]  # type: ignore[misc]
+        result = await state.run_long_call(
+            lambda cancel: model.embed_texts(
+                token_lists,
+                dimensions=body.dimensions,
+                long_text=body.long_text or "refuse",
+                salt=salt,
+                cancel=cancel,
+            )
+        )
     finally:
         ticket.release()
-    count = sum(map(len, token_lists))
+    count = sum(result.token_counts)
     record = get_record()
     record.model, record.prompt_tokens = model.name, count
-    data = [
+    data: list[dict[str, Any]] = [
         {"object": "embedding", "index": index, "embedding": encode_vector(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
+        for index, vector in enumerate(result.vectors)
     ]
-    usage = {"prompt_tokens": count, "total_tokens": count}
+    for item, windows in zip(data, result.windows, strict=True):
+        item |= {"windows": windows} if body.long_text == "window" else {}
+    usage = {"prompt_tokens": count, "total_tokens": count, "computed_tokens": result.computed_tokens}
     return JSONResponse({"object": "list", "model": model.name, "data": data, "usage": usage})
 
 
@@ -76,4 +86,4 @@ def encode_vector(vector: NDArray[np.float32], encoding: str | None) -> list[flo
     """Encode a vector as numbers, or as base64 of little-endian floats."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return [float(value) for value in vector]
+    return vector.tolist()  # type: ignore[no-any-return]

@@ -1,16 +1,20 @@
-"""What the responses of several OpenAI routes share: usage, log-probabilities, finish reason, chunks of a stream."""
+"""What the responses of several OpenAI routes share: usage, timings, log-probabilities, finish reason, chunks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from afterglow.api.model import Model
-from afterglow.chat.output.response import ChatResponse
+from afterglow.chat.output.response import ChatResponse, Delta
+from afterglow.engine.types.entries import Media
 from afterglow.engine.types.request import PrefillProgress, Token, Usage
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.openai.errors import build_error_body
+from afterglow.server.openai.schema.foreign import ForeignFields
 from afterglow.server.sse import DONE_EVENT, EventTemplate, format_event
 
 FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
@@ -134,13 +138,103 @@ def build_progress(progress: PrefillProgress) -> dict[str, Any]:
     return {"prompt_progress": fields}
 
 
+def build_timings(usage: Usage) -> dict[str, float]:
+    """Build the extension `timings` of llama-server. The first token costs no decode, so rates do not count it.
+
+    >>> usage = Usage(prompt_tokens=30, cached_tokens=10, generated_tokens=5, prefill_seconds=0.5, decode_seconds=2.0)
+    >>> build_timings(usage)["prompt_per_second"], build_timings(usage)["predicted_per_second"]
+    (40.0, 2.0)
+    """
+    computed, steps = usage.prompt_tokens - usage.cached_tokens, max(usage.generated_tokens - 1, 0)
+    prompt_ms, predicted_ms = usage.prefill_seconds * 1000, usage.decode_seconds * 1000
+    timings = {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / computed if computed else 0.0,
+        "prompt_per_second": 1000 / prompt_ms * computed if prompt_ms else 0.0,
+        "predicted_n": usage.generated_tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / steps if steps else 0.0,
+        "predicted_per_second": 1000 / predicted_ms * steps if predicted_ms else 0.0,
+    }
+    drafts = {"draft_n": usage.draft_tokens, "draft_n_accepted": usage.accepted_tokens} if usage.draft_tokens else {}
+    return timings | drafts
+
+
+def build_verbose(generation: Generation, fields: ForeignFields) -> dict[str, Any]:
+    """Build the extension `__verbose` of llama-server: the rendered prompt, if the request asks for it."""
+    if not fields.verbose:
+        return {}
+    entries = generation.prompts[0].request.entries
+    tokens = [int(entry) for entry in entries if not isinstance(entry, Media)]
+    return {"__verbose": {"prompt": generation.model.detokenize(tokens, special=True), "prompt_tokens": tokens}}
+
+
+class RunningUsage:
+    """Usage of a choice that is still running, from its deltas. The engine reports the exact one at the end."""
+
+    def __init__(self) -> None:
+        self._progress: PrefillProgress | None = None
+        self._generated_tokens = 0
+        self._prefill_started_at = 0.0
+        self._first_token_at = 0.0
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether there is no token yet."""
+        return self._generated_tokens == 0
+
+    def add_delta(self, delta: Delta) -> None:
+        """Count the token or the progress of a delta."""
+        if delta.progress is not None:
+            self._progress = delta.progress
+            self._prefill_started_at = self._prefill_started_at or time.monotonic()
+        if delta.token is not None:
+            self._first_token_at = self._first_token_at or time.monotonic()
+            self._generated_tokens += 1
+
+    def build_progress(self) -> dict[str, Any]:
+        """Build `prompt_progress` of the newest delta: at the first token, the prompt is complete."""
+        progress = self._progress
+        if progress is None:
+            return {}
+        if not self.is_prefill:
+            progress = replace(progress, computed_entries=progress.prompt_entries)
+        return build_progress(progress)
+
+    def build_timings(self) -> dict[str, Any]:
+        """Build `timings` up to now. Before the first token, the computed part of the prompt counts."""
+        if (progress := self._progress) is None:
+            return {}
+        is_prefill = self.is_prefill
+        computed = progress.computed_entries - progress.cached_entries
+        usage = Usage(
+            prompt_tokens=progress.cached_tokens + computed if is_prefill else progress.prompt_tokens,
+            cached_tokens=progress.cached_tokens,
+            generated_tokens=self._generated_tokens,
+            prefill_seconds=self._compute_prefill_seconds(progress),
+            decode_seconds=0.0 if is_prefill else time.monotonic() - self._first_token_at,
+        )
+        return {"timings": build_timings(usage)}
+
+    def _compute_prefill_seconds(self, progress: PrefillProgress) -> float:
+        if not self.is_prefill:
+            return max(progress.seconds, self._first_token_at - self._prefill_started_at)
+        return progress.seconds if progress.computed_entries > progress.cached_entries else 0.0
+
+
 class ChunkFormatter:
     """Common part of the formatters of completions and chat completions: head, chunks, and the end of a stream."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], chunk_object: str, *, include_usage: bool) -> None:
+    def __init__(
+        self, generation: Generation, head: dict[str, Any], chunk_object: str, body: ForeignFields, *, choices: int
+    ) -> None:
         model = generation.model
         self._generation = generation
-        self._include_usage = include_usage
+        self._include_usage = body.includes_usage
+        self._fields = body
+        self._usages = [RunningUsage() for _ in range(choices)]
         self._head = {
             **head,
             "created": generation.created,
@@ -160,11 +254,22 @@ class ChunkFormatter:
         fields = {"choices": [choice], **(extra or {})}
         return self._chunk_template.format({**fields, "usage": None} if self._include_usage else fields)
 
+    def _build_extra(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Build the extensions of a delta that the request asks for: `prompt_progress` and `timings`."""
+        usage, fields = self._usages[index], self._fields
+        is_progress = delta.progress is not None or (delta.token is not None and usage.is_prefill)
+        usage.add_delta(delta)
+        progress = usage.build_progress() if fields.return_progress and is_progress else {}
+        return progress | (usage.build_timings() if fields.timings_per_token else {})
+
     def _format_end(self, content: dict[str, Any]) -> Iterator[bytes]:
         """Format the last events: the finish reason of each choice, and the usage if it was requested."""
-        for index, response in enumerate(self._generation.get_responses()):
+        responses = self._generation.get_responses()
+        timings = {"timings": build_timings(responses[0].usage)}
+        for index, response in enumerate(responses):
             violations = build_violations(self._generation, response)
-            yield self._format_chunk(index, content, **build_finish(response), **violations)
+            extra = timings if index == len(responses) - 1 and not self._include_usage else None
+            yield self._format_chunk(index, content, extra=extra, **build_finish(response), **violations)
         if self._include_usage:
-            yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation)})
+            yield self._chunk_template.format({"choices": [], "usage": build_usage(self._generation), **timings})
         yield DONE_EVENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,9 +17,15 @@ from afterglow.chat.prompt import Breakpoint
 from afterglow.chat.template.capabilities import reads_variable
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
-from afterglow.server.generation import ConversationRequest, Generation, start_generation
+from afterglow.server.generation import ConversationRequest, Generation, build_prompt, start_generation
 from afterglow.server.logs import get_record
-from afterglow.server.openai.formatting import build_token_logprobs, build_truncation, build_usage
+from afterglow.server.openai.formatting import (
+    RunningUsage,
+    build_timings,
+    build_token_logprobs,
+    build_truncation,
+    build_usage,
+)
 from afterglow.server.openai.response_items import (
     InputItemParser,
     OutputItemBuilder,
@@ -35,6 +42,7 @@ from afterglow.server.openai.schema.responses import (
     INCLUDE_LOGPROBS,
     ResponseRequest,
 )
+from afterglow.server.priority import get_served_tier
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.sse import format_event
 from afterglow.server.state import ServerState
@@ -50,10 +58,18 @@ def build_router(state: ServerState) -> APIRouter:
         max_responses=state.settings.max_stored_responses, max_bytes=state.settings.max_stored_response_bytes
     )
 
-    @router.post("/v1/responses", summary="Create a response")
     async def create(body: ResponseRequest, request: Request) -> Response:
         return await state.run_while_connected(
             request, create_response(state, store, body, get_tenant_salt(request)), "input"
+        )
+
+    async def count_input_tokens(body: ResponseRequest, request: Request) -> dict[str, Any]:
+        return await count_tokens(state, store, body, get_tenant_salt(request))
+
+    for prefix in ("/v1", ""):  # llama-server has both
+        router.post(f"{prefix}/responses", summary="Create a response")(create)
+        router.post(f"{prefix}/responses/input_tokens", summary="Count the input tokens of a response")(
+            count_input_tokens
         )
 
     @router.get("/v1/responses/{id}", summary="Retrieve a stored response")
@@ -111,14 +127,31 @@ async def create_response(state: ServerState, store: ResponseStore, body: Respon
         raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
     tools = ResponseToolSet(body.tools or ())
     conversation = build_conversation(store, body, tools, salt)
-    if not conversation.messages:
-        raise invalid_request_error("input", "`input` must not be empty")
     report_vacuous_includes(body)
-    variables = await build_template_variables(state, body)
-    request = build_generation_request(body, conversation.messages, tools, variables, salt)
+    request = await build_request(state, body, conversation, tools, salt)
     generation = await start_generation(state, body.model, request)
     formatter = ResponseFormatter(body, generation, store, conversation, tools, salt)
     return await generation.respond(formatter, stream=bool(body.stream))
+
+
+async def count_tokens(state: ServerState, store: ResponseStore, body: ResponseRequest, salt: str) -> dict[str, Any]:
+    """Count the tokens of the prompt of a response, without running it."""
+    tools = ResponseToolSet(body.tools or ())
+    request = await build_request(state, body, build_conversation(store, body, tools, salt), tools, salt)
+    model = await state.get_generating_model(body.model)
+    with contextlib.ExitStack() as resources:
+        prompt = await build_prompt(state, model, request, resources)
+    return {"object": "response.input_tokens", "input_tokens": prompt.cells}
+
+
+async def build_request(
+    state: ServerState, body: ResponseRequest, conversation: ResponseConversation, tools: ResponseToolSet, salt: str
+) -> ConversationRequest:
+    """Convert a body with its conversation to a generation request."""
+    if not conversation.messages:
+        raise invalid_request_error("input", "`input` must not be empty")
+    variables = await build_template_variables(state, body)
+    return build_generation_request(body, conversation.messages, tools, variables, salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +217,7 @@ def build_generation_request(
         overflow=body.overflow or ("shift" if body.truncation == "auto" else "refuse"),
         breakpoints=build_breakpoints(body, len(system) + len(messages)),
         salt=salt,
+        service_tier=body.service_tier,
     )
 
 
@@ -270,11 +304,20 @@ class ResponseFormatter:
         initial = {**self._head, "status": "in_progress", "output": [], "usage": None}
         for event_type in ("response.created", "response.in_progress"):
             yield self._format_event({"type": event_type, "response": initial})
+        usage = RunningUsage()
         async for _, delta in deltas:
+            is_progress = delta.progress is not None or (delta.token is not None and usage.is_prefill)
+            usage.add_delta(delta)
+            if self._body.return_progress and is_progress and (progress := usage.build_progress()):
+                yield self._format_event({"type": "response.in_progress", "response": initial, **progress})
+            timings = usage.build_timings() if self._body.timings_per_token else {}
             for event in self.add_delta(delta):
-                yield self._format_event(event)
-        for event in self.finish():
+                yield self._format_event({**event, **timings})
+        *events, end = self.finish()
+        for event in events:
             yield self._format_event(event)
+        timings = {"timings": build_timings(self._generation.get_responses()[0].usage)}
+        yield self._format_event({**end, **timings} if self._body.timings_per_token else end)
 
     def finish(self) -> list[ResponseEvent]:
         """Store the response and return the last events. The very last contains the whole response."""
@@ -347,7 +390,7 @@ def build_response_head(body: ResponseRequest, generation: Generation, tools: Re
             "effort": body.reasoning.effort if body.reasoning else None,
             "summary": get_summary_mode(body),
         },
-        "service_tier": "default",
+        "service_tier": get_served_tier(body.service_tier),
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": format, **verbosity},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import pydantic
 
@@ -12,22 +12,28 @@ from afterglow.server.openai.schema.chat import ChatFields, ChatMessage
 from afterglow.server.schema.base import OptionalModel, StrictModel
 from afterglow.server.settings import KeepAlive
 
+LoadStatus: TypeAlias = Literal["loaded", "loading", "unloaded"]
+
 
 class TokenizeRequest(StrictModel):
     model: OptionalModel = None
-    content: str
+    content: str | list[int | str] = pydantic.Field("", description="A text, or a list of texts and tokens.")
     add_special: bool = pydantic.Field(False, description="Add the BOS and EOS tokens of the model.")
-    parse_special: bool = pydantic.Field(False, description="Parse control tokens in the text.")
+    parse_special: bool = pydantic.Field(True, description="Parse control tokens in the text.")
     with_pieces: bool = pydantic.Field(False, description="Also return the text of each token.")
 
 
 class DetokenizeRequest(StrictModel):
     model: OptionalModel = None
-    tokens: list[int]
+    tokens: list[int] = pydantic.Field(default_factory=list)
 
 
 class ApplyTemplateRequest(ChatFields):
     """A conversation to render with the chat template of the model."""
+
+    add_generation_prompt: bool | None = pydantic.Field(
+        None, description="False: the prompt ends with the last message, without the start of an answer."
+    )
 
 
 class ExplainRequest(ChatFields):
@@ -66,14 +72,29 @@ class UnloadModelRequest(StrictModel):
     )
 
 
+class ModelStatus(StrictModel):
+    value: LoadStatus
+
+
+class ModelMeta(StrictModel):
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int = pydantic.Field(description="Bytes of the weights.")
+
+
 class ModelCard(StrictModel):
     id: str
     object: Literal["model"] = "model"
     created: int
+    parent: str | None = pydantic.Field(None, description="Of a LoRA adapter: the model that it belongs to.")
     owned_by: str = "afterglow"
     context_length: int | None = None
     loaded: bool
     state: SlotState
+    status: ModelStatus = pydantic.Field(description="The state in the words of llama-server.")
+    meta: ModelMeta | None = pydantic.Field(None, description="Facts about the model file, once it was loaded.")
     bytes: dict[str, int] = pydantic.Field(description="Estimated memory of the loaded model, by device.")
     pinned: bool = pydantic.Field(description="Whether the model is never unloaded.")
     active_requests: int
@@ -83,6 +104,12 @@ class ModelCard(StrictModel):
     sampling: dict[str, SamplingDefault] | None = pydantic.Field(
         None, description="Sampling of requests that do not set it, and where each value comes from."
     )
+
+
+class ChangedModelCard(ModelCard):
+    """A model after it was loaded or unloaded."""
+
+    success: Literal[True] = True
 
 
 class ModelList(StrictModel):

@@ -103,13 +103,13 @@ def supports_only(*allowed: Any, reason: str, alias: str | None = None) -> Any:
     return _declare(f"Only {values}: {reason}.", alias, only=list(allowed), reason=reason)
 
 
-def hint(reason: str, *allowed: Any, name: str = "") -> Any:
+def hint(reason: str, *allowed: Any, name: str = "", alias: str | None = None) -> Any:
     """Declare a documented field that has no effect. The values `allowed` describe what is done anyway.
 
     The response header `x-afterglow-ignored` and the log name it, with `name` if the field is nested. A strict server
     (`serve --strict`) rejects it.
     """
-    return _declare(f"Accepted without effect: {reason}.", only=list(allowed), reason=reason, hint=name)
+    return _declare(f"Accepted without effect: {reason}.", alias, only=list(allowed), reason=reason, hint=name or alias)
 
 
 def unsupported(reason: str) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import pydantic
+from pydantic_core import PydanticCustomError
 
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.llama.sampling import Sampling
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.priority import PriorityField
 from afterglow.server.schema.base import StrictModel, same_as
 
 LLAMA_FIELD_NAMES = {field.name for field in fields(Sampling)}
@@ -21,6 +23,20 @@ RepeatPenalty: TypeAlias = Annotated[
     Annotated[float, pydantic.Field(ge=1e-6, le=1e6)] | None,
     pydantic.Field(description="Divides the logits of tokens that occurred; 1: off."),
 ]
+
+
+class LoraField(StrictModel):
+    """A LoRA adapter of the model and its scale."""
+
+    name: str | None = pydantic.Field(None, max_length=256, description="Name of the adapter.")
+    id: int | None = pydantic.Field(None, ge=0, description="Its number in the order of declaration, from 0.")
+    scale: float | None = pydantic.Field(None, ge=-100, le=100, description="Default: as declared; 0: not used.")
+
+    @pydantic.model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.name is None) == (self.id is None):
+            raise PydanticCustomError("lora_name", "must have either `name` or `id`")
+        return self
 
 
 class SamplingFields(StrictModel):
@@ -108,12 +124,18 @@ class SamplingFields(StrictModel):
     cache_salt: str | None = pydantic.Field(
         None, max_length=512, description="Requests with different salts share no cached state."
     )
+    lora: list[LoraField] | None = pydantic.Field(
+        None,
+        max_length=64,
+        description="LoRA adapters to use, each an object with `name` or `id`, and `scale`. Default: none.",
+    )
     num_ctx: int | None = pydantic.Field(
         None, ge=1, description="Context length that the client needs; refused if that of the model is smaller."
     )
     deadline: float | None = pydantic.Field(
         None, gt=0, le=1e6, description="Seconds until generation stops with what has been generated."
     )
+    priority: PriorityField = None
     overflow: TruncationPolicy | None = pydantic.Field(
         None, description="Policy for prompts that leave no space for the response; default: refuse."
     )

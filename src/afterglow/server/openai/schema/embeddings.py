@@ -17,5 +17,15 @@ class EmbeddingRequest(StrictModel):
     model: OptionalModel = None
     input: EmbeddingInput = pydantic.Field(description="Text or tokens, or a list of either.")
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = pydantic.Field(None, ge=1, description="Only the embedding width of the model.")
+    dimensions: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description="Length of the vectors: that of the model, or less if it was trained for it (Matryoshka), as its "
+        "name or the option `shorten_embeddings` says.",
+    )
+    long_text: Literal["refuse", "window"] | None = pydantic.Field(
+        None,
+        description="An input that is too long: refused (default), or the mean of windows, weighted by their tokens. "
+        "`windows` of the response has their number.",
+    )
     user: Label = None

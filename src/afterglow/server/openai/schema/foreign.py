@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import pydantic
 
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.priority import ServiceTier
 from afterglow.server.schema.base import (
     JsonObject,
     KeepAliveField,
@@ -34,7 +35,7 @@ class JsonObjectFormat(StrictModel):
 
 
 class NamedSchema(StrictModel):
-    name: NameField
+    name: NameField | None = pydantic.Field(None, description="Has no effect.")
     description: str | None = None
     schema_: JsonObject = pydantic.Field(alias="schema")
     strict: bool | None = pydantic.Field(None, description="The schema is always enforced.")
@@ -110,6 +111,13 @@ class ForeignFields(StrictModel):
         description="Stream chunks with `prompt_progress` during prefill: `total`, `cache` and `processed` tokens, "
         "`time_ms`, `seconds_left`.",
     )
+    timings_per_token: bool | None = pydantic.Field(
+        None, description="Stream `timings` with every chunk; the last one always has them."
+    )
+    verbose: bool | None = pydantic.Field(
+        None,
+        description="Return `__verbose` with the text and the tokens of the prompt, unless the output is a stream.",
+    )
     response_format: ResponseFormatField | None = None
     json_schema: JsonObject | None = pydantic.Field(None, description="Schema of the output (llama-server).")
     grammar: str | None = pydantic.Field(None, description="Grammar of the output in GBNF (llama-server).")
@@ -121,12 +129,11 @@ class ForeignFields(StrictModel):
         None, description="`json`, `regex`, `choice`, `grammar` or `json_object` (vLLM)."
     )
 
+    service_tier: ServiceTier = None
     keep_alive: KeepAliveField = None
     ttl: KeepAlive | None = same_as("keep_alive")
 
     # Hints: they tune a hosted service or another engine.
-    priority: int | None = hint("the scheduler decides the order", 0)
-    service_tier: str | None = hint("there is a single service tier", "auto", "default")
     store: bool | None = hint("only /v1/responses are stored", False)
     verbosity: str | None = hint("request the length in a message", "medium")
     prompt_cache_retention: str | None = hint("entries are evicted only when space is needed", "in_memory")
@@ -139,7 +146,6 @@ class ForeignFields(StrictModel):
     id_slot: int | None = hint("the planner chooses the sequence with the longest cached prefix", -1)
     n_keep: int | None = hint("`overflow` truncates prompts", 0, -1)
     n_cache_reuse: int | None = hint("every prompt uses the prefix cache", 0)
-    timings_per_token: bool | None = hint("`usage` and the metrics have the times", False)
     response_fields: Any = hint("responses have all fields")
     request_id: str | None = hint("responses have an `id` of the server")
     guided_decoding_backend: str | None = hint("there is one grammar engine")
@@ -168,7 +174,6 @@ class ForeignFields(StrictModel):
     logits_processors: Any = unsupported("the server does not run code of clients")
     guided_whitespace_pattern: Any = unsupported("JSON has the white space that templates write")
     mm_processor_kwargs: Any = supports_only({}, reason="the projector has no options")
-    lora: list[Any] | None = supports_only([], reason="adapters are chosen when the model is loaded")
     plugins: list[Any] | None = supports_only([], reason="the server does not call tools")
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import pydantic
 
 from afterglow.server.openai.schema.chat import PromptCacheOptions, ReasoningEffort
+from afterglow.server.priority import ServiceTier
 from afterglow.server.schema.base import (
     JsonObject,
     Label,
@@ -299,6 +300,12 @@ class ResponseRequest(SamplingFields):
     store: bool | None = pydantic.Field(None, description="Default: true.")
     stream: bool | None = None
     stream_options: StreamSettings | None = None
+    return_progress: bool | None = pydantic.Field(
+        None, description="Stream `response.in_progress` with `prompt_progress` during prefill (llama-server)."
+    )
+    timings_per_token: bool | None = pydantic.Field(
+        None, description="Stream `timings` with the events of the output and the last one (llama-server)."
+    )
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=20)
     include: list[IncludeValue] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -311,16 +318,14 @@ class ResponseRequest(SamplingFields):
     prompt_cache_key: Label = None
     metadata: Metadata | None = None
     client_metadata: JsonObject | None = hint("labels of the client")
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = hint(
-        "there is a single service tier", "auto", "default"
-    )
+    service_tier: ServiceTier = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = pydantic.Field(
         None, description="24h: the prompt is pinned in the prefix cache for 24 hours after its last use."
     )
     background: bool | None = supports_only(False, reason="responses are generated while the client waits")
     access_programs: Any = unsupported("there are no access programs")
-    context_management: Any = unsupported("use `truncation`")
+    context_management: Any = unsupported('use `truncation`, or `overflow: "compact"`')
     conversation: Any = unsupported("use `previous_response_id`")
     image: Any = unsupported("send images as `input_image`")
     max_tool_calls: int | None = hint("the server runs no tools")

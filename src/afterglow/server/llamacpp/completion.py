@@ -1,0 +1,65 @@
+"""Routes /completion, /completions and /infill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Request, Response
+
+from afterglow.api.model import Model
+from afterglow.server.auth import get_tenant_salt
+from afterglow.server.generation import start_generation
+from afterglow.server.llamacpp import conversion
+from afterglow.server.llamacpp.errors import not_supported_error
+from afterglow.server.llamacpp.formatting import LlamaCompletionFormatter, check_response_fields
+from afterglow.server.llamacpp.prompts import list_prompts, tokenize_prompt
+from afterglow.server.llamacpp.schema import LlamaCompletionRequest, LlamaGenerationFields, LlamaInfillRequest
+from afterglow.server.schema.base import StrictRoute
+from afterglow.server.state import ServerState
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """Return the router of these routes."""
+    router = APIRouter(route_class=StrictRoute)
+
+    async def complete(body: LlamaCompletionRequest, request: Request) -> Response:
+        def tokenize(model: Model) -> list[list[int]]:
+            return [tokenize_prompt(model, prompt) for prompt in list_prompts(body.prompt)]
+
+        return await state.run_while_connected(request, generate(state, body, request, tokenize), "prompt")
+
+    for path in ("/completion", "/completions"):
+        router.post(path, summary="llama-server: complete prompts")(complete)
+
+    @router.post("/infill", summary="llama-server: generate the text between a prefix and a suffix")
+    async def infill(body: LlamaInfillRequest, request: Request) -> Response:
+        def tokenize(model: Model) -> list[list[int]]:
+            return [tokenize_infill(model, body)]
+
+        return await state.run_while_connected(request, generate(state, body, request, tokenize), "prompt")
+
+    return router
+
+
+async def generate(
+    state: ServerState, body: LlamaGenerationFields, request: Request, tokenize: Callable[[Model], list[list[int]]]
+) -> Response:
+    """Complete the prompts that `tokenize` returns, whole or as a stream."""
+    check_response_fields(body)
+    model = await state.get_generating_model(body.model)
+    salt = get_tenant_salt(request)
+    generation_request = await state.run_text_work(
+        lambda: conversion.build_request(state, model, body, tokenize(model), salt)
+    )
+    generation = await start_generation(state, body.model, generation_request)
+    return await generation.respond(LlamaCompletionFormatter(body, generation), stream=bool(body.stream))
+
+
+def tokenize_infill(model: Model, body: LlamaInfillRequest) -> list[int]:
+    """Build the fill-in-the-middle prompt of a body."""
+    special = model.vocabulary.special_tokens
+    missing = [name for name in ("fim_pre", "fim_suf", "fim_mid") if name not in special]
+    if missing:
+        raise not_supported_error(f"infill is not supported by {model.name!r}: it has no token {', '.join(missing)}")
+    files = [(file.filename or "tmp", file.text) for file in body.input_extra or ()]
+    return model.build_infill_prompt(body.input_prefix, body.input_suffix, start=body.prompt or "", files=files)

@@ -1,0 +1,85 @@
+"""Routes /props and /lora-adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from afterglow.api.model import Model
+from afterglow.llama.library.loader import get_library
+from afterglow.llama.sampling import Sampling
+from afterglow.server.llamacpp.errors import not_supported_error
+from afterglow.server.llamacpp.formatting import build_sampling_settings
+from afterglow.server.llamacpp.schema import AdapterScale
+from afterglow.server.models import ModelSlot
+from afterglow.server.schema.base import StrictRoute
+from afterglow.server.state import ServerState
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """Return the router of these routes."""
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.get("/props", summary="llama-server: properties of a model and of the server")
+    async def get_properties(model: str | None = None) -> dict[str, Any]:
+        return build_properties(state, state.models.get_slot(model))
+
+    @router.post("/props", include_in_schema=False)
+    async def set_properties(request: Request) -> None:
+        raise not_supported_error("properties cannot be changed: set them in the settings of the server")
+
+    @router.get("/lora-adapters", summary="llama-server: list the loaded adapters")
+    async def get_adapters(model: str | None = None) -> list[dict[str, Any]]:
+        return list_adapters(await state.get_model(model))
+
+    @router.post("/lora-adapters", include_in_schema=False)
+    async def set_adapters(body: list[AdapterScale]) -> None:
+        raise not_supported_error("adapters are chosen per request, with the field `lora`")
+
+    return router
+
+
+def list_adapters(model: Model) -> list[dict[str, Any]]:
+    """List the adapters of a model with their numbers, as requests choose them, and their default scales."""
+    return [
+        {"id": number, "path": str(adapter.path), "scale": adapter.scale, "name": adapter.name}
+        for number, adapter in enumerate(model.adapters)
+    ]
+
+
+def build_properties(state: ServerState, slot: ModelSlot) -> dict[str, Any]:
+    """Build the properties of a model. They load no model: one that was never loaded has only those of the server."""
+    settings, model = state.settings, slot.model
+    properties: dict[str, Any] = {
+        "model_alias": slot.name,
+        "model_path": "" if slot.path is None else str(slot.path),
+        "endpoint_slots": settings.slots,
+        "endpoint_props": False,
+        "endpoint_metrics": settings.metrics,
+        "build_info": get_library().build,
+        "is_sleeping": not slot.is_usable,
+    }
+    if model is None:
+        return properties
+    return properties | build_model_properties(model, settings.default_seed)
+
+
+def build_model_properties(model: Model, seed: int | None) -> dict[str, Any]:
+    """Build the properties that a loaded model has, also after it was unloaded."""
+    info, vocabulary = model.engine_info, model.vocabulary
+    sampling = model.sampling_defaults.sampling if model.can_generate else Sampling()
+    params = build_sampling_settings(sampling) | ({} if seed is None else {"seed": seed})
+
+    def format_token(name: str) -> str:
+        token = vocabulary.special_tokens.get(name)
+        return "" if token is None else vocabulary.token_to_piece(token).decode("utf-8", "replace")
+
+    return {
+        "default_generation_settings": {"params": params, "n_ctx": model.context_length},
+        "total_slots": info.sequences,
+        "modalities": {"vision": "image" in info.media, "audio": "audio" in info.media, "video": False},
+        "chat_template": model.chat_template or "",
+        "bos_token": format_token("bos"),
+        "eos_token": format_token("eos"),
+    }

@@ -1,0 +1,158 @@
+"""Bodies of the llama-server routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import pydantic
+
+from afterglow.server.schema.base import (
+    JsonObject,
+    KeepAliveField,
+    OptionalModel,
+    StrictModel,
+    hint,
+    same_as,
+    supports_only,
+    unsupported,
+)
+from afterglow.server.schema.sampling import SamplingFields
+
+BiasValue: TypeAlias = float | int | Literal[False]
+BiasPair: TypeAlias = Annotated[tuple[int | str, BiasValue], pydantic.Field(strict=False)]  # a list in JSON
+LogitBias: TypeAlias = dict[str, BiasValue] | list[BiasPair]
+FIXED_DRAFTER = "the drafter is chosen when the model is loaded"
+
+
+class PromptObject(StrictModel):
+    prompt_string: str
+    multimodal_data: list[Any] | None = supports_only([], reason="send images and audio to /v1/chat/completions")
+
+
+MixedPrompt: TypeAlias = list[int | str]  # tokens and texts of one prompt
+LlamaPrompt: TypeAlias = str | PromptObject | list[int | str | PromptObject | MixedPrompt]
+PredictLimit: TypeAlias = Annotated[
+    Annotated[int, pydantic.Field(ge=-2, le=2**31 - 1)] | None,
+    pydantic.Field(description="Maximum of generated tokens; -1, -2: until the context is full; 0: only the prompt."),
+]
+
+
+class AdapterScale(StrictModel):
+    id: int
+    scale: float
+
+
+class LlamaGenerationFields(SamplingFields):
+    """Fields of /completion and /infill."""
+
+    model: OptionalModel = None
+    n_predict: PredictLimit = None
+    max_tokens: PredictLimit = same_as("n_predict")
+    max_completion_tokens: PredictLimit = same_as("n_predict")
+    top_k: int | None = pydantic.Field(
+        None, ge=-1, le=2**31 - 1, description="Sample from the k most likely tokens; 0, -1: from all."
+    )
+    logit_bias: LogitBias | None = pydantic.Field(  # type: ignore[assignment]
+        None,
+        description="Pairs of token or text and bias, or an object; false forbids the token. A text stands for all of "
+        "its tokens.",
+    )
+    n_cmpl: int | None = pydantic.Field(None, ge=1, description="Number of completions of each prompt.")
+    n: int | None = same_as("n_cmpl")
+    n_probs: int | None = pydantic.Field(
+        None, ge=0, le=1000, description="Number of most likely tokens to return with the probability of each token."
+    )
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    return_tokens: bool | None = pydantic.Field(None, description="Return the generated tokens in `tokens`.")
+    return_progress: bool | None = pydantic.Field(None, description="Stream `prompt_progress` during prefill.")
+    timings_per_token: bool | None = pydantic.Field(None, description="Stream `timings` with every token.")
+    response_fields: list[str] | None = pydantic.Field(
+        None, description="Fields to return, e.g. `content` or `generation_settings/n_predict`. Default: all."
+    )
+    grammar: str | None = pydantic.Field(None, description="Grammar of the output in GBNF.")
+    json_schema: JsonObject | None = pydantic.Field(None, description="JSON schema of the output.")
+    id_slot: int | None = pydantic.Field(
+        None, ge=-1, description="Sequence to use; -1: the planner chooses the one with the longest cached prefix."
+    )
+    n_keep: int | None = pydantic.Field(
+        None, ge=-1, description="Leading tokens that `overflow: shift` never drops; -1: the whole prompt."
+    )
+    keep_alive: KeepAliveField = None
+
+    # Hints: they tune llama-server and do not change the response.
+    n_discard: int | None = hint("`overflow: shift` drops a quarter of the context", 0)
+    n_cache_reuse: int | None = hint("every prompt uses the prefix cache", 0)
+    sse_ping_interval: int | None = hint("the server setting `ping_seconds` sets the interval")
+    backend_sampling: bool | None = hint("samplers run on the CPU", False)
+    speculative_n_min: Any = hint(FIXED_DRAFTER, alias="speculative.n_min")
+    speculative_n_max: Any = hint(FIXED_DRAFTER, alias="speculative.n_max")
+    speculative_p_min: Any = hint(FIXED_DRAFTER, alias="speculative.p_min")
+    speculative_type: Any = hint(FIXED_DRAFTER, alias="speculative.type")
+    speculative_ngram_size_n: Any = hint(FIXED_DRAFTER, alias="speculative.ngram_size_n")
+    speculative_ngram_size_m: Any = hint(FIXED_DRAFTER, alias="speculative.ngram_size_m")
+    speculative_ngram_min_hits: Any = hint(FIXED_DRAFTER, alias="speculative.ngram_min_hits")
+    stream_options: Any = hint("the last event has the counts")
+    reasoning_format: str | None = hint("a completion is only text", "none")
+    reasoning_control: bool | None = hint("a completion is only text", False)
+    reasoning_budget_start_tag: Any = hint("a completion is only text")
+    reasoning_budget_end_tags: Any = hint("a completion is only text")
+    reasoning_budget_message: Any = hint("a completion is only text")
+
+    # Refused: ignoring them would change the response.
+    post_sampling_probs: bool | None = supports_only(False, reason="probabilities are those of the model")
+    samplers: Any = unsupported("the order of the samplers is fixed")
+    min_keep: int | None = supports_only(0, reason="samplers have no minimum")
+    adaptive_target: float | None = supports_only(-1, -1.0, reason="there is no adaptive sampler")
+    adaptive_decay: float | None = hint("there is no adaptive sampler")
+    t_max_predict_ms: int | None = supports_only(0, -1, reason="use `deadline`")
+    n_indent: int | None = supports_only(0, reason="use `grammar`")
+    grammar_lazy: bool | None = supports_only(False, reason="use `tools` of /v1/chat/completions")
+    grammar_triggers: list[Any] | None = supports_only([], reason="use `tools` of /v1/chat/completions")
+    preserved_tokens: list[Any] | None = supports_only([], reason="use `tools` of /v1/chat/completions")
+    reasoning_budget_tokens: int | None = supports_only(-1, reason="use `reasoning_budget` of /v1/chat/completions")
+    echo: bool | None = supports_only(False, reason="`prompt` of the result has the prompt")
+    continue_final_message: bool | None = supports_only(False, reason="use /v1/chat/completions")
+    verbose: bool | None = hint("every result has the prompt", False)
+
+
+class LlamaCompletionRequest(LlamaGenerationFields):
+    """Prompts to complete."""
+
+    prompt: LlamaPrompt = pydantic.Field(
+        description="A text; a list of tokens, or of tokens and texts; an object with `prompt_string`; or a list of "
+        "such prompts."
+    )
+
+
+class ExtraFile(StrictModel):
+    text: str
+    filename: str | None = None
+
+
+class LlamaInfillRequest(LlamaGenerationFields):
+    """Text before and after the text to generate."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] | None = pydantic.Field(None, description="Other files of the project.")
+    prompt: str | None = pydantic.Field(None, description="Start of the text between prefix and suffix.")
+
+
+class LlamaEmbeddingRequest(StrictModel):
+    """Texts or tokens to embed."""
+
+    model: OptionalModel = None
+    content: LlamaPrompt | None = pydantic.Field(None, description="As `prompt` of /completion.")
+    input: LlamaPrompt | None = same_as("content")
+    embd_normalize: int | None = pydantic.Field(
+        None, ge=0, description="Norm of the vectors: 0 maximum, 1 taxicab, 2 Euclidean (default), p: p-norm."
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class SlotFileRequest(StrictModel):
+    """File of a saved slot."""
+
+    filename: str = pydantic.Field(min_length=1, max_length=255)
+    model: OptionalModel = None

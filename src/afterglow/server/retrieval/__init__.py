@@ -1,0 +1,1 @@
+"""Reranking over HTTP, in the shapes of Cohere and Jina."""

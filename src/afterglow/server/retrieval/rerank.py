@@ -1,0 +1,81 @@
+"""Routes /v1/rerank, /v2/rerank and /rerank."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from afterglow.api.rerank import Reranking
+from afterglow.server import limits
+from afterglow.server.auth import get_tenant_salt
+from afterglow.server.logs import get_record
+from afterglow.server.retrieval.schema import RerankRequest
+from afterglow.server.schema.base import StrictRoute
+from afterglow.server.state import ServerState
+
+PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """Return the router of these routes."""
+    router = APIRouter(route_class=StrictRoute)
+
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        work = rank_documents(state, body, get_tenant_salt(request), request.url.path)
+        return await state.run_while_connected(request, work, "documents")
+
+    for path in PATHS:
+        router.add_api_route(path, rerank, methods=["POST"], summary="Rank documents for a query")
+    return router
+
+
+async def rank_documents(state: ServerState, body: RerankRequest, salt: str, path: str) -> Response:
+    """Score the documents. The engine serves other requests in between."""
+    limits.check_limit(state.settings, "max_documents", "documents", len(body.documents))
+    documents = [document if isinstance(document, str) else document.text for document in body.documents]
+    model = await state.get_model(body.model)
+    ticket = state.get_admission_queue(model).admit(1)
+    try:
+        ranking = await state.run_long_call(
+            lambda cancel: model.rerank(
+                body.query,
+                documents,
+                top_n=body.top_n,
+                instruction=body.instruction,
+                max_document_tokens=body.max_tokens_per_doc,
+                salt=salt,
+                cancel=cancel,
+            )
+        )
+    finally:
+        ticket.release()
+    record = get_record()
+    record.model, record.prompt_tokens = model.name, ranking.prompt_tokens
+    version = "2" if path.startswith("/v2") else "1"
+    return JSONResponse(build_body(ranking, model.name, version, with_documents=bool(body.return_documents)))
+
+
+def build_body(ranking: Reranking, model: str, version: str, *, with_documents: bool) -> dict[str, Any]:
+    """Build the response that clients of both APIs read: `usage` is Jina's, `id` and `meta` are Cohere's."""
+    return {
+        "id": str(uuid.uuid4()),
+        "object": "list",
+        "model": model,
+        "results": [
+            {"index": document.index, "relevance_score": document.score}
+            | ({"document": {"text": document.text}} if with_documents else {})
+            for document in ranking.results
+        ],
+        "usage": {
+            "prompt_tokens": ranking.prompt_tokens,
+            "total_tokens": ranking.prompt_tokens,
+            "computed_tokens": ranking.computed_tokens,
+        },
+        "meta": {
+            "api_version": {"version": version},
+            "tokens": {"input_tokens": ranking.prompt_tokens, "output_tokens": 0},
+        },
+    }

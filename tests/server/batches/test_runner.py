@@ -1,0 +1,70 @@
+"""Batches of a real server that is killed and restarted, and beside interactive requests."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from afterglow.testing import models
+from support.batch_lines import build_line, read_results, start_batch, wait_for_end
+from support.server_process import CYCLE, ServerProcess, run_server, wait_until
+
+pytestmark = pytest.mark.native
+
+LINES = 12
+
+
+ONE_SEQUENCE = (f"tiny={models.get_path('successor-attention')}", "--context", "1900", "--sequences", "1")
+
+
+def count_completed(server: ServerProcess, id: str) -> int:
+    return server.client().batches.retrieve(id).request_counts.completed
+
+
+def test_a_killed_server_continues_its_batch_and_each_line_has_one_result(tmp_path: Path):
+    lines = [build_line(f"{n}", max_tokens=300, ignore_eos=True) for n in range(LINES)]
+    server = ServerProcess(*ONE_SEQUENCE, AFTERGLOW_DATA=str(tmp_path))
+    batch = start_batch(server.client(), [*lines, "no JSON"])
+    server.stop(signal.SIGKILL)  # while the lines are validated or ordered
+    server = ServerProcess(*ONE_SEQUENCE, AFTERGLOW_DATA=str(tmp_path))
+    assert wait_until(120, lambda: count_completed(server, batch.id) >= 3)
+    done = count_completed(server, batch.id)
+    server.stop(signal.SIGKILL)  # while lines run
+    with run_server(*ONE_SEQUENCE, AFTERGLOW_DATA=str(tmp_path)) as server:
+        assert count_completed(server, batch.id) >= done  # nothing that was done is lost
+        assert done < LINES
+        client = server.client()
+        batch = wait_for_end(client, batch.id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", LINES, 1)
+        results = read_results(client, batch.output_file_id)
+        assert [result["custom_id"] for result in results] == [f"{n}" for n in range(LINES)]
+        for result in results:
+            assert result["response"]["body"]["choices"][0]["message"]["content"] == (CYCLE * 20)[:300]
+        assert "continuing" in server.stderr_text
+
+
+def test_interactive_requests_go_before_background_work_which_ends(tmp_path: Path):
+    """The only sequence is busy with a line of a batch, then with a request of the tier `flex`."""
+    with run_server(*ONE_SEQUENCE, AFTERGLOW_DATA=str(tmp_path)) as server:
+        client = server.client()
+        batch = start_batch(client, [build_line(f"{n}", max_tokens=1800, ignore_eos=True) for n in range(1)])
+        assert wait_until(120, lambda: server.is_busy())
+        answer = server.chat("hi")
+        assert (answer["status"], answer["choices"][0]["message"]["content"]) == (200, CYCLE[:8])
+        assert count_completed(server, batch.id) == 0
+        batch = wait_for_end(client, batch.id)
+        assert batch.request_counts.completed == 1
+        for result in read_results(client, batch.output_file_id):
+            assert result["response"]["body"]["choices"][0]["message"]["content"] == (CYCLE * 99)[:1800]
+        assert (preempted := server.get_counters()["preempted"]) >= 1
+
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 1800, "temperature": 0, "ignore_eos": True}
+        flex_body = {**body, "stream": True, "service_tier": "flex"}
+        with server.http.stream("POST", "/v1/completions", json=flex_body) as flex:
+            events = flex.iter_lines()
+            next(events)
+            assert server.chat("hi")["status"] == 200
+            assert server.get_counters()["preempted"] == preempted + 1
+            assert '"finish_reason":"length"' in "".join(events).replace(" ", "")

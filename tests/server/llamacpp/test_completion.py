@@ -1,0 +1,187 @@
+"""/completion, /infill and /embedding of the llama-server API, with an HTTP client on a server with tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from afterglow.testing.models import vocabulary
+from support.server_process import CYCLE, ServerProcess
+
+pytestmark = pytest.mark.native
+
+
+def complete(server: ServerProcess, prompt: Any = "abc", **fields: Any) -> Any:
+    """Return the result of /completion, greedy by default."""
+    body = {"model": "tiny", "prompt": prompt, "n_predict": 4, "temperature": 0}
+    response = server.post("/completion", {**body, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refuse(server: ServerProcess, path: str = "/completion", **fields: Any) -> dict[str, Any]:
+    """Return the error of a request with status 400."""
+    response = server.post(path, {"model": "tiny", "prompt": "abc", **fields})
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def test_a_completion_has_the_fields_of_llama_server(server: ServerProcess) -> None:
+    result = complete(server, "abc", stop=["f"], return_tokens=True, cache_salt="fields")
+    assert (result["content"], result["stop"], result["stop_type"], result["stopping_word"]) == (
+        "de",
+        True,
+        "word",
+        "f",
+    )
+    assert (result["index"], result["prompt"], result["model"]) == (0, "abc", "tiny")
+    assert (result["has_new_line"], result["truncated"]) == (False, False)
+    assert result["tokens"][:2] == [vocabulary.get_byte_token(ord(letter)) for letter in "de"]
+    assert result["generation_settings"]["n_predict"] == 4
+    assert result["generation_settings"]["temperature"] == 0
+    timings = result["timings"]
+    assert timings["prompt_n"] + timings["cache_n"] == result["tokens_evaluated"]
+    assert timings["predicted_n"] == result["tokens_predicted"]
+    assert timings["prompt_ms"] > 0
+
+
+def test_a_stream_adds_up_to_the_whole_completion(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "abc", "n_predict": 6, "temperature": 0}
+    *chunks, end = server.collect_events("/completions", body)
+    assert "".join(chunk["content"] for chunk in chunks) + end["content"] == complete(server, n_predict=6)["content"]
+    assert [chunk["stop"] for chunk in chunks] == [False] * 6
+    assert all(len(chunk["tokens"]) == 1 for chunk in chunks)
+    assert (end["stop"], end["stop_type"], end["timings"]["predicted_n"]) == (True, "limit", 6)
+
+
+def test_the_last_event_of_a_stream_has_the_text_that_was_held_back(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "abc", "n_predict": 4, "temperature": 0, "stop": ["g!"]}
+    *chunks, end = server.collect_events("/completion", body)
+    assert [chunk["content"] for chunk in chunks] == ["d", "e", "f", ""]  # g may be the start of the stop string
+    assert end["content"] == "g"
+
+
+def test_prompts_of_text_tokens_and_objects_are_the_same(server: ServerProcess) -> None:
+    tokens = server.post("/tokenize", {"model": "tiny", "content": "abc", "add_special": True}).json()["tokens"]
+    prompts = ["abc", tokens, [*tokens[:-1], "c"], {"prompt_string": "abc"}]
+    results = complete(server, prompts)
+    assert [result["index"] for result in results] == [0, 1, 2, 3]
+    assert {result["content"] for result in results} == {"defg"}
+    assert complete(server, [*tokens[:-1], "c"])["content"] == "defg"  # a list with a token is one prompt
+
+
+def test_probabilities_of_tokens(server: ServerProcess) -> None:
+    probabilities = complete(server, n_probs=3)["completion_probabilities"]
+    assert [entry["token"] for entry in probabilities] == list("defg")
+    for entry in probabilities:
+        assert entry["bytes"] == list(entry["token"].encode())
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["id"] == entry["id"]
+        assert entry["logprob"] <= 0
+    *chunks, _ = server.collect_events("/completion", {"model": "tiny", "prompt": "abc", "n_predict": 2, "n_probs": 1})
+    assert [len(chunk["completion_probabilities"]) for chunk in chunks] == [1, 1]
+
+
+def test_a_grammar_and_a_schema_constrain_the_output(server: ServerProcess) -> None:
+    assert complete(server, grammar='root ::= "x"{3}')["content"] == "xxx"
+    assert complete(server, json_schema={"const": 42}, n_predict=8)["content"] == "42"
+    assert refuse(server, grammar="root ::= (")["type"] == "invalid_request_error"
+    assert refuse(server, grammar='root ::= "a"', json_schema={})["param"] == "json_schema"
+
+
+def test_cache_prompt_decides_whether_the_prefix_is_computed_again(server: ServerProcess) -> None:
+    prompt = "the prefix that this test alone has " * 4
+    first, second = complete(server, prompt), complete(server, prompt)
+    assert first["timings"]["cache_n"] < second["timings"]["cache_n"]
+    assert second["timings"]["prompt_n"] == 1
+    assert complete(server, prompt, cache_prompt=False)["timings"]["cache_n"] == 0
+
+
+def test_id_slot_chooses_the_sequence(server: ServerProcess) -> None:
+    prompt = "a prompt of a length that nothing else has" * 3
+    evaluated = complete(server, prompt, id_slot=5, n_predict=1)["tokens_evaluated"]
+    slots = server.http.get("/slots", params={"model": "tiny"}).json()
+    assert [slot["id"] for slot in slots] == list(range(8))
+    assert slots[5]["n_prompt_tokens"] == evaluated
+    assert not any(slot["is_processing"] for slot in slots)
+    assert "must be from -1 to 7, not 8" in refuse(server, id_slot=8)["message"]
+
+
+def test_progress_and_timings_of_a_stream(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "x" * 600, "n_predict": 2, "return_progress": True, "timings_per_token": True}
+    events = server.collect_events("/completion", {**body, "cache_prompt": False})
+    progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert progress[0]["processed"] == progress[0]["cache"] == 0
+    assert progress[-1]["processed"] == progress[-1]["total"] >= 600
+    assert [event["timings"]["predicted_n"] for event in events if event.get("tokens")] == [1, 2]
+    assert events[0]["timings"]["prompt_ms"] == 0
+
+
+def test_response_fields_select_what_is_returned(server: ServerProcess) -> None:
+    fields = ["content", "generation_settings/n_predict", "absent"]
+    assert complete(server, response_fields=fields) == {"content": "defg", "generation_settings/n_predict": 4}
+
+
+@pytest.mark.parametrize("bias", [{"d": False}, [["d", False]], [["d", -100]], "token"])
+def test_logit_bias_takes_tokens_and_texts(server: ServerProcess, bias: Any) -> None:
+    token = vocabulary.get_byte_token(ord("d"))
+    result = complete(server, logit_bias=[[token, False]] if bias == "token" else bias, n_predict=1)
+    assert result["content"] != "d"
+    assert result["generation_settings"]["logit_bias"] == [{"token": token, "bias": None}]
+
+
+def test_ignored_end_tokens_are_listed_as_forbidden(server: ServerProcess) -> None:
+    biases = complete(server, ignore_eos=True)["generation_settings"]["logit_bias"]
+    assert biases
+    assert all(entry["bias"] is None for entry in biases)
+
+
+def test_several_completions_of_a_prompt(server: ServerProcess) -> None:
+    assert [result["index"] for result in complete(server, n_cmpl=2)] == [0, 1]
+
+
+def test_a_full_context_truncates_the_completion(server: ServerProcess) -> None:
+    result = complete(server, "a" * 2000, n_predict=-1, ignore_eos=True)
+    assert (result["truncated"], result["stop_type"]) == (True, "limit")
+
+
+def test_errors_have_the_form_of_llama_server(server: ServerProcess) -> None:
+    error = refuse(server, prompt="a" * 3000)
+    assert (error["type"], error["code"], error["n_ctx"]) == ("exceed_context_size_error", 400, 2048)
+    assert error["n_prompt_tokens"] >= 3000
+    assert "exceeds the available context size" in error["message"]
+    assert refuse(server, prompt=[])["param"] == "prompt"
+    assert "did you mean `n_predict`" in refuse(server, n_predicts=3)["message"]
+    assert "the order of the samplers is fixed" in refuse(server, samplers=["top_k"])["message"]
+
+
+def test_hints_are_named_in_a_header(server: ServerProcess) -> None:
+    response = server.post("/completion", {"model": "tiny", "prompt": "abc", "n_predict": 1, "speculative.n_max": 3})
+    assert response.headers["x-afterglow-ignored"] == "speculative.n_max"
+
+
+def test_infill_puts_files_prefix_and_suffix_around_the_gap(server: ServerProcess) -> None:
+    body = {"model": "reasoning", "input_prefix": "abc", "input_suffix": "xyz", "n_predict": 3, "temperature": 0}
+    assert server.post("/infill", {**body, "prompt": "jk"}).json()["content"] == "lmn"
+    prompt = server.post("/infill", {**body, "input_extra": [{"filename": "a.py", "text": "one"}]}).json()["prompt"]
+    assert [prompt.index(text) for text in ("one", "abc", "xyz")] == sorted(map(prompt.index, ("one", "abc", "xyz")))
+    assert server.post("/infill", {**body, "model": "tiny"}).status_code == 501
+    assert server.post("/infill", {**body, "input_extra": [{"filename": "a.py"}]}).status_code == 400
+
+
+def test_embeddings_have_the_requested_norm(server: ServerProcess) -> None:
+    (single,) = server.post("/embedding", {"model": "vectors", "content": "abc"}).json()
+    vector = np.array(single["embedding"][0])
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+    both = server.post("/embeddings", {"model": "vectors", "input": ["abc", "abd"], "embd_normalize": 1}).json()
+    assert [entry["index"] for entry in both] == [0, 1]
+    assert np.abs(both[0]["embedding"][0]).sum() == pytest.approx(1, abs=1e-5)
+    assert np.array(both[0]["embedding"][0]) @ vector > 0
+    assert server.post("/embedding", {"model": "vectors"}).status_code == 400
+
+
+def test_the_cycle_goes_on(server: ServerProcess) -> None:
+    assert complete(server, "abc", n_predict=8)["content"] == CYCLE[3:11]
