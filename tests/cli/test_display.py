@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from afterglow.chat.output.parts import ReasoningDelta, TextDelta
-from afterglow.cli.display import FENCE_PATTERN, CodeBlock, MarkdownDisplay
+from afterglow.cli.markdown_display import FENCE_PATTERN, CodeBlock, MarkdownDisplay
 
 
 def render(text: str, *, reasoning: str = "") -> list[str]:

@@ -129,6 +129,14 @@ def test_the_chat_continues_after_the_context_is_full() -> None:
     assert terminal.exit() == 0
 
 
+def test_the_chat_can_summarize_a_conversation_over_the_context() -> None:
+    terminal = ChatTerminal("--context", "1024", "--overflow", "compact")
+    screens = [terminal.send_line_unwrapped(f"{number} {'x' * 150}") for number in range(6)]
+    assert any(re.search(r"a new summary replaces \d+ earlier messages", screen) for screen in screens)
+    assert re.search(r"(new|earlier) summary replaces \d+ earlier messages \(\d+ tokens became \d+\)", screens[-1])
+    assert terminal.exit() == 0
+
+
 # --- Ctrl-C and Ctrl-D
 
 

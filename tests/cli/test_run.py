@@ -191,3 +191,13 @@ def test_a_private_run_writes_nothing_of_the_prompt_to_disk(tmp_path: Path) -> N
     assert not (tmp_path / "prefix").exists()
     run_in_process(*arguments, **environment)
     assert (tmp_path / "prefix").exists()
+
+
+def test_a_command_uses_adapters() -> None:
+    model, adapter = str(models.get_path("attention")), f"style={models.get_path('adapter')}"
+    command = ["run", "abc", "--raw", "--model", model, "--max-tokens", "8", "--adapter", adapter]
+    base, styled, scaled = (
+        run_in_process(*command, *lora).stdout for lora in ((), ("--lora", "style"), ("--lora", "style@0.3"))
+    )
+    assert len({base, styled, scaled}) == 3
+    assert run_in_process(*command, "--lora", "styel").stderr.count("did you mean 'style'?") == 1

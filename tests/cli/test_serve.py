@@ -10,7 +10,7 @@ import pytest
 
 from afterglow.testing import models
 from support.commands import run_in_process
-from support.server_process import run_server
+from support.server_process import run_server, wait_until
 
 pytestmark = pytest.mark.native
 
@@ -82,7 +82,8 @@ def test_the_first_run_says_that_conversations_are_stored_on_disk(tmp_path: Path
 @pytest.mark.parametrize("source", ["flag", "variable", "file"])
 def test_a_private_server_writes_nothing_of_a_request_to_disk(source: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    environment = {"AFTERGLOW_CACHE": str(cache), "AFTERGLOW_DISK_CACHE": "on"}
+    data = tmp_path / "data"
+    environment = {"AFTERGLOW_CACHE": str(cache), "AFTERGLOW_DATA": str(data), "AFTERGLOW_DISK_CACHE": "on"}
     if source == "variable":
         environment["AFTERGLOW_PRIVATE"] = "true"
     if source == "file":
@@ -94,8 +95,10 @@ def test_a_private_server_writes_nothing_of_a_request_to_disk(source: str, tmp_p
         assert server.chat(text)["status"] == 200
         assert server.post("/cache/pin", {"model": "tiny", "prompt": text}).status_code == 200
         assert server.respond(text)["http_status"] == 200
+        assert server.post("/conversations", {"title": text[:50]}).status_code == 200
         assert server.stop() == 0
     assert list_files(cache) == before
+    assert list_files(data) == []
     assert not (cache / "prefix").exists()
 
 
@@ -109,6 +112,31 @@ def test_a_server_that_is_not_private_stores_the_prefix(tmp_path: Path) -> None:
 
 def list_files(directory: Path) -> list[str]:
     return sorted(os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
+
+
+# --- the web page
+
+
+def test_open_opens_the_page_whose_conversations_outlive_the_server(tmp_path: Path) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path / "opened"}\n')
+    browser.chmod(0o700)
+    environment = {"AFTERGLOW_DATA": str(tmp_path / "data"), "BROWSER": f"{browser} %s"}
+    with run_server(TINY, "--lazy-load", "--open", **environment) as server:
+        assert f"in a browser: {server.url}/" in server.stderr_text
+        assert wait_until(60, lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text())
+        assert (tmp_path / "opened").read_text() == f"{server.url}/\n"
+        server.post("/conversations", {"title": "kept"})
+    with run_server(TINY, "--lazy-load", "--no-web", **environment) as server:
+        assert server.http.get("/").status_code == 404
+        assert "in a browser" not in server.stderr_text
+    with run_server(TINY, "--lazy-load", **environment) as server:
+        assert [found["title"] for found in server.http.get("/conversations").json()["conversations"]] == ["kept"]
+
+
+def test_a_page_that_is_off_cannot_be_opened() -> None:
+    result = run_in_process("serve", TINY, "--open", "--no-web")
+    assert (result.returncode, "--open" in result.stderr, "`web`" in result.stderr) == (1, True, True)
 
 
 # --- ps

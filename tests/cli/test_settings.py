@@ -171,6 +171,8 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
         speculation=4,
         projector=tmp_path / "mmproj.gguf",
         strip_media=True,
+        adapters=["style=style.gguf@0.8"],
+        lora="style@0.5",
     )
     load_options: dict[str, Any] = {}
     monkeypatch.setattr(open_model, "load", lambda path, **options: load_options.update(options))
@@ -178,6 +180,7 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
     open_model.open_model(settings, Console(stderr=True))
     expected = {"context": 512, "sequences": 3, "threads": 1, "gpu_layers": 0}
     expected |= {"projector": tmp_path / "mmproj.gguf", "strip_media": True, "chat_template": template}
+    expected |= {"adapters": {"style": ("style.gguf", 0.8)}}
     expected |= {"disk_cache_bytes": 3 * 1024**3, "ram_cache_bytes": 5 * 1024**2}
     expected |= {"pin_system_prompts": True, "max_token_gap": 0.5, "speculation": 4}
     assert {name: load_options[name] for name in expected} == expected
@@ -187,7 +190,7 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
     assert {name: served[name] for name in expected} == expected
     sampling = {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repeat_penalty": 1.5}
     assert load_options["sampling_defaults"] == served["sampling_defaults"] == sampling
-    generation = {"max_tokens": 9, "seed": 3, "reasoning": False, "overflow": "shift"}
+    generation = {"max_tokens": 9, "seed": 3, "reasoning": False, "lora": [("style", 0.5)], "overflow": "shift"}
     assert settings.generation_options == generation
 
 
@@ -231,7 +234,7 @@ def test_every_flag_of_a_command_sets_its_setting(name, arguments, flags):
 
 def test_every_flag_of_serve_sets_its_setting(monkeypatch, tmp_path):
     served: list[tuple[dict[str, str], Settings]] = []
-    monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
+    monkeypatch.setattr(serve, "serve_models", lambda *all, opens_page: served.append(all))
     (tmp_path / "keys").write_text("c\n\nd\n")
     repeated = ["--api-key", "a", "--api-key", "b", "--allow-origin", "o", "--media-host", "h", "--draft", "mtp"]
     repeated += ["--draft", "big=small", "--api-key-file", str(tmp_path / "keys"), "--allow-host", "n"]
@@ -269,7 +272,7 @@ def test_aliases_are_a_table_of_the_file_or_a_list(file, monkeypatch):
 
 def test_absent_flags_do_not_override_the_file(file, monkeypatch):
     served: list[tuple[dict[str, str], Settings]] = []
-    monkeypatch.setattr(serve, "serve_models", lambda *all: served.append(all))
+    monkeypatch.setattr(serve, "serve_models", lambda *all, opens_page: served.append(all))
     file.write_text("model = 'small'\ndraft = 'mtp'\n[server]\nport = 9\napi_keys = ['a']\nmedia_hosts = ['h']\n")
     CliRunner().invoke(app, ["serve"])
     served_models, settings = served[0]

@@ -17,6 +17,7 @@ from rich.table import Table
 from afterglow import registry
 from afterglow.chat.miss_reasons import find_first_user_text
 from afterglow.chat.replay_disk import remove_replays
+from afterglow.chat.summaries import remove_summaries
 from afterglow.closeable import Closeable
 from afterglow.engine.inspect import cache as inspect_cache
 from afterglow.engine.inspect import disk
@@ -83,6 +84,7 @@ def clear(
         typer.confirm(f"Delete {decimal(nbytes)}?", abort=True, err=True)
     freed = disk.clear(context.obj, digests) if digests else 0
     remove_replays(context.obj)
+    remove_summaries(context.obj)
     typer.echo(f"deleted {decimal(freed)}", err=True)
 
 

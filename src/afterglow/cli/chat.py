@@ -10,12 +10,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from afterglow.api.conversation import Conversation
+from afterglow.agents.conversation import Conversation
+from afterglow.agents.mcp_client import load_mcp_servers
+from afterglow.agents.resources import CALL_SECONDS
+from afterglow.agents.sync_tools import SyncTools
+from afterglow.agents.terminal_questions import terminal
+from afterglow.chat.tools.tool import Tool
 from afterglow.cli import options
-from afterglow.cli.display import choose_display, format_limit, show_response
+from afterglow.cli.agent import AllowOption, DenyOption, McpOption, build_permissions
+from afterglow.cli.display import format_limit, show_response
 from afterglow.cli.fit import format_summary
 from afterglow.cli.keyboard import exit_on_signals
 from afterglow.cli.loop_guard import exit_on_loop, guard_deltas
+from afterglow.cli.markdown_display import choose_display
 from afterglow.cli.media import MediaFile
 from afterglow.cli.open_model import open_model
 from afterglow.cli.repl import Repl
@@ -40,6 +47,9 @@ def chat(
     ] = False,
     image: options.ImageOption = None,
     audio: options.AudioOption = None,
+    mcp: McpOption = None,
+    allow: AllowOption = None,
+    deny: DenyOption = None,
 ) -> None:
     """Chat with a model. Ctrl-C stops a response, Ctrl-D exits, /help lists the commands.
 
@@ -54,15 +64,34 @@ def chat(
         settings = load_command_settings(command)
     console = Console(stderr=not sys.stdout.isatty())
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    permissions = build_permissions(allow or (), deny or ())
+    servers = load_mcp_servers(mcp) if mcp else []
+    with SyncTools(servers, permissions, terminal, call_seconds=CALL_SECONDS) as toolbox:
+        run_chat(command, settings, console, saved, question, toolbox.tools, image or (), audio or (), is_first_run)
+
+
+def run_chat(
+    command: typer.Context,
+    settings: Settings,
+    console: Console,
+    saved: SavedConversation | None,
+    question: str | None,
+    tools: Sequence[Tool],
+    image: Sequence[Path],
+    audio: Sequence[Path],
+    is_first_run: bool,
+) -> None:
+    """Answer piped input, or chat until the user exits."""
+    directory = None if settings.private else get_data_directory("chat")
     if question is not None:
-        return answer_once(settings, console, question, saved, image or (), audio or ())
-    files: list[MediaFile] = [("image", path) for path in image or ()]
-    files += [("audio", path) for path in audio or ()]
+        return answer_once(settings, console, question, saved, image, audio, tools)
+    files: list[MediaFile] = [("image", path) for path in image]
+    files += [("audio", path) for path in audio]
     flags = {name for name, value in command.params.items() if value is not None}
     with (
         exit_on_signals(),
         open_model(settings, console) as loaded,
-        Repl(loaded, settings, console, flags=flags, directory=directory, initial_files=files) as repl,
+        Repl(loaded, settings, console, flags=flags, directory=directory, initial_files=files, tools=tools) as repl,
     ):
         if loaded.fit is not None:
             console.print(format_summary(loaded.fit), style="dim", highlight=False, markup=False)
@@ -106,12 +135,13 @@ def answer_once(
     saved: SavedConversation | None,
     images: Sequence[Path],
     audio: Sequence[Path],
+    tools: Sequence[Tool] = (),
 ) -> None:
     """Print the response to piped input."""
     if not question:
         return
     with open_model(settings, console) as model:
-        conversation = Conversation(model, system=settings.system, **settings.generation_options)
+        conversation = Conversation(model, system=settings.system, tools=tools, **settings.generation_options)
         if saved is not None:
             conversation.messages = saved.messages
         deltas = conversation.stream_deltas(question, images=images, audio=audio)

@@ -19,7 +19,11 @@ HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 COMMANDS = {
     "chat": "afterglow.cli.chat:chat",
     "run": "afterglow.cli.run:run",
+    "agent": "afterglow.cli.agent:agent",
+    "runs": "afterglow.cli.runs:app",
+    "mcp": "afterglow.cli.agent:mcp",
     "serve": "afterglow.cli.serve:serve",
+    "batch": "afterglow.cli.batch:batch",
     "launch": "afterglow.cli.launch:launch",
     "ps": "afterglow.cli.ps:ps",
     "models": "afterglow.cli.models:app",

@@ -55,7 +55,7 @@ def _build_flag(name: str, field: FieldInfo) -> Any:
     help_text, flag = describe_option(name, field), get_flag(name)
     if kinds == {bool}:
         return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=help_text)]
-    if name == "draft" or (isinstance(field.default, tuple) and name in SERVER_FIELDS):
+    if name in ("draft", "adapters") or (isinstance(field.default, tuple) and name in SERVER_FIELDS):
         return Annotated[list[str] | None, typer.Option(flag, help=f"{help_text} Repeatable.")]
     if kinds in ({int}, {float}) and not name.endswith(("_bytes", "keep_alive")):  # those may have units
         kind = int if kinds == {int} else float
@@ -79,6 +79,8 @@ ModelsArgument = Annotated[
         show_default=False,
     ),
 ]
+
+OpenPageOption = Annotated[bool, typer.Option("--open", help="Open the web page in a browser.")]
 
 # --- request
 

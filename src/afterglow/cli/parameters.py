@@ -10,7 +10,14 @@ from typing import Any, cast, get_type_hints
 import pydantic
 
 from afterglow.api.model import Model
-from afterglow.api.options import ChatGenerationOptions, LoadOptions, check_options, describe_errors, get_fields
+from afterglow.api.options import (
+    ChatGenerationOptions,
+    LoadOptions,
+    check_options,
+    describe_errors,
+    get_fields,
+    parse_lora,
+)
 from afterglow.api.options import suggest_name as suggest
 from afterglow.cli.settings import ENVIRONMENT_PREFIX, Settings, get_flag, get_settings_path, parse_reasoning
 from afterglow.errors import InvalidArgument
@@ -21,6 +28,7 @@ RESPONSE_PARSERS: dict[str, Callable[[str], object]] = {
     "seed": pydantic.TypeAdapter(int).validate_python,
     "stop": lambda text: [text],
     "reasoning": parse_reasoning,
+    "lora": parse_lora,
     "overflow": str,
 }
 UNSET_TEXTS = {"max_tokens": "no limit", "seed": "random", "stop": "none", "reasoning": "as in the chat template"}
@@ -111,6 +119,8 @@ def format_value(name: str, value: object) -> str:
     """
     if value in (None, (), []):
         return UNSET_TEXTS.get(name, "none")
+    if name == "lora" and isinstance(value, list | tuple):
+        return ",".join(item if isinstance(item, str) else f"{item[0]}@{item[1]:g}" for item in value)
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value[0] if isinstance(value, list) else value)

@@ -11,16 +11,18 @@ from pathlib import Path
 from rich.console import Console
 
 from afterglow import registry
-from afterglow.api.conversation import Conversation, build_user_message
+from afterglow.agents.conversation import Conversation, build_user_message
 from afterglow.api.model import Model
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputPart, join_parts
 from afterglow.chat.output.response import Delta
-from afterglow.cli.display import choose_display, format_limit, format_statistics, format_truncation, show_response
+from afterglow.chat.tools.tool import Tool
+from afterglow.cli.display import format_limit, format_statistics, format_truncation, show_response
 from afterglow.cli.error_messages import describe_error
 from afterglow.cli.keyboard import InterruptGuard, hold_keys
 from afterglow.cli.line_editor import Candidates, CommandCompleter, LineEditor, open_history
 from afterglow.cli.loop_guard import guard_deltas
+from afterglow.cli.markdown_display import choose_display
 from afterglow.cli.media import MediaFile, describe_media, extract_media_files, unquote_word
 from afterglow.cli.open_model import open_model, resolve_or_pull
 from afterglow.cli.parameters import PARAMETERS, ChatParameters
@@ -58,6 +60,7 @@ class Repl(Closeable):
         console: Terminal.
         directory: Where the history of input lines and the conversations are kept. None: nowhere.
         initial_files: Media files for the first message.
+        tools: Functions that the model may call.
     """
 
     def __init__(
@@ -69,8 +72,11 @@ class Repl(Closeable):
         flags: Collection[str] = (),
         directory: Path | None = None,
         initial_files: Sequence[MediaFile] = (),
+        tools: Sequence[Tool] = (),
     ) -> None:
         self._model = model
+        self._tools = tools
+        self._marks: dict[str, int] = {}  # numbers of messages, by name
         self._settings = settings
         self._console = console
         self._parameters = ChatParameters(settings, flags)
@@ -106,7 +112,13 @@ class Repl(Closeable):
             "copy": ChatCommand(self._copy, "", "copy the last response to the clipboard"),
             "fork": ChatCommand(self._fork, "", "continue in a copy of the conversation"),
             "back": ChatCommand(self._return_from_fork, "", "return from a fork to the original"),
-            "rewind": ChatCommand(self._rewind, "N", "keep only the first N messages"),
+            "mark": ChatCommand(
+                self._mark, "NAME", "mark the end of the conversation, for /rewind; /mark lists the marks"
+            ),
+            "rewind": ChatCommand(
+                self._rewind, "NAME", "return to a mark; a number keeps that many messages", lambda: self._marks
+            ),
+            "why": ChatCommand(self._explain, "", "explain what of the last prompt was cached, and why not more"),
             "history": ChatCommand(self._print_history, "", "list the messages"),
             "resume": ChatCommand(self._resume, "ID", "continue a saved conversation; /resume lists them", list_ids),
             "save": ChatCommand(self._save, "FILE", "save the conversation to a file"),
@@ -236,7 +248,7 @@ class Repl(Closeable):
 
     def _start_conversation(self, messages: Sequence[Message]) -> None:
         """Continue with these messages, as a new conversation."""
-        self._conversation = Conversation(self._model, **self._parameters.build_options(self._model))
+        self._conversation = Conversation(self._model, tools=self._tools, **self._parameters.build_options(self._model))
         self._conversation.messages = list(messages)
         self._conversation_id, self._saved_messages = create_id(), []
 
@@ -281,11 +293,39 @@ class Repl(Closeable):
         self._saved_messages = list(self._conversation.messages)
         self._print_note(f"returned to the conversation of {len(self._conversation.messages)} messages")
 
+    def _mark(self, name: str) -> None:
+        count = len(self._conversation.messages)
+        if not name:
+            return self._print_note(
+                "\n".join(f"{mark}: {at} messages" for mark, at in self._marks.items()) or "no marks"
+            )
+        self._marks[name] = count
+        self._print_note(f"marked {name} after {count} messages; /rewind {name} returns")
+
     def _rewind(self, text: str) -> None:
-        if not text.lstrip("-").isdigit():
-            return self._print_note("usage: /rewind N")
-        self._conversation.rewind(int(text))
+        count = self._marks.get(text)
+        if count is None and not text.lstrip("-").isdigit():
+            return self._print_note("usage: /rewind NAME or /rewind N")
+        self._conversation.rewind(int(text) if count is None else count)
+        self._marks = {name: at for name, at in self._marks.items() if at <= len(self._conversation.messages)}
         self._print_note(f"{len(self._conversation.messages)} messages left")
+
+    def _explain(self, _: str) -> None:
+        """Say what the last response cost, and what the next one would compute again."""
+        response = self._conversation.last_response
+        if response is None:
+            return self._print_note("there is no response yet")
+        usage = response.usage
+        computed = usage.prompt_tokens - usage.cached_tokens
+        self._print_note(
+            f"the last prompt had {usage.prompt_tokens:,} tokens: {usage.cached_tokens:,} cached, {computed:,} computed"
+        )
+        for index, reason in usage.replay_misses:
+            self._print_note(f"message {index} was tokenized again: {reason}")
+        prompt = self._model.apply_chat_template(self._conversation.messages, tools=self._tools)
+        found = self._model.explain(prompt)
+        cached = f"{found.reused_entries:,} of {found.prompt_entries:,} tokens"
+        self._print_note(f"of the conversation now, {cached} are cached: {found.cause}")
 
     def _print_history(self, _: str) -> None:
         for index, message in enumerate(self._conversation.messages):
@@ -453,7 +493,9 @@ def list_local_models() -> list[str]:
 
 def replace_model(settings: Settings, name: str) -> Settings:
     """Return the settings for another model, without the files that belong to the old one."""
-    return settings.model_copy(update={"model": name, "draft": None, "projector": None, "chat_template": None})
+    return settings.model_copy(
+        update={"model": name, "draft": None, "projector": None, "chat_template": None, "adapters": {}}
+    )
 
 
 def get_saved_name(model: str) -> str:

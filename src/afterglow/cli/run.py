@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,14 +14,14 @@ import typer
 from rich.console import Console
 
 from afterglow import registry
-from afterglow.api.conversation import Conversation
+from afterglow.agents.conversation import Conversation
 from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions, GenerationOptions, select_options
 from afterglow.api.outputs import Completion
 from afterglow.chat.output.response import ChatResponse
+from afterglow.chat.template.renderer import prestart_child
 from afterglow.cli import options
-from afterglow.cli.chat import chat
-from afterglow.cli.display import choose_display, format_statistics, show_response
+from afterglow.cli.display import PlainDisplay, format_statistics, show_response
 from afterglow.cli.loop_guard import LoopGuard, exit_on_loop, guard_deltas
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import load_command_settings
@@ -69,6 +70,8 @@ def run(
     console = Console(stderr=True)
     if raw:
         reject_flags(command, CHAT_ONLY_PARAMETERS, "cannot be used with --raw")
+    else:
+        prestart_child()  # it starts while the model is loaded
     generation_options = settings.generation_options
     if schema is not None:
         generation_options["response_format"] = read_response_format(schema)
@@ -83,7 +86,7 @@ def run(
             for _ in deltas:
                 pass
         else:
-            show_response(deltas, choose_display(Console(), markdown=False))
+            show_response(deltas, PlainDisplay())
         response = conversation.last_response
         assert response is not None
         if as_json:
@@ -150,7 +153,8 @@ def start_chat(command: typer.Context, image: list[Path] | None, audio: list[Pat
         reason = 'is missing: afterglow run "PROMPT", or pipe it in; `afterglow chat` starts a chat'
         raise InvalidArgument("PROMPT", reason)
     del command.params["stats"]  # the flag of `run`, not the setting of `chat`
-    chat(command, model=model, image=image, audio=audio)
+    # The chat takes as long to import as a response to start.
+    importlib.import_module("afterglow.cli.chat").chat(command, model=model, image=image, audio=audio)
 
 
 def reject_flags(command: typer.Context, names: Sequence[str], reason: str) -> None:

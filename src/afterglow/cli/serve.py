@@ -1,4 +1,4 @@
-"""`afterglow serve`: serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama."""
+"""`afterglow serve`: serve models over HTTP, with the APIs of OpenAI, Anthropic, Ollama and llama-server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import os
+import threading
+import webbrowser
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +41,16 @@ from afterglow.server.serve import bind, bind_ollama
 from afterglow.server.serve import serve as run_server
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
+from afterglow.server.web.files import explain_disabled_page
 
 INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not named on the command line
 
 
 @options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
-def serve(command: typer.Context, models: options.ModelsArgument = None) -> None:
-    """Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.
+def serve(
+    command: typer.Context, models: options.ModelsArgument = None, open_page: options.OpenPageOption = False
+) -> None:
+    """Serve models over HTTP, with the APIs of OpenAI, Anthropic, Ollama and llama-server.
 
     Each model runs in its own engine process. Ctrl-C shuts down after running requests finish; a second Ctrl-C
     cancels them.
@@ -55,20 +60,26 @@ def serve(command: typer.Context, models: options.ModelsArgument = None) -> None
     is_verbose = logging.getLogger().level == logging.DEBUG
     with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
         arguments = models or list(settings.models) or [settings.model]
-        serve_models(dict(resolve_model_argument(argument, settings) for argument in arguments), settings)
+        served = dict(resolve_model_argument(argument, settings) for argument in arguments)
+        serve_models(served, settings, opens_page=open_page)
 
 
-def serve_models(models: Mapping[str, str], settings: Settings) -> None:
-    """Serve models under their names until a signal arrives."""
+def serve_models(models: Mapping[str, str], settings: Settings, *, opens_page: bool = False) -> None:
+    """Serve models under their names until a signal arrives. `opens_page`: open the web page in a browser."""
     console = Console(stderr=True, highlight=False)
+    disabled = explain_disabled_page(settings.server)
+    if opens_page and disabled is not None:
+        raise InvalidArgument("--open", disabled)
     paths = {name: resolve_or_pull(model) for name, model in models.items()}
     if settings.load_options["projector"] and len(paths) > 1:
         reason = "applies to one model only: put each projector into the directory of its model"
         raise InvalidArgument("--projector", reason)
+    if settings.load_options["adapters"] and len(paths) > 1:
+        raise InvalidArgument("--adapter", "applies to one model only: use a table `[models.NAME.adapters]` for each")
     with (
         bind(settings.server) as listener,
         bind_ollama(settings.server) or contextlib.nullcontext() as ollama_listener,
-        ServerState(build_model_registry(models, settings), settings.server) as state,
+        ServerState(build_model_registry(models, settings), choose_server_settings(settings)) as state,
     ):
         if not settings.server.lazy_load:
             with console.status(f"loading {', '.join(paths)}"):
@@ -81,12 +92,25 @@ def serve_models(models: Mapping[str, str], settings: Settings) -> None:
         warn_if_open(settings.server)
         print_storage_notice(console, settings)
         ollama_address = None if ollama_listener is None else format_server_url(ollama_listener)
+        page = address if disabled is None else None
+
+        def announce() -> None:
+            print_startup_message(console, address, list(paths), requires_key, ollama_address, page)
+            if opens_page:
+                open_in_browser(address)
+
         run_server(
             state,
             listener,
-            lambda: print_startup_message(console, address, list(paths), requires_key, ollama_address),
+            announce,
             ollama_listener=ollama_listener,
         )
+
+
+def choose_server_settings(settings: Settings) -> ServerSettings:
+    """Return the settings of the server. A private one keeps the conversations of its web page in memory."""
+    server = settings.server
+    return server.model_copy(update={"store_conversations": False}) if settings.private else server
 
 
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
@@ -96,6 +120,7 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
 
     def build_installed(model: LocalModel) -> ServedModel:
         name, load_options = model.name, build_load_options({model.name: model.name}, settings)
+        load_options[name]["adapters"] = settings.get_model_table(name).load_options.get("adapters", {})
         plan, model_bytes, _ = plan_budget({name: name}, load_options, settings)
         served = build_served_model(name, name, load_options[name], plan[name], model_bytes[name], settings)
         keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
@@ -146,6 +171,7 @@ def build_served_model(
         keep_alive=server.keep_alive if table.keep_alive is None else table.keep_alive,
         pinned=table.pinned,
         path=registry.resolve(model),
+        adapters=tuple(load_options["adapters"]),
         with_context=change_context if server.allow_reload else None,
     )
 
@@ -244,6 +270,11 @@ def format_server_url(listener: socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def open_in_browser(address: str) -> None:
+    """Open the web page in the user's browser, on a thread: some browsers return only when they are closed."""
+    threading.Thread(target=webbrowser.open, args=(f"{address}/",), name="afterglow-browser", daemon=True).start()
+
+
 def warn_if_open(settings: ServerSettings) -> None:
     """Warn if other machines can reach the server and it requires no key."""
     if not settings.api_keys and not is_loopback_name(settings.host):
@@ -276,14 +307,21 @@ def print_plans(console: Console, models: ModelRegistry) -> None:
 
 
 def print_startup_message(
-    console: Console, address: str, names: list[str], requires_key: bool, ollama_address: str | None = None
+    console: Console,
+    address: str,
+    names: list[str],
+    requires_key: bool,
+    ollama_address: str | None = None,
+    page: str | None = None,
 ) -> None:
-    """Print the URL, that of Ollama's port, and an example request."""
+    """Print the URL, that of Ollama's port and of the web page, and an example request."""
     key = ' -H "Authorization: Bearer $KEY"' if requires_key else ""
     body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
     console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C shuts down[/]", soft_wrap=True)
     if ollama_address is not None:
         console.print(f"Ollama API also at [bold]{ollama_address}[/]", soft_wrap=True)
+    if page is not None:
+        console.print(f"Chat and prefix tree in a browser: [bold]{page}/[/]", soft_wrap=True)
     console.print("[dim]example request:[/]", soft_wrap=True)
     example = f"curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"  {example}", soft_wrap=True, markup=False)

@@ -36,7 +36,7 @@ RESERVED_VARIABLES = frozenset(
     {"AFTERGLOW_CACHE", "AFTERGLOW_DATA", "AFTERGLOW_LIBLLAMA", "AFTERGLOW_MODELS", "AFTERGLOW_SETTINGS"}
 )
 # Options of a response that are settings, with their defaults there. Those of sampling are defaults of the model.
-RESPONSE_DEFAULTS = {"max_tokens": None, "seed": None, "reasoning": None, "overflow": "shift"}
+RESPONSE_DEFAULTS = {"max_tokens": None, "seed": None, "reasoning": None, "lora": (), "overflow": "shift"}
 GENERATION_DEFAULTS = {**RESPONSE_DEFAULTS, **dict.fromkeys(get_fields(SamplingOptions))}
 
 
@@ -241,6 +241,6 @@ def get_flag(name: str) -> str:
     >>> get_flag("max_queue"), get_flag("api_keys"), get_flag("aliases")
     ('--max-queue', '--api-key', '--alias')
     """
-    is_list = name in SERVER_FIELDS and isinstance(SERVER_FIELDS[name].default, tuple)
+    is_list = name == "adapters" or (name in SERVER_FIELDS and isinstance(SERVER_FIELDS[name].default, tuple))
     singular = name.removesuffix("es" if name.endswith("ses") else "s")
     return f"--{singular if is_list else name}".replace("_", "-")

@@ -1,0 +1,194 @@
+"""`afterglow agent`: works on one task with tools. `afterglow mcp`: the model as an MCP server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from afterglow.agents.agent import Agent
+from afterglow.agents.events import (
+    AgentEvent,
+    Calling,
+    Decided,
+    Finished,
+    Forked,
+    Outcome,
+    Result,
+    Said,
+    Thought,
+)
+from afterglow.agents.limits import Limits
+from afterglow.agents.mcp_client import load_mcp_servers
+from afterglow.agents.mcp_server import build_mcp_server
+from afterglow.agents.permissions import EFFECTS, Decision, Permissions
+from afterglow.agents.run import Run
+from afterglow.agents.terminal_questions import escape_controls, terminal
+from afterglow.cli import options
+from afterglow.cli.open_model import open_model
+from afterglow.cli.settings import load_command_settings
+from afterglow.errors import InvalidArgument
+from afterglow.paths import get_data_directory
+
+SHOWN_CHARACTERS = 500  # of a result
+McpOption = Annotated[
+    Path | None, typer.Option("--mcp", help="JSON file with `mcpServers`, whose tools the model may call.")
+]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="Effect (read, write, external), tool or pattern to allow. Repeatable."),
+]
+DenyOption = Annotated[
+    list[str] | None,
+    typer.Option("--deny", help="Effect, tool or pattern to deny. All other calls are asked about. Repeatable."),
+]
+StoreOption = Annotated[Path | None, typer.Option("--store", help="File of runs. Default: in the data of the user.")]
+
+
+@options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
+def agent(
+    command: typer.Context,
+    task: Annotated[str, typer.Argument(help="The task. With --resume, a further message of the user.")] = "",
+    model: options.ModelOption = None,
+    mcp: McpOption = None,
+    allow: AllowOption = None,
+    deny: DenyOption = None,
+    resume: Annotated[str | None, typer.Option("--resume", help="Continue a run by its id.")] = None,
+    answer: Annotated[
+        list[str] | None, typer.Option("--answer", help="CALL=allow or CALL=deny for a call that waits. Repeatable.")
+    ] = None,
+    roles: Annotated[Path | None, typer.Option(help="Directory of Markdown files with roles of children.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Limit of messages of the model.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="Limit of seconds.", min=0)] = None,
+    store: StoreOption = None,
+) -> None:
+    """Work on a task with the tools of MCP servers.
+
+    The answer goes to standard output, calls and results to standard error. At a terminal you are asked about calls
+    that are neither allowed nor denied. Otherwise the run waits: afterglow agent --resume ID --answer CALL=allow
+    """
+    if not task and resume is None:
+        raise InvalidArgument("TASK", "is missing")
+    settings = load_command_settings(command)
+    console = Console(stderr=True)
+    defaults = Limits()
+    limits = Limits(rounds=rounds or defaults.rounds, seconds=seconds)
+    with open_model(settings, console) as loaded:
+        worker = Agent(
+            loaded,
+            settings.system,
+            tools=load_mcp_servers(mcp) if mcp else (),
+            permissions=build_permissions(allow or (), deny or ()),
+            limits=limits,
+            ask=terminal,
+            store=get_store_path(store),
+            roles=roles or (),
+            **settings.generation_options,
+        )
+        if resume is None:
+            run = worker.start(task)
+        else:
+            run = worker.resume(resume, parse_answers(answer or ()))
+            if task:
+                run.say(task)
+        outcome = asyncio.run(show_run(run, console))
+    report_end(outcome, console)
+
+
+def report_end(outcome: Outcome, console: Console) -> None:
+    """Say why a run did not end with an answer, and exit with 1 then."""
+    if outcome:
+        return
+    print_note(console, f"{outcome.status}: {outcome.reason}")
+    answers = " ".join(f"--answer {question.call.id}=allow" for question in outcome.waiting)
+    print_note(console, f"afterglow agent --resume {outcome.run_id} {answers}".rstrip())
+    raise typer.Exit(1)
+
+
+async def show_run(run: Run, console: Console) -> Outcome:
+    """Run to the end and print the events."""
+    outcome: Outcome | None = None
+    async with run.agent:
+        async for event in run:
+            show_event(event, console)
+            if isinstance(event, Finished):
+                outcome = event.outcome
+    assert outcome is not None
+    return outcome
+
+
+def show_event(event: AgentEvent, console: Console) -> None:
+    """Print one event: text of the model to standard output, everything else to standard error."""
+    match event:
+        case Said(text):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        case Thought(text):
+            console.print(escape_lines(text), style="dim italic", end="", highlight=False, markup=False)
+        case Calling(call):
+            print_note(console, f"→ {call.name}({escape_controls(call.arguments)})")
+        case Decided(_, "deny", reason):
+            print_note(console, f"  denied: {escape_lines(reason)}")
+        case Result(_, text, status):
+            shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+            print_note(console, f"← {status}: {escape_lines(shown)}")
+        case Forked(children):
+            print_note(console, f"  {len(children)} children")
+        case Finished():
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        case _:
+            pass
+
+
+def print_note(console: Console, text: str) -> None:
+    """Print a dim line to standard error."""
+    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def escape_lines(text: str) -> str:
+    """Return a text whose only control characters are ends of lines."""
+    return "\n".join(map(escape_controls, text.split("\n")))
+
+
+def build_permissions(allow: Sequence[str], deny: Sequence[str]) -> Permissions:
+    """Return permissions from flags: effects by their name, everything else as rules. The rest is asked.
+
+    >>> build_permissions(["read"], ["git.push*"]).rules
+    {'git.push*': 'deny'}
+    """
+    effects: dict[str, Decision] = dict.fromkeys(EFFECTS, "ask")
+    rules: dict[str, Decision] = {}
+    words: list[tuple[str, Decision]] = [*((word, "allow") for word in allow), *((word, "deny") for word in deny)]
+    for word, decision in words:
+        (effects if word in EFFECTS else rules)[word] = decision
+    return Permissions(**effects, rules=rules)
+
+
+def parse_answers(values: Sequence[str]) -> dict[str, Decision]:
+    """Parse `CALL=allow` and `CALL=deny`."""
+    answers: dict[str, Any] = {}
+    for value in values:
+        call, separator, decision = value.rpartition("=")
+        if not separator or decision not in ("allow", "deny"):
+            raise InvalidArgument("--answer", f"must be CALL=allow or CALL=deny, not {value!r}")
+        answers[call] = decision
+    return answers
+
+
+def get_store_path(path: Path | None) -> Path:
+    """Return the file of runs."""
+    return path or get_data_directory("agents") / "runs.db"
+
+
+@options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
+def mcp(command: typer.Context, model: options.ModelArgument = None) -> None:
+    """Offer a model to other agents as an MCP server on standard input and output: ask, explain and fork."""
+    settings = load_command_settings(command)
+    with open_model(settings, Console(stderr=True)) as loaded:
+        build_mcp_server(loaded, **settings.generation_options).run()

@@ -1,0 +1,169 @@
+"""`afterglow agent`, `afterglow runs` and `afterglow mcp` with a model that plays a script and a real MCP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import afterglow
+from afterglow.agents import mcp
+from afterglow.agents.mcp_server import build_mcp_server
+from afterglow.testing import models
+from afterglow.testing.models.scripted import write_scripted_model
+from afterglow.testing.script import script_answers, write_call
+from support.commands import AFTERGLOW, ChatTerminal, run_in_process
+
+pytestmark = pytest.mark.native
+SERVER = Path(__file__).parents[1] / "support" / "hostile_mcp.py"
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "scripted.gguf"
+    write_scripted_model(path, [write_call("good.work"), "Everything is done."])
+    return path
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Path:
+    path = tmp_path / "mcp.json"
+    entry = {"command": sys.executable, "args": [str(SERVER), "polite"]}
+    path.write_text(json.dumps({"mcpServers": {"good": entry}}))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path, servers: Path) -> Command:
+    def run(*arguments: str) -> CompletedProcess[str]:
+        flags = ["--store", str(tmp_path / "runs.db")]
+        if arguments[0] == "agent":
+            flags += ["--model", str(model), "--mcp", str(servers), "--context", "4096", "--threads", "1"]
+        return run_in_process(*arguments, *flags)
+
+    return run
+
+
+def test_a_task_is_done_with_the_tools_of_a_server(run: Command) -> None:
+    result = run("agent", "Do it.", "--allow", "external")
+    assert (result.returncode, result.stdout) == (0, "Everything is done.\n")
+    assert "→ good.work({})" in result.stderr
+    assert "← ok: done" in result.stderr
+
+
+def test_a_denied_tool_is_not_offered_and_calls_of_it_are_not_made(run: Command) -> None:
+    result = run("agent", "Do it.", "--deny", "good.*")
+    assert "← ok" not in result.stderr
+
+
+def test_without_a_terminal_a_run_waits_and_is_resumed_with_an_answer(run: Command) -> None:
+    waiting = run("agent", "Do it.")
+    assert waiting.returncode == 1
+    command = re.search(r"afterglow agent --resume (\S+) --answer (\S+)=allow", waiting.stderr)
+    assert command is not None
+    denied = run("agent", "--resume", command[1], "--answer", f"{command[2]}=maybe")
+    assert "must be CALL=allow or CALL=deny" in denied.stderr
+    resumed = run("agent", "--resume", command[1], "--answer", f"{command[2]}=allow")
+    assert (resumed.returncode, resumed.stdout) == (0, "Everything is done.\n")
+
+
+def test_runs_are_listed_shown_exported_and_verified(run: Command, tmp_path: Path) -> None:
+    assert "no agent ran yet" in run("runs", "list").stderr
+    run("agent", "Do it.", "--allow", "external")
+    (line,) = run("runs", "list").stdout.splitlines()
+    id, status = line.split()[:2]
+    assert status == "answered"
+    shown = run("runs", "show", id).stdout
+    assert "good.work({})  because of the effect external" in shown
+    assert "ok: done" in shown
+    rows = [json.loads(line) for line in run("runs", "export", id[:-2]).stdout.splitlines()]
+    assert [row["kind"] for row in rows] == ["started", "message", "intent", "result", "message", "finished"]
+    verified = run("runs", "verify")
+    assert verified.returncode == 0
+    head = verified.stdout.split()[-1]
+    assert run("runs", "verify", "--head", head).returncode == 0
+    connection = sqlite3.connect(tmp_path / "runs.db")
+    connection.execute("DROP TRIGGER rows_are_not_changed")
+    connection.execute("UPDATE rows SET body = replace(body, 'done', 'gone')")
+    connection.commit()
+    connection.close()
+    verified = run("runs", "verify")
+    assert verified.returncode == 1
+    assert "was changed" in verified.stdout
+
+
+def test_a_task_is_required(run: Command) -> None:
+    assert "`TASK` is missing" in run("agent").stderr
+
+
+def test_chat_calls_the_tools_of_a_server(model: Path, servers: Path) -> None:
+    result = run_in_process(
+        *("chat", str(model), "--mcp", str(servers), "--allow", "external", "--context", "4096", "--threads", "1"),
+        stdin="Do it.",
+    )
+    assert "Everything is done." in result.stdout
+    refused = run_in_process(
+        *("chat", str(model), "--mcp", str(servers), "--deny", "external", "--context", "4096", "--threads", "1"),
+        stdin="Do it.",
+    )
+    assert "Everything is done." in refused.stdout  # the model got the refusal as the result
+
+
+def test_chat_returns_to_a_mark_and_explains_its_cache() -> None:
+    terminal = ChatTerminal()
+    terminal.send_line("hello")
+    assert "marked here after 3 messages" in terminal.send_line("/mark here")
+    terminal.send_line("more")
+    assert "here: 3 messages" in terminal.send_line("/mark")
+    assert "3 messages left" in terminal.send_line("/rewind here")
+    assert re.search(r"the last prompt had \d+ tokens: \d+ cached, \d+ computed", terminal.send_line("/why"))
+    assert "forked a conversation of 3 messages" in terminal.send_line("/fork")
+    assert terminal.exit() == 0
+
+
+async def use_server(server: Any) -> tuple[str, list[str], dict[str, Any]]:
+    from mcp import Client
+
+    async with Client(server) as client:
+        names = [tool.name for tool in (await client.list_tools()).tools]
+        assert sorted(names) == ["ask", "explain", "fork"]
+        asked = await client.call_tool("ask", {"question": "Who?", "context": "x" * 300})
+        forked = await client.call_tool("fork", {"context": "x" * 300, "tasks": ["One?", "Two?"]})
+        explained = await client.call_tool("explain", {"question": "Who?", "context": "x" * 300})
+        return (
+            asked.content[0].text,
+            forked.structured_content["result"],
+            explained.structured_content.get("result", explained.structured_content),
+        )
+
+
+def test_a_model_is_offered_as_an_mcp_server() -> None:
+    path, answers = models.get_path("attention"), ["Me.", "One.", "One."]
+    with afterglow.load(path, context=2048, sequences=3, threads=1) as loaded, script_answers(loaded, answers):
+        asked, forked, explained = asyncio.run(use_server(build_mcp_server(loaded)))
+    assert (asked, forked) == ("Me.", ["One.", "One."])
+    assert explained["prompt_tokens"] - 1 == explained["cached_tokens"]
+
+
+@pytest.mark.slow
+def test_the_mcp_server_of_the_command_line_is_used_by_our_own_client(model: Path) -> None:
+    async def ask() -> str:
+        command = [*AFTERGLOW, "mcp", str(model), "--context", "2048", "--threads", "1"]
+        server = mcp(command, name="glow", start_seconds=120)
+        tools = {tool.tool.name: tool for tool in await server.open()}
+        try:
+            answer: str = await tools["glow.ask"].execute('{"question": "Who?"}')
+            return answer
+        finally:
+            await server.close()
+
+    assert asyncio.run(ask()) == "Done."
