@@ -1,5 +1,5 @@
 # `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
-.PHONY: help chat test test-full test-clients unit check docs setup bench bench-quick bench-pages lock clean
+.PHONY: help chat test test-full test-clients test-llama-server test-frameworks browser unit check docs setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -10,23 +10,38 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes
 SELF := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 
+# Only root installs packages; a user is never asked for a password.
+APT_GET := $(if $(filter 0,$(shell id -u)),apt-get,sudo --non-interactive apt-get) -qq
+
 help:                       ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
 
 chat: setup                 ## set up, fetch the default model, start a chat
 	@$(BIN)/afterglow chat
 
-test: .venv/development check   ## everything CI runs, in two processes
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: .venv/development check browser   ## everything CI runs, in three processes: two cores are never idle
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test-full: .venv/development check   ## the same with the long variants
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not clients" --timeout 3600
+test-full: .venv/development check browser   ## the same with the long variants
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not (clients or frameworks)" --timeout 3600
 
 test-clients: .venv/development   ## Claude Code, Codex and OpenCode on a real server; needs npm, fetches 250 MB once
 	@$(BIN)/python -m pytest -m clients tests/clients
 
+test-llama-server: .venv/development   ## llama.cpp's own server tests on llama-server and afterglow, with SmolLM2
+	@$(BIN)/python tests/llamacpp_suite/run.py
+
+test-frameworks: .venv/frameworks   ## pydantic-ai, openai-agents and smolagents on a real server
+	@$(BIN)/python -m pytest -m frameworks tests/frameworks
+
+browser:                    ## install Chromium for the tests of the web page, with apt-get, if there is none
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
+	    || { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends chromium; } >/dev/null 2>&1 \
+	    || if [ "$$CI" = true ]; then echo "Chromium cannot be installed, and CI needs it" >&2; exit 1; \
+	    else echo "no Chromium: the tests of the web page in a browser are left out" >&2; fi
+
 unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full)"
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full or frameworks)"
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -67,6 +82,12 @@ setup: .venv/runtime        ## create the virtual environment
 	@$(INSTALL) --requirement requirements/bench.lock
 	@touch $@
 
+# The frameworks need other versions of the same packages, so that they have an environment of their own.
+.venv/frameworks: requirements/frameworks.lock .venv/development
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement $<
+	@touch $@
+
 .venv/docs: requirements/docs.lock .venv/development
 	@$(INSTALL) --requirement requirements/docs.lock
 	@touch $@
@@ -75,12 +96,14 @@ lock:                       ## resolve the dependencies again (needs `uv`)
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --output-file requirements/runtime.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
-	    pyproject.toml --group build --group dev --extra hub --constraint requirements/runtime.lock \
+	    pyproject.toml --group build --group dev --extra hub --extra agents --constraint requirements/runtime.lock \
 	    --output-file requirements/development.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group bench --constraint requirements/development.lock --output-file requirements/bench.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group docs --constraint requirements/development.lock --output-file requirements/docs.lock
+	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
+	    --group frameworks --output-file requirements/frameworks.lock
 
 clean:                      ## remove the virtual environment
 	@rm -rf .venv

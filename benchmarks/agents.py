@@ -1,6 +1,6 @@
 """Agent workloads against llama-server of the same build: same model, same threads, alternating, over HTTP.
 
-Runs the eleven workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
+Runs the twelve workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
 total time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
 
     python benchmarks/agents.py [--quick] [--only a,b] [--model smollm2|hybrid] [--pairs N] [--threads N]

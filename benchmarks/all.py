@@ -26,7 +26,9 @@ BENCHMARKS = {
     "server": (195, 40),
     "memory": (235, 60),
     "images": (30, 25),
+    "priority": (60, 25),
     "swap": (400, 60),
+    "embeddings": (240, 40),
     "agents": (2470, 75),
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -25,6 +26,8 @@ import numpy as np
 from afterglow import registry
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
+from afterglow.engine.inspect import tree
+from afterglow.engine.kvcache.blocks import Block
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
 from afterglow.engine.types.entries import EntryInterner, common_prefix_length
 from afterglow.engine.types.request import Request
@@ -210,6 +213,52 @@ def measure_matching(repeat: int) -> Row:
     return Row("match of 32,768 entries", value, "ms", "≤ 1", value <= 1, f"max {max(times):.2f}")
 
 
+def build_stored_conversations(count: int) -> Engine:
+    """Return an engine with conversations of 4,000 entries in the RAM tier, 16 of them also on the device."""
+    rng = np.random.default_rng(3)
+    engine = Engine(FakeBackend("attention", sequences=16, cells_per_sequence=8192), EngineSettings())
+    prefix_cache, store = engine.prefix_cache, engine.prefix_cache.store
+    system, rows = rng.integers(1, 50_000, 1000), np.zeros(0, dtype=np.uint8)
+    for number in range(count):
+        entries = np.concatenate([system, rng.integers(1, 50_000, 3000)])
+        parent = store.hasher.get_root_key("")
+        for start in range(0, len(entries), store.hasher.block_size):
+            chunk = entries[start : start + store.hasher.block_size]
+            key = store.hasher.hash_block(parent, chunk)
+            if store.tree.get(key) is None:
+                block = Block(
+                    key=key, parent=parent, start=start, entries=chunk.copy(), cells=len(chunk), nbytes=4096, rows=rows
+                )
+                store.tree.add(block)
+                store.ram.put(block)
+            parent = key
+        if number < len(prefix_cache.slots):
+            slot = prefix_cache.slots[number]
+            slot.entry_buffer.extend(entries)
+            prefix_cache._idle_tree.insert(slot.entries, slot)
+    return engine
+
+
+def measure_tree(conversations: int, repeat: int) -> Row:
+    """Measure the slices in which the prefix tree is built between steps: the longest one delays a step."""
+    engine = build_stored_conversations(conversations)
+    longest, totals = [], []
+    for _ in range(repeat):
+        gc.collect()  # not a part of the walk
+        future, times = tree.get_tree(engine), []
+        while engine.sliced_work:
+            started = time.perf_counter()
+            engine.sliced_work.run_slice()
+            times.append((time.perf_counter() - started) * 1e3)
+        assert future is not None
+        assert future.result().total_nodes > conversations
+        longest.append(max(times))
+        totals.append(sum(times))
+    value = statistics.median(longest)
+    spread = f"all slices {statistics.median(totals):.0f} ms, {len(engine.prefix_cache.store.tree):,} blocks"
+    return Row(f"slice of the tree of {conversations} conversations", value, "ms", "≤ 2", value <= 2, spread)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less work, the same checks, under 90 s")
@@ -217,7 +266,8 @@ def main() -> int:
     arguments = parser.parse_args()
     pairs, tokens = (11, 16) if arguments.quick else (35, 24)
     rounds = 1 if arguments.quick else 3
-    rows, python_times = [measure_planning(1000, 50), measure_matching(50)], measure_python_time(rounds)
+    rows = [measure_planning(1000, 50), measure_matching(50), measure_tree(1000, 5)]
+    python_times = measure_python_time(rounds)
     with LlamaModel.load(registry.resolve(arguments.model, fetch=True)) as model:
         rows.append(measure_ratio(model, 1, pairs, tokens, 0.97))
         python_times += measure_python_time(rounds)

@@ -1,4 +1,4 @@
-"""Table of `memory.py`, `images.py` and `swap.py`: times, and their share of a reference time."""
+"""Table of `memory.py`, `images.py`, `swap.py` and `embeddings.py`: times, and their share of a reference time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PLOTS = ROOT / "docs" / "speed"
 TABLE_BEGIN, TABLE_END = "<!-- speed: begin -->", "<!-- speed: end -->"
 MODEL_NAMES = {"smollm2": "SmolLM2 135M (attention)", "hybrid": "109M hybrid"}
 # Main measure of each workload, in seconds, and its text.
-MAIN_MEASURES = dict.fromkeys("abcdhijk", ("total", "total")) | {
+MAIN_MEASURES = dict.fromkeys("abcdhijkl", ("total", "total")) | {
     "e": ("first_after_restart", "first token after restart"),
     "f": ("gap_largest", "largest token gap"),
     "g": ("free", "first token of the next request"),

@@ -1,7 +1,7 @@
-"""Eleven seeded workloads of agents and assistants on a local machine, (a) to (k), as data.
+"""Twelve seeded workloads of agents and assistants on a local machine, (a) to (l), as data.
 
 A workload is a list of steps; `workload_runner.py` runs it against a server. Prompts and answers have fixed sizes.
-Later turns contain the model's own answers, because caching those is part of the work. In (a) to (j) tools are text in
+Later turns contain the model's own answers, because caching those is part of the work. Except in (k), tools are text in
 the system prompt: templates of small models do not support tools. (k) has native tool calls and reasoning, with the
 template `agent_template.jinja` for both servers; its answers have the length that the model gives them.
 
@@ -263,6 +263,20 @@ def build_tool_calls(seed: str, quick: bool) -> Workload:
     return Workload("k", name, tuple(steps), slots=2, context=8192, needs="tools")
 
 
+def build_fan_out(seed: str, quick: bool) -> Workload:
+    """(l) An agent with 8,000 tokens of history starts eight children at once, as `Run.fork` of agents does."""
+    words, task, answer = (120, 6, 3) if quick else (5400, 12, 8)
+    opening = (system(random_text(seed, words)), user(random_text(f"{seed} task", task)))
+    children = tuple(
+        Ask(
+            talk=f"child {number}", says=(user(random_text(f"{seed} {number}", task)),), answer=answer, of=("parent", 3)
+        )
+        for number in range(8)
+    )
+    steps = (Ask(talk="parent", says=opening, answer=answer), Together(children))
+    return Workload("l", "8 children of an agent with 8,000 tokens", steps, slots=9, context=8192)
+
+
 WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "a": build_agent,
     "b": build_branches,
@@ -275,4 +289,5 @@ WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "i": build_structured,
     "j": build_image,
     "k": build_tool_calls,
+    "l": build_fan_out,
 }

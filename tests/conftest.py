@@ -14,6 +14,7 @@ import pytest
 
 from afterglow import registry
 from afterglow.llama.handle import Handle, list_open_handles
+from support.browser import CHROMIUM, MISSING, is_browser_required
 
 # A run in the background inherits that interrupts are ignored, and would hand that on to every program it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,6 +74,7 @@ LONG_FILES = (
     "tests/llama/gguf/test_probe.py",
     "tests/cli/test_repl.py",
 )
+LEFT_OUT = ("full", "clients", "frameworks")  # markers of tests that run only if they are asked for
 SECONDS_BY_MARKER = {"model": 5.0, "native": 0.4, "slow": 0.2}  # of a test, roughly
 
 
@@ -98,11 +100,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         seconds[item.path] += next((s for marker, s in SECONDS_BY_MARKER.items() if item.get_closest_marker(marker)), 0)
     items.sort(key=lambda item: (not item.nodeid.startswith(LONG_FILES), -seconds[item.path]))
+    if CHROMIUM is None and not is_browser_required():
+        leave_out(config, items, "browser")
     if config.getoption("-m"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full") or item.get_closest_marker("clients")]
+    for marker in LEFT_OUT:
+        leave_out(config, items, marker)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    """Deselect the tests with a marker."""
+    left_out = [item for item in items if item.get_closest_marker(marker)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_report_header() -> str | None:
+    """Say at the start if there is no browser."""
+    return MISSING if CHROMIUM is None else None
 
 
 @pytest.hookimpl(trylast=True)

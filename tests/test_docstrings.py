@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import afterglow
+from afterglow import agents
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.thread import EngineThread
 from afterglow.engine.types.request import Request
@@ -29,6 +30,7 @@ from support.media_prompts import noise_image
 PROGRAMS = ("_child", ".child_main", ".selftest")  # modules that are programs
 # Public names; test_examples.py runs their examples.
 PUBLIC = [getattr(afterglow, name) for name in afterglow.__all__ if name != "__version__"]
+PUBLIC += [getattr(agents, name) for name in agents.__all__ if name != "AgentEvent"]  # a union of types
 PUBLIC_NAMES = {f"{value.__module__}.{value.__qualname__}" for value in PUBLIC}
 # Examples that show an order of calls inside a larger loop.
 SKETCHES = {"afterglow.engine.speculation.mtp.session.MtpSession"}

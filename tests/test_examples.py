@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import afterglow
+from afterglow import agents
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +29,7 @@ def test_an_example_script_runs(script: Path, smollm2: Path, tmp_path: Path) -> 
 
 
 PUBLIC = {name: getattr(afterglow, name) for name in afterglow.__all__ if name != "__version__"}
+PUBLIC |= {name: getattr(agents, name) for name in agents.__all__ if name != "AgentEvent"}  # a union of types
 
 
 @pytest.mark.model
@@ -39,8 +41,7 @@ def test_the_docstring_examples_of_a_public_name_are_true(name: str, smollm2: Pa
     needs_model = any("model" in example.source for test in tests for example in test.examples)
     with afterglow.load(smollm2, context=512) if needs_model else nullcontext() as model:
         for test in tests:
-            public_names = {name: getattr(afterglow, name) for name in afterglow.__all__}
-            test.globs.update({**public_names, "afterglow": afterglow, "model": model, "asyncio": asyncio})
+            test.globs.update({**PUBLIC, "afterglow": afterglow, "model": model, "asyncio": asyncio})
             failures = io.StringIO()
             doctest.DocTestRunner(verbose=False).run(test, out=failures.write, clear_globs=False)
             assert not failures.getvalue(), failures.getvalue()

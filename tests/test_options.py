@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import afterglow
-from afterglow.api.conversation import Conversation
+from afterglow.agents.conversation import Conversation
 from afterglow.api.model import Model
 from afterglow.api.options import ContextOptions, GenerationOptions, LoadOptions, PromptOptions, get_fields
 from afterglow.chat.constraints.grammar import RESPONSE_FORMAT_FIELDS
@@ -68,6 +68,7 @@ REQUEST = {
     "use_prefix_cache": "test_a_request_can_bypass_the_prefix_cache",
     "ignore_eos": "test_boundaries_priority_and_ignore_eos_reach_the_engine",
     "overflow": "test_shift_keeps_the_bos_token_and_the_end_of_a_prompt",
+    "lora": "test_each_request_chooses_its_adapters",
     "salt": "test_the_disk_cache_gives_prefix_hits_after_a_restart",
 }
 COMPLETE = {
@@ -103,15 +104,19 @@ ENGINE_REQUEST = {
     "min_tokens": "test_a_completion_has_at_least_min_tokens",
     "stop": "test_a_stop_matches_as_soon_as_its_last_byte_arrives",
     "stop_tokens": "test_stop_tokens_end_a_completion",
+    "logprob_tokens": "test_chosen_tokens_follow_the_alternatives",
     "constraint": "test_every_completion_matches_its_grammar",
     "reasoning_budget": "test_reasoning_is_closed_when_its_budget_is_used_up",
     "ignore_eos": "test_reasoning_is_closed_when_its_budget_is_used_up",
     "logprobs": "test_logprobs_come_with_their_alternatives",
     "priority": "test_priority_goes_before_length",
+    "is_transient": "test_a_transient_sequence_is_evicted_before_others_and_stored_in_no_tier",
     "deadline": "test_a_deadline_ends_generation_early",
     "use_prefix_cache": "test_a_request_can_bypass_the_prefix_cache",
     "sequence": "test_a_request_can_name_its_slot",
     "salt": "test_cached_state_is_invisible_to_other_salts",
+    "adapters": "test_concurrent_requests_with_different_adapters_never_share_a_decode",
+    "explained": "test_a_request_says_why_it_computed_tokens",
 }
 ENGINE = {
     "speculation": "test_speculation_off_drafts_nothing_and_a_missing_drafter_is_rejected",
@@ -165,6 +170,7 @@ LOAD = {
     "kv_unified": "test_c19_an_option_of_load_reaches_llama_cpp",
     "mmap": "test_c19_an_option_of_load_reaches_llama_cpp",
     "mlock": "test_c19_an_option_of_load_reaches_llama_cpp",
+    "pooling": "test_the_pooling_option_chooses_the_embedding",
     **dict.fromkeys(("batch", "ubatch", "swa_full"), "test_batch_sizes_and_the_full_window_are_those_of_the_context"),
     **dict.fromkeys(
         ("split_mode", "tensor_split", "main_gpu"),
@@ -182,7 +188,10 @@ LOAD = {
     "projector_settings": "test_the_projector_settings_of_load_are_applied",
     "media_policy": "test_the_media_policy_of_load_is_applied",
     "replay": "test_replay_can_be_turned_off_on_load_and_per_request",
+    "adapters": "test_each_request_chooses_its_adapters",
     "strip_media": "test_c18_unsupported_media_is_stripped_if_configured",
+    "shorten_embeddings": "test_dimensions_need_a_model_that_was_trained_for_them",
+    "reranker": "test_the_kind_of_a_reranker_follows_from_its_file_and_can_be_set",
     "sampling_defaults": "test_the_defaults_given_to_load_override_the_file",
     "engine": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",
     "options": "test_a_misspelled_keyword_of_load_is_rejected_before_the_model_is_looked_up",
@@ -225,6 +234,7 @@ SETTINGS = {
     **dict.fromkeys(get_fields(ContextOptions), "test_the_commands_have_the_same_flags_for_the_model"),
     "model": "test_a_command_uses_the_file",
     "overflow": "test_the_chat_continues_after_the_context_is_full",
+    "lora": "test_a_command_uses_adapters",
     "max_tokens": "test_a_command_uses_the_file",
     "stats": "test_statistics_can_be_hidden",
     "private": "test_a_private_chat_leaves_nothing_on_disk",
@@ -241,12 +251,29 @@ CHAT_FLAGS = {  # that are not settings
     "audio": "test_the_audio_flag_attaches_audio",
     "resume": "test_a_conversation_is_saved_and_resumed",
     "id": "test_a_conversation_is_resumed_by_its_id",
+    **dict.fromkeys(("mcp", "allow", "deny"), "test_chat_calls_the_tools_of_a_server"),
 }
 SERVER_OLLAMA = {
     "ollama": "test_installed_models_are_listed_and_loaded_on_demand",
     "ollama_port": "test_a_port_that_is_taken_is_an_error_with_advice",
     "allow_reload": "test_a_longer_context_reloads_the_model",
     "manage_models": "test_created_models_outlive_the_server",
+}
+SERVER_LLAMA = {
+    "default_max_tokens": "test_settings_are_defaults_of_requests",
+    "default_seed": "test_settings_are_defaults_of_requests",
+    "default_reasoning": "test_reasoning_can_be_turned_off_for_all_requests",
+    "slots": "test_slots_can_be_turned_off",
+    "slot_save_path": "test_a_saved_slot_is_restored_into_another_one",
+    "metrics": "test_metrics_can_be_turned_off",
+}
+SERVER_WEB = {
+    "web": "test_a_page_that_is_off_says_why",
+    "store_conversations": "test_a_private_server_writes_nothing_of_a_request_to_disk",
+    **dict.fromkeys(
+        ("max_conversations", "max_conversation_messages", "max_conversation_bytes"),
+        "test_limits_refuse_and_change_nothing",
+    ),
 }
 FORMATS = dict.fromkeys(RESPONSE_FORMAT_FIELDS, "test_a_format_allows_exactly_its_texts") | {
     "text": "test_the_text_format_has_no_grammar"
@@ -277,6 +304,14 @@ TABLES = {
     "ServerSettings for the Ollama API": (
         [name for name in ServerSettings.model_fields if name in SERVER_OLLAMA or "ollama" in name],
         SERVER_OLLAMA,
+    ),
+    "ServerSettings for llama-server": (
+        [name for name in ServerSettings.model_fields if name in SERVER_LLAMA],
+        SERVER_LLAMA,
+    ),
+    "ServerSettings for the web page": (
+        [name for name in ServerSettings.model_fields if "web" in name or "conversation" in name],
+        SERVER_WEB,
     ),
     "Sampling": (list_fields(Sampling), SAMPLING),
     "Request": (list_fields(Request), ENGINE_REQUEST),

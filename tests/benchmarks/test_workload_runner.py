@@ -6,12 +6,12 @@ import json
 
 import hybrid
 import pytest
-from agents import Bench
 from peers import Afterglow, LlamaServer, ServerSize, start_peers
 from workload_runner import AGENT_TEMPLATE, PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS
 
 from afterglow.llama.model import LlamaModel, ModelSettings
+from agents import Bench
 
 pytestmark = pytest.mark.native
 

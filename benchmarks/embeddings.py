@@ -1,0 +1,111 @@
+"""1,000 embeddings in one request against one request for each text, on tiny models and on SmolLM2, with equal vectors.
+
+Both are measured on the same server over one connection, in alternating parts. The texts are short, as queries of a
+search are; in a second run they share an instruction, as models for retrieval expect it. A causal model computes the
+instruction once.
+
+    python benchmarks/embeddings.py [--quick] [--threads N] [--only embedding,attention,smollm2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import http.client
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from peers import Afterglow, ServerSize
+from report import Row, print_report
+from synthetic_inputs import random_text
+
+from afterglow import registry
+from afterglow.testing import models
+
+MAX_SHARE = 0.25  # of the time of single requests
+MIN_COSINE = 0.9999
+INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+PARTS = 4
+TEXT_WORDS = (3, 12)
+MODELS = ("embedding", "attention", "smollm2")
+
+
+def build_texts(count: int, prefix: str) -> list[str]:
+    """Return different texts of a few words."""
+    low, high = TEXT_WORDS
+    return [prefix + random_text(f"embedding {number}", low + number % (high - low)) for number in range(count)]
+
+
+def embed(connection: http.client.HTTPConnection, texts: list[str]) -> tuple[NDArray[np.float32], dict[str, Any]]:
+    """Send one request; return the vectors and the usage."""
+    body = json.dumps({"model": "model", "input": texts, "encoding_format": "base64"})
+    connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+    response = json.loads(connection.getresponse().read())
+    vectors = [np.frombuffer(base64.b64decode(item["embedding"]), np.float32) for item in response["data"]]
+    return np.stack(vectors), response["usage"]
+
+
+def measure(name: str, count: int, prefix: str, threads: int) -> list[Row]:
+    """Embed the texts one by one and together; return the times and the smallest cosine."""
+    path: Path = registry.pull("smollm2") if name == "smollm2" else models.get_path(name)
+    texts = build_texts(count, prefix)
+    size = -(-count // PARTS)
+    single_seconds, batch_seconds, cosine, computed, tokens = 0.0, 0.0, 1.0, 0, 0
+    with tempfile.TemporaryDirectory(prefix="afterglow-embeddings-") as folder:
+        server = Afterglow(ServerSize(model=path, threads=threads, slots=4, context=512), Path(folder))
+        server.start()
+        try:
+            connection = http.client.HTTPConnection(server.host, server.port, timeout=900)
+            embed(connection, texts[:2])  # creates the context
+            for part in (texts[start : start + size] for start in range(0, count, size)):
+                started = time.perf_counter()
+                single = np.concatenate([embed(connection, [text])[0] for text in part])
+                single_seconds += time.perf_counter() - started
+                started = time.perf_counter()
+                batch, usage = embed(connection, part)
+                batch_seconds += time.perf_counter() - started
+                cosine = min(cosine, float((single * batch).sum(axis=1).min()))
+                computed, tokens = computed + usage["computed_tokens"], tokens + usage["total_tokens"]
+            connection.close()
+        finally:
+            server.stop()
+    label = f"{name}{', with an instruction' if prefix else ''}"
+    note = f"{single_seconds / batch_seconds:.1f} times as fast; {computed:,} of {tokens:,} tokens computed"
+    return [
+        Row(f"{label}: {count:,} texts one by one", single_seconds, "s"),
+        Row(
+            f"{label}: {count:,} texts together",
+            batch_seconds,
+            "s",
+            share=batch_seconds / single_seconds,
+            bar=MAX_SHARE,
+            note=note,
+        ),
+        Row(f"{label}: 1 - smallest cosine", 1 - cosine, "", bar=1 - MIN_COSINE),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="100 texts instead of 1,000")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
+    arguments = parser.parse_args()
+    count = 100 if arguments.quick else 1000
+    rows = [
+        row
+        for name in arguments.only.split(",")
+        for prefix in ("", INSTRUCTION)
+        for row in measure(name, count, prefix, arguments.threads)
+    ]
+    return print_report("embeddings", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
