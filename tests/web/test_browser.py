@@ -349,13 +349,14 @@ def test_the_tree_equals_that_of_the_engine_after_random_operations(
 
 
 def select_node(page: Page, label: str) -> None:
-    """Click a node of the tree until it is selected: it may move while it is clicked."""
-    for _ in range(40):
-        page.locator(f'g.node[aria-label*="{label}"] rect').first.click(force=True)
-        if page.locator(f'g.node.selected[aria-label*="{label}"]').count():
-            return
-        page.wait_for_timeout(250)
-    pytest.fail(f"the node with {label!r} is not selected")
+    """Click a node of the tree until it is selected: the tree may be drawn again during the click."""
+    node = page.locator(f'g.node[aria-label*="{label}"]').first
+
+    def click() -> bool:
+        node.click()
+        return "selected" in (node.get_attribute("class") or "")
+
+    assert wait_until(60, click), f"the node with {label!r} is not selected"
 
 
 def test_a_prefix_is_pinned_exported_continued_forked_and_forgotten(page: Page, server: ServerProcess) -> None:
@@ -449,6 +450,17 @@ def test_live_requests_and_reasons_are_shown(page: Page, server: ServerProcess) 
     marks = page.locator("dialog.difference mark")
     expect(marks.first).to_contain_text("2026-11-16")
     expect(marks.filter(has_text="2026-11-17")).to_have_count(1)
+
+
+def test_a_request_that_ends_while_the_view_opens_is_listed(page: Page, server: ServerProcess) -> None:
+    def respond(route: Route) -> None:  # the list of requests is read before the tree, the events after it
+        messages = [{"role": "user", "content": "Who asks between the list and the events?"}]
+        server.post("/v1/chat/completions", {"model": HOSTILE_MODEL, "messages": messages})
+        route.continue_()
+
+    page.route("**/tree?*", respond, times=1)
+    page.locator(".tab").filter(has_text="Cache").click()
+    expect(page.locator(".request").first).to_contain_text("between the list and the events")
 
 
 def test_the_views_work_with_the_keyboard_and_on_a_narrow_screen(page: Page) -> None:

@@ -49,6 +49,11 @@ class EventRing:
         self._is_closed = False
 
     @property
+    def last_number(self) -> int:
+        """Number of the newest event; 0 before the first."""
+        return self._last_number
+
+    @property
     def reader_count(self) -> int:
         """Number of clients that read the events."""
         return len(self._readers)

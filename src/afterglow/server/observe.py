@@ -233,14 +233,21 @@ class CacheEventPoller:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._task: asyncio.Task[None] | None = None
+        self._reader_count = 0
         self._pages: dict[str, CacheEventPage] = {}  # last page by model
         self._slot_states: dict[str, str] = {}
 
-    def start(self) -> None:
-        """Poll until no client reads the events."""
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Poll while at least one client reads the events."""
+        self._reader_count += 1
         if self._task is None or self._task.done():
             self._pages, self._slot_states = {}, {}
             self._task = asyncio.ensure_future(self._run())
+        try:
+            yield
+        finally:
+            self._reader_count -= 1
 
     async def _run(self) -> None:
         while True:
@@ -250,7 +257,7 @@ class CacheEventPoller:
                     self._state.events.add("engine", model=slot.name, state=slot.state)
                 await self._poll(slot)
             await asyncio.sleep(POLL_SECONDS)
-            if not self._state.events.reader_count:
+            if not self._reader_count:
                 return
 
     async def _poll(self, slot: ModelSlot) -> None:
@@ -293,13 +300,13 @@ def _add_event_routes(router: APIRouter, state: ServerState) -> None:
         async def read() -> AsyncIterator[bytes]:
             events = state.events.read(salt, after)
             try:
-                yield b": connected\n\n"  # the headers are sent with the first bytes
-                async for event in events:
-                    yield event
+                with poller.run():
+                    yield b": connected\n\n"  # the headers are sent with the first bytes
+                    async for event in events:
+                        yield event
             finally:
                 await events.aclose()  # type: ignore[attr-defined]
 
-        poller.start()
         return EventStreamResponse(
             read(),
             ping_seconds=state.settings.ping_seconds,
@@ -326,7 +333,7 @@ def _add_request_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/requests", summary="Running and last requests of the client, newest first")
     async def list_requests(query: Annotated[RequestsQuery, Query()], request: Request) -> dict[str, Any]:
         newest = state.history.list_newest(get_tenant_salt(request), query.limit)
-        return {"requests": [tracked.describe() for tracked in newest]}
+        return {"requests": [tracked.describe() for tracked in newest], "last_event": state.events.last_number}
 
     @router.get("/requests/{id}", summary="One request, with the texts where its prompt differs from the cache")
     async def get_request(id: str, request: Request) -> dict[str, Any]:

@@ -76,11 +76,11 @@ export class Api extends EventTarget {
   async *stream(method, path, body, signal, onResponse = () => {}) {
     const response = await this.request(method, path, body, { signal });
     onResponse(response);
-    for await (const { data, id } of readEvents(response.body)) {
+    for await (const data of readEvents(response.body)) {
       if (data === "[DONE]") return;
       const value = JSON.parse(data);
       if (value.error?.message) throw new ApiError(500, value.error.message, value.error.code);
-      yield id === null ? value : { ...value, number: Number(id) };
+      yield value;
     }
   }
 

@@ -28,7 +28,6 @@ export class CacheView extends HTMLElement {
   #watching = null; // AbortController while the view is shown
   #dirty = 0;
   #hasNewRequests = false;
-  #lastEvent = null;
   #frame = 0;
   #totals = h("p", { class: "totals", "aria-live": "polite" });
   #legend = h("ul", { class: "legend", "aria-label": "Colours" }, TIERS.map(([tier, name]) => h("li", {}, h("span", { class: `swatch tier-${tier}` }), name)));
@@ -67,8 +66,8 @@ export class CacheView extends HTMLElement {
     signal.addEventListener("abort", () => clearInterval(poll));
     while (!signal.aborted) {
       try {
-        await this.#reload();
-        for await (const event of this.#api.stream("GET", this.#lastEvent === null ? "/events" : `/events?after=${this.#lastEvent}`, undefined, signal)) this.#onEvent(event);
+        const lastEvent = await this.#reload(); // the stream continues where the list of requests ends
+        for await (const event of this.#api.stream("GET", `/events?after=${lastEvent}`, undefined, signal)) this.#onEvent(event);
       } catch (error) {
         if (!signal.aborted && error.status > 0 && error.status < 500) this.#report(error);
       }
@@ -78,8 +77,9 @@ export class CacheView extends HTMLElement {
 
   async #reload() {
     this.#tree = null;
-    await this.#loadRequests();
+    const lastEvent = await this.#loadRequests();
     await this.#loadTree();
+    return lastEvent;
   }
 
   async #loadTree() {
@@ -97,7 +97,6 @@ export class CacheView extends HTMLElement {
   }
 
   #onEvent(event) {
-    if (event.number) this.#lastEvent = event.number;
     if (event.type === "gap") return this.#reload();
     const next = applyEvent(this.#requests, event);
     if (next !== this.#requests) {
@@ -121,8 +120,10 @@ export class CacheView extends HTMLElement {
   }
 
   async #loadRequests() {
-    this.#requests = (await this.#api.get("/requests?limit=1000")).requests;
+    const { requests, last_event: lastEvent } = await this.#api.get("/requests?limit=1000");
+    this.#requests = requests;
     this.#requestsView.show(this.#requests);
+    return lastEvent;
   }
 
   #showTree() {

@@ -1,19 +1,18 @@
 // Server-sent events of a fetch response. EventSource cannot send an API key.
 
-/** Incremental parser: text chunks to events with `data` and `id`. */
+/** Incremental parser: text chunks to the data of events. */
 export class EventParser {
   #rest = "";
   #data = [];
-  #id = null;
 
-  /** Return the events that a chunk completes. */
+  /** Return the data of the events that a chunk completes. */
   push(chunk) {
     const lines = (this.#rest + chunk).split(/\r\n|\n|\r(?!$)/);
     this.#rest = lines.pop();
     const events = [];
     for (const line of lines) {
       if (line === "") {
-        if (this.#data.length) events.push({ data: this.#data.join("\n"), id: this.#id });
+        if (this.#data.length) events.push(this.#data.join("\n"));
         this.#data = [];
       } else if (!line.startsWith(":")) {
         this.#readField(line);
@@ -27,11 +26,10 @@ export class EventParser {
     const name = colon < 0 ? line : line.slice(0, colon);
     const value = colon < 0 ? "" : line.slice(colon + 1).replace(/^ /, "");
     if (name === "data") this.#data.push(value);
-    if (name === "id") this.#id = value;
   }
 }
 
-/** Yield the events of a response body. */
+/** Yield the data of the events of a response body. */
 export async function* readEvents(body) {
   const parser = new EventParser();
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
