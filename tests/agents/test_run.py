@@ -16,6 +16,7 @@ import afterglow
 from afterglow.agents import (
     Agent,
     Calling,
+    Compacted,
     Decided,
     Finished,
     Limits,
@@ -30,7 +31,7 @@ from afterglow.agents import (
 from afterglow.agents.permissions import Decision
 from afterglow.agents.toolbox import AgentToolLike
 from afterglow.api.model import Model
-from afterglow.errors import InvalidArgument, InvalidGrammar
+from afterglow.errors import InvalidArgument, InvalidGrammar, PromptTooLong
 from afterglow.testing import models
 from afterglow.testing.script import script_answers, write_call
 
@@ -305,3 +306,32 @@ def test_a_run_is_resumed_after_a_restart_of_the_engine_from_the_disk_cache(kind
     assert waiting.spent.computed > 1000
     block = 64  # what is stored ends at a block; recurrent states end at the last checkpoint
     assert outcome.spent.computed - waiting.spent.computed < 100 + 2 * block
+
+
+def test_a_history_that_outgrows_the_context_is_compacted_in_the_prompt_only(model: Model) -> None:
+    long = [f"{letter} is a letter. " * 200 for letter in "abc"]  # 3 x 3,600 tokens of 8,192
+    summary = "We spoke about letters."
+    run = Agent(model, "Be brief.").start(long[0])
+
+    async def talk() -> list[Any]:
+        events = await collect(run)
+        for text in long[1:]:
+            run.say(text)
+            events += await collect(run)
+        return events
+
+    events = play(model, ["One.", "Two.", summary, "Three."], talk())
+    (compacted,) = [event for event in events if isinstance(event, Compacted)]
+    compaction = compacted.truncation.compaction
+    assert compaction is not None
+    assert compaction.summary == summary
+    assert compaction.tokens_after < compaction.tokens_before
+    assert [message.content for message in run.messages if message.role == "user"] == long
+    assert run.messages[-1].content == "Three."
+    assert run.spent.generated > sum(map(len, ("One.", "Two.", "Three."))) + len(summary)
+
+
+def test_a_history_that_outgrows_the_context_fails_if_that_is_asked_for(model: Model) -> None:
+    run = Agent(model, "Be brief.", overflow="refuse").start("x" * 9000)
+    with pytest.raises(PromptTooLong):
+        asyncio.run(collect(run))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from afterglow.agents.events import (
         AgentEvent,
         Calling,
+        Compacted,
         Decided,
         Finished,
         Forked,
@@ -33,6 +34,7 @@ __all__ = [
     "Agent",
     "AgentEvent",
     "Calling",
+    "Compacted",
     "Conversation",
     "Decided",
     "Finished",
@@ -60,6 +62,7 @@ _MODULES = {
     "Agent": "afterglow.agents.agent",
     "AgentEvent": "afterglow.agents.events",
     "Calling": "afterglow.agents.events",
+    "Compacted": "afterglow.agents.events",
     "Conversation": "afterglow.agents.conversation",
     "Decided": "afterglow.agents.events",
     "Finished": "afterglow.agents.events",

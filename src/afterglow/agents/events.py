@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from afterglow.agents.limits import NOTHING_SPENT, Spent
 from afterglow.agents.permissions import Decision, Effect
 from afterglow.chat.messages import ToolCall
+from afterglow.chat.prompt import Truncation
 
 ResultStatus: TypeAlias = Literal["ok", "error", "invalid", "denied", "repeated"]
 
@@ -72,6 +73,18 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Compacted:
+    """The history does not fit the context: a summary took the place of its old messages in the prompt, or they were
+    left out. The history itself stays whole.
+
+    >>> Compacted(Truncation(policy="shift", dropped_messages=2)).truncation.dropped_messages
+    2
+    """
+
+    truncation: Truncation
+
+
+@dataclass(frozen=True, slots=True)
 class Forked:
     """Children of the run were started.
 
@@ -93,7 +106,7 @@ class Finished:
     outcome: Outcome
 
 
-AgentEvent: TypeAlias = Thought | Said | Calling | Decided | Result | Forked | Finished
+AgentEvent: TypeAlias = Thought | Said | Calling | Decided | Result | Compacted | Forked | Finished
 
 
 @dataclass(frozen=True, slots=True)

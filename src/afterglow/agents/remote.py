@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from afterglow.api.options import ChatGenerationOptions, SamplingOptions, get_fields
 from afterglow.chat.messages import Message, to_openai_message
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta, join_parts
 from afterglow.chat.output.response import ChatResponse
+from afterglow.chat.prompt import Compaction, Truncation
 from afterglow.chat.tools.tool import Tool
 from afterglow.engine.types.request import Usage
 from afterglow.errors import EngineError, InvalidArgument, RequestError, UnsupportedOperation
@@ -89,6 +91,7 @@ class RemoteStream:
         self._parts: list[OutputPart] = []
         self._finish: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
+        self._overflow: dict[str, Any] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[OutputPart]:
@@ -111,6 +114,7 @@ class RemoteStream:
         if "error" in chunk:
             raise EngineError(f"{self._url}: {chunk['error'].get('message', chunk['error'])}")
         self._usage = chunk.get("usage") or self._usage
+        self._overflow = chunk.get("overflow") or self._overflow
         parts: list[OutputPart] = []
         for choice in chunk.get("choices", ()):
             delta = choice.get("delta") or {}
@@ -140,6 +144,7 @@ class RemoteStream:
             finish_reason="deadline" if is_late else self._finish["finish_reason"],
             stop_reason=self._finish.get("stop_reason"),
             tokens=(),
+            truncation=None if self._overflow is None else parse_truncation(self._overflow),
             usage=Usage(
                 prompt_tokens=usage.get("prompt_tokens", 0),
                 cached_tokens=details.get("cached_tokens", 0),
@@ -171,6 +176,21 @@ def build_fields(options: ChatGenerationOptions) -> dict[str, Any]:
         else:
             raise InvalidArgument(name, "cannot be sent to a server: it is an option of a model in this process")
     return fields
+
+
+def parse_truncation(report: Mapping[str, Any]) -> Truncation:
+    """Return what the field `overflow` of a response reports.
+
+    >>> parse_truncation({"policy": "shift", "dropped_messages": 2, "dropped_tokens": 90}).dropped_messages
+    2
+    """
+
+    def select(kind: type[Truncation] | type[Compaction]) -> dict[str, Any]:
+        return {field.name: report[field.name] for field in fields(kind) if field.name in report}
+
+    return Truncation(
+        **select(Truncation), compaction=Compaction(**select(Compaction)) if "summary" in report else None
+    )
 
 
 def extract_message(text: str) -> str:

@@ -23,6 +23,7 @@ from afterglow.errors import InvalidArgument
 
 AskFunction: TypeAlias = Callable[[Question], Awaitable[Decision | None] | Decision | None]
 CALL_SECONDS = 120.0
+DEFAULT_OPTIONS: ChatGenerationOptions = {"overflow": "compact"}  # runs outgrow the context
 
 
 class AgentResources:
@@ -48,7 +49,7 @@ class AgentResources:
         self.endpoint: ModelEndpoint = LocalEndpoint(model) if isinstance(model, Model) else model
         self.system = check_text(system, "system")
         self.permissions, self.limits = permissions, limits
-        self.options = options
+        self.options: ChatGenerationOptions = {**DEFAULT_OPTIONS, **options}
         self.call_seconds = call_seconds
         self.roles: Mapping[str, Role] = load_roles(roles)
         self._ask = ask

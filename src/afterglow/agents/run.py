@@ -13,10 +13,10 @@ from typing import Any, Unpack, cast
 
 import pydantic
 
-from afterglow.agents.endpoints import ResponseStream
 from afterglow.agents.events import (
     AgentEvent,
     Calling,
+    Compacted,
     Decided,
     Finished,
     Forked,
@@ -181,12 +181,13 @@ class Run:
         except BaseException:
             stream.cancel()
             raise
-        self._record_response(stream, time.monotonic() - started)
+        self._record_response(stream.response, time.monotonic() - started)
+        if stream.response.truncation is not None:
+            yield Compacted(stream.response.truncation)
         for call in self._state.pending:
             yield Calling(call)
 
-    def _record_response(self, stream: ResponseStream, seconds: float) -> None:
-        response = stream.response
+    def _record_response(self, response: ChatResponse, seconds: float) -> None:
         spent = measure_response(response, seconds)
         message = response.message
         if response.finish_reason in ("length", "deadline"):
@@ -618,10 +619,13 @@ def build_result(call: ToolCall, result: ToolResult, spent: Spent) -> dict[str, 
 
 
 def measure_response(response: ChatResponse, seconds: float) -> Spent:
-    """Return what a response cost."""
-    usage = response.usage
-    computed = usage.prompt_tokens - usage.cached_tokens
-    return Spent(rounds=1, computed=computed, generated=usage.generated_tokens, seconds=seconds)
+    """Return what a response cost, with the summary that was written for it."""
+    usage, truncation = response.usage, response.truncation
+    computed, generated = usage.prompt_tokens - usage.cached_tokens, usage.generated_tokens
+    if truncation is not None and truncation.compaction is not None:
+        computed += truncation.compaction.computed_tokens
+        generated += truncation.compaction.generated_tokens
+    return Spent(rounds=1, computed=computed, generated=generated, seconds=seconds)
 
 
 def format_refusal(verdict: Verdict) -> str:

@@ -15,6 +15,7 @@ from afterglow.agents.agent import Agent
 from afterglow.agents.events import (
     AgentEvent,
     Calling,
+    Compacted,
     Decided,
     Finished,
     Forked,
@@ -30,6 +31,7 @@ from afterglow.agents.permissions import EFFECTS, Decision, Permissions
 from afterglow.agents.run import Run
 from afterglow.agents.terminal_questions import escape_controls, terminal
 from afterglow.cli import options
+from afterglow.cli.display import format_truncation
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import load_command_settings
 from afterglow.errors import InvalidArgument
@@ -137,6 +139,8 @@ def show_event(event: AgentEvent, console: Console) -> None:
         case Result(_, text, status):
             shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
             print_note(console, f"← {status}: {escape_lines(shown)}")
+        case Compacted(truncation):
+            print_note(console, format_truncation(truncation))
         case Forked(children):
             print_note(console, f"  {len(children)} children")
         case Finished():
