@@ -1,5 +1,5 @@
 # `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
-.PHONY: help chat test test-full test-clients test-llama-server test-frameworks browser unit check docs setup bench bench-quick bench-pages lock clean
+.PHONY: help chat test test-full test-clients test-llama-server test-frameworks browser pytest unit check docs setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -19,11 +19,14 @@ help:                       ## list the targets
 chat: setup                 ## set up, fetch the default model, start a chat
 	@$(BIN)/afterglow chat
 
-test: .venv/development check browser   ## everything CI runs, in three processes: two cores are never idle
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+test: .venv/development browser   ## everything CI runs, in three processes: two cores are never idle
+	@$(MAKE) --no-print-directory --jobs 2 check pytest
 
-test-full: .venv/development check browser   ## the same with the long variants
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not (clients or frameworks)" --timeout 3600
+test-full: .venv/development browser   ## the same with the long variants
+	@$(MAKE) --no-print-directory --jobs 2 check pytest PYTEST_ARGUMENTS='-m "not (clients or frameworks)" --timeout 3600'
+
+pytest: .venv/development
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGUMENTS)
 
 test-clients: .venv/development   ## Claude Code, Codex and OpenCode on a real server; needs npm, fetches 250 MB once
 	@$(BIN)/python -m pytest -m clients tests/clients
